@@ -14,7 +14,7 @@ from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary, 
 from kvjax.tasks.copy import Copy
 from kvjax.tasks.mixture import Mixture, mixture, pack
 from kvjax.tasks.needle import Needle
-from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder
+from kvjax.tasks.prompt import Example, ExampleQuestion, PromptEncoder
 from kvjax.tasks.recall import Recall
 from kvjax.tasks.sample import Question, Sample, Task, Tokens
 from kvjax.tasks.text import Text
@@ -23,8 +23,8 @@ from kvjax.tasks.vocabulary import SPECIAL_TOKENS, Vocabulary
 __all__ = [
     "SPECIAL_TOKENS",
     "Copy",
-    "Draft",
-    "DraftQuestion",
+    "Example",
+    "ExampleQuestion",
     "Mixture",
     "Needle",
     "PromptEncoder",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.tasks.prompt import Draft, PromptEncoder
+from kvjax.tasks.prompt import Example, PromptEncoder
 from kvjax.tasks.sample import Sample, Tokens
 from kvjax.tasks.splits import Split
 
@@ -19,7 +19,7 @@ class BenchmarkSamples:
     """Of the task."""
     where: str
     """What was read: the option and its value."""
-    drafts: Sequence[Draft]
+    examples: Sequence[Example]
     """All that there are."""
     encode: PromptEncoder
     """Makes samples of them."""
@@ -29,12 +29,12 @@ class BenchmarkSamples:
     """Whether its samples are a published dataset's."""
 
     def __post_init__(self):
-        if not self.drafts:
+        if not self.examples:
             raise UserError(f"{self.where}: there are no samples of {self.name}")
 
     def answers(self, length: int) -> int:
         """As many answers as the context with the fewest questions has."""
-        return min(len(draft.questions) for draft in self.drafts)
+        return min(len(example.questions) for example in self.examples)
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         """The first samples are compared, those after them are calibrated on. Of a context that is too long the first
@@ -44,12 +44,12 @@ class BenchmarkSamples:
         Raises UserError if there are too few samples, or for a length that leaves a context no end before its question.
         """
         return [
-            self._sample(draft, length)
-            for draft in split.of_published(self.drafts, count, self.where, f"samples of {self.name}")
+            self._sample(example, length)
+            for example in split.of_published(self.examples, count, self.where, f"samples of {self.name}")
         ]
 
-    def _sample(self, draft: Draft, length: int) -> Sample:
-        sample = self.encode(draft)
+    def _sample(self, example: Example, length: int) -> Sample:
+        sample = self.encode(example)
         room, behind = length - sample.room, len(sample.questions[0].prompt)
         if len(sample.context) <= room:
             return sample

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.tasks.passages import Count, Document, passages
-from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, prompt_size
+from kvjax.tasks.prompt import Example, ExampleQuestion, PromptEncoder, prompt_size
 from kvjax.tasks.ruler.haystack import split_sentences
 
 OPENING = "Below is a text. You will be asked to quote from it.\n\n"
@@ -41,22 +41,22 @@ DISTINCTIVE = re.compile(r"[0-9A-Z]|\w[-_./:@]\w")
 
 def document_questions(
     documents: Sequence[Document], encode: PromptEncoder, count: Count, length: int
-) -> list[Draft]:
-    """Drafts of at most `length` tokens with `QUESTIONS` questions each, of passages that share no paragraph.
+) -> list[Example]:
+    """Examples of at most `length` tokens with `QUESTIONS` questions each, of passages that share no paragraph.
 
     A passage with fewer distinctive words in one of its thirds is left out.
 
     Raises UserError for a length that holds no passage.
     """
-    frame = Draft(OPENING + "\n", (DraftQuestion(QUESTION, "\n", ("",), "all", RESERVED, ""),))
+    frame = Example(OPENING + "\n", (ExampleQuestion(QUESTION, "\n", ("",), "all", RESERVED, ""),))
     room = length - prompt_size(frame, encode) - ROOM
     if room < 1:
         raise UserError(f"documents: {length} tokens are too few, the questions alone take {length - room}")
-    drafts = (_draft(passage, count, index) for index, passage in enumerate(passages(documents, room)))
-    return [draft for draft in drafts if draft is not None and prompt_size(draft, encode) <= length]
+    examples = (_example(passage, count, index) for index, passage in enumerate(passages(documents, room)))
+    return [example for example in examples if example is not None and prompt_size(example, encode) <= length]
 
 
-def _draft(passage: str, count: Count, seed: int) -> Draft | None:
+def _example(passage: str, count: Count, seed: int) -> Example | None:
     """The passage with questions drawn from each third; None: there are too few."""
     rng, found, questions = np.random.default_rng(seed), distinctive_words(passage), []
     if found:
@@ -69,8 +69,8 @@ def _draft(passage: str, count: Count, seed: int) -> Draft | None:
             return None
         for index in sorted(rng.choice(len(inside), PER_THIRD, replace=False)):
             given, word = inside[index]
-            questions.append(DraftQuestion(QUESTION, "\n" + given, (word,), "all", RESERVED, kind))
-    return Draft(f"{OPENING}{passage}\n\n", tuple(questions))
+            questions.append(ExampleQuestion(QUESTION, "\n" + given, (word,), "all", RESERVED, kind))
+    return Example(f"{OPENING}{passage}\n\n", tuple(questions))
 
 
 def distinctive_words(passage: str) -> list[tuple[float, str, str]]:

@@ -14,7 +14,7 @@ from kvjax.tasks.passages import (
     read_documents,
     split_documents,
 )
-from kvjax.tasks.prompt import Draft, PromptEncoder
+from kvjax.tasks.prompt import Example, PromptEncoder
 from kvjax.tasks.sample import Sample
 from kvjax.tasks.splits import Split
 from kvjax.tasks.suite import HOLDS, SAME_AS_FULL, Inputs
@@ -75,9 +75,9 @@ class DocumentQuestions:
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         own, inputs = self.documents, self.documents.inputs
-        drafts = document_questions(own.of(split), inputs.encode, inputs.count, length)
+        examples = document_questions(own.of(split), inputs.encode, inputs.count, length)
         of = own.describe(split, f"contexts of {length} tokens with {QUESTIONS} questions each")
-        return [inputs.encode(draft) for draft in draw(drafts, split.seed, count, of)]
+        return [inputs.encode(example) for example in draw(examples, split.seed, count, of)]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class DocumentText:
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         own, encode = self.documents, PromptEncoder(self.documents.inputs.tokenizer, chat=False)
-        room = length - len(encode(Draft("", ())).context)
+        room = length - len(encode(Example("", ())).context)
         if room < 2 * PARTS:
             raise UserError(
                 f"text: {length} tokens are too few, at least {length - room + 2 * PARTS} are needed"
@@ -104,5 +104,5 @@ class DocumentText:
         found = passages(own.of(split), room)
         texts = draw(found, split.seed, count, own.describe(split, f"passages of {length} tokens"))
         # a passage may be a few tokens longer than its paragraphs are
-        tokens = (encode(Draft(text, ())).context[:length] for text in texts)
+        tokens = (encode(Example(text, ())).context[:length] for text in texts)
         return [continuation(ids) for ids in tokens]

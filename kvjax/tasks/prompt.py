@@ -1,7 +1,7 @@
-"""Samples that are written as text, for any tokenizer: their drafts, how an answer is scored, and their token ids.
+"""Samples that are written as text, for any tokenizer: their examples, how an answer is scored, and their token ids.
 
 The prompt reads: what the chat template puts before the user's text, context, question, what the template puts after
-it, answer prefix. Without a template, or where the draft is read `as_is`: the tokenizer's opening tokens unless
+it, answer prefix. Without a template, or where the example is read `as_is`: the tokenizer's opening tokens unless
 the text spells them, context, question, answer prefix.
 
 The cut between context and question is a cut between tokens. The context's ids are those of the context alone, so they
@@ -41,7 +41,7 @@ SCORES: dict[str, Scoring] = {"all": all_present, "any": any_present}
 
 
 @dataclass(frozen=True)
-class DraftQuestion:
+class ExampleQuestion:
     """A question's text, and what is expected."""
 
     text: str
@@ -65,12 +65,12 @@ class DraftQuestion:
 
 
 @dataclass(frozen=True)
-class Draft:
+class Example:
     """The text of a sample, which a `PromptEncoder` makes into one."""
 
     context: str
     """Ends with the line break before the question, if there is one."""
-    questions: tuple[DraftQuestion, ...]
+    questions: tuple[ExampleQuestion, ...]
     """Each asked on its own, unless they are a `conversation`."""
     as_is: bool = False
     """Whether no chat template is put around the text: it has one already, or is asked without."""
@@ -80,7 +80,7 @@ class Draft:
 
 
 class PromptEncoder:
-    """Makes samples of drafts, with a tokenizer of transformers or of tokenizers.
+    """Makes samples of examples, with a tokenizer of transformers or of tokenizers.
 
     The tokenizer's chat template is used if it has one, unless `chat` is false: context and question are the user's
     turn, the answer prefix begins the assistant's (without its leading white space). Models that can think are asked
@@ -116,17 +116,17 @@ class PromptEncoder:
         """What stands between a user's text and the next, which `answer` was given to."""
         return self._after + answer + self.next_turn
 
-    def __call__(self, draft: Draft) -> Sample:
-        chat = self.chat and not draft.as_is
-        before = self._before + draft.context if chat else draft.context
+    def __call__(self, example: Example) -> Sample:
+        chat = self.chat and not example.as_is
+        before = self._before + example.context if chat else example.context
         context, opening = self._ids(before), self._opening
         if not chat and not np.array_equal(context[: len(opening)], opening):
             context = np.concatenate([opening, context])
-        questions = (self._question(question, before, chat) for question in draft.questions)
-        separable = draft.context != ""
-        return Sample(context, tuple(questions), separable, conversation=draft.conversation)
+        questions = (self._question(question, before, chat) for question in example.questions)
+        separable = example.context != ""
+        return Sample(context, tuple(questions), separable, conversation=example.conversation)
 
-    def _question(self, question: DraftQuestion, before: str, chat: bool) -> Question:
+    def _question(self, question: ExampleQuestion, before: str, chat: bool) -> Question:
         """The question as it stands after `before`. A right answer has the strings that are expected, or the first
         where one of them will do."""
 
@@ -159,7 +159,7 @@ class PromptEncoder:
         return joined[len(alone) :] if np.array_equal(joined[: len(alone)], alone) else self._ids(text)
 
 
-def prompt_size(draft: Draft, encode: PromptEncoder) -> int:
-    """Tokens of the longest of the draft's prompts with its reserved answer tokens."""
-    sample = encode(draft)
+def prompt_size(example: Example, encode: PromptEncoder) -> int:
+    """Tokens of the longest of the example's prompts with its reserved answer tokens."""
+    sample = encode(example)
     return len(sample.context) + sample.room

@@ -17,16 +17,16 @@ LENGTH = 2048
 
 
 @pytest.fixture(scope="module")
-def draft(tokenizer):
-    return make_ruler_task("niah_single_1", tokenizer).draft(1, LENGTH)
+def example(tokenizer):
+    return make_ruler_task("niah_single_1", tokenizer).example(1, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def prompt(tokenizer, draft):
-    return PromptEncoder(tokenizer)(draft)
+def prompt(tokenizer, example):
+    return PromptEncoder(tokenizer)(example)
 
 
-def answered(model, tokenizer, prompt, draft, policy, *, known=False) -> tuple[float, caches.Stats]:
+def answered(model, tokenizer, prompt, example, policy, *, known=False) -> tuple[float, caches.Stats]:
     """The answer's score and the cache's sizes; `known`: the question is read with the context."""
     question = prompt.questions[0].prompt
     if known:
@@ -40,12 +40,12 @@ def answered(model, tokenizer, prompt, draft, policy, *, known=False) -> tuple[f
     else:
         cache = prefill(model, [prompt.context], policy=policy, chunk=512)
         said = generate(model, [question], SamplingParams(max_new_tokens=16), policy=policy, cache=cache)
-    return draft.questions[0].score(tokenizer.decode(said.tokens[0])), said.stats
+    return example.questions[0].score(tokenizer.decode(said.tokens[0])), said.stats
 
 
 @pytest.fixture(scope="module")
-def full(model, tokenizer, prompt, draft):
-    return answered(model, tokenizer, prompt, draft, make_policy("full", model=model))
+def full(model, tokenizer, prompt, example):
+    return answered(model, tokenizer, prompt, example, make_policy("full", model=model))
 
 
 def test_the_full_cache_finds_the_needle(full):
@@ -58,46 +58,46 @@ def test_the_full_cache_finds_the_needle(full):
 
 @pytest.mark.thorough
 def test_an_eviction_that_knows_the_question_finds_it_in_a_quarter_of_the_memory(
-    model, tokenizer, prompt, draft, full
+    model, tokenizer, prompt, example, full
 ):
     # SnapKV keeps the first digits only, which the question looks at; TOVA's last query looks at the whole number
     policy = make_policy("tova:ratio=0.25", model=model)
-    score, stats = answered(model, tokenizer, prompt, draft, policy, known=True)
+    score, stats = answered(model, tokenizer, prompt, example, policy, known=True)
     assert score == 1
     assert stats.kv_ratio < 0.27  # and what the answer added
     assert stats.bytes < 0.4 * full[1].bytes  # the pool, with its margin
 
 
-def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, prompt, draft, full):
+def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, prompt, example, full):
     """Those that come with the repository, at their own τ."""
     gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
-    score, stats = answered(model, tokenizer, prompt, draft, make_policy("wgkv", model=model, gates=gates))
+    score, stats = answered(model, tokenizer, prompt, example, make_policy("wgkv", model=model, gates=gates))
     assert score == 1
     assert stats.kv_ratio < 0.35
     assert stats.bytes < 0.5 * full[1].bytes  # the pool, with its margin
 
 
 @pytest.mark.thorough
-def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, draft, full):
+def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, example, full):
     """As the published table has it: in pages of bits, layers' weights as integers where a CPU runs them."""
     model = load_model(file, "bfloat16")
     gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
-    score, stats = answered(model, tokenizer, prompt, draft, make_policy("wgkv", model=model, gates=gates))
+    score, stats = answered(model, tokenizer, prompt, example, make_policy("wgkv", model=model, gates=gates))
     assert score == 1
     assert stats.kv_ratio < 0.35
     assert 2 * stats.full_bytes == full[1].full_bytes
 
 
 @pytest.mark.thorough
-def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, draft, full):
+def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, example, full):
     """The needle stands further back than the window."""
-    value = np.array(tokenizer(draft.questions[0].expected[0])["input_ids"])
+    value = np.array(tokenizer(example.questions[0].expected[0])["input_ids"])
     windows = np.lib.stride_tricks.sliding_window_view(prompt.context, len(value))
     (place,) = np.flatnonzero((windows == value).all(1))
     window = LENGTH // 4
     assert 64 < place < len(prompt.context) - window
     policy = make_policy({"streaming_llm": {"sink": 64, "window": window}}, model=model)
-    score, stats = answered(model, tokenizer, prompt, draft, policy)
+    score, stats = answered(model, tokenizer, prompt, example, policy)
     assert score == 0
     assert stats.kv_ratio < 0.31
     assert stats.bytes < 0.42 * full[1].bytes  # the pool, with its margin, in one of few sizes

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.tasks.benchmark import BenchmarkSamples, cut_middle
-from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder
+from kvjax.tasks.prompt import Example, ExampleQuestion, PromptEncoder
 from kvjax.tasks.registry import TASKS, open_task
 from kvjax.tasks.sample import question_aware
 from kvjax.tasks.splits import Split
@@ -20,10 +20,10 @@ TEXT = "".join(f"{i:03d}," for i in range(100))
 
 
 def benchmark(*contexts, asked="Which?", reserved=20, count=1, tokenizer=None):
-    questions = tuple(DraftQuestion(asked, "", ("7",), "any", reserved, "test") for _ in range(count))
-    drafts = [Draft(context, questions) for context in contexts]
+    questions = tuple(ExampleQuestion(asked, "", ("7",), "any", reserved, "test") for _ in range(count))
+    examples = [Example(context, questions) for context in contexts]
     return BenchmarkSamples(
-        "test", "--data x", drafts, PromptEncoder(tokenizer or byte_tokenizer(), False), "right"
+        "test", "--data x", examples, PromptEncoder(tokenizer or byte_tokenizer(), False), "right"
     )
 
 
@@ -53,8 +53,8 @@ def test_the_context_is_cut_and_the_question_is_not():
 
 
 def test_a_conversation_s_room_is_all_of_it():
-    drafts = [dataclasses.replace(benchmark(TEXT, count=3).drafts[0], conversation=True)]
-    (sample,) = dataclasses.replace(benchmark(TEXT), drafts=drafts).samples(Split(0, 1), 1, 200)
+    examples = [dataclasses.replace(benchmark(TEXT, count=3).examples[0], conversation=True)]
+    (sample,) = dataclasses.replace(benchmark(TEXT), examples=examples).samples(Split(0, 1), 1, 200)
     assert sample.room == 3 * 26
     assert 199 <= len(sample.context) + 3 * 26 <= 200
 

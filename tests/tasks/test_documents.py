@@ -12,7 +12,7 @@ from kvjax.tasks.documents import DocumentQuestions, Documents, DocumentText
 from kvjax.tasks.passages import read_documents
 from kvjax.tasks.prompt import prompt_size
 from kvjax.tasks.registry import open_task
-from kvjax.tasks.ruler import published_drafts
+from kvjax.tasks.ruler import published_examples
 from kvjax.tasks.splits import Split
 from tests.tasks.document_inputs import COMPARED, LENGTH, inputs, paragraph_text
 from tests.tasks.ruler.rows import write_rows
@@ -117,7 +117,7 @@ def test_a_folder_s_samples_have_one_length(tmp_path):
     write_rows(tmp_path, words, words, file="qa_1.jsonl")
     own = inputs(ruler=tmp_path)
     published = open_task("qa_1", own)
-    size = prompt_size(published_drafts(tmp_path, "qa_1", 0)[0], own.encode)
+    size = prompt_size(published_examples(tmp_path, "qa_1", 0)[0], own.encode)
     (sample,) = published.samples(Split(0, 1), 1, 2 * size)
     assert len(sample.context) + sample.room == size
     (tmp_path / "qa_1.jsonl").unlink()

@@ -1,4 +1,4 @@
-"""Drafts: scoring, and token ids with the context's apart from the question's."""
+"""Examples: scoring, and token ids with the context's apart from the question's."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ from transformers import PreTrainedTokenizerFast
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
-from kvjax.tasks import Draft, DraftQuestion, PromptEncoder
+from kvjax.tasks import Example, ExampleQuestion, PromptEncoder
 from kvjax.tasks.prompt import prompt_size
 from kvjax.tasks.ruler import make_ruler_task
 
 
 def question(text="What is x?", prefix="\nIt is", expected=("Abc", "12"), scoring="all", reserved=7):
-    return DraftQuestion(text, prefix, expected, scoring, reserved, "test")
+    return ExampleQuestion(text, prefix, expected, scoring, reserved, "test")
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +52,21 @@ def test_an_answer_is_scored_by_the_strings_in_it(answer, scoring, score):
 
 
 def test_a_prompt_is_the_text_from_its_opening_token_to_its_answer_prefix(plain):
-    draft = Draft("Some text.\n", (question(), question("Why?", "")))
-    prompt = PromptEncoder(plain)(draft)
+    example = Example("Some text.\n", (question(), question("Why?", "")))
+    prompt = PromptEncoder(plain)(example)
     whole = plain.encode("Some text.\nWhat is x?\nIt is").ids
     assert [*prompt.context, *prompt.questions[0].prompt] == whole
     assert whole[0] == plain.token_to_id("<|begin|>")
     assert prompt.context.dtype == prompt.questions[0].prompt.dtype == np.int32
     assert plain.decode(prompt.questions[1].prompt.tolist()) == "Why?"
-    assert prompt_size(draft, PromptEncoder(plain)) == len(whole) + 7
+    assert prompt_size(example, PromptEncoder(plain)) == len(whole) + 7
 
 
 def test_a_chat_template_stands_around_the_user_s_text_and_the_prefix_begins_the_answer(plain, chat):
-    draft = Draft("Some text.\n", (question(),))
+    example = Example("Some text.\n", (question(),))
     encode = PromptEncoder(chat)
     assert encode.chat
-    prompt = encode(draft)
+    prompt = encode(example)
     turn = chat.apply_chat_template(
         [{"role": "user", "content": "Some text.\nWhat is x?"}],
         add_generation_prompt=True,
@@ -77,7 +77,7 @@ def test_a_chat_template_stands_around_the_user_s_text_and_the_prefix_begins_the
     assert [*prompt.context, *prompt.questions[0].prompt] == [*turn, *prefix]
     # without the template it is the same as from the tokenizer alone
     assert not PromptEncoder(chat, chat=False).chat
-    one, other = PromptEncoder(chat, chat=False)(draft), PromptEncoder(plain)(draft)
+    one, other = PromptEncoder(chat, chat=False)(example), PromptEncoder(plain)(example)
     np.testing.assert_array_equal(one.context, other.context)
     np.testing.assert_array_equal(one.questions[0].prompt, other.questions[0].prompt)
 
@@ -87,11 +87,11 @@ def test_a_text_with_a_template_gets_no_other_and_no_second_opening_token(plain,
     cut = text.index("What is x?")
     asked = question(text[cut : -len(" It is")], " It is")
     for encode in (PromptEncoder(chat), PromptEncoder(chat, chat=False), PromptEncoder(plain)):
-        prompt = encode(Draft(text[:cut], (asked,), as_is=True))
+        prompt = encode(Example(text[:cut], (asked,), as_is=True))
         ids = [*prompt.context, *prompt.questions[0].prompt]
         assert ids == plain.encode(text, add_special_tokens=False).ids
         # the opening token comes where the text does not spell it
-        bare = encode(Draft(text[len("<|begin|>") : cut], (asked,), as_is=True))
+        bare = encode(Example(text[len("<|begin|>") : cut], (asked,), as_is=True))
         assert [*bare.context, *bare.questions[0].prompt] == ids
 
 
@@ -104,7 +104,7 @@ def test_a_template_s_size_is_counted_without_the_user_s_text(plain, chat):
 def test_a_right_answer_follows_the_prompt(plain):
     """All strings that are asked for, or the first where one will do."""
     questions = question(), question(scoring="any"), question("Why?\n", "", ("7",))
-    prompt = PromptEncoder(plain)(Draft("Some text.\n", questions))
+    prompt = PromptEncoder(plain)(Example("Some text.\n", questions))
     assert [plain.decode(answer.tolist()) for answer in (q.answer for q in prompt.questions)] == [
         " Abc, 12",
         " Abc",
@@ -118,8 +118,8 @@ def test_the_context_s_tokens_know_no_question(plain, chat):
     """Also where a token of the whole text would reach over the cut."""
     for tokenizer in (plain, chat):
         encode = PromptEncoder(tokenizer)
-        alone = encode(Draft("self.retur", (question(""),)))
-        joined = encode(Draft("self.retur", (question("n None"), question("ning"))))
+        alone = encode(Example("self.retur", (question(""),)))
+        joined = encode(Example("self.retur", (question("n None"), question("ning"))))
         np.testing.assert_array_equal(alone.context, joined.context)
         assert plain.decode(joined.questions[0].prompt.tolist()).startswith("n None")
     assert plain.encode("return").ids != [*plain.encode("retur").ids, *plain.encode("n").ids[1:]]
@@ -128,9 +128,9 @@ def test_the_context_s_tokens_know_no_question(plain, chat):
 def test_the_tasks_cut_between_two_tokens_of_the_whole_text(plain):
     encode = PromptEncoder(plain)
     for name in ("niah_single_1", "niah_multivalue", "cwe", "fwe", "vt"):
-        draft = make_ruler_task(name, plain).draft(0, 1500)
-        prompt, asked = encode(draft), draft.questions[0]
-        whole = plain.encode(draft.context + asked.text + asked.answer_prefix).ids
+        example = make_ruler_task(name, plain).example(0, 1500)
+        prompt, asked = encode(example), example.questions[0]
+        whole = plain.encode(example.context + asked.text + asked.answer_prefix).ids
         assert [*prompt.context, *prompt.questions[0].prompt] == whole
 
 
@@ -158,7 +158,7 @@ def test_what_stands_between_turns_is_the_template_s(plain, smol):
 
 def test_what_a_model_says_is_scored_as_text(plain, chat):
     for tokenizer in (plain, chat):
-        sample = PromptEncoder(tokenizer)(Draft("Some text.\n", (question(),)))
+        sample = PromptEncoder(tokenizer)(Example("Some text.\n", (question(),)))
         (asked,) = sample.questions
         assert (asked.answer_tokens, asked.kind, asked.stops, asked.given) == (7, "test", True, False)
         assert asked.score(asked.answer) == 1
@@ -168,4 +168,4 @@ def test_what_a_model_says_is_scored_as_text(plain, chat):
         split = [*half, plain.token_to_id("<|end|>"), *plain.encode("2", add_special_tokens=False).ids]
         assert asked.score(np.array(split, np.int32)) == 1
         assert sample.separable
-        assert not PromptEncoder(tokenizer)(Draft("", (question(),))).separable
+        assert not PromptEncoder(tokenizer)(Example("", (question(),))).separable

@@ -1,4 +1,4 @@
-"""LongBench's rows as drafts: `input`, `context`, `answers`, and `all_classes` of the classifications.
+"""LongBench's rows as examples: `input`, `context`, `answers`, and `all_classes` of the classifications.
 
 They are published as data.zip in the data set THUDM/LongBench, a file TASK.jsonl each. LongBench-E reports three
 lengths, by a row's `length` in words: they are the kinds of its questions.
@@ -23,7 +23,7 @@ from kvjax.tasks.datasets import (
     row_texts,
 )
 from kvjax.tasks.longbench.tasks import EVEN, longbench_task
-from kvjax.tasks.prompt import Draft, DraftQuestion
+from kvjax.tasks.prompt import Example, ExampleQuestion
 
 DATA = "longbench"
 """The name of its data."""
@@ -37,7 +37,7 @@ LONGEST = "8k+"
 """The third."""
 
 
-def longbench_drafts(name: str, data: Path | None) -> list[Draft]:
+def longbench_examples(name: str, data: Path | None) -> list[Example]:
     """A task's rows, in their order.
 
     Args:
@@ -48,7 +48,7 @@ def longbench_drafts(name: str, data: Path | None) -> list[Draft]:
     Raises:
         UserError: nothing there, a file that cannot be read, a field that is missing or of another kind.
     """
-    return [_draft(row, name, at) for at, row in _rows(name, data)]
+    return [_example(row, name, at) for at, row in _rows(name, data)]
 
 
 def _rows(name: str, data: Path | None) -> Iterator[Row]:
@@ -86,11 +86,11 @@ def _archive_rows(archive: Path, name: str) -> Iterator[Row]:
     return jsonl_rows(text, f"{OPTION} {archive}: {members[0].filename}")
 
 
-def _draft(row: Mapping[str, Any], name: str, at: str) -> Draft:
+def _example(row: Mapping[str, Any], name: str, at: str) -> Example:
     task = longbench_task(name)
     context, asked = row_text(row, "context", at), row_text(row, "input", at)
     classes = row_texts(row, "all_classes", at) if task.metric.classes else ()
-    question = DraftQuestion(
+    question = ExampleQuestion(
         task.question.format(input=asked),
         "",
         row_texts(row, "answers", at),
@@ -98,7 +98,7 @@ def _draft(row: Mapping[str, Any], name: str, at: str) -> Draft:
         task.reserved,
         _length(row, at) if name.endswith(EVEN) else name,
     )
-    return Draft(task.context.format(context=context), (question,), as_is=not task.chat)
+    return Example(task.context.format(context=context), (question,), as_is=not task.chat)
 
 
 def _length(row: Mapping[str, Any], at: str) -> str:

@@ -1,9 +1,9 @@
 """RULER's thirteen tasks (Hsieh et al., COLM 2024, arXiv:2404.06654), generated locally in our own wording, and its
 published data through an adapter.
 
-`make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `Sample` and whose `draft` is its
-text; `published_drafts` reads RULER's own data. Local and published results are not comparable: the wording, the words
-and by default the essays differ.
+`make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `Sample` and whose `example` is its
+text; `published_examples` reads RULER's own data. Local and published results are not comparable: the wording, the
+words and by default the essays differ.
 
 writer: what a task is before a tokenizer and a length are known; task: fitting one to both. needles, needle_by_depth,
 variables, frequent, questions: the writers; haystack, draw, words: what they are written with. question_files: SQuAD
@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError
-from kvjax.tasks.prompt import Draft, PromptEncoder
+from kvjax.tasks.prompt import Example, PromptEncoder
 from kvjax.tasks.ruler import frequent, needles, questions, variables
 from kvjax.tasks.ruler.frequent import CodedWords, CommonWords
 from kvjax.tasks.ruler.haystack import Lines, read_essays
 from kvjax.tasks.ruler.needle_by_depth import needle_by_depth
 from kvjax.tasks.ruler.needles import Needles
-from kvjax.tasks.ruler.published import DATA, PublishedSamples, published_draft, published_rows
+from kvjax.tasks.ruler.published import DATA, PublishedSamples, published_example, published_rows
 from kvjax.tasks.ruler.question_files import read_hotpotqa, read_squad
 from kvjax.tasks.ruler.task import RulerTask
 from kvjax.tasks.ruler.variables import VariableTracking
-from kvjax.tasks.ruler.writer import DraftWriter
+from kvjax.tasks.ruler.writer import ExampleWriter
 from kvjax.tasks.suite import HOLDS, Dataset, FromSeeds, Inputs, Suite
 
-RecipeOf = Callable[[int, int], DraftWriter]
+RecipeOf = Callable[[int, int], ExampleWriter]
 """For a length, and the tokens of the chat template."""
 
 
@@ -80,7 +80,7 @@ def _hotpotqa(name: str, files: Files) -> RecipeOf:
     return _any_length(read_hotpotqa(files["hotpotqa"], name))
 
 
-def _any_length(recipe: DraftWriter) -> RecipeOf:
+def _any_length(recipe: ExampleWriter) -> RecipeOf:
     return lambda length, template: recipe
 
 
@@ -127,15 +127,15 @@ def make_needle_task(tokenizer: Any, files: Files = NO_FILES, *, chat: bool = Tr
     return RulerTask(recipe.name, _any_length(recipe), PromptEncoder(tokenizer, chat))
 
 
-def published_drafts(data: Path, name: str, length: int) -> list[Draft]:
-    """Drafts of RULER's own samples of the task called `name`, of a folder or a hub data set; see `published`.
+def published_examples(data: Path, name: str, length: int) -> list[Example]:
+    """Examples of RULER's own samples of the task called `name`, of a folder or a hub data set; see `published`.
 
     Raises:
         UserError: a name that is none of the thirteen; no samples of it, or a row that is not as it should be.
     """
     entry = _entry(name)
     return [
-        published_draft(row, name, entry.reserved, entry.scoring, at)
+        published_example(row, name, entry.reserved, entry.scoring, at)
         for at, row in published_rows(data, name, length)
     ]
 
@@ -149,7 +149,7 @@ def _entry(name: str) -> RulerEntry:
 
 def _open(name: str, inputs: Inputs) -> Dataset:
     if (data := inputs.data.get(DATA)) is not None:
-        return PublishedSamples(name, data, inputs.encode, partial(published_drafts, data, name))
+        return PublishedSamples(name, data, inputs.encode, partial(published_examples, data, name))
     task = make_ruler_task(name, inputs.tokenizer, inputs.data, chat=inputs.chat)
     return FromSeeds(lambda length: task, HOLDS)
 
@@ -167,5 +167,5 @@ __all__ = [
     "RulerTask",
     "make_needle_task",
     "make_ruler_task",
-    "published_drafts",
+    "published_examples",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.tasks.prompt import Draft, DraftQuestion
+from kvjax.tasks.prompt import Example, ExampleQuestion
 from kvjax.tasks.ruler.draw import distinct, letters, single_words
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
 from kvjax.tasks.ruler.writer import Supply, generator
@@ -56,7 +56,7 @@ class CommonWords:
         words = len(ADJECTIVES) + len(NOUNS) + len(invented_words())
         return Supply(words - self.common - self.example[0], "words")
 
-    def write(self, seed: int, units: int) -> Draft:
+    def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
         n_example, *example_repeats = self.example
         words = single_words(rng, n_example + self.common + units)
@@ -65,8 +65,8 @@ class CommonWords:
         last = self._list(rng, words[n_example:], *self.repeats)
         question, prefix = (part.format(count=self.common) for part in (LIST_QUESTION, LIST_PREFIX))
         context = f"{example}{question}{prefix} {number_words(shown)}\n\n{last}"
-        return Draft(
-            context, (DraftQuestion(question, prefix, tuple(wanted), "all", LIST_RESERVED, self.name),)
+        return Example(
+            context, (ExampleQuestion(question, prefix, tuple(wanted), "all", LIST_RESERVED, self.name),)
         )
 
     def _list(self, rng: np.random.Generator, words: list[str], often: int, seldom: int) -> str:
@@ -96,7 +96,7 @@ class CodedWords:
     supply: None = None
     """How many units there are; None: without end."""
 
-    def write(self, seed: int, units: int) -> Draft:
+    def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
         ranks = np.arange(1, max(5, self.tokens // 50) + 1)
         counts = np.floor(units / ZETA_2 / ranks**2).astype(int)
@@ -104,7 +104,7 @@ class CodedWords:
         coded = distinct(rng, letters(string.ascii_lowercase, 6), len(ranks) - 1, avoid=wording)
         text = np.repeat([NOISE, *coded], counts)
         context = f"{CODED_OPENING}{' '.join(rng.permutation(text))}\n"
-        question = DraftQuestion(
+        question = ExampleQuestion(
             CODED_QUESTION, CODED_PREFIX, tuple(coded[:3]), "all", CODED_RESERVED, self.name
         )
-        return Draft(context, (question,))
+        return Example(context, (question,))

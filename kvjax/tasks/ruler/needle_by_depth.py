@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from kvjax.tasks.prompt import Draft
+from kvjax.tasks.prompt import Example
 from kvjax.tasks.ruler.haystack import Essays
 from kvjax.tasks.ruler.needles import Needles
 
@@ -27,12 +27,12 @@ class NeedleByDepth:
     supply: None = None
     """How many units there are; None: without end."""
 
-    def write(self, seed: int, units: int) -> Draft:
+    def write(self, seed: int, units: int) -> Example:
         index = seed % len(DEPTHS)
-        draft = Needles(self.name, self.haystacks[index]).write(seed, units)
-        (question,) = draft.questions
+        example = Needles(self.name, self.haystacks[index]).write(seed, units)
+        (question,) = example.questions
         return dataclasses.replace(
-            draft, questions=(dataclasses.replace(question, kind=f"{DEPTHS[index] / 100:g}"),)
+            example, questions=(dataclasses.replace(question, kind=f"{DEPTHS[index] / 100:g}"),)
         )
 
 

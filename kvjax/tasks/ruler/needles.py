@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvjax.tasks.prompt import Draft, DraftQuestion
+from kvjax.tasks.prompt import Example, ExampleQuestion
 from kvjax.tasks.ruler.draw import WORD_PAIRS, distinct, number, random_uuid, word_pairs
 from kvjax.tasks.ruler.haystack import Haystack
 from kvjax.tasks.ruler.writer import Supply, generator
@@ -52,7 +52,7 @@ class Needles:
         endless = self.haystack or self.key_kind == "UUID"
         return None if endless else Supply(WORD_PAIRS, "pairs of words")
 
-    def write(self, seed: int, units: int) -> Draft:
+    def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
         avoid = self.haystack.text if self.haystack else ""
         n_keys = self.keys if self.haystack else units
@@ -68,8 +68,8 @@ class Needles:
             part.format(kind=self.value_kind, keys=join_words(keys[: self.wanted]))
             for part in (ONE if len(expected) == 1 else SEVERAL)
         )
-        one = DraftQuestion(question, prefix, expected, "all", RESERVED, self.name)
-        return Draft(f"{opening}{hidden}\n", (one,))
+        one = ExampleQuestion(question, prefix, expected, "all", RESERVED, self.name)
+        return Example(f"{opening}{hidden}\n", (one,))
 
 
 def join_words(words: list[str]) -> str:

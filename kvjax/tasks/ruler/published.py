@@ -1,16 +1,16 @@
 """RULER's own samples: rows of a folder's .jsonl and .parquet files or of a hub data set, in either of the two forms in
-which they are published, as drafts.
+which they are published, as examples.
 
 As RULER's programs write it: `input`, `outputs` and sometimes `answer_prefix`. `input` holds context and question in
 one. All thirteen tasks end with their question, on a line that starts with one of `QUESTION_STARTS`; there it is cut.
-Where the end has no such line, nothing is: the draft's context is empty, the whole input is its question, and it can
+Where the end has no such line, nothing is: the example's context is empty, the whole input is its question, and it can
 only be evaluated question-aware. Without `answer_prefix` the answer's beginning is part of `input`, the question's end.
 
 As NVIDIA kvpress reads it from the hub: `context`, `question`, `answer` and sometimes `answer_prefix` and
 `max_new_tokens` (of the answer). There the context is cut off already.
 
 Data may be written with a model's chat template. No task begins with what `TEMPLATE_START` finds, templates do: such a
-draft is read `as_is`.
+example is read `as_is`.
 """
 
 import re
@@ -21,7 +21,7 @@ from typing import Any
 
 from kvjax.errors import UserError, whole_number
 from kvjax.tasks.datasets import Row, file_rows, hub_splits, is_hub_name, row_text, row_texts, table_files
-from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder
+from kvjax.tasks.prompt import Example, ExampleQuestion, PromptEncoder
 from kvjax.tasks.sample import Sample
 from kvjax.tasks.splits import Split
 from kvjax.tasks.suite import HOLDS
@@ -47,8 +47,8 @@ TEMPLATE_START = re.compile(
 """A mark of a turn or of a text's beginning, or one of the two system prompts of RULER's templates that have none."""
 
 
-def published_draft(row: Mapping[str, Any], task: str, reserved: int, scoring: str, at: str) -> Draft:
-    """A row of published data as a draft.
+def published_example(row: Mapping[str, Any], task: str, reserved: int, scoring: str, at: str) -> Example:
+    """A row of published data as an example.
 
     Args:
         row: needs `input` (a string) and `outputs` (a list of strings), or `context`, `question` (strings) and `answer`
@@ -72,9 +72,9 @@ def published_draft(row: Mapping[str, Any], task: str, reserved: int, scoring: s
         expected = row_texts(row, "outputs", at)
     if row.get("max_new_tokens") is not None:
         reserved = whole_number(at, "`max_new_tokens`", row["max_new_tokens"])
-    one = DraftQuestion(question, prefix, expected, scoring, reserved, task)
+    one = ExampleQuestion(question, prefix, expected, scoring, reserved, task)
     templated = TEMPLATE_START.match(context or question) is not None
-    return Draft(context, (one,), as_is=templated)
+    return Example(context, (one,), as_is=templated)
 
 
 def published_rows(data: Path, task: str, length: int) -> list[Row]:
@@ -132,14 +132,14 @@ class PublishedSamples:
     data: Path
     """A folder, or a hub data set."""
     encode: PromptEncoder
-    """Makes samples of drafts."""
-    read: Callable[[int], list[Draft]]
-    """Reads all drafts of a length."""
+    """Makes samples of examples."""
+    read: Callable[[int], list[Example]]
+    """Reads all examples of a length."""
     metric: str = HOLDS
     """What the score is, in words."""
     published: bool = True
     """Whether its samples are a published dataset's."""
-    _known: dict[int, list[Draft]] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[int, list[Example]] = field(default_factory=dict, init=False, repr=False)
 
     def answers(self, length: int) -> int:
         return 1
@@ -147,8 +147,8 @@ class PublishedSamples:
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         """The first samples are compared, those after them are calibrated on."""
         where = f"{OPTION} {self.data}"
-        drafts = split.of_published(self._drafts(length), count, where, f"samples of {self.name}")
-        samples = [self.encode(draft) for draft in drafts]
+        examples = split.of_published(self._examples(length), count, where, f"samples of {self.name}")
+        samples = [self.encode(example) for example in examples]
         sizes = [len(sample.context) + sample.room for sample in samples]
         for index, size in enumerate(sizes, split.compared if split.calibration else 0):
             if size > length:
@@ -162,7 +162,7 @@ class PublishedSamples:
             )
         return samples
 
-    def _drafts(self, length: int) -> list[Draft]:
+    def _examples(self, length: int) -> list[Example]:
         """All of a length. Raises UserError for a second length of a folder, where a task has one file."""
         if length not in self._known:
             if self._known and self.data.is_dir():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.tasks.prompt import Draft, DraftQuestion
+from kvjax.tasks.prompt import Example, ExampleQuestion
 from kvjax.tasks.ruler.writer import generator
 
 RESERVED = 32
@@ -57,7 +57,7 @@ class QuestionAnswering:
         words = [len(HEADING.split()) + len(document.split()) for document in self.documents]
         object.__setattr__(self, "_words", np.array(words))
 
-    def write(self, seed: int, units: int) -> Draft:
+    def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
         order = np.random.default_rng(0).permutation(len(self.questions))
         own = self.questions[order[seed % len(order)]]
@@ -65,10 +65,10 @@ class QuestionAnswering:
         anywhere = rng.permutation(len(self.documents))
         anywhere = anywhere[~np.isin(anywhere, np.concatenate([given, near]))]
         others = self._fit(np.concatenate([near, anywhere]), units - int(self._words[given].sum()))
-        question = DraftQuestion(
+        question = ExampleQuestion(
             QUESTION.format(question=own.question), PREFIX, own.answers, "any", RESERVED, self.name
         )
-        return Draft(OPENING + self._number(rng.permutation([*given, *others])), (question,))
+        return Example(OPENING + self._number(rng.permutation([*given, *others])), (question,))
 
     def _fit(self, order: Int[np.ndarray, " n"], room: int) -> list[int]:
         """Documents of at most `room` words in all: each in its order that fits, after all of them while all do."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from kvjax.errors import UserError
-from kvjax.tasks.prompt import Draft, PromptEncoder, prompt_size
-from kvjax.tasks.ruler.writer import DraftWriter
+from kvjax.tasks.prompt import Example, PromptEncoder, prompt_size
+from kvjax.tasks.ruler.writer import ExampleWriter
 from kvjax.tasks.sample import Sample
 
 
@@ -17,20 +17,20 @@ class RulerTask:
         recipe: the task's recipe for a length and the tokens of the chat template.
     """
 
-    def __init__(self, name: str, recipe: Callable[[int, int], DraftWriter], encode: PromptEncoder):
+    def __init__(self, name: str, recipe: Callable[[int, int], ExampleWriter], encode: PromptEncoder):
         self.name = name
         self._recipe, self._encode = recipe, encode
         self._usual: dict[int, int] = {}
 
-    def recipe(self, length: int) -> DraftWriter:
+    def recipe(self, length: int) -> ExampleWriter:
         """What samples of a length are written by."""
         return self._recipe(length, self._encode.template_size)
 
     def sample(self, seed: int, length: int) -> Sample:
-        """The draft of that seed and length as token ids."""
-        return self._encode(self.draft(seed, length))
+        """The example of that seed and length as token ids."""
+        return self._encode(self.example(seed, length))
 
-    def draft(self, seed: int, length: int) -> Draft:
+    def example(self, seed: int, length: int) -> Example:
         """A sample's text, whose prompt and reserved answer tokens are at most `length` tokens.
 
         Raises `UserError` if `length` is too short for the task, or needs more different words than there are.
@@ -38,14 +38,14 @@ class RulerTask:
         return self.recipe(length).write(seed, self.units(seed, length))
 
     def units(self, seed: int, length: int) -> int:
-        """Haystack units of that draft. Raises `UserError` as `draft` does."""
+        """Haystack units of that example. Raises `UserError` as `example` does."""
         recipe = self.recipe(length)
         if length not in self._usual:
             self._usual[length] = self._most(recipe, 0, length, recipe.fewest)
-        # the draft of seed 0 is a good guess; where the search begins depends on nothing but the length
+        # the example of seed 0 is a good guess; where the search begins depends on nothing but the length
         return self._usual[length] if seed == 0 else self._most(recipe, seed, length, self._usual[length])
 
-    def _most(self, recipe: DraftWriter, seed: int, length: int, guess: int) -> int:
+    def _most(self, recipe: ExampleWriter, seed: int, length: int, guess: int) -> int:
         """A number of units that fits while the next one does not, searched from a guess in growing steps."""
 
         def fits(units: int) -> bool:
@@ -69,7 +69,7 @@ class RulerTask:
             f"{self.name}: {length} tokens are too few, the shortest prompt and its reserved answer take {least}"
         )
 
-    def _next(self, recipe: DraftWriter, length: int, units: int, step: int) -> int:
+    def _next(self, recipe: ExampleWriter, length: int, units: int, step: int) -> int:
         """`step` units more, or as many as there are."""
         if recipe.supply is None:
             return units + step

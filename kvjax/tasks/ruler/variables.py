@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.tasks.prompt import Draft, DraftQuestion
+from kvjax.tasks.prompt import Example, ExampleQuestion
 from kvjax.tasks.ruler.draw import distinct, letters, number
 from kvjax.tasks.ruler.haystack import PASSAGE, Lines
 from kvjax.tasks.ruler.writer import generator
@@ -42,7 +42,7 @@ class VariableTracking:
         """A line of filler after each of the chain's."""
         return self.hops + 1
 
-    def write(self, seed: int, units: int) -> Draft:
+    def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
         words = PASSAGE + OPENING + QUESTION + PREFIX
         shown, names = (
@@ -54,7 +54,9 @@ class VariableTracking:
         question, prefix = self._question(value)
         solved = "".join([example, *self._question(shown_value), " ", " ".join(shown)])
         context = f"{solved}\n\n{self._chain(rng, units, names, value)}"
-        return Draft(context, (DraftQuestion(question, prefix, tuple(names), "all", RESERVED, self.name),))
+        return Example(
+            context, (ExampleQuestion(question, prefix, tuple(names), "all", RESERVED, self.name),)
+        )
 
     def _chain(self, rng: np.random.Generator, units: int, names: list[str], value: str) -> str:
         lines = [f"Set {name} = {source}" for name, source in zip(names, [value, *names], strict=False)]

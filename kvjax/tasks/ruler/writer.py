@@ -1,4 +1,4 @@
-"""What one of RULER's tasks is before a tokenizer and a length are known: how to write a draft of so many units."""
+"""What one of RULER's tasks is before a tokenizer and a length are known: how to write an example of so many units."""
 
 import zlib
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvjax.tasks.prompt import Draft
+from kvjax.tasks.prompt import Example
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Supply:
 
 
 @runtime_checkable
-class DraftWriter(Protocol):
+class ExampleWriter(Protocol):
     """A task's text, deterministic from a seed and a number of haystack units (lines, sentences, words, documents)."""
 
     @property
@@ -28,7 +28,7 @@ class DraftWriter(Protocol):
 
     @property
     def fewest(self) -> int:
-        """Units below which a draft would not be one."""
+        """Units below which an example would not be one."""
         ...
 
     @property
@@ -36,9 +36,9 @@ class DraftWriter(Protocol):
         """None if there is no end of units."""
         ...
 
-    def write(self, seed: int, units: int) -> Draft: ...
+    def write(self, seed: int, units: int) -> Example: ...
 
 
-def generator(recipe: DraftWriter, seed: int) -> np.random.Generator:
+def generator(recipe: ExampleWriter, seed: int) -> np.random.Generator:
     """A task's randomness of a seed; two tasks share none."""
     return np.random.default_rng((seed, zlib.crc32(recipe.name.encode())))

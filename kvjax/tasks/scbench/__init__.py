@@ -1,23 +1,23 @@
 """SCBench (Li et al., ICLR 2025, arXiv:2412.10319) in its published form: a context, then several questions, each by
 itself or in turn, with the official prompts, answer lengths and metrics.
 
-tasks: prompts and metrics, a task an entry of `TASKS`; scores: the metrics, for code with code; records: published rows
-as drafts, and the modes.
+tasks: prompts and metrics, an entry of `TASKS` for each; scores: the metrics, for code with code; records: published
+rows, and the modes.
 """
 
 from kvjax.tasks.benchmark import BenchmarkSamples
-from kvjax.tasks.scbench.records import DATA, OPTION, scbench_drafts
+from kvjax.tasks.scbench.records import DATA, OPTION, scbench_examples
 from kvjax.tasks.scbench.tasks import TASKS
 from kvjax.tasks.suite import Dataset, Inputs, Suite
 
 
 def _open(name: str, inputs: Inputs) -> Dataset:
     data = inputs.data.get(DATA)
-    drafts = scbench_drafts(name, data, inputs.turns, inputs.encode)
+    examples = scbench_examples(name, data, inputs.turns, inputs.encode)
     where = f"{OPTION} {data or 'on the hub'}"
-    return BenchmarkSamples(name, where, drafts, inputs.encode, TASKS[name].metric)
+    return BenchmarkSamples(name, where, examples, inputs.encode, TASKS[name].metric)
 
 
 SUITE = Suite(tuple(TASKS), _open, data=(DATA,), takes_turns=True, note="{tasks}: {turns}.")
 
-__all__ = ["SUITE", "TASKS", "scbench_drafts"]
+__all__ = ["SUITE", "TASKS", "scbench_examples"]

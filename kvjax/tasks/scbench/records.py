@@ -1,4 +1,4 @@
-"""SCBench's rows as drafts: a `context` (or `input`) and its `multi_turns`, each with `input` and `answer`, and where
+"""SCBench's rows as examples: a `context` (or `input`) and its `multi_turns`, each with `input` and `answer`, and where
 its task has them `options`, the `task` that it is of, or the `name` of a function in the row's `repo` and `lang`.
 
 It has two modes (`kvjax.tasks.suite.TURNS`). In multi-request, "each", every question is asked by itself, right after
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvjax.errors import UserError
 from kvjax.tasks.datasets import Row, folder_rows, hub_rows, is_hub_name, row_field, row_text, row_texts
-from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, Scoring
+from kvjax.tasks.prompt import Example, ExampleQuestion, PromptEncoder, Scoring
 from kvjax.tasks.scbench.code import LANGUAGES
 from kvjax.tasks.scbench.scores import LETTERS, choice, first_number, function_match
 from kvjax.tasks.scbench.tasks import FUNCTION, SCORING, TASKS
@@ -47,7 +47,7 @@ class Turn(NamedTuple):
     """Of a function."""
 
 
-def scbench_drafts(name: str, data: Path | None, turns: str, encode: PromptEncoder) -> list[Draft]:
+def scbench_examples(name: str, data: Path | None, turns: str, encode: PromptEncoder) -> list[Example]:
     """A task's rows, in their order.
 
     Args:
@@ -55,7 +55,7 @@ def scbench_drafts(name: str, data: Path | None, turns: str, encode: PromptEncod
         data: a folder with NAME.jsonl, NAME.parquet or a folder NAME of such files, or a hub data set, OWNER/NAME, with
             a configuration of that name. None: microsoft/SCBench.
         turns: one of `TURNS`.
-        encode: what makes samples of the drafts; it knows what stands between turns.
+        encode: what makes samples of the examples; it knows what stands between turns.
 
     Raises:
         UserError: nothing there, a file that cannot be read, a field that is missing or of another kind.
@@ -65,7 +65,7 @@ def scbench_drafts(name: str, data: Path | None, turns: str, encode: PromptEncod
     for turn in (turn for _, _, own in rows for turn in own if turn.kind == FUNCTION):
         function = row_text(turn.fields, "name", turn.at), row_text(turn.fields, "answer", turn.at)
         functions[turn.repo][function] = None
-    return [_draft(name, _context(row, name, at), own, functions, turns, encode) for at, row, own in rows]
+    return [_example(name, _context(row, name, at), own, functions, turns, encode) for at, row, own in rows]
 
 
 def _rows(name: str, data: Path | None) -> list[Row]:
@@ -105,15 +105,15 @@ def _turns(row: Mapping[str, Any], name: str, at: str) -> list[Turn]:
     return found
 
 
-def _draft(
+def _example(
     name: str, context: str, own: list[Turn], functions: Functions, turns: str, encode: PromptEncoder
-) -> Draft:
+) -> Example:
     task, before, questions = TASKS[name], "", []
     for number, turn in enumerate(own, 1):
         expected, scoring = _expected(turn, functions)
         text, kind = before + _asked(name, turn), turn.kind
         questions.append(
-            DraftQuestion(
+            ExampleQuestion(
                 text, "", expected, scoring, task.reserved_for(kind), _reported(name, kind, number, turns)
             )
         )
@@ -122,7 +122,7 @@ def _draft(
         elif turns == "own":
             before = encode.next_turn
     end = "" if turns == "each" else "\n\n"
-    return Draft(context + end, tuple(questions), conversation=turns == "own")
+    return Example(context + end, tuple(questions), conversation=turns == "own")
 
 
 def _reported(name: str, kind: str, number: int, turns: str) -> str:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.tasks.longbench import NAMES, longbench_drafts, longbench_task
+from kvjax.tasks.longbench import NAMES, longbench_examples, longbench_task
 from kvjax.tasks.longbench.chinese import words
 from kvjax.tasks.prompt import PromptEncoder
 from tests.tasks.benchmark_inputs import (
@@ -33,8 +33,8 @@ from tests.tasks.model_tokenizers import byte_tokenizer
 def test_answers_score_as_the_official_scorer_has_it(task, tmp_path):
     if task in CHINESE_WORDS:
         pytest.importorskip("jieba")
-    drafts = longbench_drafts(task, write(tmp_path, {task: longbench_rows(task)}))
-    questions = [question for draft in drafts for question in draft.questions]
+    examples = longbench_examples(task, write(tmp_path, {task: longbench_rows(task)}))
+    questions = [question for example in examples for question in example.questions]
     scores = [question.score(answer) for question, answer in zip(questions, LONGBENCH[task][1], strict=True)]
     assert round(100 * sum(scores) / len(scores), 2) == LONGBENCH_FIGURES[task]
 
@@ -47,7 +47,7 @@ def test_prompts_are_cut_where_the_context_ends(tmp_path):
     tokenizer = byte_tokenizer()
 
     def parts(task, chat=True):
-        sample = PromptEncoder(tokenizer, chat)(longbench_drafts(task, data)[0])
+        sample = PromptEncoder(tokenizer, chat)(longbench_examples(task, data)[0])
         (question,) = sample.questions
         assert sample.separable
         assert question.answer_tokens == longbench_task(task).reserved
@@ -71,7 +71,7 @@ def test_without_jieba_chinese_words_are_not_found(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     words.cache_clear()
     with pytest.raises(UserError, match=r"Chinese words are found by jieba: pip install 'kvjax\[chinese\]'"):
-        longbench_drafts("vcsum", write(tmp_path, {"vcsum": longbench_rows("vcsum")}))
+        longbench_examples("vcsum", write(tmp_path, {"vcsum": longbench_rows("vcsum")}))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_all_tasks_are_there():
 
 def test_longbench_e_reports_by_length(tmp_path):
     rows = [longbench_row("?", ["x"], length=words) for words in (3999, 4000, 7999, 8000)]
-    drafts = longbench_drafts("qasper_e", write(tmp_path, {"qasper_e": rows}))
-    assert [draft.questions[0].kind for draft in drafts] == ["0-4k", "4-8k", "4-8k", "8k+"]
+    examples = longbench_examples("qasper_e", write(tmp_path, {"qasper_e": rows}))
+    assert [example.questions[0].kind for example in examples] == ["0-4k", "4-8k", "4-8k", "8k+"]
 
 
 def test_where_rows_are_found(tmp_path, monkeypatch):
@@ -99,12 +99,16 @@ def test_where_rows_are_found(tmp_path, monkeypatch):
     rows = longbench_rows("triviaqa")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "triviaqa.parquet")
     wanted = [
-        (draft.context, draft.questions[0].expected) for draft in longbench_drafts("triviaqa", tmp_path)
+        (example.context, example.questions[0].expected)
+        for example in longbench_examples("triviaqa", tmp_path)
     ]
     assert wanted[0][1] == ("Alan Alanson", "Alanson")
 
     def found(data):
-        return [(draft.context, draft.questions[0].expected) for draft in longbench_drafts("triviaqa", data)]
+        return [
+            (example.context, example.questions[0].expected)
+            for example in longbench_examples("triviaqa", data)
+        ]
 
     archive = tmp_path / "data.zip"
     with zipfile.ZipFile(archive, "w") as opened:
@@ -148,7 +152,7 @@ def test_where_rows_are_found(tmp_path, monkeypatch):
 )
 def test_damaged_rows_are_named(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
-        longbench_drafts("trec_e", write(tmp_path, {"trec_e": [row]}))
+        longbench_examples("trec_e", write(tmp_path, {"trec_e": [row]}))
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data longbench {tmp_path}")
 
@@ -166,10 +170,10 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
         (tmp_path / "data.zip", "there is no qasper.jsonl in it"),
     ):
         with pytest.raises(UserError, match=f"--data longbench {data}: {message}") as error:
-            longbench_drafts("qasper", data)
+            longbench_examples("qasper", data)
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="there is no trec.jsonl, trec.parquet or folder trec"):
-        longbench_drafts("trec", tmp_path)
+        longbench_examples("trec", tmp_path)
 
     def refused(*arguments, **options):
         raise OSError("no\nnetwork")
@@ -179,7 +183,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
         UserError,
         match=r"--data longbench: data.zip of THUDM/LongBench cannot be had from the hub \(OSError: no network\)",
     ):
-        longbench_drafts("qasper", None)
+        longbench_examples("qasper", None)
 
 
 def test_archives_as_other_tools_leave_them(tmp_path):
@@ -190,12 +194,12 @@ def test_archives_as_other_tools_leave_them(tmp_path):
         opened.writestr("__MACOSX/data/._qasper.jsonl", b"\0\5\x16\7")
         opened.writestr("__MACOSX/qasper.jsonl", b"\0\5\x16\7")
         opened.writestr("data/qasper.jsonl", f"\ufeff{row}\r\n\r\n{row}\r\n")
-    assert len(longbench_drafts("qasper", archive)) == 2
+    assert len(longbench_examples("qasper", archive)) == 2
     folder = tmp_path / "rows" / "qasper"
     folder.mkdir(parents=True)
     (folder / "a.jsonl").write_bytes(f"\ufeff{row}\r\n\n".encode())
     (folder / "._a.jsonl").write_bytes(b"\0\5\x16\7")
-    assert len(longbench_drafts("qasper", folder.parent)) == 1
+    assert len(longbench_examples("qasper", folder.parent)) == 1
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_archives_that_are_refused(entries, message, tmp_path, monkeypatch):
         for name, text in entries.items():
             opened.writestr(name, text)
     with pytest.raises(UserError, match=message):
-        longbench_drafts("qasper", tmp_path / "data.zip")
+        longbench_examples("qasper", tmp_path / "data.zip")
 
 
 def test_tables_that_are_no_files_or_damaged(tmp_path):
@@ -231,7 +235,7 @@ def test_tables_that_are_no_files_or_damaged(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])
     with pytest.raises(UserError, match=r"triviaqa\.parquet: is no parquet file"):
-        longbench_drafts("triviaqa", tmp_path)
+        longbench_examples("triviaqa", tmp_path)
     os.mkfifo(tmp_path / "data.zip")
     with pytest.raises(UserError, match=r"data\.zip: is a pipe or a device, expected a file"):
-        longbench_drafts("triviaqa", tmp_path / "data.zip")
+        longbench_examples("triviaqa", tmp_path / "data.zip")

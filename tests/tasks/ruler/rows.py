@@ -4,7 +4,7 @@ import json
 
 import pyarrow.parquet
 
-from kvjax.tasks import Draft, DraftQuestion
+from kvjax.tasks import Example, ExampleQuestion
 
 PUBLISHED = {
     "index": 3,
@@ -35,5 +35,5 @@ def write_rows(folder, *rows, file="niah_multivalue.jsonl"):
 
 
 def of_hub(task="niah_multivalue", reserved=64):
-    question = DraftQuestion(HUB["question"], HUB["answer_prefix"], ("123", "456"), "all", reserved, task)
-    return Draft(HUB["context"], (question,))
+    question = ExampleQuestion(HUB["question"], HUB["answer_prefix"], ("123", "456"), "all", reserved, task)
+    return Example(HUB["context"], (question,))

@@ -17,7 +17,7 @@ LENGTHS = (1500, 5000)  # on both sides of the length from which the word list i
 def test_common_words_are_as_common_as_defined(length, words, example, builtin):
     task = make_ruler_task("cwe", builtin)
     for seed in range(3):
-        sample = task.draft(seed, length)
+        sample = task.example(seed, length)
         (question,) = sample.questions
         shown, asked = re.split(rf"{re.escape(question.text + question.answer_prefix)}.*\n\n", sample.context)
         lists = []
@@ -67,7 +67,7 @@ def test_words_are_single_at_every_length(units):
 def test_coded_words_follow_the_zeta_law(length, builtin):
     task = make_ruler_task("fwe", builtin)
     for seed in range(3):
-        sample = task.draft(seed, length)
+        sample = task.example(seed, length)
         counts = Counter(sample.context.split("\n\n")[1].split())
         ranks = np.arange(1, (length - 50) // 50 + 1)
         expected = np.floor(task.units(seed, length) * 6 / np.pi**2 / ranks**2).astype(int)

@@ -48,7 +48,7 @@ def test_a_short_text_is_repeated():
 def test_a_short_file_of_essays_is_long_enough(smol, tmp_path):
     (tmp_path / "short.txt").write_text("The owl is grey. It sits on a branch of the old tree.")
     task = make_ruler_task("niah_multiquery", smol, {"essays": tmp_path / "short.txt"})
-    sample = task.draft(0, 2048)
+    sample = task.example(0, 2048)
     assert 0.98 * 2048 < prompt_size(sample, PromptEncoder(smol)) <= 2048
     assert sample.context.count("It sits on a branch of the old tree.") > 50
     assert all(sample.context.count(value) == 1 for value in sample.questions[0].expected)

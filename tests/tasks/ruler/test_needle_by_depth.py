@@ -8,7 +8,7 @@ from kvjax.tasks.ruler import make_needle_task
 def test_a_needle_is_at_its_depth_of_the_text(smol):
     task = make_needle_task(smol)
     for seed in range(11, 22):
-        sample = task.draft(seed, 2048)
+        sample = task.example(seed, 2048)
         (question,) = sample.questions
         assert question.kind == f"{(seed - 11) / 10:g}"
         text = sample.context.partition("\n\n")[2].rstrip()

@@ -32,7 +32,7 @@ def test_needles_are_hidden_once_and_those_asked_for_are_expected(name, keys, va
     kind = "UUID" if value == uuid else "number"
     task = make_ruler_task(name, builtin)
     for seed in range(5):
-        sample = task.draft(seed, 1500)
+        sample = task.example(seed, 1500)
         (question,) = sample.questions
         found = re.findall(rf"A secret {kind} of ({key}) is ({value})\.", sample.context)
         count = keys or task.units(seed, 1500)

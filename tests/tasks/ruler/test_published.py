@@ -1,17 +1,17 @@
-"""Rows of RULER's own data as drafts, and what is said of damaged ones."""
+"""Rows of RULER's own data as examples, and what is said of damaged ones."""
 
 import pytest
 
 from kvjax.errors import UserError
 from kvjax.tasks import PromptEncoder
-from kvjax.tasks.ruler import RULER_TASKS, make_ruler_task, published_drafts
+from kvjax.tasks.ruler import RULER_TASKS, make_ruler_task, published_examples
 from tests.tasks.ruler.rows import HUB, PUBLISHED, write_rows
 
 
 def test_published_data_is_cut_before_its_question(tmp_path):
     whole = {**PUBLISHED, "input": PUBLISHED["input"] + PUBLISHED["answer_prefix"]}
     bare = {"input": "docs\n\nQuestion: Who?\nAnswer:", "outputs": ["A", "B"], "length": 9}
-    one, two, three = published_drafts(write_rows(tmp_path, PUBLISHED, whole, bare), "niah_multivalue", 99)
+    one, two, three = published_examples(write_rows(tmp_path, PUBLISHED, whole, bare), "niah_multivalue", 99)
     assert one == two
     assert not one.as_is
     assert one.context == "Some numbers are hidden.\nWhat is hidden?\nfiller filler\n"
@@ -21,20 +21,20 @@ def test_published_data_is_cut_before_its_question(tmp_path):
     assert (question.scoring, question.reserved, question.kind) == ("all", 128, "niah_multivalue")
     assert (three.context, three.questions[0].text) == ("docs\n\n", "Question: Who?\nAnswer:")
     write_rows(tmp_path, bare, file="qa_1/validation.jsonl")
-    (asked,) = published_drafts(tmp_path, "qa_1", 99)[0].questions
+    (asked,) = published_examples(tmp_path, "qa_1", 99)[0].questions
     assert (asked.scoring, asked.reserved) == ("any", 32)
 
 
 @pytest.mark.parametrize("text", ["no question", "a\nWhat is it?\n" + "far from the end. " * 100])
 def test_published_data_without_a_question_at_its_end_is_not_cut(text, tmp_path):
     write_rows(tmp_path, {"input": text, "outputs": ["1"]}, file="vt.jsonl")
-    (sample,) = published_drafts(tmp_path, "vt", 99)
+    (sample,) = published_examples(tmp_path, "vt", 99)
     assert sample.context == ""
     assert sample.questions[0].text == text
 
 
 def test_one_answer_may_be_a_string(tmp_path):
-    (sample,) = published_drafts(write_rows(tmp_path, HUB | {"answer": "123"}), "niah_multivalue", 99)
+    (sample,) = published_examples(write_rows(tmp_path, HUB | {"answer": "123"}), "niah_multivalue", 99)
     assert sample.questions[0].expected == ("123",)
 
 
@@ -59,7 +59,7 @@ def test_one_answer_may_be_a_string(tmp_path):
 def test_a_chat_template_in_published_data_is_seen(template, templated, tmp_path, smol):
     """Then nothing is put around the text."""
     row = PUBLISHED | {"input": template.format(PUBLISHED["input"])}
-    (sample,) = published_drafts(write_rows(tmp_path, row), "niah_multivalue", 99)
+    (sample,) = published_examples(write_rows(tmp_path, row), "niah_multivalue", 99)
     assert sample.as_is is templated
     prompt = PromptEncoder(smol)(sample)
     said = smol.decode([*prompt.context, *prompt.questions[0].prompt])
@@ -74,10 +74,10 @@ def test_a_chat_template_in_published_data_is_seen(template, templated, tmp_path
 
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_no_task_s_own_words_are_taken_for_a_template(name, builtin, files, tmp_path):
-    sample = make_ruler_task(name, builtin, files).draft(0, 1500)
+    sample = make_ruler_task(name, builtin, files).example(0, 1500)
     asked = sample.questions[0].text + sample.questions[0].answer_prefix
     write_rows(tmp_path, {"input": sample.context + asked, "outputs": ["1"]}, file=f"{name}.jsonl")
-    (read,) = published_drafts(tmp_path, name, 1500)
+    (read,) = published_examples(tmp_path, name, 1500)
     assert not read.as_is
 
 
@@ -100,6 +100,6 @@ def test_no_task_s_own_words_are_taken_for_a_template(name, builtin, files, tmp_
 )
 def test_bad_published_lines_are_named(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
-        published_drafts(write_rows(tmp_path, PUBLISHED, row), "niah_multivalue", 99)
+        published_examples(write_rows(tmp_path, PUBLISHED, row), "niah_multivalue", 99)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data ruler {tmp_path}")

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.tasks.registry import open_task
-from kvjax.tasks.ruler import published_drafts
+from kvjax.tasks.ruler import published_examples
 from kvjax.tasks.splits import Split
 from tests.tasks.document_inputs import inputs
 from tests.tasks.ruler.rows import HUB, of_hub, write_rows
@@ -17,7 +17,7 @@ from tests.tasks.ruler.rows import HUB, of_hub, write_rows
 def test_the_hub_s_form_is_read_from_a_file_a_task(kind, tmp_path):
     row = {name: value for name, value in HUB.items() if name not in ("task", "max_new_tokens")}
     write_rows(tmp_path, row, file=f"niah_multivalue.{kind}")
-    assert published_drafts(tmp_path, "niah_multivalue", 99) == [of_hub(reserved=128)]
+    assert published_examples(tmp_path, "niah_multivalue", 99) == [of_hub(reserved=128)]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -26,15 +26,15 @@ def test_the_hub_s_form_is_read_from_files_of_all_tasks(kind, tmp_path):
     write_rows(tmp_path, others[0], HUB, others[1], HUB, file=f"test-00000-of-00002.{kind}")
     write_rows(tmp_path, HUB | {"answer": ["7"]}, others[0], file=f"test-00001-of-00002.{kind}")
     write_rows(tmp_path, {"text": "something else"}, file=f"another.{kind}")
-    first, second, third = published_drafts(tmp_path, "niah_multivalue", 99)
+    first, second, third = published_examples(tmp_path, "niah_multivalue", 99)
     assert first == second == of_hub()
     assert third.questions[0].expected == ("7",)
-    assert [sample.questions[0].kind for sample in published_drafts(tmp_path, "vt", 99)] == ["vt", "vt"]
+    assert [sample.questions[0].kind for sample in published_examples(tmp_path, "vt", 99)] == ["vt", "vt"]
     # a row's own task goes before the file's
     with pytest.raises(
         UserError, match="there are no samples of cwe, expected cwe.jsonl, cwe.parquet, cwe/val"
     ):
-        published_drafts(tmp_path, "cwe", 99)
+        published_examples(tmp_path, "cwe", 99)
 
 
 def test_a_hub_data_set_has_a_configuration_for_each_length(tmp_path, monkeypatch):
@@ -68,15 +68,15 @@ def test_a_hub_data_set_has_a_configuration_for_each_length(tmp_path, monkeypatc
     with pytest.raises(UserError, match="there are 1 samples of niah_multivalue, needed 2"):
         published.samples(Split(0, 2), 2, 8192)
     assert read == ["4096", "8192"], "each length once"
-    assert published_drafts(name, "niah_multivalue", 4096) == [of_hub()]
-    (longer,) = published_drafts(name, "niah_multivalue", 8192)
+    assert published_examples(name, "niah_multivalue", 4096) == [of_hub()]
+    (longer,) = published_examples(name, "niah_multivalue", 8192)
     assert longer.questions[0].expected == ("8",)
     with pytest.raises(
         UserError, match="someone/ruler: there are no samples of cwe, expected a column `task`"
     ):
-        published_drafts(name, "cwe", 4096)
+        published_examples(name, "cwe", 4096)
     with pytest.raises(
         UserError, match="no such file or folder, and as a hub data set .* configuration 1024 "
     ) as error:
-        published_drafts(name, "cwe", 1024)
+        published_examples(name, "cwe", 1024)
     assert "\n" not in str(error.value)

@@ -11,7 +11,7 @@ from kvjax.tasks.prompt import PromptEncoder, prompt_size
 from kvjax.tasks.ruler import (
     RULER_TASKS,
     make_ruler_task,
-    published_drafts,
+    published_examples,
 )
 
 FEW = "niah_single_2", "niah_multikey_3", "vt", "fwe", "qa_2"
@@ -31,7 +31,7 @@ def test_a_sample_fills_its_length(name, smol, files):
     for length in (2048, 4096):
         recipe = task.recipe(length)
         for seed in (3, 0, 1):
-            sample, count = task.draft(seed, length), task.units(seed, length)
+            sample, count = task.example(seed, length), task.units(seed, length)
             assert sample == recipe.write(seed, count)
             size = prompt_size(sample, encode)
             assert length - max(0.02 * length, line if name == "niah_multikey_3" else 0) <= size <= length
@@ -43,13 +43,13 @@ def test_a_sample_fills_its_length(name, smol, files):
 def test_a_length_counts_no_template_where_there_is_none(name, builtin, files):
     task, encode = make_ruler_task(name, builtin, files), PromptEncoder(builtin)
     for length in LENGTHS:
-        assert 0.95 * length < prompt_size(task.draft(1, length), encode) <= length
+        assert 0.95 * length < prompt_size(task.example(1, length), encode) <= length
 
 
 def test_a_sample_does_not_depend_on_those_made_before_it(smol):
     task = make_ruler_task("fwe", smol)
-    samples = [task.draft(seed, 2048) for seed in (2, 0, 1)]
-    assert samples == [make_ruler_task("fwe", smol).draft(seed, 2048) for seed in (2, 0, 1)]
+    samples = [task.example(seed, 2048) for seed in (2, 0, 1)]
+    assert samples == [make_ruler_task("fwe", smol).example(seed, 2048) for seed in (2, 0, 1)]
 
 
 def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
@@ -66,7 +66,7 @@ def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
 @each
 def test_a_seed_says_everything(name, builtin, files):
     first, again = (
-        [make_ruler_task(name, builtin, files).draft(seed, 1500) for seed in seeds]
+        [make_ruler_task(name, builtin, files).example(seed, 1500) for seed in seeds]
         for seeds in ((5, 6), (6, 5))
     )
     assert first == again[::-1]
@@ -76,7 +76,7 @@ def test_a_seed_says_everything(name, builtin, files):
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_no_answer_is_in_its_question_and_the_context_ends_with_one_line_break(name, builtin, files):
     task = make_ruler_task(name, builtin, files)
-    for sample in (task.draft(seed, 1500) for seed in range(5)):
+    for sample in (task.example(seed, 1500) for seed in range(5)):
         (question,) = sample.questions
         assert sample.context
         assert re.search(r"\S\n\Z", sample.context)
@@ -91,7 +91,7 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="RULER has no task called 'niah_single'; did you mean niah_single_3"):
         make_ruler_task("niah_single", builtin)
     with pytest.raises(UserError, match="no task called 'x'; did you mean niah_single_1, .*, qa_2"):
-        published_drafts(tmp_path, "x", 99)
+        published_examples(tmp_path, "x", 99)
     for name in RULER_TASKS:
         with pytest.raises(UserError, match=rf"{name}: 60 tokens are too few, the shortest .* take \d+"):
             make_ruler_task(name, builtin, files).sample(0, 60)
@@ -102,18 +102,18 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match="none: there is no such folder, and a hub data set is called OWNER/NAME"
     ):
-        published_drafts(tmp_path / "none", "vt", 99)
+        published_examples(tmp_path / "none", "vt", 99)
     (tmp_path / "vt.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path.parent)
     for file in (tmp_path / "vt.jsonl", Path(tmp_path.name, "vt.jsonl")):
         with pytest.raises(
             UserError, match="--data ruler .*vt.jsonl: is a file; pass the folder that holds it"
         ):
-            published_drafts(file, "vt", 99)
+            published_examples(file, "vt", 99)
     (tmp_path / "vt.jsonl").unlink()
     (tmp_path / "vt.parquet").write_bytes(b"nothing")
     with pytest.raises(UserError, match="--data ruler .*vt.parquet: is no parquet file"):
-        published_drafts(tmp_path, "vt", 99)
+        published_examples(tmp_path, "vt", 99)
     short = tmp_path / "short.txt"
     for content, message in ((b"", "there is no text in it"), (b"\xff\xfe\xfa", "is not UTF-8 text")):
         short.write_bytes(content)
@@ -133,10 +133,10 @@ def test_words_do_not_last_for_ever(builtin, monkeypatch):
         make_ruler_task("niah_multikey_2", builtin).sample(0, 1500)
 
 
-def test_a_sample_is_its_draft_in_tokens(smol):
+def test_a_sample_is_its_example_in_tokens(smol):
     task = make_ruler_task("vt", smol)
-    sample, draft = task.sample(3, 1500), task.draft(3, 1500)
-    expected = PromptEncoder(smol)(draft)
+    sample, example = task.sample(3, 1500), task.example(3, 1500)
+    expected = PromptEncoder(smol)(example)
     np.testing.assert_array_equal(sample.context, expected.context)
     np.testing.assert_array_equal(sample.questions[0].prompt, expected.questions[0].prompt)
-    assert len(sample.context) + sample.room == prompt_size(draft, PromptEncoder(smol)) <= 1500
+    assert len(sample.context) + sample.room == prompt_size(example, PromptEncoder(smol)) <= 1500

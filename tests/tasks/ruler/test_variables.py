@@ -8,7 +8,7 @@ from kvjax.tasks.ruler.haystack import PASSAGE
 
 def test_a_chain_of_variables_is_in_order_after_a_solved_one(builtin):
     task = make_ruler_task("vt", builtin)
-    for sample in (task.draft(seed, 1500) for seed in range(5)):
+    for sample in (task.example(seed, 1500) for seed in range(5)):
         (question,) = sample.questions
         solved, asked = sample.context.split("\n\nThe text below")
         value = re.findall(r"\d{5}", question.text)[0]

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.tasks.prompt import PromptEncoder
-from kvjax.tasks.scbench import TASKS, scbench_drafts
+from kvjax.tasks.scbench import TASKS, scbench_examples
 from kvjax.tasks.suite import TURNS
 from tests.tasks.benchmark_inputs import BOOK, SCBENCH, SCBENCH_FIGURES, scbench_row, turn, write
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -17,15 +17,15 @@ from tests.tasks.model_tokenizers import byte_tokenizer
 START, END, ANSWER = "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n"
 
 
-def drafts(folder, task, turns="each", chat=True):
-    return scbench_drafts(task, folder, turns, PromptEncoder(byte_tokenizer(), chat))
+def examples(folder, task, turns="each", chat=True):
+    return scbench_examples(task, folder, turns, PromptEncoder(byte_tokenizer(), chat))
 
 
 def prompts(folder, task, turns, chat):
     """The context and the questions of the first row, as they are read."""
     tokenizer = byte_tokenizer()
     encode = PromptEncoder(tokenizer, chat)
-    sample = encode(scbench_drafts(task, folder, turns, encode)[0])
+    sample = encode(scbench_examples(task, folder, turns, encode)[0])
     assert sample.conversation == (turns == "own")
     assert sample.separable
     return tokenizer.decode(sample.context), [tokenizer.decode(q.prompt) for q in sample.questions]
@@ -36,12 +36,12 @@ def prompts(folder, task, turns, chat):
 def test_answers_score_as_the_official_scorer_has_it(task, turns, tmp_path):
     if "repoqa" in task:
         pytest.importorskip("tree_sitter_python")
-    (draft,) = drafts(write(tmp_path, {task: [scbench_row(task)]}), task, turns)
-    scores = [q.score(said) for q, said in zip(draft.questions, SCBENCH[task][1], strict=True)]
+    (example,) = examples(write(tmp_path, {task: [scbench_row(task)]}), task, turns)
+    scores = [q.score(said) for q, said in zip(example.questions, SCBENCH[task][1], strict=True)]
     assert scores == pytest.approx(SCBENCH_FIGURES[task], abs=1e-6)
     reserved = TASKS[task].reserved
     kinds = [one.get("task", task) for one in SCBENCH[task][0]]
-    assert [q.reserved for q in draft.questions] == [
+    assert [q.reserved for q in example.questions] == [
         reserved if isinstance(reserved, int) else reserved[kind] for kind in kinds
     ]
 
@@ -87,7 +87,7 @@ def test_questions_in_turn_follow_the_true_answers_as_published(tmp_path):
         told = turns[: 2 * number + 1]
         whole = byte_tokenizer().apply_chat_template(told, tokenize=False, add_generation_prompt=True)
         assert context + question == whole
-    assert [q.kind for q in drafts(tmp_path, "scbench_kv", "golden")[0].questions] == [
+    assert [q.kind for q in examples(tmp_path, "scbench_kv", "golden")[0].questions] == [
         "turn 1",
         "turn 2",
         "turn 3",
@@ -105,14 +105,14 @@ def test_questions_in_turn_after_what_is_said_begin_with_what_is_between(tmp_pat
 def test_five_questions_are_asked_at_most_and_mixed_ones_reported_by_kind(tmp_path):
     row = scbench_row("scbench_prefix_suffix") | {"multi_turns": [turn(f"{i}?", f"{i}") for i in range(7)]}
     write(tmp_path, {"scbench_prefix_suffix": [row]})
-    (draft,) = drafts(tmp_path, "scbench_prefix_suffix")
-    assert [q.expected for q in draft.questions] == [("0",), ("1",), ("2",), ("3",), ("4",)]
-    assert {q.kind for q in draft.questions} == {"scbench_prefix_suffix"}
+    (example,) = examples(tmp_path, "scbench_prefix_suffix")
+    assert [q.expected for q in example.questions] == [("0",), ("1",), ("2",), ("3",), ("4",)]
+    assert {q.kind for q in example.questions} == {"scbench_prefix_suffix"}
     task = "scbench_summary_with_needles"
     write(tmp_path, {task: [scbench_row(task)]})
     kinds = ["scbench_summary", "scbench_passkey"]
-    assert [q.kind for q in drafts(tmp_path, task)[0].questions] == kinds
-    turns = [q.kind for q in drafts(tmp_path, task, "golden")[0].questions]
+    assert [q.kind for q in examples(tmp_path, task)[0].questions] == kinds
+    turns = [q.kind for q in examples(tmp_path, task, "golden")[0].questions]
     assert turns == [f"turn 1, {kinds[0]}", f"turn 2, {kinds[1]}"]
 
 
@@ -134,7 +134,7 @@ def test_where_rows_are_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", from_hub)
     monkeypatch.chdir(tmp_path)
-    found = [drafts(data, "scbench_choice_eng") for data in (tmp_path, Path("someone/scbench"), None)]
+    found = [examples(data, "scbench_choice_eng") for data in (tmp_path, Path("someone/scbench"), None)]
     assert found[0] == found[1] == found[2]
     assert [q.expected for q in found[0][0].questions] == [("Ghent", "A"), ("Rome", "B")]
     assert asked == ["someone/scbench", "microsoft/SCBench"]
@@ -203,7 +203,7 @@ KV, CHOICE, BOTH = "scbench_kv", "scbench_choice_eng", "scbench_repoqa_and_kv"
 )
 def test_damaged_rows_are_named(task, row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
-        drafts(write(tmp_path, {task: [row]}), task)
+        examples(write(tmp_path, {task: [row]}), task)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data scbench {tmp_path}")
 
@@ -215,8 +215,8 @@ def test_where_there_is_nothing(tmp_path):
         with pytest.raises(
             UserError, match=f"--data scbench {data}: expected a folder or a hub data set, OWNER/NAME"
         ):
-            drafts(data, "scbench_kv")
+            examples(data, "scbench_kv")
     with pytest.raises(
         UserError, match="there is no scbench_vt.jsonl, scbench_vt.parquet or folder scbench_vt"
     ):
-        drafts(tmp_path, "scbench_vt")
+        examples(tmp_path, "scbench_vt")
