@@ -11,8 +11,10 @@ from kvjax import generate
 from kvjax.errors import UserError
 from kvjax.evaluate import __main__ as evaluate
 from kvjax.evaluate.config import parse as parse_evaluate
-from kvjax.evaluate.run import Evaluation, pairs, with_gates
-from kvjax.evaluate.workloads import workloads
+from kvjax.evaluate.gates import with_gates
+from kvjax.evaluate.run import Evaluation
+from kvjax.evaluate.sized_tasks import sized_tasks
+from kvjax.evaluate.sizing import pairs
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
@@ -123,7 +125,7 @@ def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
     text = train.summary(config, trained, config.deploy(gates, loaded))
     compare = printed(text, "compare them: python -m kvjax.evaluate ")
     told = with_gates(parse_evaluate(compare))
-    compared = workloads(dataclasses.replace(told, samples=1, batch=1))
-    assert [workload.task for workload in compared] == ["needle", "niah_single_1", "vt"]
+    compared = sized_tasks(dataclasses.replace(told, samples=1, batch=1))
+    assert [task.name for task in compared] == ["needle", "niah_single_1", "vt"]
     Evaluation(told, loaded, compared)
     assert len(pairs(told)) > 50

@@ -14,7 +14,7 @@ import tyro
 
 from kvjax.cli.launch import parse_command, run_command
 from kvjax.errors import UserError
-from kvjax.evaluate.results import NOTHING, read_cells
+from kvjax.evaluate.results import NOTHING, read_results
 
 Row = tuple[str, str]
 """A budget as it is shown, and the label of a policy."""
@@ -43,16 +43,16 @@ def gather(folders: Sequence[Path]) -> Scores:
         file = folder / "results.jsonl"
         if not file.is_file():
             raise UserError(f"{folder}: got no results.jsonl, expected the --out folder of an evaluation")
-        for cell in read_cells(file).values():
+        for result in read_results(file).values():
             # a policy with a size of its own is measured at no budget
-            row = "–" if cell.sized_by == NOTHING else cell.at, cell.policy
-            seeds = scores.setdefault(row, {}).setdefault((cell.task, cell.context), {})
-            if cell.seed in seeds:
+            row = "–" if result.sized_by == NOTHING else result.at, result.policy
+            seeds = scores.setdefault(row, {}).setdefault((result.task, result.context), {})
+            if result.seed in seeds:
                 raise UserError(
-                    f"{file}: {cell.policy} on {cell.task} with seed {cell.seed} is in another folder, too: "
+                    f"{file}: {result.policy} on {result.task} with seed {result.seed} is in another folder, too: "
                     "give one of them another label, or leave it out"
                 )
-            seeds[cell.seed] = 100 * cell.score
+            seeds[result.seed] = 100 * result.score
     return scores
 
 

@@ -19,18 +19,13 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.cache import parse_capacity
     from kvjax.cli.lock import FolderLock
     from kvjax.cli.progress import Progress
+    from kvjax.evaluate.gates import with_gates
     from kvjax.evaluate.recovery import check_dense
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results
-    from kvjax.evaluate.run import (
-        Evaluation,
-        check_contexts,
-        check_lengths,
-        check_policies,
-        pairs,
-        with_gates,
-    )
-    from kvjax.evaluate.workloads import workloads
+    from kvjax.evaluate.run import Evaluation
+    from kvjax.evaluate.sized_tasks import sized_tasks
+    from kvjax.evaluate.sizing import check_contexts, check_lengths, check_policies, pairs
     from kvjax.inference.checks import check_capacity
     from kvjax.models import load_model, read_config
     from kvjax.models.folder import find_model
@@ -42,25 +37,25 @@ def main(args: list[str] | None = None) -> None:
         if config.capacity is not None:
             check_capacity(parse_capacity(config.capacity))
         results = Results(config)
-        # what no context can hold is refused before there are any, and what these cannot before there are weights
+        # budgets are checked against nominal lengths first, then against the real contexts, before weights are read
         shapes = model_shapes(read_config(find_model(config.model), max(config.context)))
         check_lengths(config, shapes)
-        loads = workloads(config)
-        results.check_contexts(loads)
-        check_contexts(config, shapes, loads)
-        check_dense(config, loads)
+        tasks = sized_tasks(config)
+        results.check_contexts(tasks)
+        check_contexts(config, shapes, tasks)
+        check_dense(config, tasks)
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
         results.check_model(model)
-        evaluation = Evaluation(config, model, loads)
+        evaluation = Evaluation(config, model, tasks)
         results.begin()
         lock.take()
         own = pairs(config)
-        wanted = [(one.label, budget, load.task, load.length) for load in loads for one, budget in own]
-        with Progress("cells", len(wanted), sum(key in results.cells for key in wanted)) as progress:
+        wanted = [(one.label, budget, task.name, task.length) for task in tasks for one, budget in own]
+        with Progress("results", len(wanted), sum(key in results.finished for key in wanted)) as progress:
             evaluation.run(results, progress)
         given = sys.argv[1:] if args is None else args
-        cells = list(results.cells.values())
-        print(printable(report(config, cells, f"python -m kvjax.evaluate {shlex.join(given)}")))
+        found = list(results.finished.values())
+        print(printable(report(config, found, f"python -m kvjax.evaluate {shlex.join(given)}")))
     print(f"\nresults.jsonl, report.md and the pictures are in {config.out}")
 
 

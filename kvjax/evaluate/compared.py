@@ -1,92 +1,33 @@
-"""The policies that are compared: policy strings, and what an evaluation fills in where they say nothing.
+"""The policies that are compared, as `--policies` names them.
 
-A policy without a budget gets each budget of the evaluation, one with its own is measured once as it is. Gates, chunks
-and how many last tokens SnapKV looks at come of the evaluation's options. `calibrated` among the arguments of
-streaming_llm, head_pattern or wgkv has it fitted on calibration contexts for each budget (`kvjax.evaluate.calibrated`).
+A policy without a budget gets each budget of the evaluation, one with its own is measured once as it is. `calibrated`
+among the arguments of streaming_llm, head_pattern or wgkv has it fitted on calibration contexts for each budget
+(`kvjax.evaluate.calibrated`).
 """
 
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float
-
-from kvjax.checkpoints.folder import describe
-from kvjax.checkpoints.torch_file import TorchFile, is_torch_file
 from kvjax.errors import UserError
-from kvjax.evaluate.calibrated import SINKS, narrowest, sink_and_window, whole_heads
-from kvjax.models.decoder import Decoder
-from kvjax.policies import (
-    WGKV,
-    FastKVzip,
-    HeadPattern,
-    Policy,
-    Quest,
-    RandomEviction,
-    SnapKV,
-    StreamingLLM,
-    make_policy,
-)
+from kvjax.evaluate.config import EvaluateConfig
+from kvjax.policies import WGKV, HeadPattern, Quest, StreamingLLM
 from kvjax.policies.admission.kvpop import KVPOP
-from kvjax.policies.admission.pattern_folder import PatternFolder, read_pattern
-from kvjax.policies.admission.wgkv import files as wgkv
 from kvjax.policies.budget import BUDGETS
-from kvjax.policies.eviction.fast_kvzip import files as fast_kvzip
 from kvjax.policies.make import Described, format_policy, parse_policy, takes_tokenizer
-from kvjax.policies.numbers import head_table
 from kvjax.policies.registry import find_method, is_method, role, trained
 from kvjax.policies.trigger import WHILE_DECODING
+from kvjax.tasks.registry import suite_of
 
 CALIBRATED = "calibrated"
-LEARNED = "prulong", "duo_attention"
-"""Recipes whose exports are head patterns."""
 FITTED = {
     StreamingLLM: ("sink", "window"),
     HeadPattern: ("pattern", "sparsity", "sink", "window"),
     WGKV: ("tau",),
 }
 """Admissions that can be calibrated, and the arguments that are then chosen."""
-
-
-@dataclass(frozen=True)
-class Sizing:
-    """What a policy is made for."""
-
-    model: Decoder
-    """On its mesh."""
-    ratio: float
-    """The budget: the share of the entries that it keeps, or reads."""
-    tokens: int
-    """Tokens of a context, about."""
-    shortest: int
-    """Tokens of the shortest context."""
-    chunk: int
-    """Tokens of a chunk."""
-    observed: int
-    """Last tokens that SnapKV looks back at."""
-    gates: str | None = None
-    """A folder or a file."""
-    seed: int = 0
-    """Seed of what is random."""
-    force: bool = False
-    """Take gates that were made for another model."""
-    tokenizer: Callable[[], Any] = lambda: None
-    """Loads the model's."""
-
-    @property
-    def entries(self) -> float:
-        """The budget in entries of each kv head."""
-        return self.ratio * self.tokens
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Layers × kv heads."""
-        return self.model.config.num_layers, self.model.config.num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -187,11 +128,6 @@ class Compared:
         return any(told.get("when") in WHILE_DECODING for told in self.described.values())
 
     @property
-    def on_contexts(self) -> bool:
-        """Whether it can be measured on contexts that are read and then asked about."""
-        return not self.decodes
-
-    @property
     def on_contests(self) -> bool:
         """Whether it keeps the budget while it answers."""
         heads = any(isinstance(kind, type) and issubclass(kind, HeadPattern) for kind in self.kinds.values())
@@ -249,167 +185,29 @@ def budget_argument(kind: Any, told: dict[str, Any], roles: set[str]) -> str | N
     return None if given in told else argument
 
 
-def policy_of(one: Compared, sizing: Sizing) -> Policy:
-    """Return the policy of a budget. A calibrated one is then fitted; it is the plainest of its kind here."""
-    if one.calibrated:
-        return _plainest(one, sizing)
-    told = {name: dict(arguments) for name, arguments in one.described.items()}
-    window = sizing.observed
-    for name in sorted(told, key=lambda name: role(one.kinds[name])):  # admissions first
-        kind, own = one.kinds[name], told[name]
-        if one.takes_gates == name and sizing.gates is not None:
-            own[trained(kind)] = sizing.gates
-        argument = budget_argument(kind, own, one.roles)
-        if kind is StreamingLLM and argument:
-            sink = int(own.setdefault("sink", SINKS[0]))
-            _check_holds(sizing.entries, sink, f"{sink} sinks")
-            own["window"] = sink_and_window(sizing.shape, entries=sizing.entries, sink=sink).window
-        elif kind is HeadPattern and argument:
-            own |= _learned_heads(own, sizing)
-        elif argument:
-            own[argument] = sizing.ratio if argument == "ratio" else round(sizing.entries)
-        if role(kind) == "eviction":
-            if own.get("when", "chunk" if kind is FastKVzip else "prompt") == "chunk":
-                own.setdefault("chunk", sizing.chunk)
-            if kind is SnapKV and "guidance" not in own:
-                own.setdefault("observed", window)
-            if kind is RandomEviction:
-                own.setdefault("seed", sizing.seed)
-        elif role(kind) == "admission" and is_method(kind) and len(told) > 1:
-            alone = make_policy({name: own}, model=sizing.model, force=sizing.force)
-            # what SnapKV looks back at must still be in the window
-            window = window if alone.stores_all else min(window, alone.window)
-    tokenizer = sizing.tokenizer() if takes_tokenizer(told) else None
-    return make_policy(told, model=sizing.model, tokenizer=tokenizer, force=sizing.force)
-
-
-def _learned_heads(own: dict[str, Any], sizing: Sizing) -> dict[str, Any]:
-    """Return a head pattern's arguments at a budget: as many whole heads in its order as leave the others its sinks and
-    its window, which is then widened."""
-    folder = own.pop("gates", own.get("pattern"))
-    if not isinstance(folder, str | Path):
-        raise UserError(
-            "head_pattern without a sparsity: got no gates to order heads by; calibrated measures an order"
-        )
-    learned = ranked(str(folder), read_pattern(folder))
-    _check_holds(sizing.entries, learned.sink, f"{learned.sink} sinks")
-    weights = head_table("head_pattern", "pattern", learned.weights, *sizing.shape, shares=False)
-    sizes = {
-        "entries": sizing.entries,
-        "context": sizing.tokens,
-        "window": learned.recent,
-        "sink": learned.sink,
-    }
-    found = whole_heads(weights, **sizes)
-    return {"pattern": found.whole.astype(float), "sink": found.sink, "window": found.window}
-
-
-def ranked(where: str, pattern: PatternFolder) -> PatternFolder:
-    """Return a pattern that has an order of the heads for any budget. Raises UserError for one of 0 and 1 alone."""
-    if np.isin(pattern.weights, (0, 1)).all():
-        raise UserError(
-            f"{where}: a pattern of 0 and 1 has no order of its heads for --budgets; as it is it is "
-            f"head_pattern:sparsity={1 - pattern.weights.mean():g}"
-        )
-    return pattern
-
-
-def _plainest(one: Compared, sizing: Sizing) -> Policy:
-    kind = one.kinds[one._only]
-    if kind is WGKV:
-        policy = make_policy(one.described, model=sizing.model, gates=sizing.gates, force=sizing.force)
-        _check_holds(sizing.entries, policy.window, f"its window of {policy.window}")
-        return policy
-    _check_holds(sizing.entries, SINKS[0], f"{SINKS[0]} sinks")
-    if kind is StreamingLLM:
-        return sink_and_window(sizing.shape, entries=sizing.entries, sink=SINKS[0]).policy(sizing.model)
-    orders, window = known_orders(sizing)
-    weights = next(iter(orders.values()), np.zeros(sizing.shape))
-    sizes = {"entries": sizing.entries, "context": sizing.tokens, "window": window, "sink": SINKS[0]}
-    return whole_heads(weights, **sizes).policy(sizing.model)
-
-
-def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], int]:
-    """Return what heads are worth as far as it need not be measured, by the orders' names, and the smallest window of
-    streaming heads: the gates', if there are any."""
-    orders, window = {}, narrowest(sizing.tokens)
-    if sizing.gates is not None:
-        said = described(sizing.gates)
-        window = int(said.get("window", window))
-        if "rate" in said:
-            orders["the gates' rates"] = head_table("--gates", "rate", said["rate"], *sizing.shape)
-    return orders, window
-
-
-def _check_holds(entries: float, least: int, what: str) -> None:
-    if entries < least:
-        raise UserError(f"a budget of {entries:.1f} entries of each kv head does not hold {what}")
-
-
-def budget_policy(one: Compared, sizing: Sizing) -> Policy:
-    """Return the policy, once it is sure that it can keep so much of such a context.
-
-    Raises UserError naming it and the budget.
-    """
-    try:
-        policy = policy_of(one, sizing)
-        if policy.schedule is not None:
-            _check_holds(sizing.ratio * sizing.shortest, policy.window - 1, f"its window of {policy.window}")
-            # budgets are no bytes here
-            policy.schedule.check_bound(policy.name, policy.window - 1, entry_bytes=1)
-    except UserError as error:
-        raise UserError(f"{one.label} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
-    return policy
-
-
-def described(gates: str | Path) -> dict[str, Any]:
-    """Return what a folder's config.json says of its gates; of a file of the authors', by whose layout the method is
-    known, what is in the file. Raises UserError for what are no gates."""
-    if not is_torch_file(gates):
-        return describe(gates)
-    with TorchFile(gates) as opened:
-        layered = isinstance(opened.content, dict) and "module" in opened.content
-    if layered:
-        return {"method": fast_kvzip.METHOD} | fast_kvzip.gate_sizes(gates)._asdict()
-    return {"method": "wgkv"} | wgkv.gate_sizes(gates)._asdict() | wgkv.PUBLISHED
-
-
-def of_method(folders: Sequence[str], method: str) -> tuple[str, ...]:
-    """Return those of the folders (or files) whose gates are of a method."""
-    return tuple(folder for folder in folders if described(folder).get("method") == method)
-
-
-def by_lambda(folders: Sequence[str]) -> dict[float, str]:
-    """Return the folders by the λ that they were trained with.
-
-    Raises UserError for a folder that does not say its λ, and for two of one λ.
-    """
-    found: dict[float, str] = {}
-    for folder in folders:
-        said = described(folder).get("lambda")
-        if not isinstance(said, int | float):
-            raise UserError(f"--gates {folder}: nothing there says with which lambda they were trained")
-        name = float(said)
-        if name in found:
-            raise UserError(
-                f"--gates {found[name]} and {folder} have both λ {name:g}, by which wgkv tells gates apart"
-            )
-        found[name] = folder
+def compared(config: EvaluateConfig) -> list[Compared]:
+    """Return the policies that are compared. Raises UserError for one that is none, and for a label twice."""
+    found = [compared_of(text) for text in config.policies]
+    labels = [one.label for one in found]
+    if twice := [label for at, label in enumerate(labels) if label in labels[:at]]:
+        raise UserError(f"--policies names {twice[0]} twice")
     return found
 
 
-def most_selective(folders: Sequence[str], ratio: float, tokens: int) -> str:
-    """Return the gates for a method that keeps, or reads, `ratio` of the entries out of what gates let in.
+def answers_contests(config: EvaluateConfig) -> bool:
+    """Whether the tasks are contests.
 
-    Of those that let in as much of contexts of `tokens` tokens, by the rates that they were exported with, the most
-    selective; if none does, those that let in most. Gates that do not say their rates count as letting in everything.
+    Raises UserError for an unknown task, and for contests beside other tasks or with questions known ahead.
     """
-
-    def size(folder: str) -> float:
-        said = described(folder)
-        window, rate = int(said["window"]), float(np.mean(said.get("rate", 1.0)))
-        return (window + rate * max(0, tokens - window)) / max(window, tokens)
-
-    sizes = {folder: size(folder) for folder in folders}
-    enough = {folder: own for folder, own in sizes.items() if own >= ratio}
-    return min(enough, key=enough.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
+    contests = [task for task in config.tasks if suite_of(task).drawn]
+    others = [task for task in config.tasks if task not in contests]
+    if not contests:
+        return False
+    if others:
+        raise UserError(
+            f"--tasks {contests[0]} is answered at length and {others[0]} is asked about a context: evaluate them in "
+            "folders of their own"
+        )
+    if config.question_aware:
+        raise UserError(f"--question-aware is for questions about a context, which {contests[0]} has none of")
+    return True

@@ -44,7 +44,7 @@ DTYPES = "float32", "bfloat16", "float16"
 class EvaluateConfig:
     """Compare policies: what each answers right at each budget, and what its cache held for it.
 
-    With nothing but --out: the methods on the built-in model at four budgets. Finished cells are kept: the same command
+    With nothing but --out: the methods on the built-in model at four budgets. Finished results are kept: the same command
     again goes on where it was stopped, and others may be added.
     """
 
@@ -69,7 +69,7 @@ class EvaluateConfig:
     context: tuple[int, ...] = (1024,)
     """Tokens of a context with a question and its answer, of a contest's problem with its answer."""
     samples: int = 192
-    """Answers of each cell, at least. A text of which the last eighth is predicted counts for 12; every problem of a
+    """Answers of each result, at least. A text of which the last eighth is predicted counts for 12; every problem of a
     contest is answered equally often, each time by draws of its own."""
     chunk: int | None = None
     """Tokens of a call while a context is read, and of a chunk where a method evicts after each; by default a quarter

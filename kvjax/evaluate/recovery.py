@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.results import Cell, metric_of, read_cells
-from kvjax.evaluate.workloads import Workload
+from kvjax.evaluate.results import Result, metric_of, read_results
+from kvjax.evaluate.sized_tasks import SizedTask
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Recovery:
         return f"{self.ratio:.2f}{'' if self.error is None else f' ± {self.error:.2f}'}"
 
 
-def recovery(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> Recovery | None:
-    """Of the mean pass@1 of a policy's cells, one a contest. None: one has nothing to hold it against, or that answered
+def recovery(results: Sequence[Result], dense: Mapping[tuple[str, int], Result]) -> Recovery | None:
+    """Of the mean pass@1 of a policy's results, one a contest. None: one has nothing to hold it against, or that answered
     nothing.
 
-    dense: the dense model's cells by task and length.
+    dense: the dense model's results by task and length.
     """
-    rivals = [dense.get((cell.task, cell.context)) for cell in cells]
-    pairs = [(own, rival) for own, rival in zip(cells, rivals, strict=True) if rival is not None]
+    rivals = [dense.get((result.task, result.context)) for result in results]
+    pairs = [(own, rival) for own, rival in zip(results, rivals, strict=True) if rival is not None]
     total = sum(rival.score for _, rival in pairs)
-    if len(pairs) < len(cells) or total == 0:
+    if len(pairs) < len(results) or total == 0:
         return None
     if all(own == rival for own, rival in pairs):
         return Recovery(1.0, None)
@@ -44,37 +44,37 @@ def recovery(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> Re
     return Recovery(ratio, math.sqrt(sum(squares)) / total if len(squares) == len(pairs) else None)
 
 
-def _error(cell: Cell) -> float | None:
-    return None if cell.drawn is None else cell.drawn.error
+def _error(result: Result) -> float | None:
+    return None if result.drawn is None else result.drawn.error
 
 
-def dense_cells(config: EvaluateConfig, cells: Sequence[Cell]) -> Mapping[tuple[str, int], Cell]:
-    """The full cache's cells by task and length, those of --dense if it is given, else those among `cells`."""
-    known = cells if config.dense is None else _read(config.dense)
-    return {(cell.task, cell.context): cell for cell in known if cell.is_full}
+def dense_results(config: EvaluateConfig, results: Sequence[Result]) -> Mapping[tuple[str, int], Result]:
+    """The full cache's results by task and length, those of --dense if it is given, else those among `results`."""
+    known = results if config.dense is None else _read(config.dense)
+    return {(result.task, result.context): result for result in known if result.is_full}
 
 
-def _read(folder: Path) -> list[Cell]:
+def _read(folder: Path) -> list[Result]:
     file = folder / "results.jsonl"
     if not file.is_file():
         raise UserError(f"--dense {folder}: there is no results.jsonl, which an evaluation leaves")
-    return list(read_cells(file).values())
+    return list(read_results(file).values())
 
 
-def check_dense(config: EvaluateConfig, workloads: Sequence[Workload]) -> None:
+def check_dense(config: EvaluateConfig, tasks: Sequence[SizedTask]) -> None:
     """Refuse a --dense whose full cache did not answer the same problems, drawn the same way.
 
     Raises UserError.
     """
     if config.dense is None:
         return
-    known = dense_cells(config, [])
-    for own in workloads:
-        at = f"--dense {config.dense}: {own.task} at {own.length} tokens"
-        cell, metric = known.get((own.task, own.length)), metric_of(config, own)
-        if cell is None:
+    known = dense_results(config, [])
+    for own in tasks:
+        at = f"--dense {config.dense}: {own.name} at {own.length} tokens"
+        result, metric = known.get((own.name, own.length)), metric_of(config, own)
+        if result is None:
             raise UserError(f"{at} is not there, answered by the full cache")
-        if cell.contexts != own.digest:
+        if result.contexts != own.digest:
             raise UserError(f"{at} is of other problems, or of another tokenizer's")
-        if cell.metric != metric:
-            raise UserError(f"{at} is {cell.metric}; expected {metric}")
+        if result.metric != metric:
+            raise UserError(f"{at} is {result.metric}; expected {metric}")

@@ -1,4 +1,4 @@
-"""report.md, pareto.png, mean.png and the maps of kept entries, from the cells of results.jsonl."""
+"""report.md, pareto.png, mean.png and the maps of kept entries, from the results of results.jsonl."""
 
 import math
 import platform
@@ -14,8 +14,8 @@ from kvjax.evaluate import pictures
 from kvjax.evaluate.compared import CALIBRATED
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.footprint import critical_footprint
-from kvjax.evaluate.recovery import Recovery, dense_cells, recovery
-from kvjax.evaluate.results import BUDGET, LAMBDA, Cell
+from kvjax.evaluate.recovery import Recovery, dense_results, recovery
+from kvjax.evaluate.results import BUDGET, LAMBDA, Result
 from kvjax.policies.make import format_policy, parse_policy
 from kvjax.tasks.registry import suite_of
 
@@ -29,37 +29,37 @@ CRITICAL_SHARE = 0.9
 """Of its score, for critical footprints."""
 
 
-def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
-    """Write the report of all `cells` into the folder, and return its tables."""
-    dense = dense_cells(config, cells)
+def report(config: EvaluateConfig, results: Sequence[Result], command: str) -> str:
+    """Write the report of all `results` into the folder, and return its tables."""
+    dense = dense_results(config, results)
     scores = [
         _scores(config, own) if own[0].drawn is None else _pass_at_1(own, dense)
-        for own in _panels(cells).values()
+        for own in _panels(results).values()
     ]
-    tables = "\n\n".join([*_overviews(cells, dense), *scores, *_choices(cells), *_speeds(cells)])
-    text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_environment(command)}\n"
+    tables = "\n\n".join([*_overviews(results, dense), *scores, *_choices(results), *_speeds(results)])
+    text = f"# Policies compared\n\n{_about(config, results)}\n\n{tables}\n\n{_environment(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
-    _draw(config.out, cells)
+    _draw(config.out, results)
     return tables
 
 
-def _panels(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """The cells of each task and length, by its title."""
-    panels: dict[str, list[Cell]] = {}
-    for cell in cells:
-        panels.setdefault(f"{cell.task}, {cell.context} tokens", []).append(cell)
+def _panels(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results of each task and length, by its title."""
+    panels: dict[str, list[Result]] = {}
+    for result in results:
+        panels.setdefault(f"{result.task}, {result.context} tokens", []).append(result)
     return panels
 
 
-def _by_policy(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    policies: dict[str, list[Cell]] = {}
-    for cell in cells:
-        policies.setdefault(cell.policy, []).append(cell)
+def _by_policy(results: Sequence[Result]) -> dict[str, list[Result]]:
+    policies: dict[str, list[Result]] = {}
+    for result in results:
+        policies.setdefault(result.policy, []).append(result)
     return policies
 
 
-def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
-    if any(cell.drawn is not None for cell in cells):
+def _about(config: EvaluateConfig, results: Sequence[Result]) -> str:
+    if any(result.drawn is not None for result in results):
         return _about_contests(config)
     if config.question_aware:
         how = (
@@ -78,17 +78,17 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         "straight lines between budgets; < and >: below the smallest and above the largest that was measured; –: the "
         "full cache answered nothing, or was not measured.",
     ]
-    if any("quest" in cell.described for cell in cells):
+    if any("quest" in result.described for result in results):
         lines.append(
             "Quest frees nothing: its budget is what a query reads, its footprint that of the cache it reads from."
         )
-    if any(cell.described.partition(":")[0] == "kvzip" for cell in cells):
+    if any(result.described.partition(":")[0] == "kvzip" for result in results):
         lines.append(
             "KVzip has every context repeated before it compresses it, a part at a time behind all of it. Its "
             "footprint leaves that out; what it cost is under Sizes and speeds: all that was held, the peak, and "
             "prefill tokens per second, in which both readings are."
         )
-    if any(cell.tau is not None for cell in cells):
+    if any(result.tau is not None for result in results):
         lines.append(
             "Two protocols for gates. wgkv:calibrated: τ is searched so that contexts of their own meet the budget; "
             "of several gates with the two whose own size is nearest to it, and those that answer more of further "
@@ -97,7 +97,7 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
             "much as the budget. The second table of a task says which τ each had."
         )
     published: dict[str, list[str]] = {}
-    for task in dict.fromkeys(cell.task for cell in cells if cell.published):
+    for task in dict.fromkeys(result.task for result in results if result.published):
         published.setdefault(suite_of(task).note, []).append(task)
     for note, tasks in published.items():
         if note:
@@ -120,9 +120,9 @@ def _about_contests(config: EvaluateConfig) -> str:
     )
 
 
-def _pass_at_1(cells: list[Cell], dense: Mapping[tuple[str, int], Cell]) -> str:
+def _pass_at_1(results: list[Result], dense: Mapping[tuple[str, int], Result]) -> str:
     """A contest's table."""
-    first = cells[0]
+    first = results[0]
     assert first.drawn is not None
     lines = [
         f"## {first.task}, {first.context} tokens",
@@ -132,15 +132,17 @@ def _pass_at_1(cells: list[Cell], dense: Mapping[tuple[str, int], Cell]) -> str:
         "peak |",
         "|---" * 9 + "|",
     ]
-    for cell in sorted(cells, key=lambda cell: (not cell.is_full, cell.sized_by == LAMBDA, cell.budget)):
-        drawn = cell.drawn
+    for result in sorted(
+        results, key=lambda result: (not result.is_full, result.sized_by == LAMBDA, result.budget)
+    ):
+        drawn = result.drawn
         assert drawn is not None
         error = "" if drawn.error is None else f" ± {100 * drawn.error:.1f}"
-        entries = f"{cell.budget * cell.context:.0f}" if cell.sized_by == BUDGET else ""
+        entries = f"{result.budget * result.context:.0f}" if result.sized_by == BUDGET else ""
         lines.append(
-            f"| {cell.policy} | {cell.at} | {entries} | {100 * cell.score:.1f}{error} | "
-            f"{_shown(recovery([cell], dense))} | {100 * drawn.cut:.0f}% | "
-            f"{100 * drawn.without:.0f}% | {cell.footprint:.3f} | {cell.peak_kv:.3f} |"
+            f"| {result.policy} | {result.at} | {entries} | {100 * result.score:.1f}{error} | "
+            f"{_shown(recovery([result], dense))} | {100 * drawn.cut:.0f}% | "
+            f"{100 * drawn.without:.0f}% | {result.footprint:.3f} | {result.peak_kv:.3f} |"
         )
     return "\n".join(lines)
 
@@ -149,33 +151,37 @@ def _shown(found: Recovery | None) -> str:
     return "–" if found is None else str(found)
 
 
-CellRows = dict[tuple[str, float], list[Cell | None]]
-"""The cells of each policy and budget by task, None where one is missing."""
+ResultRows = dict[tuple[str, float], list[Result | None]]
+"""The results of each policy and budget by task, None where one is missing."""
 
 
-def _across(cells: Sequence[Cell]) -> Iterator[tuple[int, list[str], CellRows]]:
-    """Each length that has several tasks, with the tasks and their cells side by side."""
-    for context in dict.fromkeys(cell.context for cell in cells):
-        found = {(cell.policy, cell.budget, cell.task): cell for cell in cells if cell.context == context}
+def _across(results: Sequence[Result]) -> Iterator[tuple[int, list[str], ResultRows]]:
+    """Each length that has several tasks, with the tasks and their results side by side."""
+    for context in dict.fromkeys(result.context for result in results):
+        found = {
+            (result.policy, result.budget, result.task): result
+            for result in results
+            if result.context == context
+        }
         tasks = list(dict.fromkeys(task for _, _, task in found))
         if len(tasks) > 1:
             rows = dict.fromkeys((policy, budget) for policy, budget, _ in found)
             yield context, tasks, {row: [found.get((*row, task)) for task in tasks] for row in rows}
 
 
-def _order(cells: Sequence[Cell | None]) -> tuple[bool, bool, float]:
+def _order(results: Sequence[Result | None]) -> tuple[bool, bool, float]:
     """Where a policy at a budget stands in a table."""
-    first = next(cell for cell in cells if cell is not None)
+    first = next(result for result in results if result is not None)
     return not first.is_full, first.sized_by == LAMBDA, first.budget
 
 
-def _overviews(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> list[str]:
+def _overviews(results: Sequence[Result], dense: Mapping[tuple[str, int], Result]) -> list[str]:
     """A table for each length that has several tasks: all of them side by side, the policies of one budget together."""
     tables = []
-    contests = any(cell.drawn is not None for cell in cells)
+    contests = any(result.drawn is not None for result in results)
     ahead = " relative recovery |" if contests else ""
     beside = " Relative recovery is that of the mean." if contests else ""
-    for context, tasks, rows in _across(cells):
+    for context, tasks, rows in _across(results):
         lines = [
             f"## All tasks, {context} tokens",
             "Scores in percent as below, the text's with its perplexity; mean, footprint and MiB of a context: means "
@@ -186,11 +192,13 @@ def _overviews(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> 
         ]
         for row in sorted(rows, key=lambda row: _order(rows[row])):
             own = rows[row]
-            known = [cell for cell in own if cell is not None]
-            size = np.mean([cell.bytes for cell in known]) / 2**20
-            footprint = np.mean([cell.footprint for cell in known])
-            scores = " | ".join("" if cell is None else _score(cell) for cell in own)
-            mean = f"{100 * np.mean([cell.score for cell in known]):.1f}" if len(known) == len(tasks) else ""
+            known = [result for result in own if result is not None]
+            size = np.mean([result.bytes for result in known]) / 2**20
+            footprint = np.mean([result.footprint for result in known])
+            scores = " | ".join("" if result is None else _score(result) for result in own)
+            mean = (
+                f"{100 * np.mean([result.score for result in known]):.1f}" if len(known) == len(tasks) else ""
+            )
             found = recovery(known, dense) if len(known) == len(tasks) else None
             recovered = f" {_shown(found)} |" if contests else ""
             lines.append(
@@ -200,11 +208,11 @@ def _overviews(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> 
     return tables
 
 
-def _scores(config: EvaluateConfig, cells: list[Cell]) -> str:
-    first = cells[0]
-    budgets = sorted({cell.budget for cell in cells if cell.sized_by == BUDGET} or {1.0})
-    full = next((cell.score for cell in cells if cell.is_full), None)
-    most = max(cell.samples for cell in cells)
+def _scores(config: EvaluateConfig, results: list[Result]) -> str:
+    first = results[0]
+    budgets = sorted({result.budget for result in results if result.sized_by == BUDGET} or {1.0})
+    full = next((result.score for result in results if result.is_full), None)
+    most = max(result.samples for result in results)
     lines = [
         f"## {first.task}, {first.context} tokens",
         f"{first.metric}{'' if first.perplexity is None else ' (and perplexity)'}; {most} answers a cell: were they "
@@ -215,19 +223,19 @@ def _scores(config: EvaluateConfig, cells: list[Cell]) -> str:
         + f" | {100 * CRITICAL_SHARE:.0f}% at |",
         "|---" * (len(budgets) + 2) + "|",
     ]
-    for name, own in _by_policy(cells).items():
+    for name, own in _by_policy(results).items():
         if own[0].sized_by == LAMBDA:
             continue
         if own[0].sized_by != BUDGET:
             shown = [_score_and_footprint(own[0])] + [""] * (len(budgets) - 1)
             lines.append(f"| {name} | {' | '.join(shown)} | |")
             continue
-        found = {cell.budget: cell for cell in own}
+        found = {result.budget: result for result in own}
         shown = [_score_and_footprint(found[budget]) if budget in found else "" for budget in budgets]
-        points = [(cell.footprint, cell.score) for cell in own]
+        points = [(result.footprint, result.score) for result in own]
         crossing = str(critical_footprint(points, full, CRITICAL_SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
-    return "\n".join([*lines, *_thresholds(cells, full), *_commands(config, cells)])
+    return "\n".join([*lines, *_thresholds(results, full), *_commands(config, results)])
 
 
 def _interval(answers: int) -> float:
@@ -236,55 +244,55 @@ def _interval(answers: int) -> float:
     return 100 * 1.96 * 0.5 / math.sqrt(answers)
 
 
-def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
+def _thresholds(results: Sequence[Result], full: float | None) -> list[str]:
     """Those of policies with gates: which τ each had, and how it came by it."""
-    gated = [cell for cell in cells if cell.tau is not None]
+    gated = [result for result in results if result.tau is not None]
     if not gated:
         return []
     lines = ["", "| with gates | budget or λ | gates | τ | entries | score |", "|---" * 6 + "|"]
-    for cell in gated:
-        tau = f"{cell.tau:.9g}, {'searched' if CALIBRATED in cell.described else 'their own'}"
+    for result in gated:
+        tau = f"{result.tau:.9g}, {'searched' if CALIBRATED in result.described else 'their own'}"
         lines.append(
-            f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_score_and_footprint(cell)} |"
+            f"| {result.policy} | {result.at} | {result.gates} | {tau} | {result.kv_ratio:.3f} | {_score_and_footprint(result)} |"
         )
-    swept = [(cell.footprint, cell.score) for cell in gated if cell.sized_by == LAMBDA]
+    swept = [(result.footprint, result.score) for result in gated if result.sized_by == LAMBDA]
     if swept and full:
         found = critical_footprint(swept, full, CRITICAL_SHARE)
         lines += ["", f"wgkv: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {found}."]
     return lines
 
 
-def _commands(config: EvaluateConfig, cells: Sequence[Cell]) -> list[str]:
+def _commands(config: EvaluateConfig, results: Sequence[Result]) -> list[str]:
     """What generates with each τ that was searched for."""
-    searched = [cell for cell in cells if cell.tau is not None and CALIBRATED in cell.described]
+    searched = [result for result in results if result.tau is not None and CALIBRATED in result.described]
     if not searched:
         return []
-    return ["", "With these τ:", "", "```sh", *(_command(config, cell) for cell in searched), "```"]
+    return ["", "With these τ:", "", "```sh", *(_command(config, result) for result in searched), "```"]
 
 
-def _command(config: EvaluateConfig, cell: Cell) -> str:
-    """The command, and as a comment what its cell kept."""
-    told = {"tau": cell.tau} | {
-        x: y for x, y in parse_policy(cell.described)["wgkv"].items() if x != CALIBRATED
+def _command(config: EvaluateConfig, result: Result) -> str:
+    """The command, and as a comment what its result kept."""
+    told = {"tau": result.tau} | {
+        x: y for x, y in parse_policy(result.described)["wgkv"].items() if x != CALIBRATED
     }
     model = [] if config.model == BUILTIN else ["--model", config.model]
     dtype = [] if config.dtype is None else ["--dtype", config.dtype]
     force = ["--force"] if config.force else []
-    words = [*model, *dtype, *force, "--policy", format_policy({"wgkv": told}), "--gates", cell.gates or ""]
-    size = f"budget {cell.at}: {cell.kv_ratio:.3f} of the entries"
+    words = [*model, *dtype, *force, "--policy", format_policy({"wgkv": told}), "--gates", result.gates or ""]
+    size = f"budget {result.at}: {result.kv_ratio:.3f} of the entries"
     return f"python -m kvjax.generate {shlex.join(words)} --prompt-file FILE  # {size}"
 
 
-def _score(cell: Cell) -> str:
-    beside = "" if cell.perplexity is None else f" ({cell.perplexity:.2f})"
-    return f"{100 * cell.score:.1f}{beside}"
+def _score(result: Result) -> str:
+    beside = "" if result.perplexity is None else f" ({result.perplexity:.2f})"
+    return f"{100 * result.score:.1f}{beside}"
 
 
-def _score_and_footprint(cell: Cell) -> str:
-    return f"{_score(cell)} at {cell.footprint:.2f}"
+def _score_and_footprint(result: Result) -> str:
+    return f"{_score(result)} at {result.footprint:.2f}"
 
 
-def _choices(cells: Sequence[Cell]) -> list[str]:
+def _choices(results: Sequence[Result]) -> list[str]:
     """What was chosen on calibration contexts, if anything was."""
     lines = [
         "## Chosen on calibration contexts",
@@ -295,22 +303,22 @@ def _choices(cells: Sequence[Cell]) -> list[str]:
         "| policy | budget | task | chosen |",
         "|---|---|---|---|",
         *(
-            f"| {cell.policy} | {cell.budget:g} | {cell.task}, {cell.context} | {cell.choice} |"
-            for cell in cells
-            if cell.choice
+            f"| {result.policy} | {result.budget:g} | {result.task}, {result.context} | {result.choice} |"
+            for result in results
+            if result.choice
         ),
     ]
-    return ["\n".join(lines)] if any(cell.choice for cell in cells) else []
+    return ["\n".join(lines)] if any(result.choice for result in results) else []
 
 
-def _speeds(cells: Sequence[Cell]) -> list[str]:
+def _speeds(results: Sequence[Result]) -> list[str]:
     """A table for each length: sizes and speeds, the mean over its tasks."""
     tables = []
-    for context in dict.fromkeys(cell.context for cell in cells):
-        own: dict[tuple[str, str], list[Cell]] = {}
-        for cell in cells:
-            if cell.context == context:
-                own.setdefault((cell.policy, cell.at), []).append(cell)
+    for context in dict.fromkeys(result.context for result in results):
+        own: dict[tuple[str, str], list[Result]] = {}
+        for result in results:
+            if result.context == context:
+                own.setdefault((result.policy, result.at), []).append(result)
         lines = [
             f"## Sizes and speeds, {context} tokens",
             "Means over the tasks. Entries: share of the full cache's once the context was read, or a contest's answer "
@@ -323,7 +331,7 @@ def _speeds(cells: Sequence[Cell]) -> list[str]:
             "|---" * 9 + "|",
         ]
         for (policy, budget), group in own.items():
-            size = np.mean([cell.bytes for cell in group]) / 2**20
+            size = np.mean([result.bytes for result in group]) / 2**20
             names = "kv_ratio", "footprint", "footprint_held", "peak_kv"
             sizes = " | ".join(f"{np.mean([getattr(c, name) for c in group]):.3f}" for name in names)
             speeds = [_mean([getattr(c, name) for c in group]) for name in ("prefill_tok_s", "decode_tok_s")]
@@ -348,49 +356,50 @@ def _environment(command: str) -> str:
     return "\n".join(lines)
 
 
-def _mean_points(rows: CellRows) -> dict[str, list[tuple[float, ...]]]:
+def _mean_points(rows: ResultRows) -> dict[str, list[tuple[float, ...]]]:
     """Mean footprint, entries kept and score of each policy's budgets that all tasks were measured at."""
     points: dict[str, list[tuple[float, ...]]] = {}
     for (policy, _), own in rows.items():
-        known = [cell for cell in own if cell is not None]
+        known = [result for result in own if result is not None]
         if len(known) == len(own):
             points.setdefault(policy, []).append(
-                tuple(np.mean([_point(cell) for cell in known], axis=0).tolist())
+                tuple(np.mean([_point(result) for result in known], axis=0).tolist())
             )
     return points
 
 
-def _point(cell: Cell) -> tuple[float, ...]:
-    return cell.footprint, cell.kv_ratio, cell.score
+def _point(result: Result) -> tuple[float, ...]:
+    return result.footprint, result.kv_ratio, result.score
 
 
-def _draw(out: Path, cells: Sequence[Cell]) -> None:
+def _draw(out: Path, results: Sequence[Result]) -> None:
     panels = {
         f"{title}, {own[0].samples} answers": {
-            name: [_point(cell) for cell in points] for name, points in _by_policy(own).items()
+            name: [_point(result) for result in points] for name, points in _by_policy(own).items()
         }
-        for title, own in _panels(cells).items()
+        for title, own in _panels(results).items()
     }
     pictures.draw_tradeoff(out / "pareto.png", panels)
     means = {
         f"mean of {len(tasks)} tasks, {context} tokens": _mean_points(rows)
-        for context, tasks, rows in _across(cells)
+        for context, tasks, rows in _across(results)
     }
     if means:
         pictures.draw_tradeoff(out / "mean.png", means)
     for folder in ("kept", "needle"):
         (out / folder).mkdir(exist_ok=True)
-    for name, own in _by_policy(cells).items():
+    for name, own in _by_policy(results).items():
         maps = {
-            title: {cell.at: np.array(cell.kept) for cell in found} for title, found in _panels(own).items()
+            title: {result.at: np.array(result.kept) for result in found}
+            for title, found in _panels(own).items()
         }
         file = f"{name.replace('/', '_')}.png"
         pictures.draw_kv_ratios(out / "kept" / file, f"{name}: kept entries, by budget", maps)
-        needles = [cell for cell in own if cell.task == "needle"]
+        needles = [result for result in own if result.task == "needle"]
         if needles:
             depths = sorted(map(float, needles[0].by_kind))
-            grid = np.array([[cell.by_kind[f"{depth:g}"] for depth in depths] for cell in needles])
-            rows = [f"{cell.context} ({cell.kv_ratio:.2f})" for cell in needles]
+            grid = np.array([[result.by_kind[f"{depth:g}"] for depth in depths] for result in needles])
+            rows = [f"{result.context} ({result.kv_ratio:.2f})" for result in needles]
             pictures.draw_depths(
                 out / "needle" / file, name, grid, rows, depths, "context (share of the cache)"
             )

@@ -1,4 +1,4 @@
-"""results.jsonl: a line for each finished cell, and settings.json, which says what all of them were measured with."""
+"""results.jsonl: a line for each finished result, and settings.json, which says what all of them were measured with."""
 
 import dataclasses
 import hashlib
@@ -13,10 +13,11 @@ from kvjax.cache import default_page_size
 from kvjax.checkpoints.fingerprint import contents
 from kvjax.checkpoints.folder import digest
 from kvjax.errors import UserError
-from kvjax.evaluate.compared import Compared, compared_of, described
+from kvjax.evaluate.compared import Compared, compared_of
 from kvjax.evaluate.config import EvaluateConfig
+from kvjax.evaluate.gates import described
 from kvjax.evaluate.measuring import Drawn, Measurement
-from kvjax.evaluate.workloads import Workload
+from kvjax.evaluate.sized_tasks import SizedTask
 from kvjax.files import write_text
 from kvjax.models.decoder import Decoder
 from kvjax.policies import HeadPattern
@@ -27,7 +28,7 @@ MEASURED_WITH = (
     *("samples", "chunk", "observed", "question_aware", "chat", "seed", "batch", "capacity", "page_size"),
     *("dtype", "order_contexts", "order_length", "turns"),
 )
-"""Settings that all cells of a folder share."""
+"""Settings that all results of a folder share."""
 DRAWN_WITH = "temperature", "top_p", "top_k"
 """Settings of contests alone; None in a folder of other tasks."""
 READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
@@ -43,7 +44,7 @@ FULL = "full"
 
 
 @dataclass(frozen=True)
-class Cell:
+class Result:
     """What one policy at one budget did on one task at one length. A line of results.jsonl."""
 
     policy: str
@@ -124,16 +125,16 @@ class Cell:
         )
 
 
-def cell(
+def result_of(
     compared: Compared,
     budget: float,
-    workload: Workload,
+    task: SizedTask,
     found: Measurement,
     config: EvaluateConfig,
     gates: str | None = None,
     tau: float | None = None,
     choice: str = "",
-) -> Cell:
+) -> Result:
     """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
 
     sized_by = BUDGET if compared.takes_budget else NOTHING
@@ -143,15 +144,15 @@ def cell(
     def speed(x: float | None) -> int | None:
         return None if x is None else round(x)
 
-    return Cell(
+    return Result(
         policy=compared.label,
         described=compared.text,
         sized_by=sized_by,
         budget=budget,
-        task=workload.task,
-        context=workload.length,
-        metric=metric_of(config, workload),
-        contexts=workload.digest,
+        task=task.name,
+        context=task.length,
+        metric=metric_of(config, task),
+        contexts=task.digest,
         samples=found.answers,
         score=round(found.score, 6),
         perplexity=None if found.perplexity is None else round(found.perplexity, 6),
@@ -164,7 +165,7 @@ def cell(
         decode_tok_s=speed(found.decode),
         by_kind={kind: round(score, 6) for kind, score in found.by_kind.items()},
         question_aware=config.question_aware,
-        published=workload.published,
+        published=task.published,
         seed=config.seed,
         kept=found.kv_ratios.round(4).tolist(),
         gates=gates,
@@ -174,16 +175,16 @@ def cell(
     )
 
 
-def metric_of(config: EvaluateConfig, workload: Workload) -> str:
-    """What the score of a workload is, in words; of answers that are drawn, how."""
-    if not workload.drawn:
-        return workload.dataset.metric
+def metric_of(config: EvaluateConfig, task: SizedTask) -> str:
+    """What the score of a task is, in words; of answers that are drawn, how."""
+    if not task.drawn:
+        return task.dataset.metric
     how = f"temperature {config.temperature:g}, top-p {config.top_p:g}, top-k {config.top_k}"
-    return f"{workload.dataset.metric}; drawn at {how}"
+    return f"{task.dataset.metric}; drawn at {how}"
 
 
 class Results:
-    """The finished cells of a folder. Nothing is written before `begin`.
+    """The finished results of a folder. Nothing is written before `begin`.
 
     Raises:
         UserError: the folder holds results of other settings, or a line that is none.
@@ -205,10 +206,10 @@ class Results:
         }
         self._check_settings()
         self._settings["model"] = [config.model, None]
-        self.cells = self._read()
+        self.finished = self._read()
 
     def check_model(self, model: Decoder) -> None:
-        """Raise UserError if the folder's cells are of a model of other weights."""
+        """Raise UserError if the folder's results are of a model of other weights."""
         self._settings["model"][1] = contents(model)
         self._check_settings()
 
@@ -223,10 +224,10 @@ class Results:
         except OSError as error:
             raise UserError(f"--out {folder} cannot be written: {error.strerror or error}") from None
 
-    def check_contexts(self, workloads: Sequence[Workload]) -> None:
-        """Raise UserError if a finished cell is of other contexts than those that are compared now."""
-        known = {(workload.task, workload.length): workload.digest for workload in workloads}
-        for found in self.cells.values():
+    def check_contexts(self, tasks: Sequence[SizedTask]) -> None:
+        """Raise UserError if a finished result is of other contexts than those that are compared now."""
+        known = {(task.name, task.length): task.digest for task in tasks}
+        for found in self.finished.values():
             if known.get((found.task, found.context), found.contexts) != found.contexts:
                 raise UserError(
                     f"--out {self._file.parent} holds results of {found.task} at {found.context} tokens on other "
@@ -262,43 +263,43 @@ class Results:
             )
         self._named = named | self._named
 
-    def _read(self) -> dict[tuple[str, float, str, int], Cell]:
-        """The cells; a last line that a killed run did not finish is dropped."""
+    def _read(self) -> dict[tuple[str, float, str, int], Result]:
+        """The results; a last line that a killed run did not finish is dropped."""
         if not self._file.exists():
             return {}
         text = self._file.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             write_text(self._file, whole)
-        return read_cells(self._file)
+        return read_results(self._file)
 
-    def add(self, found: Cell) -> None:
+    def add(self, found: Result) -> None:
         """Append a line, which is on disk when this returns."""
         with self._file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(dataclasses.asdict(found)) + "\n")
             out.flush()
             os.fsync(out.fileno())
-        self.cells[found.key] = found
+        self.finished[found.key] = found
 
 
-def read_cells(file: Path) -> dict[tuple[str, float, str, int], Cell]:
-    """The cells of a results.jsonl by their keys. Raises UserError for a line that is none."""
+def read_results(file: Path) -> dict[tuple[str, float, str, int], Result]:
+    """The results of a results.jsonl by their keys. Raises UserError for a line that is none."""
     lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-    found = [_cell(line, f"{file}: line {number}") for number, line in lines]
-    return {cell.key: cell for cell in found}
+    found = [_result(line, f"{file}: line {number}") for number, line in lines]
+    return {result.key: result for result in found}
 
 
-def _cell(line: str, at: str) -> Cell:
+def _result(line: str, at: str) -> Result:
     try:
         values = dict(json.loads(line))
     except (ValueError, TypeError):
         raise UserError(f"{at} is no JSON object, it starts {line[:60]}") from None
-    needed = [field.name for field in dataclasses.fields(Cell) if field.default is dataclasses.MISSING]
+    needed = [field.name for field in dataclasses.fields(Result) if field.default is dataclasses.MISSING]
     missing = [name for name in needed if name not in values]
     if missing:
         raise UserError(f"{at} has no field `{missing[0]}`")
     drawn = values.get("drawn")
-    return Cell(**{name: values[name] for name in needed}, drawn=None if drawn is None else Drawn(**drawn))
+    return Result(**{name: values[name] for name in needed}, drawn=None if drawn is None else Drawn(**drawn))
 
 
 def _page_size(config: EvaluateConfig) -> int | str:

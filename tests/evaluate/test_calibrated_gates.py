@@ -12,10 +12,11 @@ from kvjax.errors import UserError
 from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.calibrated import CLOSE, TauSearch, nearest
-from kvjax.evaluate.compared import Sizing, by_lambda, known_orders, most_selective
 from kvjax.evaluate.config import parse
+from kvjax.evaluate.gates import by_lambda, most_selective
 from kvjax.evaluate.measuring import measure
-from kvjax.evaluate.workloads import workloads
+from kvjax.evaluate.sized_tasks import sized_tasks
+from kvjax.evaluate.sizing import Sizing, known_orders
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import save_gates
@@ -94,8 +95,8 @@ def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
     """On contexts that are neither compared nor what τ is searched on; of equals the nearer."""
     small, large = (str(folders / name) for name in ("small", "large"))
     asked = [*arguments, "--policies", "wgkv:calibrated", "--budgets", "0.3", "--out", str(tmp_path / "run")]
-    (workload,) = workloads(parse(asked))
-    others = {sample.context.tobytes() for sample in (*workload.samples, *workload.calibration)}
+    (task,) = sized_tasks(parse(asked))
+    others = {sample.context.tobytes() for sample in (*task.samples, *task.calibration)}
     given = iter(scores)
 
     def measure_or_give(model, policy, samples, manner):

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.evaluate.compared import Sizing, budget_policy, compared_of, policy_of
+from kvjax.evaluate.compared import compared, compared_of
 from kvjax.evaluate.config import ANSWERING, POLICIES, parse
-from kvjax.evaluate.run import compared, reading_of, with_gates
+from kvjax.evaluate.gates import with_gates
+from kvjax.evaluate.run import reading_of
+from kvjax.evaluate.sizing import Sizing, budget_policy, policy_of
 from kvjax.models.chat import encode
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import save_scorers
@@ -215,7 +217,7 @@ def test_what_is_read_together_reads_alike(model, gates_of):
 
 def test_contests_are_compared_with_what_keeps_a_budget_while_it_answers():
     assert all(compared_of(text).on_contests for text in ANSWERING)
-    assert all(compared_of(text).on_contexts for text in POLICIES)
+    assert not any(compared_of(text).decodes for text in POLICIES)
     told = "--out", "out", "--tasks", "aime_2024", "hmmt_feb_2025"
     assert with_gates(parse(told)).policies == tuple(text for text in ANSWERING if text != "kvpop")
     own = with_gates(parse([*told, "--policies", "full", "wgkv"])).policies

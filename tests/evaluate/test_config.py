@@ -8,7 +8,7 @@ import pytest
 from kvjax.cli.options import packaged_configs
 from kvjax.errors import UserError
 from kvjax.evaluate.config import default_chunk, default_observed, parse
-from kvjax.evaluate.run import check_policies
+from kvjax.evaluate.sizing import check_policies
 from kvjax.tasks.registry import TASKS
 from kvjax.train.config import parse as parse_training
 

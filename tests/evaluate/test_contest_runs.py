@@ -11,7 +11,7 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.recovery import Recovery, recovery
-from kvjax.evaluate.results import read_cells
+from kvjax.evaluate.results import read_results
 from tests.evaluate.whole_run import lines, without_speeds
 
 LENGTH = 160
@@ -140,7 +140,7 @@ def test_the_dense_model_may_be_another_run_s(data, evaluated, tmp_path):
 
 def test_recovery_over_several_contests_is_that_of_the_mean(evaluated):
     """As in KVPOP's Table 1: 0.80 is the mean of its row over that of the dense model, as 0.12 is StreamingLLM's."""
-    cell = read_cells(evaluated / "results.jsonl")["full", 1.0, "aime_2024", LENGTH]
+    cell = read_results(evaluated / "results.jsonl")["full", 1.0, "aime_2024", LENGTH]
     names = "aime_2024", "aime_2025", "hmmt_feb_2025", "hmmt_nov_2025"
 
     def row(*scores, error=0.02):

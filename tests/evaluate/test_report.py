@@ -70,7 +70,7 @@ def test_a_tau_that_was_searched_can_be_used(evaluated):
 @pytest.mark.slow
 def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
     config = EvaluateConfig(Path("out"), model="a model", force=True)
-    known = Results(parse([*arguments, *TASKS, "--out", str(evaluated[0])])).cells
+    known = Results(parse([*arguments, *TASKS, "--out", str(evaluated[0])])).finished
     cell = dataclasses.replace(
         known["wgkv:calibrated", 0.5, "text", 126], described="wgkv:window=9,calibrated", gates="g", tau=0.25
     )
@@ -91,7 +91,7 @@ def test_what_reads_contexts_again_is_said_to(arguments, evaluated, tmp_path):
         ]
         (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
         config = parse([*arguments, *TASKS, "--out", str(folder)])
-        report(config, list(Results(config).cells.values()), "command")
+        report(config, list(Results(config).finished.values()), "command")
         assert (said in (folder / "report.md").read_text()) == there
 
 
@@ -133,7 +133,7 @@ def test_a_mean_is_of_all_tasks_or_not_shown(arguments, evaluated, tmp_path, mon
     drawn = {}
     monkeypatch.setattr(pictures, "draw_tradeoff", lambda file, panels: drawn.update({file.name: panels}))
     config = parse([*arguments, *TASKS, "--out", str(shutil.copytree(evaluated[0], tmp_path / "run"))])
-    cells = list(Results(config).cells.values())
+    cells = list(Results(config).finished.values())
     missing = next(
         cell for cell in cells if (cell.policy, cell.budget, cell.task) == ("snapkv", 0.25, "text")
     )

@@ -11,8 +11,8 @@ from kvjax.evaluate.compared import compared_of
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.results import Results
 from kvjax.evaluate.run import Evaluation
+from kvjax.evaluate.sized_tasks import sized_tasks
 from kvjax.evaluate.teacher_forcing import Outcome
-from kvjax.evaluate.workloads import workloads
 from kvjax.models import load_model
 from tests.evaluate.inputs import TEST_MODEL
 from tests.evaluate.whole_run import SMALL, TASKS, lines, without_speeds
@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on_and_ends_alike(arguments, evaluated, tmp_path, mon
     folder, add = tmp_path / "run", Results.add
 
     def killed_in_the_fourth(self, cell):
-        if len(self.cells) == 3:
+        if len(self.finished) == 3:
             with self._file.open("a") as out:
                 out.write('{"policy": "wg')
             raise KeyboardInterrupt
@@ -136,11 +136,11 @@ def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_
         "--order-length", "512",
         "--order-contexts", "2", "--samples", "3", "--out", str(tmp_path / "run"),
     ])  # fmt: skip
-    evaluation, found = Evaluation(config, load_model(config.model), workloads(config)), []
+    evaluation, found = Evaluation(config, load_model(config.model), sized_tasks(config)), []
     monkeypatch.setattr(run, "TeacherForcing", lambda *given: lambda *ran: Outcome(0.0, 0.0))
     monkeypatch.setattr(
         run, "orders", lambda loss, shape, window, folder, _: found.append((window, folder)) or {}
     )
-    rivals = evaluation._rivals(evaluation.workloads[0], compared_of("head_pattern:calibrated"))
+    rivals = evaluation._rivals(evaluation.tasks[0], compared_of("head_pattern:calibrated"))
     assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
     assert rivals.window == 64

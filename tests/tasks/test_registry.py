@@ -8,8 +8,8 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import parse
-from kvjax.evaluate.run import check_policies
-from kvjax.evaluate.workloads import workloads
+from kvjax.evaluate.sized_tasks import sized_tasks
+from kvjax.evaluate.sizing import check_policies
 from kvjax.tasks import registry
 from tests.evaluate.inputs import SMALL
 
@@ -33,9 +33,9 @@ def test_an_evaluation_knows_a_new_suite_s_task(registered, tmp_path):
     own = ["--tasks", "my_qa", "--policies", "full", "--samples", "2", "--out", str(tmp_path / "run")]
     config = parse([*SMALL, *own, "--data", f"my_qa={file}"])
     check_policies(config)
-    (found,) = workloads(config)
+    (found,) = sized_tasks(config)
     (question,) = found.samples[0].questions
-    assert (found.task, found.published, len(found.samples), question.kind) == ("my_qa", True, 2, "my_qa")
+    assert (found.name, found.published, len(found.samples), question.kind) == ("my_qa", True, 2, "my_qa")
     assert question.score(question.answer) == 1
 
 

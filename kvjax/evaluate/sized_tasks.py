@@ -19,11 +19,11 @@ CALIBRATION_SAMPLES = 4
 
 
 @dataclass(frozen=True)
-class Workload:
+class SizedTask:
     """A task at a length, with its samples and those that τ is searched on, if it is. batch: samples at a time."""
 
-    task: str
-    """Its name."""
+    name: str
+    """The task's."""
     length: int
     """Tokens of a context with a question and its answer, at most."""
     dataset: Dataset
@@ -71,7 +71,7 @@ class Workload:
         return self.dataset.published
 
 
-def workloads(config: EvaluateConfig) -> list[Workload]:
+def sized_tasks(config: EvaluateConfig) -> list[SizedTask]:
     """Every task at every length, with its samples; no model is needed for them.
 
     Raises UserError for a task or a length that does not do.
@@ -79,16 +79,16 @@ def workloads(config: EvaluateConfig) -> list[Workload]:
     inputs = Inputs(config.model, config.files, config.chat, config.turns, config.tasks)
     opened = {task: open_task(task, inputs) for task in config.tasks}
     return [
-        _workload(task, length, opened[task], config) for length in config.context for task in config.tasks
+        _sized_task(task, length, opened[task], config) for length in config.context for task in config.tasks
     ]
 
 
-def _workload(task: str, length: int, own: Dataset, config: EvaluateConfig) -> Workload:
+def _sized_task(task: str, length: int, own: Dataset, config: EvaluateConfig) -> SizedTask:
     count = _count(own, length, config)
     samples = own.samples(Split(config.seed, count), count, length)
     if samples[0].drawn:
         draws = -(-config.samples // len(samples))
-        return Workload(task, length, own, samples, [], _batch(len(samples) * draws, config), draws)
+        return SizedTask(task, length, own, samples, [], _batch(len(samples) * draws, config), draws)
     searched = any(compared_of(text).searched for text in config.policies)
     others = Split(config.seed, count, calibration=True)
     calibration = own.samples(others, CALIBRATION_SAMPLES, length) if searched else []
@@ -96,7 +96,7 @@ def _workload(task: str, length: int, own: Dataset, config: EvaluateConfig) -> W
         samples, calibration = question_aware(samples), question_aware(one_question(calibration))
     else:
         check_separable(task, samples)
-    return Workload(task, length, own, samples, calibration, _batch(len(samples), config))
+    return SizedTask(task, length, own, samples, calibration, _batch(len(samples), config))
 
 
 def _batch(count: int, config: EvaluateConfig) -> int:
@@ -104,11 +104,11 @@ def _batch(count: int, config: EvaluateConfig) -> int:
     return -(-count // -(-count // config.batch))
 
 
-def for_rivals(workload: Workload, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
-    """`count` samples of a workload's task that are not among those compared: what static rivals are chosen on."""
-    compared = _count(workload.dataset, workload.length, config)
+def for_rivals(task: SizedTask, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
+    """`count` samples of a task's task that are not among those compared: what static rivals are chosen on."""
+    compared = _count(task.dataset, task.length, config)
     split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION_SAMPLES)
-    samples = workload.dataset.samples(split, count, length)
+    samples = task.dataset.samples(split, count, length)
     return question_aware(one_question(samples)) if config.question_aware else samples
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.run import Evaluation
-from kvjax.evaluate.workloads import for_rivals, workloads
+from kvjax.evaluate.sized_tasks import for_rivals, sized_tasks
 from kvjax.models import load_model, load_tokenizer
 from kvjax.tasks import Recall, builtin_task, builtin_text
 from tests.evaluate.inputs import SMALL, fact
@@ -29,18 +29,18 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
         "--gates", "builtin", "--out", str(tmp_path / "run"),
     ])  # fmt: skip
     config = dataclasses.replace(config, question_aware=question_aware)
-    (workload,) = workloads(config)
+    (task,) = sized_tasks(config)
     model = load_model(config.model, dtype="float32")
     evaluation = Evaluation(
-        dataclasses.replace(config, policies=("head_pattern:calibrated",), gates=()), model, [workload]
+        dataclasses.replace(config, policies=("head_pattern:calibrated",), gates=()), model, [task]
     )
 
     def houses(samples):
         decode = load_tokenizer(config.model).decode
         return [int(re.findall(r"house (\d+)", decode(sample.context.tolist()))[0]) for sample in samples]
 
-    assert houses(workload.samples) == [0, 1, 2, 3]
-    assert houses(workload.calibration) == [4, 5, 6, 7]
+    assert houses(task.samples) == [0, 1, 2, 3]
+    assert houses(task.calibration) == [4, 5, 6, 7]
     (others,) = evaluation.choice_samples.values()
     assert (others.length, houses(others.for_order)) == (126, [4, 5])
     assert houses(others.for_pattern) == list(range(4, 14))
@@ -50,11 +50,11 @@ def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
     args = ["--policies", "wgkv:calibrated", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
     args += ["--out", str(tmp_path / "run")]
     config = parse([*SMALL, *args])
-    (workload,) = workloads(config)
+    (task,) = sized_tasks(config)
     for samples, first in (
-        (workload.samples, 3_000_000),
-        (workload.calibration, 3_500_000),
-        (for_rivals(workload, config, 3, 126), 3_500_004),
+        (task.samples, 3_000_000),
+        (task.calibration, 3_500_000),
+        (for_rivals(task, config, 3, 126), 3_500_004),
     ):
         for index, found in enumerate(samples):
             sample = builtin_task(Recall).sample(first + index, 126)
@@ -91,9 +91,9 @@ def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
             seed,
         ]
         config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
-        (workload,) = workloads(config)
-        others = (for_rivals(workload, config, 10, length) for length in (126, 96))
-        return covered(workload.samples), covered([*workload.calibration, *itertools.chain(*others)])
+        (task,) = sized_tasks(config)
+        others = (for_rivals(task, config, 10, length) for length in (126, 96))
+        return covered(task.samples), covered([*task.calibration, *itertools.chain(*others)])
 
     (compared, calibration), (others, _) = made("0"), made("1")
     assert compared.mean() > 0.05

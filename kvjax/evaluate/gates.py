@@ -1,0 +1,111 @@
+"""The gates of an evaluation: which method they are of, and which of several a policy takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.checkpoints.folder import describe
+from kvjax.checkpoints.torch_file import TorchFile, is_torch_file
+from kvjax.errors import UserError
+from kvjax.evaluate.compared import Compared, answers_contests, compared_of
+from kvjax.evaluate.config import ANSWERING, POLICIES, EvaluateConfig
+from kvjax.policies.admission.wgkv import files as wgkv
+from kvjax.policies.eviction.fast_kvzip import files as fast_kvzip
+from kvjax.policies.registry import is_method
+
+LEARNED = "prulong", "duo_attention"
+"""Recipes whose exports are head patterns."""
+
+
+def described(gates: str | Path) -> dict[str, Any]:
+    """Return what a folder's config.json says of its gates; of a file of the authors', by whose layout the method is
+    known, what is in the file. Raises UserError for what are no gates."""
+    if not is_torch_file(gates):
+        return describe(gates)
+    with TorchFile(gates) as opened:
+        layered = isinstance(opened.content, dict) and "module" in opened.content
+    if layered:
+        return {"method": fast_kvzip.METHOD} | fast_kvzip.gate_sizes(gates)._asdict()
+    return {"method": "wgkv"} | wgkv.gate_sizes(gates)._asdict() | wgkv.PUBLISHED
+
+
+def of_method(folders: Sequence[str], method: str) -> tuple[str, ...]:
+    """Return those of the folders (or files) whose gates are of a method."""
+    return tuple(folder for folder in folders if described(folder).get("method") == method)
+
+
+def by_lambda(folders: Sequence[str]) -> dict[float, str]:
+    """Return the folders by the λ that they were trained with.
+
+    Raises UserError for a folder that does not say its λ, and for two of one λ.
+    """
+    found: dict[float, str] = {}
+    for folder in folders:
+        said = described(folder).get("lambda")
+        if not isinstance(said, int | float):
+            raise UserError(f"--gates {folder}: nothing there says with which lambda they were trained")
+        name = float(said)
+        if name in found:
+            raise UserError(
+                f"--gates {found[name]} and {folder} have both λ {name:g}, by which wgkv tells gates apart"
+            )
+        found[name] = folder
+    return found
+
+
+def most_selective(folders: Sequence[str], ratio: float, tokens: int) -> str:
+    """Return the gates for a method that keeps, or reads, `ratio` of the entries out of what gates let in.
+
+    Of those that let in as much of contexts of `tokens` tokens, by the rates that they were exported with, the most
+    selective; if none does, those that let in most. Gates that do not say their rates count as letting in everything.
+    """
+
+    def size(folder: str) -> float:
+        said = described(folder)
+        window, rate = int(said["window"]), float(np.mean(said.get("rate", 1.0)))
+        return (window + rate * max(0, tokens - window)) / max(window, tokens)
+
+    sizes = {folder: size(folder) for folder in folders}
+    enough = {folder: own for folder, own in sizes.items() if own >= ratio}
+    return min(enough, key=enough.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
+
+
+def gates_for(config: EvaluateConfig, one: Compared) -> tuple[str, ...]:
+    """Return the folders of gates that are a policy's to take. Raises UserError if it needs some and there are none."""
+    if one.orders_heads:
+        return of_method(config.gates, "wgkv")
+    name = one.takes_gates
+    if name is None:
+        return ()
+    found = of_method(config.gates, name)
+    if found or not is_method(one.kinds[name]):
+        return found or config.gates
+    raise UserError(
+        f"--policies {one.label} needs --gates of {name}, a folder that training exported or the authors' file"
+    )
+
+
+def own_gates_by_lambda(folders: Sequence[str]) -> dict[float, str]:
+    """Gates at their own τ by their λ, which one alone need not say."""
+    alone = len(folders) == 1 and not isinstance(described(folders[0]).get("lambda"), int | float)
+    return {1.0: folders[0]} if alone else by_lambda(folders)
+
+
+def with_gates(config: EvaluateConfig, say: Callable[[str], None] = lambda text: None) -> EvaluateConfig:
+    """Where no policies are named, with those for the tasks that need no gates or have some; `say` gets the others."""
+    if config.policies != POLICIES:
+        return config
+
+    def runs(policy: str) -> bool:
+        name = compared_of(policy).takes_gates
+        return name is None or bool(of_method(config.gates, name))
+
+    learned = [folder for method in LEARNED for folder in of_method(config.gates, method)]
+    contests = answers_contests(config)
+    policies = ANSWERING if contests else (*POLICIES, *(f"head_pattern:gates={folder}" for folder in learned))
+    if without := [policy for policy in policies if not runs(policy)]:
+        say(f"not compared, since --gates names nothing that was trained for them: {', '.join(without)}")
+    return replace(config, policies=tuple(filter(runs, policies)))
