@@ -42,14 +42,13 @@ OWN = -1
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer. log_likelihood: of the true tokens where they are given, each after those before it (nats)."""
+    """An answer to a question."""
 
     tokens: Tokens
-    """What was said."""
     log_likelihood: float
-    """Of the true tokens where they are given, each after those before it (nats)."""
+    """Log-likelihood of the true tokens where they are given, each after those before it (nats)."""
     cut: bool = False
-    """Whether a drawn answer had no end where its tokens did."""
+    """Whether a drawn answer was cut off by its length."""
 
 
 def answer(
@@ -62,7 +61,7 @@ def answer(
     pace: Pace,
     watch: Stopwatch,
 ) -> tuple[list[Answer], Cache]:
-    """What the model says to each sequence's question, greedily, and the cache (donated) as it was before.
+    """Return the model's greedy answer to each sequence's question, and the cache (donated) as it was before.
 
     stop: tokens that end the answers to questions that say so. pace: a record to add to. Raises CapacityError if the
     pool has no room for the answers.
@@ -121,8 +120,8 @@ def answer(
 def _feed_table(
     questions: Sequence[Question], rows: int
 ) -> tuple[Int[np.ndarray, "t b"], Int[np.ndarray, "t b"], Bool[np.ndarray, "t b"]]:
-    """What is fed to each row, what truly follows (where it is known), and where the row is running: whole blocks for
-    the longest question with its answer."""
+    """Return the tokens fed to each row, those that truly follow (where known), and where the row is running: whole
+    blocks for the longest question with its answer."""
     lines = [max(0, len(q) - 1) for q in questions]
     steps = -(-max(lines) // STEPS) * STEPS
     given, wanted = np.full((steps, rows), OWN, np.int32), np.zeros((steps, rows), bool)
@@ -158,7 +157,7 @@ def _take_rows(
 def _put_rows(
     batch: int, rows: Int[np.ndarray, " rows"], x: Shaped[np.ndarray, "..."]
 ) -> Shaped[np.ndarray, "..."]:
-    """What there is of some rows, in its place among all of the batch."""
+    """Return values of some rows in their places among all of the batch."""
     axis = 2 if x.ndim == 4 else 1
     everyone = np.zeros((*x.shape[:axis], batch, *x.shape[axis + 1 :]), x.dtype)
     everyone[(slice(None),) * axis + (rows,)] = x
@@ -168,7 +167,7 @@ def _put_rows(
 def _cut_answer(
     question: Question, output: Tokens, likely: Float[np.ndarray, " t"], stop: Sequence[int]
 ) -> Answer:
-    """What was said after the question's last token, without a stop token and what follows it."""
+    """Return the tokens after the question's last one, up to a stop token."""
     first = len(question.prompt) - 1
     span = slice(first, first + question.answer_tokens)
     tokens = output[span]

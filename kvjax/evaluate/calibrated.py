@@ -125,7 +125,7 @@ def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> Sta
 def whole_heads(
     weights: Float[np.ndarray, "l k"], *, entries: float, context: int, window: int, sink: int
 ) -> StaticPattern:
-    """As many heads keep everything, in the order of their `weights`, as leave the others `sink` and `window`; these
+    """Keep as many heads whole, in the order of their `weights`, as leave the others `sink` and `window`. These
     windows are then widened until there are `entries` of each kv head of a context of `context` tokens on average."""
     heads, streaming = weights.size, sink + window - 1
     spare, more = max(0.0, entries - streaming), max(1, context - streaming)
@@ -149,9 +149,8 @@ class Choice:
     """A chosen head pattern, with the candidates it was chosen from."""
 
     pattern: StaticPattern
-    """What was chosen."""
     words: str
-    """That, and among what."""
+    """The choice and its candidates."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +160,11 @@ class Rivals:
     run: Trial
     """Runs a pattern on the calibration contexts."""
     orders: Mapping[str, Float[np.ndarray, "l k"]]
-    """What heads are worth, by the orders' names."""
+    """Worth of each head, by the orders' names."""
     context: int
     """Tokens of a context, about."""
     window: int
-    """Of streaming heads; a quarter of it and four times it are tried too."""
+    """Window of streaming heads; a quarter of it and four times it are tried too."""
     shape: tuple[int, int]
     """Layers × kv heads."""
 
@@ -275,7 +274,7 @@ class TauSearch:
         return with_tau(self._policy, _sigmoid(min(self._known, key=lambda x: abs(self._known[x] - ratio))))
 
     def _between(self, low: float, high: float, ratio: float) -> float:
-        """Where `ratio` is expected between two logits, from 0 to 1: as if the size's logarithm were linear."""
+        """Return the place of `ratio` between two logits, from 0 to 1, as if the size's logarithm were linear."""
         above, below = (math.log(max(self._known[x], 1e-6)) for x in (low, high))
         return float(np.clip((above - math.log(ratio)) / max(above - below, 1e-6), 0.1, 0.9))
 
@@ -286,8 +285,8 @@ class TauSearch:
 
 
 def nearest(searches: Mapping[str, TauSearch], ratio: float) -> dict[str, Policy]:
-    """Of the gates that can keep `ratio` the two whose own size is nearest to it, whose τ has to be moved least: their
-    names and policies, the nearest first.
+    """Return the two gates that can keep `ratio` and whose own size is nearest to it, so that their τ moves least:
+    their names and policies, the nearest first.
 
     Raises UserError if none can.
     """
@@ -325,7 +324,7 @@ class Candidate:
     gates: str | None = None
     """The folder of its gates."""
     choice: str = ""
-    """What was chosen on calibration contexts, in words."""
+    """Description of what was chosen on calibration contexts."""
 
 
 @dataclass(frozen=True)
@@ -335,13 +334,13 @@ class Calibrated:
     model: Decoder
     """On its mesh."""
     rivals: Rivals | None
-    """What heads are chosen by."""
+    """Chooses heads."""
     whole: bool
     """Whether some heads are whole, or all stream."""
     size: Callable[[Policy], float]
     """The share of the entries that a policy keeps of calibration contexts."""
     score: Callable[[Policy], float]
-    """What a policy answers of further contexts, from 0 to 1."""
+    """Score of a policy on further contexts, from 0 to 1."""
     searches: dict[str, TauSearch] = dataclasses.field(default_factory=dict)
     """Sizes that were measured so far, by the gates' folder."""
 

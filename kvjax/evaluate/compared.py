@@ -63,7 +63,7 @@ class Compared:
 
     @property
     def roles(self) -> set[str]:
-        """Of its methods."""
+        """Roles of its methods."""
         return {role(kind) for kind in self.kinds.values()}
 
     @property

@@ -1,4 +1,4 @@
-"""What an evaluation is told. Imports no jax: a wrong value is refused before anything starts."""
+"""The options of an evaluation. Imports no jax: a wrong value is refused before anything starts."""
 
 import dataclasses
 import sys
@@ -36,7 +36,7 @@ ANSWERING = (
     *("full", "streaming_llm", "h2o:when=position", "r_kv:when=position", "fast_kvzip:when=position"),
     *("kvpop", "wgkv"),
 )
-"""The same for contests, where the cache grows with the answer."""
+"""Policies compared on contests, where the cache grows with the answer."""
 DTYPES = "float32", "bfloat16", "float16"
 
 
@@ -44,8 +44,8 @@ DTYPES = "float32", "bfloat16", "float16"
 class EvaluateConfig:
     """Compare policies: what each answers right at each budget, and what its cache held for it.
 
-    With nothing but --out: the methods on the built-in model at four budgets. Finished results are kept: the same command
-    again goes on where it was stopped, and others may be added.
+    With nothing but --out: the methods on the built-in model at four budgets. Finished results are kept: the same
+    command continues a run that was stopped, and others may be added.
     """
 
     out: Path
@@ -55,8 +55,8 @@ class EvaluateConfig:
     model: str = BUILTIN
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
-    """What to compare, as in kvjax.generate --policy: snapkv, wgkv+quest, snapkv:when=chunk,adakv. One that names no
-    ratio, entries, … gets each of --budgets, one that does is measured once. streaming_llm:calibrated,
+    """Policies to compare, as in kvjax.generate --policy: snapkv, wgkv+quest, snapkv:when=chunk,adakv. One that names
+    no ratio, entries, … gets each of --budgets, one that does is measured once. streaming_llm:calibrated,
     head_pattern:calibrated and wgkv:calibrated are fitted on other contexts for each budget. In a --config file also a
     mapping of labels to policies. By default those that there are gates for."""
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
@@ -90,7 +90,7 @@ class EvaluateConfig:
     order_length: int = 1024
     """Tokens of the contexts that heads are ordered on, at most; shorter where --context is."""
     data: tuple[str, ...] = ()
-    """What tasks read, as NAME=PATH. documents (for documents and text): a text file, or a folder of .txt files.
+    """Data that tasks read, as NAME=PATH. documents (for documents and text): a text file, or a folder of .txt files.
     essays: the haystack of RULER and of needles, a text file; by default the packaged text. squad, hotpotqa (for qa_1,
     qa_2): the datasets' JSON files. ruler: RULER's own samples instead of samples made here, a folder with a .jsonl or
     .parquet file for each task or for all, or a hub dataset with a configuration for each length (simonjegou/ruler).
@@ -112,7 +112,7 @@ class EvaluateConfig:
     chat: bool = True
     """RULER, documents and contests: use the tokenizer's chat template if it has one."""
     seed: int = 0
-    """Of the contexts and of what is random."""
+    """Seed of the contexts and of all random choices."""
     batch: int = 16
     """Contexts at a time."""
     capacity: str | None = None

@@ -17,16 +17,15 @@ from kvjax.inference.footprint_log import Call
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What a kv head (or the mean of several) held, call by call: `held` entries before it, `tokens` in it. `passing`:
-    whether the call's tokens were only read to look at others (a chunk's patch, a question that is asked again), and
-    are no part of the sequence; None: no call's."""
+    """Entries held by a kv head (or the mean of several), call by call."""
 
     held: Float[np.ndarray, " calls"]
     """Entries before each call."""
     tokens: Int[np.ndarray, " calls"]
-    """In it."""
+    """Tokens of each call."""
     passing: Bool[np.ndarray, " calls"] | None = None
-    """Whether they were only read to look."""
+    """Whether a call's tokens were only read to look at others (a chunk's patch, a question that is asked again), and
+    are no part of the sequence; None: no call's."""
 
     @property
     def _own(self) -> Bool[np.ndarray, " calls"]:
@@ -65,7 +64,7 @@ class Occupancy:
 
 
 def occupancy(log: Sequence[Call], sequence: int) -> Occupancy:
-    """What a cache really held of one of its sequences, from its first token to its last: the entries of its mean kv
+    """Return the entries a cache held of one of its sequences, from its first token to its last, in its mean kv
     head. A call was passing if a later one begins at a position that it had reached."""
     if since := int(log[0].seen.max()):
         raise UserError(f"this footprint log begins after {since} tokens: log the context too")
@@ -77,7 +76,7 @@ def occupancy(log: Sequence[Call], sequence: int) -> Occupancy:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where a sweep crosses a score, or that it does so below its smallest or above its largest footprint."""
+    """The footprint at which a sweep crosses a score, or a bound if it does so outside the footprints measured."""
 
     relation: Literal["=", "<", ">"]
     """"=" at the footprint, "<" below it, ">" above it."""

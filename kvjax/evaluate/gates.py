@@ -95,7 +95,8 @@ def own_gates_by_lambda(folders: Sequence[str]) -> dict[float, str]:
 
 
 def with_gates(config: EvaluateConfig, say: Callable[[str], None] = lambda text: None) -> EvaluateConfig:
-    """Where no policies are named, with those for the tasks that need no gates or have some; `say` gets the others."""
+    """Fill in the policies where none are named: those for the tasks that need no gates or have some. `say` gets a line
+    about the others."""
     if config.policies != POLICIES:
         return config
 

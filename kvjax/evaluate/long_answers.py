@@ -34,13 +34,10 @@ class Drawing:
     draws: int
     """Answers to each problem."""
     temperature: float
-    """What logits are divided by."""
     top_p: float
-    """Of the most likely tokens the fewest whose probability reaches it."""
     top_k: int
-    """The most likely tokens that are drawn from; 0: all."""
+    """Most likely tokens that are drawn from; 0: all."""
     seed: int = 0
-    """Of the draws."""
 
     def sampling(self, problem: int, draw: int, tokens: int) -> SamplingParams:
         """Return how an answer of at most `tokens` tokens is drawn. Its seed follows from the problem's place and the

@@ -45,9 +45,7 @@ class Manner:
     chunk: int = CHUNK
     """Tokens of a call."""
     capacity: int | str | None = None
-    """As in `prefill`."""
     page_size: int | None = None
-    """As in `prefill`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """Times what is run."""
 
@@ -70,7 +68,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a policy answered and what it held."""
+    """Scores of a policy, and the entries and memory it held."""
 
     score: float
     """Mean over the answers, from 0 to 1."""
@@ -79,9 +77,9 @@ class Measurement:
     answers: int
     """How many; of a text that is given, its tokens."""
     perplexity: float | None
-    """Of the texts that are given; None: there are none."""
+    """Perplexity of the texts that are given; None: there are none."""
     outputs: list[list[Tokens]]
-    """What the model said, by sample and question."""
+    """The model's answers, by sample and question."""
     footprint: float
     """Mean over the answers, as the next two (see `Occupancy`)."""
     footprint_held: float
@@ -95,13 +93,13 @@ class Measurement:
     rates: Float[np.ndarray, "l k"]
     """Share of the tokens that left the ring and were kept."""
     bytes: int
-    """Of a context's pages in use."""
+    """Bytes of a context's pages in use."""
     prefill: float | None
     """Tokens per second without compilation; None: there was nothing to time."""
     decode: float | None
     """The same of decoding."""
     drawn: Drawn | None = None
-    """Of problems whose answers are drawn."""
+    """Draws of problems whose answers are drawn."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,9 @@ class Reading:
     cache: Cache
     """Once the contexts were read."""
     log: Sequence[Call]
-    """What was held at each call."""
+    """Entries held at each call."""
     seconds: float
-    """Of the reading, compaction included."""
+    """Duration of the reading, compaction included."""
     compiled: bool
     """Whether programs were compiled in that time."""
 
@@ -208,7 +206,7 @@ def measure_together(
 
 
 def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
-    """What was read together, with the memory of one of the methods, and beside the pages what it has use for."""
+    """Return contexts that were read together, with the memory and the entry metadata of one of the methods."""
     layers, pages = reading.cache.layers, reading.cache.pages
     states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
     layers = dataclasses.replace(layers, state=states, numbers=planes_of(layers.numbers, index))
@@ -325,7 +323,7 @@ class Tally:
         )
 
     def drawn(self, draws: int) -> Drawn:
-        """Of problems, each of which was answered `draws` times."""
+        """Return the statistics of problems that were each answered `draws` times."""
         own = [float(np.mean(scores)) for scores in self._scores.values()]
         spread = [p * (1 - p) for p in own]
         error = math.sqrt(sum(spread) / (draws - 1)) / len(own) if draws > 1 else None

@@ -14,11 +14,11 @@ COLORS = (
     *("tab:olive", "tab:cyan", "gold", "tab:blue", "navy", "turquoise", "lime", "salmon"),
     *("darkgreen", "plum", "sienna", "steelblue", "magenta", "khaki", "maroon"),
 )
-"""Of methods, as many as there usually are; further ones differ by their markers."""
+"""Colors of methods; where there are more, they differ by their markers."""
 
 
 MEASURES = "KV footprint, of full attention's", "entries kept, of the full cache's"
-"""What pictures show scores against."""
+"""Axes that scores are shown against."""
 
 
 def figure(width: float, height: float) -> Any:

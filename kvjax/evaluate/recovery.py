@@ -26,8 +26,8 @@ class Recovery:
 
 
 def recovery(results: Sequence[Result], dense: Mapping[tuple[str, int], Result]) -> Recovery | None:
-    """Of the mean pass@1 of a policy's results, one a contest. None: one has nothing to hold it against, or that answered
-    nothing.
+    """Return the recovery of the mean pass@1 of a policy's results, one for each contest. None: the dense model was not
+    measured on one of them, or answered nothing.
 
     dense: the dense model's results by task and length.
     """

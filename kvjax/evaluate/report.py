@@ -24,9 +24,9 @@ HOW_ASKED = {
     "golden": "questions were asked in turn, after those before them and their true answers (multi-turn)",
     "own": "questions were asked in turn, after those before them and what the model had said to them",
 }
-"""By `--turns`."""
+"""Descriptions of `--turns`."""
 CRITICAL_SHARE = 0.9
-"""Of its score, for critical footprints."""
+"""Share of the full cache's score that a critical footprint keeps."""
 
 
 def report(config: EvaluateConfig, results: Sequence[Result], command: str) -> str:
@@ -170,7 +170,7 @@ def _across(results: Sequence[Result]) -> Iterator[tuple[int, list[str], ResultR
 
 
 def _order(results: Sequence[Result | None]) -> tuple[bool, bool, float]:
-    """Where a policy at a budget stands in a table."""
+    """Return the sort key of a policy at a budget in a table."""
     first = next(result for result in results if result is not None)
     return not first.is_full, first.sized_by == LAMBDA, first.budget
 
@@ -253,7 +253,8 @@ def _thresholds(results: Sequence[Result], full: float | None) -> list[str]:
     for result in gated:
         tau = f"{result.tau:.9g}, {'searched' if CALIBRATED in result.described else 'their own'}"
         lines.append(
-            f"| {result.policy} | {result.at} | {result.gates} | {tau} | {result.kv_ratio:.3f} | {_score_and_footprint(result)} |"
+            f"| {result.policy} | {result.at} | {result.gates} | {tau} | {result.kv_ratio:.3f} | "
+            f"{_score_and_footprint(result)} |"
         )
     swept = [(result.footprint, result.score) for result in gated if result.sized_by == LAMBDA]
     if swept and full:
@@ -263,7 +264,7 @@ def _thresholds(results: Sequence[Result], full: float | None) -> list[str]:
 
 
 def _commands(config: EvaluateConfig, results: Sequence[Result]) -> list[str]:
-    """What generates with each τ that was searched for."""
+    """Return a command that generates with each τ that was searched for."""
     searched = [result for result in results if result.tau is not None and CALIBRATED in result.described]
     if not searched:
         return []
@@ -293,7 +294,7 @@ def _score_and_footprint(result: Result) -> str:
 
 
 def _choices(results: Sequence[Result]) -> list[str]:
-    """What was chosen on calibration contexts, if anything was."""
+    """Return the table of choices made on calibration contexts, if there were any."""
     lines = [
         "## Chosen on calibration contexts",
         "Of contexts that are not among those compared: which order of heads, how many sinks, which smallest window "

@@ -1,4 +1,4 @@
-"""results.jsonl: a line for each finished result, and settings.json, which says what all of them were measured with."""
+"""results.jsonl, a line for each result, and settings.json, the settings that all of them were measured with."""
 
 import dataclasses
 import hashlib
@@ -32,28 +32,28 @@ MEASURED_WITH = (
 DRAWN_WITH = "temperature", "top_p", "top_k"
 """Settings of contests alone; None in a folder of other tasks."""
 READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
-"""Of the files of a folder that are read."""
+"""Suffixes of the files of a folder that are read."""
 HEADS_FOLDER = "heads"
 """The folder of what heads were found to be worth."""
 
 
 LAMBDA, BUDGET, NOTHING = "λ", "budget", "nothing"
-"""What a policy's size comes of."""
+"""The meanings of a budget, see `Result.sized_by`."""
 FULL = "full"
 """The policy that others are held against."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one policy at one budget did on one task at one length. A line of results.jsonl."""
+    """One policy at one budget on one task at one length. A line of results.jsonl."""
 
     policy: str
     """Its label."""
     described: str
     """The policy string."""
     sized_by: str
-    """What the budget is: `budget`, a share of the full cache's entries; `λ` of gates at their own τ; or `nothing`, of
-    a policy with a size of its own."""
+    """Meaning of the budget: `budget`, a share of the full cache's entries; `λ` of gates at their own τ; or `nothing`,
+    of a policy with a size of its own."""
     budget: float
     """The budget, or λ."""
     task: str
@@ -61,7 +61,7 @@ class Result:
     context: int
     """Tokens."""
     metric: str
-    """What the score is, in words."""
+    """Description of the score."""
     contexts: str
     """A digest of the contexts and questions."""
     samples: int
@@ -69,7 +69,7 @@ class Result:
     score: float
     """From 0 to 1."""
     perplexity: float | None
-    """Of texts that are given."""
+    """Perplexity of texts that are given."""
     footprint: float
     """Mean over the answers, of full attention's."""
     footprint_held: float
@@ -79,7 +79,7 @@ class Result:
     kv_ratio: float
     """Share of the entries once the contexts were read, or the answers to contests written."""
     bytes: int
-    """Of a context's pages in use, at that time."""
+    """Bytes of a context's pages in use, at that time."""
     prefill_tok_s: int | None
     """Tokens read per second; None: not timed without compilation."""
     decode_tok_s: int | None
@@ -89,9 +89,8 @@ class Result:
     question_aware: bool
     """Whether questions were read with their contexts."""
     published: bool
-    """Whether its samples are a published data set's."""
+    """Whether its samples are a published dataset's."""
     seed: int
-    """Of the samples."""
     kept: list[list[float]]
     """kv_ratio by layer and kv head."""
     gates: str | None
@@ -99,9 +98,9 @@ class Result:
     tau: float | None
     """Their threshold."""
     choice: str
-    """What was chosen on calibration contexts, in words."""
+    """Description of what was chosen on calibration contexts."""
     drawn: Drawn | None = None
-    """Of contests: what pass@1 rests on."""
+    """Draws of a contest's answers."""
 
     @property
     def key(self) -> tuple[str, float, str, int]:
@@ -135,7 +134,7 @@ def result_of(
     tau: float | None = None,
     choice: str = "",
 ) -> Result:
-    """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
+    """Return a measurement as it is written: figures to 6 places, speeds to whole tokens."""
 
     sized_by = BUDGET if compared.takes_budget else NOTHING
     if compared.own_tau and gates is not None and "lambda" in described(gates):
@@ -176,7 +175,7 @@ def result_of(
 
 
 def metric_of(config: EvaluateConfig, task: SizedTask) -> str:
-    """What the score of a task is, in words; of answers that are drawn, how."""
+    """Return the description of a task's score, and how answers are drawn if they are."""
     if not task.drawn:
         return task.dataset.metric
     how = f"temperature {config.temperature:g}, top-p {config.top_p:g}, top-k {config.top_k}"
@@ -311,7 +310,7 @@ def _page_size(config: EvaluateConfig) -> int | str:
 
 
 def _read_from(path: Path) -> list[str | None]:
-    """What an option named, and a digest of the files there; None in its place for what is elsewhere (on the hub)."""
+    """Return a path and a digest of the files there; None in its place for data elsewhere (on the hub)."""
     files = (
         sorted(file for file in path.rglob("*") if file.suffix in READ_SUFFIXES) if path.is_dir() else [path]
     )
@@ -325,7 +324,7 @@ def _read_from(path: Path) -> list[str | None]:
 
 
 def _counts(value: Any) -> Any:
-    """What must be equal of a setting: of [name, digest] the digest, if there is one."""
+    """Return the part of a setting that must be equal: of [name, digest] the digest, if there is one."""
     if isinstance(value, list | tuple):
         if len(value) == 2 and isinstance(value[0], str) and not isinstance(value[1], list):
             return value[1] or value[0]

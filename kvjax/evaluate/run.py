@@ -1,4 +1,4 @@
-"""All results of an evaluation: policies × budgets × tasks × contexts, those that are finished left out."""
+"""An evaluation's measurements: policies × budgets × tasks × lengths, without those that are finished."""
 
 import dataclasses
 import functools
@@ -52,14 +52,14 @@ from kvjax.policies.admission.wgkv import WGKV, load_gates
 from kvjax.tasks.sample import Sample, score_agreements
 
 ANSWERS_FOLDER = "answers"
-"""The folder of what was answered to contests."""
+"""Folder of the answers to contests."""
 CHOICES = 10
 """Samples that static policies are chosen on."""
 
 
 @dataclass(frozen=True)
 class ChoiceSamples:
-    """What policies of a task are chosen by, none of it compared."""
+    """Calibration samples of a task, none of which is compared."""
 
     length: int
     """Tokens of the samples for the order."""
@@ -80,13 +80,12 @@ class Evaluation:
     """
 
     config: EvaluateConfig
-    """What it was told."""
     model: Decoder
     """On its mesh."""
     tasks: Sequence[SizedTask]
     """Every task at every length."""
     watch: Stopwatch = field(default_factory=Stopwatch)
-    """What is not counted into speeds."""
+    """Leaves compilation out of speeds."""
     choice_samples: dict[tuple[str, int], ChoiceSamples] = field(default_factory=dict, init=False)
     """By task and length, made when they are first needed."""
 
@@ -141,7 +140,7 @@ class Evaluation:
         return Manner(task.batch, config.chunk, capacity, config.page_size, self.watch)
 
     def run(self, results: Results, progress: Progress) -> None:
-        """Every result that is not among the results yet, each added to them when it is finished."""
+        """Measure every result that is not there yet, and add each when it is finished."""
         for task in self.tasks:
             todo = [
                 (one, budget)
@@ -156,7 +155,7 @@ class Evaluation:
                     progress.done(str(one))
 
     def _reading_groups(self, todo: Sequence[tuple[Compared, float]], task: SizedTask) -> list["Group"]:
-        """The results of a task by policy, those together whose contexts are read once for all."""
+        """Group the results of a task by policy; policies whose contexts are read once for all share a group."""
         found: dict[object, Group] = {}
         for one, budget in todo:
             sizing = self._sizing(task, one, budget)
@@ -167,7 +166,7 @@ class Evaluation:
         return list(found.values())
 
     def _against_full(self, task: SizedTask) -> SizedTask:
-        """The task, its texts scored by what the full cache says."""
+        """Return the task with its texts scored by agreement with the full cache."""
         if not any(question.given for sample in task.samples for question in sample.questions):
             return task
         full = make_policy("full", model=self.model)
@@ -175,7 +174,7 @@ class Evaluation:
         return dataclasses.replace(task, samples=score_agreements(task.samples, reference))
 
     def _results(self, group: "Group", task: SizedTask) -> Iterator[Result]:
-        """The results of a task of a policy at some budgets, or of several that read alike."""
+        """Measure a policy at some budgets on a task, or several policies that read alike."""
         manner = self._manner(task)
         known = [
             (one, budgets, self._candidates(one, budgets, task, manner))
@@ -240,12 +239,12 @@ class Evaluation:
             yield Candidate(policy, None if own_tau(policy) is None else gates)
 
     def _for_gates(self, task: SizedTask) -> Sequence[Sample]:
-        """What one of several gates is chosen on, texts scored by what the full cache says."""
+        """Return the samples that one of several gates is chosen on, texts scored by agreement with the full cache."""
         own = self.choice_samples[task.name, task.length].for_gates
         return self._against_full(dataclasses.replace(task, samples=own)).samples
 
     def _rivals(self, task: SizedTask, one: Compared) -> Rivals:
-        """What the static policies of a task are chosen by."""
+        """Return the chooser of a task's static policies."""
         sizing, own = self._sizing(task, one, 1.0), self.choice_samples[task.name, task.length]
         known, window = known_orders(sizing)
         if one.orders_heads:

@@ -1,4 +1,4 @@
-"""Where policies are compared: each task at each length, with the samples that all of them read."""
+"""Each task at each length, with the samples that all policies are compared on."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,14 +20,13 @@ CALIBRATION_SAMPLES = 4
 
 @dataclass(frozen=True)
 class SizedTask:
-    """A task at a length, with its samples and those that τ is searched on, if it is. batch: samples at a time."""
+    """A task at one length, with its samples."""
 
     name: str
-    """The task's."""
     length: int
     """Tokens of a context with a question and its answer, at most."""
     dataset: Dataset
-    """Where its samples come from."""
+    """Gives its samples."""
     samples: Sequence[Sample]
     """Those that are compared."""
     calibration: Sequence[Sample]
@@ -44,8 +43,8 @@ class SizedTask:
 
     @property
     def tokens(self) -> int:
-        """Of a context, on average, to a sixteenth of the length: tasks whose contexts differ by a few tokens then get
-        the same windows, and run the same programs. Of a problem with its answer: all of the length."""
+        """Mean tokens of a context, rounded to a sixteenth of the length: tasks whose contexts differ by a few tokens
+        then get the same windows and run the same programs. For a problem with its answer it is the whole length."""
         if self.drawn:
             return self.length
         mean, step = np.mean([len(sample.context) for sample in self.samples]), max(1, self.length // 16)
@@ -58,7 +57,7 @@ class SizedTask:
 
     @cached_property
     def digest(self) -> str:
-        """What its samples are known by: their contexts' tokens, their questions' and the answers that are expected."""
+        """Digest of the contexts' tokens, the questions' and the expected answers."""
         known = hashlib.sha256()
         for sample in self.samples:
             parts = [sample.context, *(part for q in sample.questions for part in (q.prompt, q.answer))]
@@ -72,7 +71,7 @@ class SizedTask:
 
 
 def sized_tasks(config: EvaluateConfig) -> list[SizedTask]:
-    """Every task at every length, with its samples; no model is needed for them.
+    """Return every task at every length, with its samples; no model is needed for them.
 
     Raises UserError for a task or a length that does not do.
     """
@@ -105,7 +104,7 @@ def _batch(count: int, config: EvaluateConfig) -> int:
 
 
 def for_rivals(task: SizedTask, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
-    """`count` samples of a task's task that are not among those compared: what static rivals are chosen on."""
+    """`count` samples of a task that are not among those compared: what static rivals are chosen on."""
     compared = _count(task.dataset, task.length, config)
     split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION_SAMPLES)
     samples = task.dataset.samples(split, count, length)

@@ -42,7 +42,7 @@ from kvjax.tasks.suite import TURNS
 
 @dataclass(frozen=True)
 class Sizing:
-    """What a policy is made for."""
+    """A budget, the contexts that it is for, and the options that fill in a policy string."""
 
     model: Decoder
     """On its mesh."""
@@ -196,7 +196,7 @@ tokenizer_of = functools.cache(load_tokenizer)
 def sizing_of(
     config: EvaluateConfig, model: Decoder, tokens: int, shortest: int, one: Compared, budget: float
 ) -> Sizing:
-    """What a policy is made for at a budget, of contexts of about `tokens` tokens, `shortest` at least."""
+    """Return the sizing of a policy at a budget, for contexts of about `tokens` tokens, `shortest` at least."""
     assert config.chunk is not None
     assert config.observed is not None
     own = gates_for(config, one)
@@ -214,8 +214,8 @@ def sizing_of(
 def possible_policies(
     config: EvaluateConfig, one: Compared, sizing: Sizing, *, any_gates: bool = False
 ) -> dict[str, Policy]:
-    """The policy of a size, by the folder of its gates: where τ is searched for, or with `any_gates`, each that can
-    meet the size.
+    """Return the policy of a size, by the folder of its gates: where τ is searched for, or with `any_gates`, each that
+    can meet the size.
 
     Raises UserError if there is none.
     """

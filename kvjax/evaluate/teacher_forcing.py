@@ -54,7 +54,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a head pattern."""
+    """Score and loss of a head pattern."""
 
     score: float
     """The mean over the answers, each scored as the task does."""

@@ -16,15 +16,15 @@ class BenchmarkSamples:
     """The samples of a benchmark's task, in their order. Raises UserError if there are none."""
 
     name: str
-    """Of the task."""
+    """The task's name."""
     where: str
-    """What was read: the option and its value."""
+    """The option that was read and its value, for errors."""
     examples: Sequence[Example]
     """All that there are."""
     encode: PromptEncoder
     """Makes samples of them."""
     metric: str
-    """What the score is, in words."""
+    """Description of the score."""
     published: bool = True
     """Whether its samples are a published dataset's."""
 
@@ -33,7 +33,7 @@ class BenchmarkSamples:
             raise UserError(f"{self.where}: there are no samples of {self.name}")
 
     def answers(self, length: int) -> int:
-        """As many answers as the context with the fewest questions has."""
+        """Return the number of questions of the context with the fewest."""
         return min(len(example.questions) for example in self.examples)
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:

@@ -20,7 +20,7 @@ WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{[^{}\d]*\}(?:\^\{?
 SPACES = re.compile(r"\\[,;:! ]|~")
 WORTHLESS = re.compile(r"\\?\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)|\\(?:boxed|fbox)(?!\s*\{)")
 INTEGER = re.compile(r"(?:[^,;]*=)?\s*0*(\d{1,18})(?:\.0*)?\s*")
-"""Of so many digits that Python reads it; with one "… =" before it."""
+"""An integer of few enough digits for Python, with at most one "… =" before it."""
 LABEL = re.compile(r"^\s*\([A-Z]\)")
 """Letter of a choice before its value."""
 SIDE_BY_SIDE = re.compile(r"\d\s+\d")
@@ -47,7 +47,7 @@ def last_box(text: str) -> str | None:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Where the brace closes that was opened right before `start`; escaped ones do not count."""
+    """Return the place of the brace that closes the one right before `start`; escaped ones do not count."""
     depth, escaped = 1, {match.start() + 1 for match in ESCAPED.finditer(text, start)}
     for index in range(start, len(text)):
         if text[index] in "{}" and index not in escaped:

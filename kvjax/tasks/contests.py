@@ -133,13 +133,13 @@ class ContestProblems:
     contest: str
     """A name in `CONTESTS`."""
     data: Path | None
-    """As in `read_problems`."""
+    """Its problems, see `read_problems`."""
     tokenizer: Any
     """The model's."""
     chat: bool = True
     """Whether prompts go through the chat template, if there is one."""
     metric: str = PASS_AT_1
-    """What the score is, in words."""
+    """Description of the score."""
     published: bool = True
     """Whether its samples are a published dataset's."""
 

@@ -28,13 +28,12 @@ class Copy:
     vocabulary: Vocabulary
     """The marks that the task is written with."""
     text: Tokens
-    """Where the filler comes from."""
+    """Source of the filler."""
     families: int = 2
     """How many."""
     passages: int = 4
-    """Of each family."""
+    """Passages of each family."""
     name: str = "copy"
-    """As reports call it."""
 
     def sample(self, seed: int, length: int) -> Sample:
         v, rng = self.vocabulary, np.random.default_rng((seed, length))

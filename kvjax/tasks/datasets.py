@@ -9,7 +9,7 @@ from kvjax.errors import UserError, check_unicode
 from kvjax.files import check_regular, read_text
 
 Row = tuple[str, dict[str, Any]]
-"""Where it stands, and its fields."""
+"""A row's place, for errors, and its fields."""
 SUFFIXES = ".jsonl", ".parquet"
 """Suffixes of the files that are read."""
 LARGEST = 4 << 30

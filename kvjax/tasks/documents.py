@@ -50,7 +50,7 @@ class Documents:
         return calibration if split.calibration else compared
 
     def describe(self, split: Split, what: str) -> str:
-        """What is made of a split's documents, in words."""
+        """Describe what is made of a split's documents, for errors."""
         use = (
             f"calibrate on (of {CALIBRATION_SHARE:.0%}"
             if split.calibration
@@ -64,9 +64,8 @@ class DocumentQuestions:
     """Questions about passages of documents."""
 
     documents: Documents
-    """What passages are cut from."""
     metric: str = HOLDS
-    """What the score is, in words."""
+    """Description of the score."""
     published: bool = False
     """Whether its samples are a published dataset's."""
 
@@ -85,9 +84,8 @@ class DocumentText:
     """Passages of documents, of which the end is predicted."""
 
     documents: Documents
-    """What passages are cut from."""
     metric: str = SAME_AS_FULL
-    """What the score is, in words."""
+    """Description of the score."""
     published: bool = False
     """Whether its samples are a published dataset's."""
 

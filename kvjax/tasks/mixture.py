@@ -28,9 +28,9 @@ class Mixture:
     vocabulary: Vocabulary
     """The marks that the task is written with."""
     text: Tokens
-    """Where the filler comes from."""
+    """Source of the filler."""
     shares: Sequence[float] = (0.6, 0.1, 0.1, 0.2)
-    """Of recall, needle, copy and text."""
+    """Weights of recall, needle, copy and text."""
 
     def __call__(
         self, seed: int, index: int, length: int

@@ -21,11 +21,10 @@ class Needle:
     vocabulary: Vocabulary
     """The marks that the task is written with."""
     text: Tokens
-    """Where the filler comes from."""
+    """Source of the filler."""
     depths: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8)
     """Shares of the context."""
     name: str = "needle"
-    """As reports call it."""
 
     def sample(self, seed: int, length: int) -> Sample:
         v, rng = self.vocabulary, np.random.default_rng((seed, length))

@@ -20,7 +20,7 @@ class BuiltInText:
     """Slices of the packaged text, of which the end is predicted."""
 
     metric: str = SAME_AS_FULL
-    """What the score is, in words."""
+    """Description of the score."""
     published: bool = False
     """Whether its samples are a published dataset's."""
 
@@ -54,7 +54,7 @@ def _open(name: str, inputs: Inputs) -> Dataset:
 
 
 def _copy(length: int) -> Task:
-    """As many families of passages as the model has seen at that length, a question each."""
+    """Return the task with as many families of passages as the model has seen at that length, a question each."""
     return Copy(builtin_vocabulary(), builtin_text("evaluate"), families=max(1, length // 256))
 
 

@@ -14,9 +14,9 @@ from kvjax.files import is_there, read_text
 
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 LEAST = 0.9
-"""Of the room, a passage fills at least so much."""
+"""Share of the room that a passage fills at least."""
 CALIBRATION_SHARE = 0.25
-"""Of the documents' tokens, at least so many are kept to calibrate on."""
+"""Share of the documents' tokens that is kept to calibrate on, at least."""
 
 Item = TypeVar("Item")
 Count = Callable[[Sequence[str]], list[int]]
@@ -38,12 +38,12 @@ def read_documents(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Its text, with the white space after it, and how many tokens that has."""
+    """A paragraph of a document."""
 
     text: str
-    """With the white space after it."""
+    """Its text, with the white space after it."""
     tokens: int
-    """Of that text."""
+    """Number of tokens of that text."""
 
 
 Document = Sequence[Paragraph]

@@ -109,11 +109,11 @@ class PromptEncoder:
 
     @cached_property
     def next_turn(self) -> str:
-        """What stands between an answer and the user's next text: the chat template's, or an empty line."""
+        """Text between an answer and the user's next text: the chat template's, or an empty line."""
         return between(self._tokenizer, enable_thinking=False) if self.chat else "\n\n"
 
     def said(self, answer: str) -> str:
-        """What stands between a user's text and the next, which `answer` was given to."""
+        """Return the text between a user's text, to which `answer` was given, and the next."""
         return self._after + answer + self.next_turn
 
     def __call__(self, example: Example) -> Sample:

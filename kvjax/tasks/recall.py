@@ -46,7 +46,7 @@ class Recall:
     vocabulary: Vocabulary
     """The marks that the task is written with."""
     text: Tokens
-    """Where the filler comes from."""
+    """Source of the filler."""
     spacing: float = 64
     """Tokens of context for a record, at least 4."""
     lookalikes: float = 0.5
@@ -54,7 +54,6 @@ class Recall:
     questions: int = 16
     """At most."""
     name: str = "recall"
-    """As reports call it."""
 
     def sample(self, seed: int, length: int) -> Sample:
         v, rng = self.vocabulary, np.random.default_rng((seed, length))

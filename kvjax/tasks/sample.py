@@ -1,4 +1,4 @@
-"""What every task gives: a context and the questions asked after it, as token ids."""
+"""Samples of tasks: a context and the questions asked after it, as token ids."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from kvjax.errors import UserError
 Tokens = np.ndarray
 """One-dimensional int32 array of token ids."""
 Scorer = Callable[[Tokens], float]
-"""What an answer is worth, from 0 to 1."""
+"""Scores an answer, from 0 to 1."""
 
 
 def as_tokens(ids: Sequence[int | np.integer] | np.ndarray) -> Tokens:
@@ -38,7 +38,7 @@ class Question:
     stops: bool = False
     """Whether the model's stop tokens end its answer."""
     concluded: Callable[[Tokens], str | None] | None = None
-    """Of a problem that is answered at length, drawn and several times: what an answer comes to, None: to nothing."""
+    """Finds the conclusion of an answer to a problem that is answered at length and drawn; None: there is none."""
 
     @property
     def answer_tokens(self) -> int:
@@ -49,7 +49,7 @@ class Question:
         return len(self.prompt) + self.answer_tokens
 
     def score(self, tokens: Tokens) -> float:
-        """What the model said is worth, from 0 to 1."""
+        """Score the model's tokens, from 0 to 1."""
         if self.scorer is not None:
             return self.scorer(tokens)
         if self.given:
@@ -58,7 +58,7 @@ class Question:
 
 
 NO_QUESTION = Question(as_tokens([]), as_tokens([]), "")
-"""Of a context that has fewer questions than others of its batch."""
+"""Stands in for the question of a context that has fewer questions than others of its batch."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ class Sample:
     """A context and its questions. Each question is asked directly after the context, or after those before it."""
 
     context: Tokens
-    """What is read, and kept or not."""
     questions: tuple[Question, ...]
     """Each asked on its own, unless they are a `conversation`."""
     separable: bool = True

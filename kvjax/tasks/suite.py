@@ -1,4 +1,4 @@
-"""What an evaluation needs of a task: a suite that opens it for a model, and the samples that it then gives."""
+"""Suites of tasks: a suite opens its tasks for a model, and each then gives samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ HOLDS = "share of the expected strings that the answer holds"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What tasks are opened with: a model's tokenizer, and what the command line says of data and prompts."""
+    """Inputs of a task: a model's tokenizer, data, and how prompts are written."""
 
     model: str
     """A model folder, a GGUF file, a hub id, or `builtin`: the tokenizer is its."""
@@ -61,7 +61,7 @@ class Dataset(Protocol):
 
     @property
     def metric(self) -> str:
-        """What its score is, in words."""
+        """Description of the score."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Suite:
     takes_turns: bool = False
     """Whether several questions about a context may follow each other as `--turns` says."""
     note: str = ""
-    """What a report says of published samples, with `{tasks}` and `{turns}`."""
+    """Remark of reports on published samples, with `{tasks}` and `{turns}`."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class FromSeeds:
     make: Callable[[int], Task]
     """The task for a length."""
     metric: str
-    """What the score is, in words."""
+    """Description of the score."""
     published: bool = False
     """Whether its samples are a published dataset's."""
 

@@ -22,9 +22,8 @@ class Text:
     vocabulary: Vocabulary
     """The marks that the task is written with."""
     text: Tokens
-    """Where the filler comes from."""
+    """Source of the filler."""
     name: str = "text"
-    """As reports call it."""
 
     def sample(self, seed: int, length: int) -> Sample:
         rng = np.random.default_rng((seed, length))

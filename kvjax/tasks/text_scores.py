@@ -13,7 +13,7 @@ CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
     "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 )
-"""As LongBench and SCBench list it: 《 is not among it."""
+"""Punctuation as LongBench and SCBench list it, without 《."""
 LONGEST_RUN = 4
 """Words of BLEU's longest runs."""
 
@@ -81,7 +81,8 @@ def rouge_l_sum(answer: str, true: str) -> float:
 
 
 StepsBack = Callable[[int, int], bool]
-"""Of the lengths of the LCS without the first text's last word and without the second's: whether the first is taken."""
+"""Decides, from the lengths of the LCS without the first text's last word and without the second's, whether to take the
+first."""
 
 
 def _rouge_steps_back(without_first: int, without_second: int) -> bool:
@@ -93,8 +94,8 @@ def _rouge_score_steps_back(without_first: int, without_second: int) -> bool:
 
 
 def _lcs(first: Sequence[str], second: Sequence[str], steps_back: StepsBack) -> list[int]:
-    """Where in the first the words of a longest common subsequence stand. Which one, if there are several, `steps_back`
-    says, and the scorers differ in it."""
+    """Return the places in the first text of the words of a longest common subsequence. If there are several,
+    `steps_back` chooses; the scorers differ in it."""
     table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
     for i, word in enumerate(first):
         for j, other in enumerate(second):

@@ -48,7 +48,7 @@ class Vocabulary:
     copy: int
     """Begins a passage to be copied."""
     token_bytes: np.ndarray
-    """Of the ordinary ones."""
+    """UTF-8 bytes of each ordinary token."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: "Tokenizer") -> "Vocabulary":

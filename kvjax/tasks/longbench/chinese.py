@@ -14,7 +14,7 @@ Score = Callable[[str, str], float]
 
 @functools.cache
 def words() -> Callable[[str], list[str]]:
-    """What finds the words of a text. Raises UserError if jieba is not installed."""
+    """Return a function that finds the words of a text. Raises UserError if jieba is not installed."""
     try:
         with warnings.catch_warnings():
             # it is older than Python's own word on its regular expressions

@@ -18,7 +18,7 @@ def best(score: Callable[[str, str], float], part: Callable[[str], str] = str) -
 
 
 def first_line(answer: str) -> str:
-    """Of an answer that goes on with examples of its own."""
+    """Return the first line of an answer, which may continue with examples of its own."""
     return answer.lstrip("\n").partition("\n")[0]
 
 
@@ -29,7 +29,7 @@ def code_line(answer: str) -> str:
 
 
 def number_share(answer: str, true: str) -> float:
-    """Of the numbers in the answer, the share that is the true one."""
+    """Return the share of the numbers in the answer that are the true one."""
     numbers = re.findall(r"\d+", answer)
     return numbers.count(true) / len(numbers) if numbers else 0.0
 

@@ -33,9 +33,8 @@ class Metric:
     """A metric: what reports call it, and how a row's answers are scored."""
 
     name: str
-    """In words."""
     scoring: Callable[[Sequence[str]], Scoring]
-    """Of a row's classes."""
+    """Makes the scoring of a row from its classes."""
     classes: bool = False
     """Whether a row needs them."""
 

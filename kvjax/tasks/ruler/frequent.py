@@ -35,7 +35,6 @@ class CommonWords:
     length: int
     """Tokens of a context, which decides how often words occur."""
     name: str = "cwe"
-    """As reports call it."""
     common: int = 10
     """Words that occur often."""
     fewest: int = 1
@@ -90,7 +89,6 @@ class CodedWords:
     tokens: int
     """For the list."""
     name: str = "fwe"
-    """As reports call it."""
     fewest: int = 73
     """From here on the fourth word occurs more often than the fifth."""
     supply: None = None

@@ -45,7 +45,7 @@ class Lines:
     """The filler passage repeated, one a line. Needles are lines of their own, before different ones of these lines."""
 
     text: str = PASSAGE
-    """Of one line."""
+    """Text of one line."""
 
     def hide(self, rng: np.random.Generator, units: int, needles: Sequence[str]) -> str:
         before = dict(zip(np.sort(rng.choice(units, len(needles), replace=False)), needles, strict=True))
@@ -69,7 +69,7 @@ class Essays:
     depths: tuple[int, ...] = DEPTHS
     """Percent."""
     depth_of: Literal["sentences", "characters"] = "sentences"
-    """What a depth is a percent of."""
+    """Unit that a depth is a percent of."""
     _words: tuple[str, ...] = field(init=False, repr=False)
     _starts: Int[np.ndarray, " sentences"] = field(init=False, repr=False)
 

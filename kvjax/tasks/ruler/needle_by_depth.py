@@ -21,7 +21,6 @@ class NeedleByDepth:
     haystacks: tuple[Essays, ...]
     """One for each depth."""
     name: str = "needle"
-    """As reports call it."""
     fewest: int = 1
     """Units that a context has at least."""
     supply: None = None

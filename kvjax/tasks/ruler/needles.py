@@ -31,13 +31,12 @@ class Needles:
     """
 
     name: str
-    """As reports call it."""
     haystack: Haystack | None
-    """What needles are hidden in; None: other needles."""
+    """Haystack of the needles; None: other needles."""
     keys: int = 1
     """How many."""
     values: int = 1
-    """Of each key."""
+    """Values of each key."""
     wanted: int = 1
     """Keys that are asked for."""
     key_kind: Literal["words", "UUID"] = "words"

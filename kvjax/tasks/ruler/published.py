@@ -128,15 +128,14 @@ class PublishedSamples:
     """RULER's own samples of the task called `name`, in their order."""
 
     name: str
-    """Of the task."""
+    """The task's name."""
     data: Path
-    """A folder, or a hub data set."""
+    """A folder, or a hub dataset."""
     encode: PromptEncoder
-    """Makes samples of examples."""
     read: Callable[[int], list[Example]]
     """Reads all examples of a length."""
     metric: str = HOLDS
-    """What the score is, in words."""
+    """Description of the score."""
     published: bool = True
     """Whether its samples are a published dataset's."""
     _known: dict[int, list[Example]] = field(default_factory=dict, init=False, repr=False)

@@ -42,11 +42,10 @@ class QuestionAnswering:
     """
 
     name: str
-    """As reports call it."""
     documents: tuple[str, ...]
-    """Of the data set."""
+    """All documents of the dataset."""
     questions: tuple[DataQuestion, ...]
-    """Of the data set."""
+    """All questions of the dataset."""
     fewest: int = 1
     """Units that a context has at least."""
     supply: None = None

@@ -23,7 +23,7 @@ class RulerTask:
         self._usual: dict[int, int] = {}
 
     def recipe(self, length: int) -> ExampleWriter:
-        """What samples of a length are written by."""
+        """Return the writer of samples of a length."""
         return self._recipe(length, self._encode.template_size)
 
     def sample(self, seed: int, length: int) -> Sample:

@@ -12,7 +12,7 @@ from kvjax.tasks.ruler.writer import generator
 
 RESERVED = 30
 EXAMPLE_LINES = 14
-"""Of filler in the worked example, which then takes about 500 tokens."""
+"""Lines of filler in the worked example, which then takes about 500 tokens."""
 OPENING = (
     "The text below sets variables. Keep track of what each of them holds, you will be asked afterwards.\n\n"
 )
@@ -31,7 +31,6 @@ class VariableTracking:
     """
 
     name: str = "vt"
-    """As reports call it."""
     hops: int = 4
     """Variables after the first."""
     supply: None = None

@@ -1,4 +1,4 @@
-"""What one of RULER's tasks is before a tokenizer and a length are known: how to write an example of so many units."""
+"""Writers of RULER's examples, before a tokenizer and a length are known."""
 
 import zlib
 from dataclasses import dataclass
@@ -11,12 +11,11 @@ from kvjax.tasks.prompt import Example
 
 @dataclass(frozen=True)
 class Supply:
-    """How many units there are at most, and what they are: "sentences in …"."""
+    """A limited number of units."""
 
     most: int
-    """How many."""
     of: str
-    """What: "sentences in …"."""
+    """Description of the units: "sentences in …"."""
 
 
 @runtime_checkable

@@ -22,8 +22,8 @@ LANGUAGES = {
 
 
 def finder(language: str) -> Callable[[str], str]:
-    """What finds the function in an answer: the first in the first block that has one, else the first block, and in an
-    answer without blocks all of it.
+    """Return a function that finds the function in an answer: the first in the first block that has one, else the first
+    block, and in an answer without blocks all of it.
 
     language: a name in `LANGUAGES`. Raises UserError if tree-sitter or the grammar is not installed.
     """

@@ -27,9 +27,9 @@ HUB = "microsoft/SCBench"
 MOST = 5
 """Questions of a context, the first ones: as many as the official runs ask."""
 TARGET = re.compile(r"(The .+) is")
-"""What scbench_mf asks for."""
+"""Finds the quantity that scbench_mf asks for."""
 Functions = dict[str, dict[tuple[str, str], None]]
-"""Of each repository the functions that are asked for, each with its name."""
+"""The functions that are asked for, each with its name, by repository."""
 
 
 class Turn(NamedTuple):
@@ -38,13 +38,13 @@ class Turn(NamedTuple):
     fields: Mapping[str, Any]
     """`input`, `answer` and more."""
     at: str
-    """Where it stands, for errors."""
+    """Its place, for errors."""
     kind: str
     """A task's name."""
     repo: str = ""
     """The repository of a function."""
     language: str = ""
-    """Of a function."""
+    """The language of a function."""
 
 
 def scbench_examples(name: str, data: Path | None, turns: str, encode: PromptEncoder) -> list[Example]:

@@ -9,7 +9,7 @@ from kvjax.tasks.text_scores import bleu, characters_f1, rouge_l_sum
 
 LETTERS = "ABCD"
 CHOICES = "answer is:", "answer:", "answer is", "option is"
-"""What stands before a choice, in the order in which it is looked for."""
+"""Words before a choice, in the order in which they are looked for."""
 BETWEEN = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
 """Counts as white space when a choice is looked for."""
 NUMBER = re.compile(r"\d+\.\d+|\d+")

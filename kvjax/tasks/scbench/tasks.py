@@ -23,7 +23,7 @@ class SCBenchTask:
     reserved: int | dict[str, int]
     """Tokens of an answer; of a task that mixes kinds of questions, by kind."""
     metric: str
-    """What its score is, in words."""
+    """Description of the score."""
     context: str = CONTEXT
     """With `{context}`."""
     question: str = ASKED
