@@ -176,13 +176,8 @@ def budget_argument(kind: Any, told: dict[str, Any], roles: set[str]) -> str | N
         return None if told.keys() & BUDGETS else "entries" if told.get("when") in WHILE_DECODING else "ratio"
     if kind is Quest:
         return None if {"tokens", "ratio"} & told.keys() or "eviction" in roles else "ratio"
-    own = {
-        KVPOP: ("max_entries", "max_entries"),
-        StreamingLLM: ("window", "window"),
-        HeadPattern: ("sparsity", "sparsity"),
-    }
-    given, argument = own.get(kind, ("", None))
-    return None if given in told else argument
+    argument = {KVPOP: "max_entries", StreamingLLM: "window", HeadPattern: "sparsity"}.get(kind)
+    return None if argument in told else argument
 
 
 def compared(config: EvaluateConfig) -> list[Compared]:

@@ -91,7 +91,7 @@ class Measurement:
     kv_ratios: Float[np.ndarray, "l k"]
     """The same by layer and kv head."""
     rates: Float[np.ndarray, "l k"]
-    """Share of the tokens that left the ring and were kept."""
+    """Share of the tokens that were retained when they left the window."""
     bytes: int
     """Bytes of a context's pages in use."""
     prefill: float | None
@@ -168,7 +168,7 @@ def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: M
 
 
 def measured_alone(policy: Policy) -> bool:
-    """Whether reading leaves what no other policy's reading does, or something looks at the context behind it."""
+    """Return whether a policy's reading serves no other policy, or needs guidance that is read behind the context."""
     guided = policy.schedule is not None and bool(policy.schedule.trigger.guidance)
     return guided or policy.max_entries is not None or BIAS in policy.planes
 
@@ -183,7 +183,7 @@ def measure_together(
     for policy in methods:
         if measured_alone(policy):
             raise UserError(
-                f"{policy.name}: capacities, biases and tokens that observe are measured by themselves"
+                f"{policy.name}: max_entries, biases and tokens that observe are measured by themselves"
             )
     reader = changed(
         methods[0],
@@ -220,13 +220,13 @@ def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
 
 
 def groups(samples: Sequence[Item], batch: int) -> list[Sequence[Item]]:
-    """The samples, or what stands for them, `batch` at a time."""
+    """Return the samples, or their indices, `batch` at a time."""
     return [samples[start : start + batch] for start in range(0, len(samples), batch)]
 
 
 def for_answers(model: Decoder, policy: Policy, cache: Cache) -> tuple[CompiledPolicy, Cache]:
-    """Return what answers from a cache (donated), without all that only a compaction needs, so that evictions whose
-    work is done share one program."""
+    """Return the policy and the cache (donated) that answers come from, without the state of compactions, so that all
+    evictions that are done share one program."""
     later = changed(policy, eviction=None, schedule=None).compile(model)
     return later, drop_observation_state(cache, later.decode)
 
@@ -240,7 +240,7 @@ class Tally:
         self._log_likelihood, self._given = 0.0, 0
         self._footprints: list[tuple[float, float, float]] = []
         self._entries: list[Float[np.ndarray, "l k"]] = []
-        self._past_ring, self._left, self._tokens = np.zeros(()), 0, 0
+        self._retained, self._left, self._tokens = np.zeros(()), 0, 0
         self._bytes, self._contexts, self._answers = 0, 0, 0
         self._cut, self._without = 0, 0
         self.reading, self.decoding = Pace(), Pace()
@@ -267,13 +267,13 @@ class Tally:
             ]
 
     def add_entries(self, cache: Cache, policy: Policy, count: int) -> int:
-        """A group of `count` contexts is in its cache. Returns how many tokens."""
+        """Add a group of `count` contexts that are in their cache. Returns how many tokens they have."""
         sizes = caches.stats(cache, count)
-        ring = np.minimum(sizes.tokens, policy.window - 1)
+        local = np.minimum(sizes.tokens, policy.window - 1)
         self._outputs += [[] for _ in range(count)]
         self._entries.append(sizes.entries.sum(1))
-        self._past_ring = self._past_ring + (sizes.entries - ring[:, None]).sum(1)
-        self._left += int((sizes.tokens - ring).sum())
+        self._retained = self._retained + (sizes.entries - local[:, None]).sum(1)
+        self._left += int((sizes.tokens - local).sum())
         self._tokens += int(sizes.tokens.sum())
         self._bytes += sizes.bytes // sizes.pool_pages * sizes.pages
         self._contexts += count
@@ -282,7 +282,7 @@ class Tally:
     def add_answers(
         self, questions: Sequence[Question], answers: Sequence[Answer], log: Sequence[Call]
     ) -> None:
-        """A question of each context of the group that was read last was answered. `log`: from the context's first
+        """Add answers to a question of each context of the group that was added last. `log`: from the context's first
         token on."""
         group = self._outputs[-len(questions) :]
         for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
@@ -316,7 +316,7 @@ class Tally:
             peak=float(peak),
             kv_ratio=float(kv_ratios.mean()),
             kv_ratios=kv_ratios,
-            rates=self._past_ring / max(self._left, 1),
+            rates=self._retained / max(self._left, 1),
             bytes=self._bytes // self._contexts,
             prefill=self.reading.per_second,
             decode=self.decoding.per_second,

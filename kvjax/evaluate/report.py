@@ -3,8 +3,9 @@
 import math
 import platform
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -18,6 +19,9 @@ from kvjax.evaluate.recovery import Recovery, dense_results, recovery
 from kvjax.evaluate.results import BUDGET, LAMBDA, Result
 from kvjax.policies.make import format_policy, parse_policy
 from kvjax.tasks.registry import suite_of
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 HOW_ASKED = {
     "each": "each question was asked by itself, of the same cache (multi-request)",
@@ -43,19 +47,20 @@ def report(config: EvaluateConfig, results: Sequence[Result], command: str) -> s
     return tables
 
 
+def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def _panels(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """The results of each task and length, by its title."""
-    panels: dict[str, list[Result]] = {}
-    for result in results:
-        panels.setdefault(f"{result.task}, {result.context} tokens", []).append(result)
-    return panels
+    """Return the results of each task and length, by its title."""
+    return _grouped(results, lambda result: f"{result.task}, {result.context} tokens")
 
 
 def _by_policy(results: Sequence[Result]) -> dict[str, list[Result]]:
-    policies: dict[str, list[Result]] = {}
-    for result in results:
-        policies.setdefault(result.policy, []).append(result)
-    return policies
+    return _grouped(results, lambda result: result.policy)
 
 
 def _about(config: EvaluateConfig, results: Sequence[Result]) -> str:
@@ -96,10 +101,8 @@ def _about(config: EvaluateConfig, results: Sequence[Result]) -> str:
             "paper; their size is what it comes to. wgkv+NAME: at their own τ the most selective gates that let in as "
             "much as the budget. The second table of a task says which τ each had."
         )
-    published: dict[str, list[str]] = {}
-    for task in dict.fromkeys(result.task for result in results if result.published):
-        published.setdefault(suite_of(task).note, []).append(task)
-    for note, tasks in published.items():
+    published = dict.fromkeys(result.task for result in results if result.published)
+    for note, tasks in _grouped(published, lambda task: suite_of(task).note).items():
         if note:
             lines.append(note.format(tasks=", ".join(tasks), turns=HOW_ASKED[config.turns]))
     return "\n\n".join(lines)
@@ -315,11 +318,8 @@ def _choices(results: Sequence[Result]) -> list[str]:
 def _speeds(results: Sequence[Result]) -> list[str]:
     """A table for each length: sizes and speeds, the mean over its tasks."""
     tables = []
-    for context in dict.fromkeys(result.context for result in results):
-        own: dict[tuple[str, str], list[Result]] = {}
-        for result in results:
-            if result.context == context:
-                own.setdefault((result.policy, result.at), []).append(result)
+    for context, found in _grouped(results, lambda result: result.context).items():
+        own = _grouped(found, lambda result: (result.policy, result.at))
         lines = [
             f"## Sizes and speeds, {context} tokens",
             "Means over the tasks. Entries: share of the full cache's once the context was read, or a contest's answer "

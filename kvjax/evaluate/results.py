@@ -13,6 +13,7 @@ from kvjax.cache import default_page_size
 from kvjax.checkpoints.fingerprint import contents
 from kvjax.checkpoints.folder import digest
 from kvjax.errors import UserError
+from kvjax.evaluate.calibrated import Candidate, own_tau
 from kvjax.evaluate.compared import Compared, compared_of
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.gates import described
@@ -127,17 +128,15 @@ class Result:
 def result_of(
     compared: Compared,
     budget: float,
+    candidate: Candidate,
     task: SizedTask,
     found: Measurement,
     config: EvaluateConfig,
-    gates: str | None = None,
-    tau: float | None = None,
-    choice: str = "",
 ) -> Result:
     """Return a measurement as it is written: figures to 6 places, speeds to whole tokens."""
 
     sized_by = BUDGET if compared.takes_budget else NOTHING
-    if compared.own_tau and gates is not None and "lambda" in described(gates):
+    if compared.own_tau and candidate.gates is not None and "lambda" in described(candidate.gates):
         sized_by = LAMBDA
 
     def speed(x: float | None) -> int | None:
@@ -167,9 +166,9 @@ def result_of(
         published=task.published,
         seed=config.seed,
         kept=found.kv_ratios.round(4).tolist(),
-        gates=gates,
-        tau=tau,
-        choice=choice,
+        gates=candidate.gates,
+        tau=own_tau(candidate.policy),
+        choice=candidate.choice,
         drawn=found.drawn,
     )
 

@@ -87,23 +87,18 @@ class Evaluation:
     watch: Stopwatch = field(default_factory=Stopwatch)
     """Leaves compilation out of speeds."""
     choice_samples: dict[tuple[str, int], ChoiceSamples] = field(default_factory=dict, init=False)
-    """By task and length, made when they are first needed."""
+    """Calibration samples by task and length."""
 
     def __post_init__(self):
         for gates in self.config.gates:
             if described(gates).get("method") == "wgkv":
                 load_gates(gates, self.model)
-        if not self.config.force:
-            self._check_files()
+        for gates in () if self.config.force else self.config.gates:
+            if (made_for := MadeFor.described(described(gates))) is not None:
+                made_for.check(f"--gates {gates}", self.model)
         check_contexts(self.config, self.model, self.tasks)
         for task in self.tasks:
             self.choice_samples[task.name, task.length] = self._choice_samples(task)
-
-    def _check_files(self) -> None:
-        """Refuse gates of another model."""
-        for gates in self.config.gates:
-            if (made_for := MadeFor.described(described(gates))) is not None:
-                made_for.check(f"--gates {gates}", self.model)
 
     def _choice_samples(self, task: SizedTask) -> ChoiceSamples:
         config, shape = self.config, self.model.config
@@ -181,37 +176,32 @@ class Evaluation:
             for one, budgets in group.budgets.values()
         ]
         try:
+            together = None
             if group.together:
                 known = [(one, budgets, list(own)) for one, budgets, own in known]
                 policies = [[candidate.policy for candidate in own] for _, _, own in known]
-                found = iter(measure_together(self.model, policies, task.samples, manner))
-                for one, budgets, own in known:
-                    for budget, candidate in zip(budgets, own, strict=True):
-                        yield self._result(one, budget, candidate, task, next(found))
-                return
+                together = iter(measure_together(self.model, policies, task.samples, manner))
             for one, budgets, own in known:
                 for budget, candidate in zip(budgets, own, strict=True):
+                    found = next(together) if together else self._measured(candidate.policy, task, manner)
+                    result = result_of(one, budget, candidate, task, found, self.config)
                     if task.drawn:
-                        drawing = drawing_of(self.config, task)
-                        measured = measure_drawn(self.model, candidate.policy, task.samples, drawing, manner)
-                    else:
-                        measured = measure(self.model, candidate.policy, task.samples, manner)
-                    result = self._result(one, budget, candidate, task, measured)
-                    if task.drawn:
-                        self._keep_answers(result, task, measured)
+                        self._keep_answers(result, task, found)
                     yield result
         except UserError as error:
             raise UserError(f"{', '.join(group.budgets)} on {task.name}: {error}") from None
+
+    def _measured(self, policy: Policy, task: SizedTask, manner: Manner) -> Measurement:
+        if not task.drawn:
+            return measure(self.model, policy, task.samples, manner)
+        config = self.config
+        drawing = Drawing(task.draws, config.temperature, config.top_p, config.top_k, config.seed)
+        return measure_drawn(self.model, policy, task.samples, drawing, manner)
 
     def _keep_answers(self, result: Result, task: SizedTask, found: Measurement) -> None:
         name = f"{result.task}-{result.context}-{result.policy}-{result.budget:g}.jsonl".replace("/", "_")
         tokenizer = tokenizer_of(self.config.model)
         write_answers(self.config.out / ANSWERS_FOLDER / name, task.samples, found.outputs, tokenizer)
-
-    def _result(
-        self, one: Compared, budget: float, own: Candidate, task: SizedTask, found: Measurement
-    ) -> Result:
-        return result_of(one, budget, task, found, self.config, own.gates, own_tau(own.policy), own.choice)
 
     def _candidates(
         self, one: Compared, budgets: Sequence[float], task: SizedTask, manner: Manner
@@ -287,8 +277,3 @@ def reading_of(one: Compared, policy: Policy, gates: str | None) -> object:
     if one.over_gates and one.takes_gates == WGKV.name:
         return gates, policy.window, own_tau(policy)
     return None
-
-
-def drawing_of(config: EvaluateConfig, task: SizedTask) -> Drawing:
-    """How a contest's answers are drawn."""
-    return Drawing(task.draws, config.temperature, config.top_p, config.top_k, config.seed)

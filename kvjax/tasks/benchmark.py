@@ -25,8 +25,7 @@ class BenchmarkSamples:
     """Makes samples of them."""
     metric: str
     """Description of the score."""
-    published: bool = True
-    """Whether its samples are a published dataset's."""
+    published = True
 
     def __post_init__(self):
         if not self.examples:

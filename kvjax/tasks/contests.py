@@ -138,10 +138,8 @@ class ContestProblems:
     """The model's."""
     chat: bool = True
     """Whether prompts go through the chat template, if there is one."""
-    metric: str = PASS_AT_1
-    """Description of the score."""
-    published: bool = True
-    """Whether its samples are a published dataset's."""
+    metric = PASS_AT_1
+    published = True
 
     @cached_property
     def grader(self) -> Grader:

@@ -34,11 +34,7 @@ class Documents:
     @cached_property
     def texts(self) -> list[str]:
         """All of them. Raises UserError if none are named."""
-        if DATA not in self.inputs.data:
-            raise UserError(
-                f"--tasks documents and text need --data {DATA}=PATH, a text file or a folder of .txt files"
-            )
-        return read_documents(self.inputs.data[DATA])
+        return read_documents(self.inputs.path(DATA, "a text file or a folder of .txt files"))
 
     @cached_property
     def _parts(self) -> tuple[list[Document], list[Document]]:
@@ -64,10 +60,8 @@ class DocumentQuestions:
     """Questions about passages of documents."""
 
     documents: Documents
-    metric: str = HOLDS
-    """Description of the score."""
-    published: bool = False
-    """Whether its samples are a published dataset's."""
+    metric = HOLDS
+    published = False
 
     def answers(self, length: int) -> int:
         return QUESTIONS
@@ -84,10 +78,8 @@ class DocumentText:
     """Passages of documents, of which the end is predicted."""
 
     documents: Documents
-    metric: str = SAME_AS_FULL
-    """Description of the score."""
-    published: bool = False
-    """Whether its samples are a published dataset's."""
+    metric = SAME_AS_FULL
+    published = False
 
     def answers(self, length: int) -> int:
         return COUNTS_FOR

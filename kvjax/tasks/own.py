@@ -1,7 +1,5 @@
 """kvjax's own tasks: recall and copy, made of the built-in model's tokens; needle, text and documents for any model."""
 
-from dataclasses import dataclass
-
 from kvjax.errors import UserError
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
 from kvjax.tasks.copy import Copy
@@ -15,14 +13,11 @@ from kvjax.tasks.suite import HOLDS, RIGHT, SAME_AS_FULL, Dataset, FromSeeds, In
 from kvjax.tasks.text import COUNTS_FOR, Text, split_text
 
 
-@dataclass(frozen=True)
 class BuiltInText:
     """Slices of the packaged text, of which the end is predicted."""
 
-    metric: str = SAME_AS_FULL
-    """Description of the score."""
-    published: bool = False
-    """Whether its samples are a published dataset's."""
+    metric = SAME_AS_FULL
+    published = False
 
     def answers(self, length: int) -> int:
         return COUNTS_FOR

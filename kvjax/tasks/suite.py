@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from kvjax.errors import UserError
 from kvjax.tasks.prompt import PromptEncoder
 from kvjax.tasks.sample import Sample, Task
 from kvjax.tasks.splits import Split
@@ -49,6 +50,12 @@ class Inputs:
         from kvjax.models.folder import speaks_builtin
 
         return speaks_builtin(self.model)
+
+    def path(self, name: str, what: str) -> Path:
+        """Return the path of data that a task cannot do without; `what` describes it. Raises UserError."""
+        if name not in self.data:
+            raise UserError(f"a task needs --data {name}=PATH, {what}")
+        return self.data[name]
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text."""
@@ -108,8 +115,7 @@ class FromSeeds:
     """The task for a length."""
     metric: str
     """Description of the score."""
-    published: bool = False
-    """Whether its samples are a published dataset's."""
+    published = False
 
     def answers(self, length: int) -> int:
         return len(self.make(length).sample(0, length).questions)

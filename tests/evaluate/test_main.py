@@ -73,7 +73,7 @@ def ruler_data(tmp_path_factory):
         (["--tasks", "vt", "--context", "200"], "vt: 200 tokens are too few, the shortest prompt"),
         (
             ["--tasks", "documents"],
-            "--tasks documents and text need --data documents=PATH, a text file or a folder",
+            "a task needs --data documents=PATH, a text file or a folder",
         ),
         (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as --data squad=FILE"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),

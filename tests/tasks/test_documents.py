@@ -97,7 +97,7 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
         with pytest.raises(UserError, match=f"--data documents .*{message}"):
             read_documents(path)
     for kind in (DocumentQuestions, DocumentText):
-        with pytest.raises(UserError, match="need --data documents=PATH, a text file or a folder"):
+        with pytest.raises(UserError, match="needs --data documents=PATH, a text file or a folder"):
             kind(Documents(inputs())).samples(COMPARED, 1, LENGTH)
         own = kind(opened(folder))
         for part, use in (
@@ -137,7 +137,7 @@ def test_files_are_opened_before_any_context_is_made_and_once(files, tmp_path):
     for task, message in (
         ("qa_1", "give its JSON file as --data squad=FILE"),
         ("qa_2", "give its JSON file as --data hotpotqa=FILE"),
-        ("documents", "need --data documents=PATH, a text file"),
+        ("documents", "needs --data documents=PATH, a text file"),
     ):
         with pytest.raises(UserError, match=message):
             open_task(task, inputs())

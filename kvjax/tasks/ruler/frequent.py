@@ -12,6 +12,8 @@ from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
 from kvjax.tasks.ruler.writer import Supply, generator
 
 LIST_RESERVED = 120
+COMMON = 10
+"""Words that occur often."""
 LIST_OPENING = "Below is a numbered list of words. Some occur more often than others: remember which.\n\n"
 LIST_QUESTION = "Which {count} words are the most common in the list above?"
 LIST_PREFIX = "\nThe {count} most common words are:"
@@ -35,10 +37,7 @@ class CommonWords:
     length: int
     """Tokens of a context, which decides how often words occur."""
     name: str = "cwe"
-    common: int = 10
-    """Words that occur often."""
-    fewest: int = 1
-    """Units that a context has at least."""
+    fewest = 1
 
     @property
     def repeats(self) -> tuple[int, int]:
@@ -53,23 +52,23 @@ class CommonWords:
     @property
     def supply(self) -> Supply:
         words = len(ADJECTIVES) + len(NOUNS) + len(invented_words())
-        return Supply(words - self.common - self.example[0], "words")
+        return Supply(words - COMMON - self.example[0], "words")
 
     def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
         n_example, *example_repeats = self.example
-        words = single_words(rng, n_example + self.common + units)
-        shown, wanted = words[: self.common], words[n_example : n_example + self.common]
+        words = single_words(rng, n_example + COMMON + units)
+        shown, wanted = words[:COMMON], words[n_example : n_example + COMMON]
         example = self._list(rng, words[:n_example], *example_repeats)
         last = self._list(rng, words[n_example:], *self.repeats)
-        question, prefix = (part.format(count=self.common) for part in (LIST_QUESTION, LIST_PREFIX))
+        question, prefix = (part.format(count=COMMON) for part in (LIST_QUESTION, LIST_PREFIX))
         context = f"{example}{question}{prefix} {number_words(shown)}\n\n{last}"
         return Example(
             context, (ExampleQuestion(question, prefix, tuple(wanted), "all", LIST_RESERVED, self.name),)
         )
 
     def _list(self, rng: np.random.Generator, words: list[str], often: int, seldom: int) -> str:
-        items = words[: self.common] * often + words[self.common :] * seldom
+        items = words[:COMMON] * often + words[COMMON:] * seldom
         return f"{LIST_OPENING}{number_words([items[i] for i in rng.permutation(len(items))])}\n"
 
 
@@ -89,10 +88,8 @@ class CodedWords:
     tokens: int
     """For the list."""
     name: str = "fwe"
-    fewest: int = 73
-    """From here on the fourth word occurs more often than the fifth."""
-    supply: None = None
-    """How many units there are; None: without end."""
+    fewest = 73  # from here on the fourth word occurs more often than the fifth
+    supply = None
 
     def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)

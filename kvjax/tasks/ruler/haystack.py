@@ -44,8 +44,7 @@ class Haystack(Protocol):
 class Lines:
     """The filler passage repeated, one a line. Needles are lines of their own, before different ones of these lines."""
 
-    text: str = PASSAGE
-    """Text of one line."""
+    text = PASSAGE
 
     def hide(self, rng: np.random.Generator, units: int, needles: Sequence[str]) -> str:
         before = dict(zip(np.sort(rng.choice(units, len(needles), replace=False)), needles, strict=True))

@@ -21,10 +21,8 @@ class NeedleByDepth:
     haystacks: tuple[Essays, ...]
     """One for each depth."""
     name: str = "needle"
-    fewest: int = 1
-    """Units that a context has at least."""
-    supply: None = None
-    """How many units there are; None: without end."""
+    fewest = 1
+    supply = None
 
     def write(self, seed: int, units: int) -> Example:
         index = seed % len(DEPTHS)

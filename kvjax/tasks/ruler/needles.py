@@ -43,8 +43,7 @@ class Needles:
     """How keys look."""
     value_kind: Literal["number", "UUID"] = "number"
     """How values look."""
-    fewest: int = 1
-    """Units that a context has at least."""
+    fewest = 1
 
     @property
     def supply(self) -> Supply | None:

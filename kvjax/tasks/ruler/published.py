@@ -134,10 +134,8 @@ class PublishedSamples:
     encode: PromptEncoder
     read: Callable[[int], list[Example]]
     """Reads all examples of a length."""
-    metric: str = HOLDS
-    """Description of the score."""
-    published: bool = True
-    """Whether its samples are a published dataset's."""
+    metric = HOLDS
+    published = True
     _known: dict[int, list[Example]] = field(default_factory=dict, init=False, repr=False)
 
     def answers(self, length: int) -> int:

@@ -46,10 +46,8 @@ class QuestionAnswering:
     """All documents of the dataset."""
     questions: tuple[DataQuestion, ...]
     """All questions of the dataset."""
-    fewest: int = 1
-    """Units that a context has at least."""
-    supply: None = None
-    """How many units there are; None: without end."""
+    fewest = 1
+    supply = None
     _words: Int[np.ndarray, " documents"] = field(init=False, repr=False)
 
     def __post_init__(self):

@@ -11,6 +11,8 @@ from kvjax.tasks.ruler.haystack import PASSAGE, Lines
 from kvjax.tasks.ruler.writer import generator
 
 RESERVED = 30
+HOPS = 4
+"""Variables after the first."""
 EXAMPLE_LINES = 14
 """Lines of filler in the worked example, which then takes about 500 tokens."""
 OPENING = (
@@ -24,29 +26,21 @@ PREFIX = "\nThe {count} variables that hold {value} are"
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """One chain: a variable of five capital letters gets a 5-digit number, and `hops` others get it one from another.
+    """One chain: a variable of five capital letters gets a 5-digit number, and `HOPS` others get it one from another.
 
     The lines stand in the chain's order at random places of the filler. A worked example comes first: a short chain of
     its own with other variables (of three letters) and another value, its question and the answer.
     """
 
     name: str = "vt"
-    hops: int = 4
-    """Variables after the first."""
-    supply: None = None
-    """How many units there are; None: without end."""
-
-    @property
-    def fewest(self) -> int:
-        """A line of filler after each of the chain's."""
-        return self.hops + 1
+    fewest = HOPS + 1  # a line of filler after each of the chain's
+    supply = None
 
     def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
         words = PASSAGE + OPENING + QUESTION + PREFIX
         shown, names = (
-            distinct(rng, letters(string.ascii_uppercase, count), self.hops + 1, avoid=words)
-            for count in (3, 5)
+            distinct(rng, letters(string.ascii_uppercase, count), HOPS + 1, avoid=words) for count in (3, 5)
         )
         shown_value, value = distinct(rng, number(5), 2)
         example = self._chain(rng, EXAMPLE_LINES, shown, shown_value)
@@ -62,4 +56,4 @@ class VariableTracking:
         return f"{OPENING}{Lines().hide(rng, units, lines)}\n"
 
     def _question(self, value: str) -> tuple[str, str]:
-        return QUESTION.format(value=value), PREFIX.format(count=self.hops + 1, value=value)
+        return QUESTION.format(value=value), PREFIX.format(count=HOPS + 1, value=value)
