@@ -26,6 +26,13 @@ def assert_attention_close(actual, expected):
     )
 
 
+def nan_outside(x, kept):
+    """`x` with NaN wherever `kept`, of its first axes, is False."""
+    x, kept = np.array(x), np.asarray(kept)
+    x[~kept] = np.nan
+    return x
+
+
 def assert_gradients_close(actual, expected):
     """float32 against float64: differences are rounding, relative to the largest gradient of each input."""
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
 from pallas_kernels.attention_mass.api import IMPLEMENTATIONS
+from tests.pallas_kernels.closeness import nan_outside
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
 TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
@@ -76,9 +77,9 @@ def check(implementation, case, seed, dtype=jnp.float32):
     q, k, valid, lse = tensors(SHAPES[shape], seed, dtype)
     expected = compiled("reference", case)(q, k, valid, lse)
     if lse_given:
-        q = jnp.where((lse > -jnp.inf)[..., None], q, jnp.nan)
+        q = nan_outside(q, ~np.isneginf(lse))
     if some_valid:
-        k = jnp.where(valid[..., None], k, jnp.nan)
+        k = nan_outside(k, valid)
     assert_close(compiled(implementation, case)(q, k, valid, lse), expected)
 
 
@@ -89,16 +90,10 @@ def test_reference_means_the_formula(case):
     q, key, valid, lse = tensors((b, n, k, t, s, h), 1)
     if offset:
         offset = 2
-    actual = attention_mass(
-        q,
-        key,
-        over=over,
-        group=group,
-        offset=offset,
-        valid=valid if some_valid else None,
-        lse=lse if lse_given else None,
-        implementation="reference",
+    call = functools.partial(
+        attention_mass, over=over, group=group, offset=offset, implementation="reference"
     )
+    actual = jax.jit(call)(q, key, valid=valid if some_valid else None, lse=lse if lse_given else None)
     logits = np.einsum(
         "bngth,bnsh->bngts", np.asarray(q, float).reshape(b, k, -1, t, h), np.asarray(key, float)
     )
@@ -135,7 +130,8 @@ def test_probabilities_far_above_one_and_far_below(implementation):
     q, k, valid, lse = tensors(SHAPES["square"], 0)
     call, expected = (compiled(name, "KVPOP's target") for name in (implementation, "reference"))
     for shift in (-200, 200):
-        assert_close(call(q, k, valid, lse + shift), expected(q, k, valid, lse + shift))
+        arguments = q, k, valid, np.asarray(lse) + np.float32(shift)
+        assert_close(call(*arguments), expected(*arguments))
 
 
 def test_rows_taken_together_as_on_accelerators(monkeypatch):
@@ -176,16 +172,10 @@ def test_pages(implementation):
         q, jnp.asarray(pool, jnp.float32), jnp.asarray(table, jnp.int32), jnp.asarray(length)
     )
     k_dense = jnp.asarray(entries[..., :h], jnp.float32)
-    expected = attention_mass(
-        q,
-        k_dense,
-        over="sum",
-        group="mean",
-        offset=None,
-        valid=jnp.asarray(stored),
-        implementation="reference",
+    dense = functools.partial(
+        attention_mass, over="sum", group="mean", offset=None, implementation="reference"
     )
-    assert_close(actual, expected)
+    assert_close(actual, jax.jit(dense)(q, k_dense, valid=jnp.asarray(stored)))
 
 
 @pytest.mark.parametrize("implementation", [*OTHERS, "reference"])

@@ -63,26 +63,27 @@ def test_every_form_is_the_recurrence(form, normaliser):
     wanted, c, z = by_recurrence(*given, normaliser)
     np.testing.assert_allclose(h, wanted, atol=1e-5)
     scale = np.exp(np.asarray(memory.m, np.float64))
-    np.testing.assert_allclose(memory.c * scale[..., None, None], c, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(memory.z * scale[..., None], z, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(memory.c) * scale[..., None, None], c, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(memory.z) * scale[..., None], z, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sequence_goes_on_from_a_memory_and_padding_leaves_no_trace(form):
-    given = inputs()
-    whole, last = mlstm(*given, chunk=8)
+    given = tuple(map(np.asarray, inputs()))
+    whole, last = compiled(chunk=8)(*given)
     cut = 13
     q, k, v, log_i, log_f = (x[:, :, :cut] for x in given)
-    pad = lambda x, fill=0.0: jnp.concatenate([x, jnp.full_like(x[:, :, :4], fill)], 2)  # noqa: E731
-    padded = pad(q), pad(k, jnp.pi), pad(v, 7.0), pad(log_i, -jnp.inf), pad(log_f)
+    pad = lambda x, fill=0.0: np.concatenate([x, np.full_like(x[:, :, :4], fill)], 2)  # noqa: E731
+    padded = pad(q), pad(k, np.pi), pad(v, 7.0), pad(log_i, -np.inf), pad(log_f)
     run = compiled(**FORMS[form])
     first, memory = run(*padded)
     second, end = run(*(x[:, :, cut:] for x in given), memory)
-    np.testing.assert_allclose(jnp.concatenate([first[:, :, :cut], second], 2), whole, atol=1e-5)
+    first = np.asarray(first)[:, :, :cut]
+    np.testing.assert_allclose(np.concatenate([first, second], 2), whole, atol=1e-5)
     for mine, theirs in zip(end, last, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-    nothing = mlstm(*(x[:, :, cut:] for x in padded), chunk=2)
-    assert not nothing[0].any()
+    nothing = compiled(chunk=2)(*(x[:, :, cut:] for x in padded))
+    assert not np.asarray(nothing[0]).any()
     for mine, theirs in zip(nothing[1], empty_memory(B, K, D, E), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
@@ -94,7 +95,7 @@ def test_a_sequence_goes_on_from_a_memory_and_padding_leaves_no_trace(form):
 def test_gradients_are_the_references_in_float64(normaliser):
     with jax.enable_x64(True):
         given = inputs(dtype=np.float64)
-        memory = mlstm(*inputs(1, 5, np.float64), implementation="reference")[1]
+        memory = compiled(implementation="reference")(*inputs(1, 5, np.float64))[1]
         weights = jnp.asarray(np.random.default_rng(2).standard_normal((B, K, T, E)))
 
         def loss(form, dtype):
@@ -103,8 +104,8 @@ def test_gradients_are_the_references_in_float64(normaliser):
                 scale = jnp.exp(after.m)  # c and z alone depend on the stabiliser
                 return (h * weights).sum() + ((after.z * scale[..., None]) ** 2).sum()
 
-            cast = jax.tree.map(lambda x: x.astype(dtype), (given, memory))
-            return jax.grad(value, (0, 1))(*cast)
+            cast = jax.tree.map(lambda x: np.asarray(x, dtype), (given, memory))
+            return jax.device_get(jax.jit(jax.grad(value, (0, 1)))(*cast))
 
         wanted = loss(FORMS["reference"], jnp.float64)
         # of a memory the stabiliser alone has no gradient of its own: it scales both others
@@ -122,7 +123,7 @@ def test_the_kernel_is_the_reference_in_float64_over_several_blocks(normaliser, 
     tokens = 290
     q, k, v, log_i, log_f = map(np.array, inputs(tokens=tokens))
     log_i[:, :, 120:140], log_f[:, :, 120:140] = -np.inf, 0
-    memory = mlstm(*inputs(1, 5), implementation="reference")[1]
+    memory = compiled(implementation="reference")(*inputs(1, 5))[1]
     weights = np.random.default_rng(2).standard_normal((B, K, tokens, E), np.float32)
 
     def results(implementation, *given):
@@ -155,23 +156,24 @@ def test_a_tpu_gets_the_kernel_for_a_chunk_and_more():
 
 def test_plainly_a_query_reads_a_mean_of_values_whatever_scales_gates_and_keys():
     """In the hull of the values, coordinate by coordinate; unchanged by a constant in log i, and by longer keys."""
-    q, k, v, log_i, log_f = inputs()
-    h = mlstm(q, k, v, log_i, log_f, chunk=8)[0]
+    q, k, v, log_i, log_f = map(np.asarray, inputs())
+    call = compiled(chunk=8)
+    h = np.asarray(call(q, k, v, log_i, log_f)[0])
     low, high = (np.minimum.accumulate(v, 2), np.maximum.accumulate(v, 2))
     assert ((h >= low - 1e-4) & (h <= high + 1e-4)).all()
-    for other in (mlstm(q, k, v, log_i + 30, log_f, chunk=8), mlstm(q, 9 * k, v, log_i, log_f, chunk=8)):
+    for other in (call(q, k, v, log_i + 30, log_f), call(q, 9 * k, v, log_i, log_f)):
         np.testing.assert_allclose(other[0], h, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["chunkwise", "kernel"])
 def test_it_runs_split_over_a_mesh(form):
-    given = tuple(x[:, :2] for x in inputs())
+    given = tuple(np.asarray(x)[:, :2] for x in inputs())
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         spec = P("data", "tensor")
         split = jax.jit(jax.shard_map(functools.partial(mlstm, **FORMS[form]), out_specs=spec))
         found = split(*(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in given))
-    for mine, theirs in zip(*map(jax.tree.leaves, (found, mlstm(*given, chunk=8))), strict=True):
+    for mine, theirs in zip(*map(jax.tree.leaves, (found, compiled(chunk=8)(*given))), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 

@@ -62,17 +62,18 @@ def check(
 def test_reference_means_the_formula():
     b, n, k, t, h, page, columns, ring_pages = shape = (2, 4, 2, 2, 3, 2, 4, 2)
     *arguments, _ = cache(shape, [3, 0], [0, 3, 0, 4], 0)
-    q, pool, page_table, length, ring_length, new = arguments
-    pages = jnp.asarray(np.random.default_rng(0).random((b, k, columns - ring_pages)) < 0.5)
-    plane = biased(ring_pages, pool, page_table, length)
+    q, pool, page_table, length, ring_length, new = jax.device_get(arguments)
+    pages = np.random.default_rng(0).random((b, k, columns - ring_pages)) < 0.5
+    plane = np.asarray(biased(ring_pages, pool, page_table, length))
     for ring, with_new, chosen, bias in (
         (True, True, False, None),
         (False, False, False, None),
         (True, False, True, None),
         (True, True, True, plane),
-        (False, False, False, jnp.where(plane > -jnp.inf, -jnp.inf, plane)),
+        (False, False, False, np.where(plane > -np.inf, -np.inf, plane)),
     ):
-        o, lse = compiled("reference", ring_pages, ring, with_new, chosen)(*arguments, pages, bias)
+        call = compiled("reference", ring_pages, ring, with_new, chosen)
+        o, lse = map(np.asarray, call(*arguments, pages, bias))
         for row, head, i in np.ndindex(b, n, t):
             kv = head // (n // k)
             places = [*range(int(ring_length[row]) if ring else 0)]
@@ -84,17 +85,15 @@ def test_reference_means_the_formula():
             at = [(page_table[row, kv, x // page], x % page) for x in places]
             entries = [pool[x] for x in at]
             if with_new:
-                entries += [jnp.concatenate([x[row, kv, j] for x in new]) for j in range(i + 1)]
-            logits = [float(jnp.dot(q[row, head, i], x[:h])) / math.sqrt(h) for x in entries]
+                entries += [np.concatenate([x[row, kv, j] for x in new]) for j in range(i + 1)]
+            logits = [float(np.dot(q[row, head, i], x[:h])) / math.sqrt(h) for x in entries]
             if bias is not None:
                 logits = [
                     x + float(bias[at[j]]) if j < len(at) and places[j] >= ring_pages * page else x
                     for j, x in enumerate(logits)
                 ]
             total = np.exp(logits).sum()
-            expected = sum(
-                (np.exp(x) * np.asarray(e[h:]) for x, e in zip(logits, entries, strict=True)), np.zeros(h)
-            )
+            expected = sum((np.exp(x) * e[h:] for x, e in zip(logits, entries, strict=True)), np.zeros(h))
             np.testing.assert_allclose(o[row, head, i], expected / (total or 1), atol=1e-6)
             np.testing.assert_allclose(lse[row, head, i], np.log(total) if total else -np.inf, atol=1e-6)
 
@@ -119,30 +118,32 @@ def test_what_is_outside_is_clipped_and_what_one_row_holds_stays_there(implement
     has stored is no other row's."""
     shape = SHAPES["one"]
     b, _, k, _, _, page, columns, ring_pages = shape
-    q, pool, table, _, ring_length, new, pages = cache(shape, [3, 0, 32], [112] * 6, 0)
-    table = table.at[:, 0, 3].set(-7).at[:, 0, 4].set(len(pool) + 1000)
-    bias = jax.random.normal(jax.random.key(0), pool.shape[:2])
-    pool = jnp.nan_to_num(pool).at[table[1, 1, 5], 2].set(jnp.nan)
-    length = jnp.asarray([[1000, 40], [0, 112], [-3, 3]])
-    clipped = jnp.clip(table, 0, len(pool) - 1), jnp.clip(length, 0, (columns - ring_pages) * page)
+    arguments = jax.device_get(cache(shape, [3, 0, 32], [112] * 6, 0))
+    q, pool, table, _, ring_length, new, pages = jax.tree.map(np.array, arguments)
+    table[:, 0, 3], table[:, 0, 4] = -7, len(pool) + 1000
+    bias = np.random.default_rng(0).standard_normal(pool.shape[:2], np.float32)
+    pool = np.nan_to_num(pool)
+    pool[table[1, 1, 5], 2] = np.nan
+    length = np.array([[1000, 40], [0, 112], [-3, 3]], np.int32)
+    clipped = np.clip(table, 0, len(pool) - 1), np.clip(length, 0, (columns - ring_pages) * page)
     expected = compiled("reference", ring_pages, True, True)(q, pool, *clipped, ring_length, new, pages, bias)
     actual = compiled(implementation, ring_pages, True, True)(
-        q, pool, table, length, ring_length.at[2].set(99), new, pages, bias
+        q, pool, table, length, np.array([*ring_length[:2], 99], np.int32), new, pages, bias
     )
     others = np.arange(b * k) != 1 * k + 1
 
     def of_others(pair):
-        return tuple(x.reshape(b * k, -1, *x.shape[2:])[others] for x in pair)
+        return tuple(np.asarray(x).reshape(b * k, -1, *x.shape[2:])[others] for x in pair)
 
     assert_attention_close(of_others(actual), of_others(expected))
 
 
 def test_both_ways_of_bringing_chosen_pages_to_the_front_agree():
-    chosen = jax.random.bernoulli(jax.random.key(0), 0.4, (2, 3, 11))
-    table = jax.random.permutation(jax.random.key(1), 66).reshape(2, 3, 11)
-    one, other = scattered_to_front(chosen, table), sorted_to_front(chosen, table)
-    front = jnp.arange(11) < chosen.sum(-1, keepdims=True)
-    np.testing.assert_array_equal(jnp.where(front, one, -1), jnp.where(front, other, -1))
+    rng = np.random.default_rng(0)
+    chosen, table = rng.random((2, 3, 11)) < 0.4, rng.permutation(66).reshape(2, 3, 11).astype(np.int32)
+    one, other = (np.asarray(jax.jit(f)(chosen, table)) for f in (scattered_to_front, sorted_to_front))
+    front = np.arange(11) < chosen.sum(-1, keepdims=True)
+    np.testing.assert_array_equal(one[front], other[front])
 
 
 HEADS = [  # dtype, head_dim, query heads of one, tokens, page
@@ -200,8 +201,8 @@ def test_more_queries_of_a_row_than_a_program_of_a_gpu_holds():
 def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
     q, pool, *rest = cache((1, 2, 1, 3, 32, 8, 4, 1), [5], [17], 0, dtype)[:5]
     bias = biased(1, pool, *rest[:2])
-    call = functools.partial(paged_decode, q, ring_pages=1, bias=bias, implementation=implementation)
-    for bits, floats in zip(call(as_bits(pool), *rest), call(pool, *rest), strict=True):
+    call = jax.jit(functools.partial(paged_decode, ring_pages=1, bias=bias, implementation=implementation))
+    for bits, floats in zip(call(q, as_bits(pool), *rest), call(q, pool, *rest), strict=True):
         np.testing.assert_array_equal(bits, floats)
     with pytest.raises(ValueError, match="pages hold the bits of 16-bit floats, but the queries are float32"):
         paged_decode(q.astype(jnp.float32), as_bits(pool), *rest, ring_pages=1, implementation=implementation)
@@ -211,24 +212,26 @@ def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
 @pytest.mark.parametrize("t", [1, 9])
 def test_an_output_in_float32_is_what_is_rounded(implementation, t):
     arguments = cache((1, 2, 1, t, 32, 8, 4, 1), [5], [17], 0, jnp.bfloat16)[:5]
-    call = functools.partial(paged_decode, *arguments, ring_pages=1, implementation=implementation)
-    (exact, _), (rounded, _) = call(dtype=jnp.float32), call()
+    call = functools.partial(paged_decode, ring_pages=1, implementation=implementation)
+    (exact, _), (rounded, _) = (
+        jax.device_get(jax.jit(functools.partial(call, dtype=x))(*arguments)) for x in (jnp.float32, None)
+    )
     assert (exact.dtype, rounded.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(exact.astype(jnp.bfloat16), rounded)
-    assert bool((exact != rounded).any())
+    assert (exact != rounded).any()
 
 
 @pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
 @pytest.mark.parametrize("pages", [0, 6])
 def test_in_a_table_without_columns_nothing_is_stored(implementation, pages):
     """The tokens see each other, or nothing."""
-    q, *new = (jax.random.normal(jax.random.key(i), (1, n, 3, 32)) for i, n in enumerate((4, 2, 2)))
-    nothing = jnp.ones((pages, 8, 64)), jnp.zeros((1, 2, 0), jnp.int32), jnp.ones((1, 2), jnp.int32)
-    call = functools.partial(paged_decode, q, *nothing, implementation=implementation)
-    assert_attention_close(
-        call(new=tuple(new)), vertical_slash(q, *new, window=1, implementation="reference")
-    )
-    assert_attention_close(call(), (jnp.zeros_like(q), jnp.full((1, 4, 3), -jnp.inf)))
+    rng = np.random.default_rng(0)
+    q, *new = (rng.standard_normal((1, n, 3, 32), np.float32) for n in (4, 2, 2))
+    nothing = np.ones((pages, 8, 64), np.float32), np.zeros((1, 2, 0), np.int32), np.ones((1, 2), np.int32)
+    call = jax.jit(functools.partial(paged_decode, implementation=implementation))
+    causal = jax.jit(functools.partial(vertical_slash, window=1, implementation="reference"))
+    assert_attention_close(call(q, *nothing, new=tuple(new)), causal(q, *new))
+    assert_attention_close(call(q, *nothing), (np.zeros_like(q), np.full((1, 4, 3), -np.inf, np.float32)))
 
 
 @pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
@@ -256,7 +259,8 @@ def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values
         jnp.arange(columns, dtype=jnp.int32)[None, None],
         jnp.full((1, 1), columns * page, jnp.int32),
     )
-    expected, _ = paged_decode(*arguments, dtype=jnp.float32, implementation="reference")
+    exact = functools.partial(paged_decode, dtype=jnp.float32, implementation="reference")
+    expected, _ = jax.jit(exact)(*arguments)
     o, _ = jax.jit(functools.partial(paged_decode, implementation=implementation))(*arguments)
     assert o.dtype == jnp.bfloat16
     error = np.abs(np.asarray(o, np.float32) - np.asarray(expected)).mean()
@@ -332,7 +336,7 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
         expected_pool, expected = jax.device_get(run("reference")(*arguments()))
     np.testing.assert_array_equal(actual_pool, expected_pool)
     for i in range(steps):
-        assert_attention_close(*jax.tree.map(lambda x: jnp.asarray(x[i]), (actual, expected)))  # noqa: B023
+        assert_attention_close(*jax.tree.map(lambda x: x[i], (actual, expected)))  # noqa: B023
     memory = program.memory_analysis()
     assert memory is not None
     if (

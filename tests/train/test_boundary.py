@@ -15,11 +15,15 @@ SCORE, TARGET = (RANDOM.standard_normal((2, 2, T)).astype(np.float32) for _ in r
 COMPETES = np.broadcast_to(np.arange(T) >= SINK, (2, 2, T))
 
 
+pairs_of = jax.jit(boundary_pairs, static_argnums=3)
+losses = jax.jit(boundary_loss, static_argnames=("window", "temperature"))
+
+
 @pytest.mark.parametrize("k", [0, 1, K, T])
 @pytest.mark.parametrize("levels", [None, 3], ids=["distinct", "ties"])
 def test_a_token_is_held_against_the_one_whose_place_it_would_take(k, levels):
     target = TARGET if levels is None else np.floor(levels * TARGET) / levels
-    pairs = boundary_pairs(jnp.asarray(target), jnp.asarray(COMPETES), jnp.int32(k), WINDOW)
+    pairs = pairs_of(target.astype(np.float32), COMPETES, np.int32(k), WINDOW)
     for row in np.ndindex(2, 2):
         wanted = walked(target[row], k, WINDOW, SINK)
         valid = np.asarray(pairs.valid[row])
@@ -28,14 +32,12 @@ def test_a_token_is_held_against_the_one_whose_place_it_would_take(k, levels):
 
 
 def loss_of(score, target):
-    return boundary_loss(
-        score, jnp.asarray(target), jnp.asarray(COMPETES), jnp.int32(K), window=WINDOW, temperature=0.7
-    )
+    return losses(score, target, COMPETES, np.int32(K), window=WINDOW, temperature=0.7)
 
 
 def test_the_loss_is_the_papers():
     """softplus(−y Δscore / τ) with y = ±1 by the target and min(1, |Δtarget|) as weight, the mean over the pairs."""
-    found = loss_of(jnp.asarray(SCORE), TARGET)
+    found = jax.device_get(loss_of(SCORE, TARGET))
     for row in np.ndindex(2, 2):
         pairs = walked(TARGET[row], K, WINDOW, SINK)
         loss, agreement = loss_of_pairs(SCORE[row], TARGET[row], pairs, 0.7)
@@ -46,29 +48,33 @@ def test_the_loss_is_the_papers():
 
 def test_its_gradient_moves_scores_towards_the_targets_order():
     """Of one pair: what should stay is pushed up and its boundary down, and the reverse."""
-    competes = jnp.ones((1, 1, 5), bool) & (jnp.arange(5) > 0)
+    competes = jnp.asarray(np.arange(5)[None, None] > 0)
     told = {"window": 2, "temperature": 1.0}
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(score, target):
         return boundary_loss(score, target, competes, jnp.int32(1), **told)["score_loss"].sum()
 
+    equal = np.zeros((1, 1, 5), np.float32)
+
     for worth, sign in ((2.0, -1), (-2.0, 1)):
-        target = jnp.array(
-            [[[0.0, 1.0, worth, 0.0, 0.0]]]
-        )  # of a cache of one: 1, then `worth` in its place or not
-        gradient = np.asarray(jax.grad(loss)(jnp.zeros((1, 1, 5)), target))[0, 0]
+        # of a cache of one: 1, then `worth` in its place or not
+        target = np.array([[[0.0, 1.0, worth, 0.0, 0.0]]], np.float32)
+        gradient = np.asarray(loss(equal, target)[1])[0, 0]
         assert np.sign(gradient[2]) == sign
         np.testing.assert_allclose(gradient.sum(), 0, atol=1e-7)
         np.testing.assert_array_equal(gradient[[0, 3, 4]], 0)
-    equal = jnp.zeros((1, 1, 5))
-    assert float(loss(equal, equal)) == 0
+    assert float(loss(equal, equal)[0]) == 0
 
 
 def test_infinite_scores_of_sinks_do_no_harm():
     """As priorities are: above all others for sinks, below them for the last tokens, which never leave."""
-    score = jnp.asarray(SCORE).at[..., :SINK].set(jnp.inf).at[..., 1 - WINDOW :].set(-jnp.inf)
-    value, gradient = jax.value_and_grad(lambda x: loss_of(x, TARGET)["score_loss"].sum())(score)
-    np.testing.assert_allclose(value, loss_of(jnp.asarray(SCORE), TARGET)["score_loss"].sum(), rtol=1e-6)
+    score = SCORE.copy()
+    score[..., :SINK], score[..., 1 - WINDOW :] = np.inf, -np.inf
+    total = jax.jit(jax.value_and_grad(lambda x: loss_of(x, TARGET)["score_loss"].sum()))
+    value, gradient = jax.device_get(total(score))
+    np.testing.assert_allclose(value, total(SCORE)[0], rtol=1e-6)
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[..., :SINK], 0)
 
@@ -76,7 +82,7 @@ def test_infinite_scores_of_sinks_do_no_harm():
 def test_gradients_are_those_of_finite_differences():
     with jax.enable_x64(True):
         check_grads(
-            lambda x: loss_of(jnp.asarray(x), TARGET.astype(np.float64))["score_loss"],
+            jax.jit(lambda x: loss_of(x, TARGET.astype(np.float64))["score_loss"]),
             (jnp.asarray(SCORE, jnp.float64),),
             order=1,
             modes=["rev"],
@@ -86,8 +92,6 @@ def test_gradients_are_those_of_finite_differences():
 
 
 def test_a_sequence_that_never_fills_the_cache_has_no_loss():
-    found = boundary_loss(
-        jnp.asarray(SCORE), jnp.asarray(TARGET), jnp.asarray(COMPETES), jnp.int32(T), window=WINDOW
-    )
+    found = losses(SCORE, TARGET, COMPETES, np.int32(T), window=WINDOW, temperature=0.7)
     assert (np.asarray(found["score_loss"]) == 0).all()
     assert (np.asarray(found["pairs"]) == 0).all()

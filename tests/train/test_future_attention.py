@@ -1,6 +1,7 @@
 """KVPOP's target against dense sums, and what its training masks and reaches."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +31,19 @@ def method(model, **told) -> KVPOPTraining:
         return KVPOPTraining(on_mesh(policy.admission, 3, 4), **told)
 
 
+masks_of = jax.jit(lambda training, at: training.masks(at))
+target_of = jax.jit(lambda training, at, lse: training.target(at, lse))
+log_gamma_of = jax.jit(lambda training: training.admission.scorers.log_gamma())
+
+
 @pytest.fixture(scope="module")
 def one():
     """Of one layer, its tokens, and what its masked attention gives."""
     training = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), layer(method(tiny_model()), 1))
     at = step(np.arange(T)[None])
-    _, [mask] = training.masks(at)
-    return training, at, vertical_slash(at.q, at.k, at.v, mask.end, window=WINDOW), mask
+    _, [mask] = masks_of(training, at)
+    attend = jax.jit(functools.partial(vertical_slash, window=WINDOW))
+    return training, at, attend(at.q, at.k, at.v, mask.end), mask
 
 
 def dense(at, seen):
@@ -60,7 +67,7 @@ def test_a_target_is_the_attention_that_is_paid_later(one, over):
     p = dense(at, causal if over == "all" else kept)
     later = index[:, None] - index >= WINDOW
     mass = np.where(later, p, 0).sum(1).reshape(4, 2, T).max(1)
-    found = np.asarray(training.target(at, lse))[0]
+    found = np.asarray(target_of(training, at, lse))[0]
     np.testing.assert_allclose(found[:, : T - WINDOW], np.log(mass[:, : T - WINDOW]), atol=1e-5)
     np.testing.assert_array_equal(found[:, T - WINDOW :], FLOOR)
 
@@ -78,18 +85,18 @@ def test_no_query_pays_more_than_it_has(one):
         v=jnp.repeat(at.v, 2, 1),
         head=jnp.arange(8),
     )
-    by_head = np.exp(training.target(each, lse)[0])
+    by_head = np.exp(target_of(training, each, lse)[0])
     assert (by_head.sum(-1) <= T - WINDOW).all()
     assert by_head.sum(-1).max() > 0.5 * (T - WINDOW), "and not much less"
-    by_group = np.exp(training.target(at, lse)[0])
+    by_group = np.exp(target_of(training, at, lse)[0])
     np.testing.assert_allclose(by_group, by_head.reshape(4, 2, T).max(1), rtol=1e-5)
 
 
 def test_targets_fall_as_scores_do(one):
     training, at, (_, lse), _ = one
-    flat = changed(training, falls=False).target(at, lse)
-    log_gamma = training.admission.scorers.log_gamma()[:, None]
-    np.testing.assert_allclose(training.target(at, lse), flat - log_gamma * np.arange(T), rtol=1e-6)
+    flat = np.asarray(target_of(changed(training, falls=False), at, lse))
+    log_gamma = np.asarray(log_gamma_of(training))[:, None]
+    np.testing.assert_allclose(target_of(training, at, lse), flat - log_gamma * np.arange(T), rtol=1e-6)
 
 
 def test_the_mask_is_that_of_the_cache(one):
@@ -100,13 +107,14 @@ def test_the_mask_is_that_of_the_cache(one):
     assert seen[:, :, :SINK][:, SINK:].all()
     assert (seen.sum(-1) <= MAX_ENTRIES).all()
     assert (seen[:, -1].sum(-1) == MAX_ENTRIES).all()
-    priority, _ = training.masks(at)
-    again = training.admission.score(
-        training.admission.init(shape_of(at)),
-        from_the_start(at, WINDOW - 1),
-        jnp.zeros(1, jnp.int32),
-        jnp.full(1, T),
-    )[1]
+    priority = np.asarray(masks_of(training, at)[0])
+
+    @jax.jit
+    def score(admission, at):
+        state, begun = admission.init(shape_of(at)), from_the_start(at, WINDOW - 1)
+        return admission.score(state, begun, jnp.zeros(1, jnp.int32), jnp.full(1, T))[1]
+
+    again = np.asarray(score(training.admission, at))
     np.testing.assert_allclose(priority[..., : 1 - WINDOW], again[..., WINDOW - 1 :], rtol=1e-5)
     last = np.asarray(priority[0, :, : T - WINDOW])
     best = [set(np.argsort(-row, kind="stable")[: MAX_ENTRIES - WINDOW]) for row in last]
@@ -125,9 +133,9 @@ def test_a_layers_loss_is_of_what_its_masked_attention_paid(one):
     p = dense(at, (index[:, None] >= index) & (index[:, None] < end))
     later = index[:, None] - index >= WINDOW
     mass = np.where(later, p, 0).sum(1).reshape(4, 2, T).max(1)
-    decay = np.asarray(training.admission.scorers.log_gamma(), np.float64)[:, None] * index
+    decay = np.asarray(log_gamma_of(training), np.float64)[:, None] * index
     target = np.log(np.maximum(mass, np.exp(FLOOR))) - decay
-    score, _ = training.masks(at)
+    score = np.asarray(masks_of(training, at)[0])
     for head in range(4):
         pairs = walked(target[head], MAX_ENTRIES - WINDOW - SINK, WINDOW, SINK)
         loss, agreement = loss_of_pairs(score[0, head], target[head], pairs, 1.0)

@@ -34,7 +34,13 @@ def test_the_error_is_in_float32():
         config = WriteGates(window=4)
         gates = jax.jit(config.init)(model)
         tokens = jnp.zeros((1, 8), jnp.int32)
-        squares, _ = student_errors(config.masks(gates), model, tokens, model.hidden(tokens), window=4)
+        squares, _ = jax.eval_shape(
+            lambda gates, model: student_errors(
+                config.masks(gates), model, tokens, model.hidden(tokens), window=4
+            ),
+            gates,
+            model,
+        )
     assert squares.dtype == jnp.float32
 
 
@@ -49,12 +55,18 @@ def test_training_sees_what_the_cache_keeps(delay, sinks):
     expected, cache = cached_logits(model, made, tokens, [17, 1, 1, 21])
     with use_mesh(model):
         admission = made.compile(model).host.admission
-        hidden, _ = jax.jit(lambda *a: student(Deployed(a[0], 6), *a[1:], window=6))(
-            admission, model, put(tokens)
-        )
-        found = model.logits(hidden)
+
+        @jax.jit
+        def logits(admission, model, tokens):
+            hidden, _ = student(Deployed(admission, 6), model, tokens, window=6)
+            return model.logits(hidden)
+
+        found = logits(admission, model, put(tokens))
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert int(cache.layers.length.max()) == 7, "max_entries was reached"
+
+
+masked = jax.jit(lambda admission, at: deployed_mask(admission, at, 6))
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
@@ -62,7 +74,7 @@ def test_what_is_shorter_than_the_window_is_seen_whole(length):
     """No priority is known by the end of such a sequence, and none is asked for."""
     policy, at = delayed(window=6, max_entries=2, delay=5), step(np.arange(length)[None])
     admission = changed(policy.admission, threshold=jnp.float32(0), max_entries=jnp.int32(2))
-    priority, mask = deployed_mask(admission, at, 6)
+    priority, mask = masked(admission, at)
     assert mask.end.shape == at.k.shape[:3]
     assert (np.asarray(mask.end) >= length).all()
     assert (np.asarray(priority) == -np.inf).all()
@@ -73,9 +85,9 @@ def test_training_adds_it_too():
     policy = delayed(window=6, delay=2, biased=True)
     at = step(np.arange(20)[None])
     admission = changed(policy.admission, threshold=jnp.float32(0))
-    _, mask = deployed_mask(admission, at, 6)
-    np.testing.assert_array_equal(mask.log_gate, admission.bias(None, at))
-    assert deployed_mask(changed(admission, biased=False), at, 6)[1].log_gate is None
+    _, mask = masked(admission, at)
+    np.testing.assert_array_equal(mask.log_gate, jax.jit(admission.bias)(None, at))
+    assert masked(changed(admission, biased=False), at)[1].log_gate is None
 
 
 def test_a_teacher_is_followed_over_its_likeliest_tokens():
@@ -91,9 +103,10 @@ def test_a_teacher_is_followed_over_its_likeliest_tokens():
             return distilled_token_loss(model, hidden, put(tokens), teacher)
 
         found = {count: jax.jit(lambda count=count: losses(count))() for count in (5, 256)}
-        alone = next_token_loss(model, hidden, put(tokens))
+        alone = jax.jit(next_token_loss)(model, hidden, put(tokens))
+        logits = jax.jit(lambda m, h: m.logits(h))
         mine, theirs = (
-            np.asarray(m.logits(h), np.float64)[:, :-1] for m, h in ((model, hidden), (other, known))
+            np.asarray(logits(m, h), np.float64)[:, :-1] for m, h in ((model, hidden), (other, known))
         )
     log = lambda x: x - np.log(np.exp(x).sum(-1, keepdims=True))  # noqa: E731
     for count, (error, divergence) in found.items():
@@ -123,7 +136,7 @@ def test_token_losses_have_the_gradients_of_finite_differences(monkeypatch):
         }
         for loss in losses.values():
             check_grads(
-                lambda x, loss=loss: loss(jnp.asarray(x)),
+                jax.jit(loss),
                 (hidden,),
                 order=1,
                 modes=["rev"],

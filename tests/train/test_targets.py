@@ -16,7 +16,8 @@ from kvjax.train.reconstruction import reconstruction
 from kvjax.train.targets import answer, collect, kind_of, larger, next_token
 from tests.tiny_models import tiny_model
 
-PREFIX = 2
+PREFIX, MOST = 2, 56
+"""Of a context; and the tokens of the longest sequence that is read."""
 
 
 def context(seed, tokens, questions=()):
@@ -46,10 +47,10 @@ def found(model, teacher, which="hidden"):
 
 def read(model, row):
     """What a plain forward pass of one sequence computes, by layer."""
-    names = "hidden", "q", "k", "k_pre"
-    return [
-        {n: np.float64(x[n][0]) for n in names} for x in captured_layers(model, Policy(), None, [row], names)
-    ]
+    names, count = ("hidden", "q", "k", "k_pre"), len(row)
+    # all are padded to as many tokens, behind those that are asked for, and share a program
+    layers = captured_layers(model, Policy(), None, [np.pad(row, (0, MOST - count))], names)
+    return [{n: np.float64(x[n][0])[..., :count, :] for n in names} for x in layers]
 
 
 def paid(layer, queries, keys):
