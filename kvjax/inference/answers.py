@@ -30,7 +30,7 @@ class Block(NamedTuple):
     """New tokens of each answer, its stop token included."""
     cache: Cache
     """It is donated to the next block: read what you want of it at once."""
-    order: Sequence[int]
+    order: list[int]
     """Row of each answer in the cache's batch."""
     logprobs: list[AnswerLogprobs] | None = None
 

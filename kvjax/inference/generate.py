@@ -15,13 +15,12 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference import eviction
-from kvjax.inference.allocation import copy_for_question, new_cache
 from kvjax.inference.answers import Answers, Block, Generation, stop_tokens_of, whole_answers
-from kvjax.inference.checks import check_arguments, check_continues, check_in_front, check_length
+from kvjax.inference.checks import check_arguments, check_in_front
 from kvjax.inference.decode import decode_block, first_tokens
 from kvjax.inference.footprint_log import log_steps
-from kvjax.inference.forward import drop_observation_state, feed
-from kvjax.inference.prefill import CHUNK
+from kvjax.inference.forward import drop_observation_state
+from kvjax.inference.prefill import CHUNK, extend, read
 from kvjax.inference.sampler import count_tokens, make_sampler
 from kvjax.mesh import BATCH, batch_shards, put, use_mesh
 from kvjax.models.chat import Prompts, listed, token_rows
@@ -72,32 +71,22 @@ def stream(
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
         compiled = (policy or Policy()).compile(model)
-        host = compiled.host
-        order: Sequence[int] = range(len(rows))
+        host, order = compiled.host, list(range(len(rows)))
         if cache is None:
-            held = new_cache(model, compiled, rows, longest_answer, page_size, capacity)
-            check_length(model, rows, longest_answer)
-            held, after = eviction.read(model, compiled, held, rows, longest_answer, chunk, implementation)
+            held, after = read(
+                model, compiled, rows, longest_answer, chunk, implementation, page_size=page_size, capacity=capacity
+            )  # fmt: skip
             held = drop_observation_state(held, compiled.decode)
         else:
             if capacity is not None:
                 raise UserError(
                     "capacity is stated where the cache is made (prefill), not where it is continued"
                 )
+            check_in_front("generate", cache)
             if share is not False:
                 cache, order = forked(cache, share, params[0].n, len(rows))
                 rows = _in_batch(rows, order, cache.seen.shape[0])
-            else:
-                check_in_front("generate", cache)
-            check_continues(cache, model, compiled, rows)
-            check_length(model, rows, longest_answer, cache)
-            longest = max(row.size for row in rows)
-            held = copy_for_question(host, cache, longest, longest_answer)
-            held = drop_observation_state(held, compiled.decode)
-            held, after = feed(
-                model, host, compiled.extend, held, rows, chunk, implementation, room=longest_answer
-            )
-            held = eviction.at_end(model, compiled, held, len(rows))
+            held, after = extend(model, compiled, cache, rows, longest_answer, chunk, implementation)
         batch, vocabulary = held.seen.shape[0], model.config.vocab_size
         eos = model.config.eos_ids
         sampler = make_sampler(params, numbers, eos, vocabulary, order, batch)
@@ -164,7 +153,6 @@ def forked(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cache,
     """Return a cache with a sequence for each of so many answers, `samples` to each question, that shares its context's
     pages, and each answer's row in the batch. A fork stays on the devices of its context, where empty rows follow.
     Nothing is copied yet (`kvjax.inference.allocation.copy_for_question`)."""
-    check_in_front("generate", cache)
     contexts = int((np.asarray(cache.seen) > 0).sum())
     context_of = np.repeat(_contexts(share, answers // samples, contexts), samples).tolist()
     shards = batch_shards()
@@ -258,7 +246,7 @@ def generate(
         # now, since the cache is donated to the next block
         stats = caches.stats(new.cache)
         blocks.append(new)
-    order = list(blocks[-1].order)
+    order = blocks[-1].order
     stats = dataclasses.replace(stats, entries=stats.entries[:, order], tokens=stats.tokens[order])
     params, prompt_of, _ = _by_answer(sampling, len(asked))
     return whole_answers(blocks, params, prompt_of, stats, model.config.eos_ids, tokenizer)

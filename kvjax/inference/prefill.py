@@ -1,22 +1,24 @@
-"""Reading prompts into a new cache."""
+"""Prefill: prompts into a new cache, and questions into a copy of one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, whole_number
 from kvjax.inference import eviction
-from kvjax.inference.allocation import new_cache
-from kvjax.inference.checks import check_arguments, check_length, check_observers
-from kvjax.inference.forward import padded
+from kvjax.inference.allocation import copy_for_question, new_cache
+from kvjax.inference.checks import check_arguments, check_continues, check_length, check_observers
+from kvjax.inference.forward import drop_observation_state, feed, padded
 from kvjax.mesh import use_mesh
 from kvjax.models.chat import Prompts, token_rows
 from kvjax.models.decoder import Decoder
+from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.policy import Policy
 
 CHUNK = 16384
@@ -72,16 +74,58 @@ def prefill(
     behind = None if observers is None else token_rows(observers, vocabulary, tokenizer, "end")
     with use_mesh(model):
         compiled = (policy or Policy()).compile(model)
-        room = max_new_tokens
         if behind is not None:
-            room = max(room, *(row.size for row in behind))
             check_observers(compiled.host, rows, behind)
-        cache = new_cache(model, compiled, rows, room, page_size, capacity)
-        check_length(model, rows, max_new_tokens)
-        arguments = max_new_tokens, chunk, implementation, behind
-        cache = eviction.read(model, compiled, cache, rows, *arguments)[0]
+        cache, _ = read(
+            model, compiled, rows, max_new_tokens, chunk, implementation,
+            observers=behind, page_size=page_size, capacity=capacity,
+        )  # fmt: skip
         caches.check(cache, compiled.host.name, max_new_tokens)
         return cache
+
+
+def read(
+    model: Decoder,
+    policy: CompiledPolicy,
+    rows: list[Int[np.ndarray, " _"]],
+    room: int,
+    chunk: int,
+    implementation: str | None,
+    *,
+    page_size: int | None,
+    capacity: int | str | None,
+    observers: Sequence[Int[np.ndarray, " _"]] | None = None,
+) -> tuple[Cache, Float[Array, "b v"]]:
+    """Read prompts into a new cache and compact it as the policy says. Arguments as in `prefill`; `room` is for tokens
+    that will follow.
+
+    Returns the cache and the logits after each row.
+    """
+    behind = max((row.size for row in observers or ()), default=0)
+    cache = new_cache(model, policy, rows, max(room, behind), page_size, capacity)
+    check_length(model, rows, room)
+    return eviction.read(model, policy, cache, rows, room, chunk, implementation, observers)
+
+
+def extend(
+    model: Decoder,
+    policy: CompiledPolicy,
+    cache: Cache,
+    rows: list[Int[np.ndarray, " _"]],
+    room: int,
+    chunk: int,
+    implementation: str | None,
+) -> tuple[Cache, Float[Array, "b v"]]:
+    """Read what continues each sequence of a cache, into a copy of it. Arguments as in `read`.
+
+    Returns the copy, without state that only the compaction of the prompt needed, and the logits after each row.
+    """
+    check_continues(cache, model, policy, rows)
+    check_length(model, rows, room, cache)
+    cache = copy_for_question(policy.host, cache, max(row.size for row in rows), room)
+    cache = drop_observation_state(cache, policy.decode)
+    cache, after = feed(model, policy.host, policy.extend, cache, rows, chunk, implementation, room=room)
+    return eviction.at_end(model, policy, cache, len(rows)), after
 
 
 @named_arguments()
