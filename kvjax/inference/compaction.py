@@ -1,6 +1,8 @@
-"""One compaction of a cache: a policy's eviction scores the stored entries layer by layer, then what stays moves up."""
+"""Compaction of a cache. The host works out how much stays, by the policy's schedule; a program has the eviction score
+the stored entries layer by layer, and moves those that stay to the front."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,159 @@ from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, free_counts
 from kvjax.cache.planes import appended
 from kvjax.cache.trail import by_layer
 from kvjax.inference.forward import bucket
-from kvjax.mesh import HEADS, P, gather
+from kvjax.mesh import BATCH, HEADS, P, gather, put
 from kvjax.models.decoder import Decoder
+from kvjax.policies.budget import places
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.interfaces import Eviction, Trail
+from kvjax.policies.policy import Policy
+from kvjax.policies.schedule import Range, Schedule
 from kvjax.policies.views import Stored
+
+
+def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quota) -> Cache:
+    """Return the cache (donated) after a compaction by a quota. The program is compiled for the longest head cache, and
+    for as many entries as are observed at least."""
+    schedule, eviction = policy.host.schedule, policy.compact
+    assert schedule is not None
+    assert eviction is not None
+    # entries are only moved in pages that no fork shares
+    assert cache.pages.others is None or policy.host.rewritten is None
+    free_counts(cache)  # nothing is chosen by what is not finite
+    longest = int(np.asarray(cache.layers.length).max())
+    if longest == 0:
+        return cache
+    entries = bucket(max(longest, schedule.needs.observed))
+    how = {"over": schedule.shares.over, "ties": schedule.ties, "causal": policy.read.stores_all}
+    return compact(model, eviction, cache, quota, entries=entries, **how)
+
+
+def quota(
+    policy: Policy,
+    cache: Cache,
+    tokens: Sequence[int],
+    *,
+    due: Sequence[bool] | None = None,
+    since: Int[Array, "l b k"] | None = None,
+    dropped: Sequence[int] | None = None,
+    prefix: Sequence[int] = (),
+) -> Quota:
+    """Return how much stays, by the policy's schedule, of contexts (or of chunks of them) of so many tokens, a number a
+    sequence.
+
+    Args:
+        due: which sequences are compacted; None: all.
+        since: lengths of the rows before the chunk; None: everything is eligible.
+        dropped: how many more entries behind these are of tokens that were only read to look at them; None: none.
+        prefix: how many of the first always stay of each prompt; (): none.
+    """
+    schedule = policy.schedule
+    assert schedule is not None
+    layers, slots = len(cache.layers.length), cache.window - 1
+    due = [True] * len(tokens) if due is None else list(due)
+    dropped = [0] * len(tokens) if dropped is None else dropped
+    prefix = prefix or [0] * len(tokens)
+    allowed = schedule.of_prompts(tokens, prefix, cache.entry_bytes)
+    newest = [schedule.newest(share, gone or None) for share, gone in zip(allowed, dropped, strict=True)]
+    if schedule.trigger.in_chunks:
+        counts = schedule.chunk_counts(tokens, allowed, newest, layers)[..., None]
+    else:
+        counts = schedule.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
+    counts = np.maximum(counts - np.minimum(slots, tokens)[:, None], 0)
+    # a budget below what always stays: the newest
+    least = counts.min((0, 2))
+    last = np.minimum(_beyond(newest, slots), least)
+    first = np.minimum(schedule.needs.first, least - last)
+    return _on_devices(schedule, cache, due, counts, last, first, dropped, since)
+
+
+def range_quota(
+    policy: Policy,
+    cache: Cache,
+    rows: Sequence[Int[np.ndarray, " _"]],
+    read: int | None = None,
+    before: int = 0,
+) -> Quota:
+    """Return how much stays of the ranges that a schedule with `Needs.ahead` looks at, of prompts of these token ids.
+
+    The places of a range are a whole number of all that compete, int(ratio · entries), and not of each head.
+
+    Args:
+        read: how many were read of each, if it has so many; None: all.
+        before: how many of them before the last compaction.
+    """
+    schedule, eviction = policy.schedule, policy.eviction
+    assert schedule is not None
+    assert eviction is not None
+    layers, _, heads = cache.layers.length.shape
+
+    def looked_at(row: Int[np.ndarray, " _"]) -> Range:
+        end = row.size if read is None else min(row.size, read)
+        prefix = eviction.prefix_of(row)
+        return schedule.range(row.size, min(row.size, before), end, cache.entry_bytes, prefix)
+
+    ranges = [looked_at(row) for row in rows]
+    counts = np.stack([places(x.tokens * x.ratio, layers, heads, schedule.shares.over) for x in ranges], 1)
+    newest = np.array([x.tokens + x.ahead for x in ranges], np.int32)
+    none = np.zeros(len(ranges), np.int32)
+    batch = cache.layers.length.shape[1]
+    undecided = put(np.pad(newest, (0, batch - len(newest))), BATCH)
+    since = cache.layers.length - undecided[:, None]
+    due = [x.tokens > 0 for x in ranges]
+    quota = _on_devices(schedule, cache, due, counts, none, none, none, since)
+    ahead = np.array([x.ahead for x in ranges], np.int32)
+    return dataclasses.replace(quota, ahead=put(np.pad(ahead, (0, batch - len(ahead))), BATCH))
+
+
+def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
+    """Return how much stays where every head loses a share of its own entries, as often as it takes until a sequence
+    has lost as many as it is `over` its budget (`when="overflow"`). A sequence that is not over loses none."""
+    schedule = policy.schedule
+    assert schedule is not None
+    length = np.asarray(cache.layers.length)[:, : len(over)]
+    seen, slots = np.asarray(cache.seen)[: len(over)], cache.window - 1
+    last = _beyond(
+        [schedule.newest(share) for share in schedule.allowance(seen.tolist(), cache.entry_bytes)], slots
+    )
+    counts = length.copy()
+    while (low := (length - counts).sum((0, 2)) < over).any():
+        free = np.maximum(counts - (last + schedule.needs.first)[:, None], 0)
+        gone = np.floor(schedule.trigger.drop * (1 + 1e-12) * counts).astype(np.int32)
+        gone = np.minimum(np.maximum(gone, 1), free) * low[:, None]
+        if not gone.any():
+            break
+        counts -= gone
+    first = np.full(len(over), schedule.needs.first)
+    return _on_devices(schedule, cache, over > 0, counts, last, first, np.zeros_like(first), None)
+
+
+def _beyond(newest, slots) -> Int[np.ndarray, " b"]:
+    """Return how many of each sequence's newest tokens are outside the local window."""
+    return np.maximum(0, np.array(newest, np.int32) - slots)
+
+
+def _on_devices(schedule: Schedule, cache: Cache, due, counts, last, first, dropped, since) -> Quota:
+    layers, batch, heads = cache.layers.length.shape
+    empty = (0, batch - len(due))
+
+    def by_sequence(x):
+        return put(np.pad(np.asarray(x), empty), BATCH)
+
+    def by_row(x):
+        return put(np.pad(x, ((0, 0), empty, (0, 0))), None, BATCH, HEADS if x.shape[2] == heads else None)
+
+    zero = np.zeros((layers, len(due), heads), np.int32)
+    return Quota(
+        due=by_sequence(due),
+        count=by_row(counts.astype(np.int32)),
+        pinned=by_row(schedule.shares.pins(counts)),
+        since=by_row(zero) if since is None else since,
+        dropped=by_sequence(np.array(dropped, np.int32)),
+        ahead=by_sequence(np.zeros(len(due), np.int32)),
+        last=by_sequence(last.astype(np.int32)),
+        first=by_sequence(first.astype(np.int32)),
+        floor=put(np.float32(schedule.budget.floor)),
+    )
 
 
 def compacted(
@@ -30,8 +180,8 @@ def compacted(
     ties: str,
     causal: bool,
 ) -> Cache:
-    """The cache after one compaction, marked if a score is NaN (`kvjax.cache.checks`). No row may hold more than
-    `entries` entries in its global region. over, ties: as of `kvjax.topk.top`; causal: as of `Stored`."""
+    """Return the cache after one compaction, marked if a score is NaN (`kvjax.cache.checks`). No head cache may retain
+    more than `entries` entries. over, ties: of `kvjax.topk.top`; causal: of `Stored`."""
     ring = ring_pages(cache.window, cache.page_size)
     heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
 
@@ -64,7 +214,7 @@ compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over
 def with_late_numbers(
     eviction: Eviction, pages: Pages, layers: LayerCache, trail: Trail, seen: Int[Array, " b"], ring: int
 ) -> Pages:
-    """The pages with the numbers of the newest entries that the method knows now. On one shard."""
+    """Return the pages with the metadata of the newest entries that the method knows now. On one shard."""
     if not eviction.pending:
         return pages
 
@@ -105,9 +255,10 @@ def scores(
     window: int,
     causal: bool,
 ) -> Float[Array, "l b k s"]:
-    """The method's scores of the last `entries` entries of each row, aligned with the right end. On one shard.
+    """Return the method's scores of the last `entries` entries of each head cache, aligned with the right end. On one
+    shard.
 
-    `trail`: by layer, oldest token first. `rotation`: RoPE's, as of `ModelConfig.rotation`. `causal`: as of `Stored`.
+    `trail`: by layer, oldest token first. `rotation`: RoPE's, from `ModelConfig.rotation`. `causal`: of `Stored`.
     """
     ring = ring_pages(window, pages.pool.shape[1])
     frequencies, rope_scale = rotation
@@ -128,20 +279,3 @@ def scores(
         return index + 1, method.score(layer.state.eviction, stored)
 
     return lax.scan(one, jnp.int32(0), (eviction, layers, trail, output, quota.count, quota.since))[1]
-
-
-def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quota) -> Cache:
-    """The cache (donated) after a compaction by a quota, compiled for its longest row, and for as many entries as are
-    observed at least."""
-    schedule, eviction = policy.host.schedule, policy.compact
-    assert schedule is not None
-    assert eviction is not None
-    # entries are only moved in pages that no fork shares
-    assert cache.pages.others is None or policy.host.rewritten is None
-    free_counts(cache)  # nothing is chosen by what is not finite
-    longest = int(np.asarray(cache.layers.length).max())
-    if longest == 0:
-        return cache
-    entries = bucket(max(longest, schedule.needs.observed))
-    how = {"over": schedule.shares.over, "ties": schedule.ties, "causal": policy.read.stores_all}
-    return compact(model, eviction, cache, quota, entries=entries, **how)

@@ -5,29 +5,20 @@ on.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Cache, check
-from kvjax.inference.allocation import (
-    free_pages,
-    grow,
-    may_grow,
-    more_pages,
-    pool_pages,
-    resize_after_prompt,
-)
-from kvjax.inference.compaction import compact_to
+from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
+from kvjax.inference.compaction import compact_to, overflow_quota, quota, range_quota
 from kvjax.inference.decode import Recurring
 from kvjax.inference.footprint_log import log_call
-from kvjax.inference.forward import bucket, feed, memories, padded
-from kvjax.inference.quota import overflow_quota, quota, range_quota
+from kvjax.inference.forward import bucket, memories, padded
 from kvjax.inference.reread import reread
 from kvjax.mesh import put
 from kvjax.models.decoder import Decoder
@@ -44,53 +35,6 @@ Feed = Callable[[Cache, TokenRows], tuple[Cache, Any]]
 """`feed` for a model and a policy."""
 
 
-def read(
-    model: Decoder,
-    policy: CompiledPolicy,
-    cache: Cache,
-    rows: TokenRows,
-    room: int,
-    chunk: int,
-    implementation: str | None = None,
-    observers: TokenRows | None = None,
-) -> tuple[Cache, Float[Array, "b v"]]:
-    """Read `rows` into an empty cache and compact it as the policy's schedule says.
-
-    Args:
-        cache: it is donated.
-        room: tokens that will follow.
-        chunk: tokens of a call.
-        observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing;
-            None: those of the schedule, if it has some.
-
-    Returns:
-        the cache, with space for `room` more tokens, and the logits after each row.
-    """
-    host, schedule = policy.host, policy.host.schedule
-    options = {"chunk": chunk, "implementation": implementation, "room": room}
-    run = functools.partial(feed, model, host, policy.read, **options)
-    if schedule is None:
-        cache, logits = run(cache, rows)
-        return resize_after_prompt(host, cache, room), logits
-    observers = _guided(schedule, len(rows)) if observers is None else observers
-    logits = None
-    if schedule.trigger.in_chunks:
-        for start in range(0, max(row.size for row in rows), schedule.trigger.chunk):
-            before = jnp.copy(cache.layers.length) if schedule.by_chunk and not schedule.in_ranges else None
-            part = [row[start : start + schedule.trigger.chunk] for row in rows]
-            left = max(row.size for row in rows) - max(row.size for row in part) - start
-            cache, logits = run(cache, part, logits=logits, room=room + left)
-            cache = _after_chunk(model, policy, cache, rows, observers, start, before, run)
-    elif schedule.trigger.while_decoding:
-        cache, logits = run(cache, rows)
-        cache = at_end(model, policy, cache, len(rows))
-    else:
-        cache, logits = run(cache, rows)
-        cache = at_prompt_end(model, policy, cache, rows, observers, run, implementation)
-    assert logits is not None
-    return resize_after_prompt(host, cache, room), logits
-
-
 def at_prompt_end(
     model: Decoder,
     policy: CompiledPolicy,
@@ -100,35 +44,40 @@ def at_prompt_end(
     run: Feed | None = None,
     implementation: str | None = None,
 ) -> Cache:
-    """The cache (donated) of the prompts `rows`, compacted once as the policy's schedule says. observers: as in `read`;
-    run: `feed` for them."""
+    """Return the cache (donated) of the prompts `rows`, compacted once as the policy's schedule says.
+
+    Args:
+        observers: as in `kvjax.inference.prefill.read`.
+        run: `feed` for them.
+    """
     host, dropped = policy.host, [0] * len(rows)
     schedule, eviction = host.schedule, host.eviction
     assert schedule is not None
     assert eviction is not None
     if schedule.in_ranges:
         return compact_to(model, policy, cache, range_quota(host, cache, rows))
-    observers = _guided(schedule, len(rows)) if observers is None else observers
+    observers = guided(schedule, len(rows)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run)
-    cache = reread(model, policy, cache, rows, implementation)
+    if eviction.rereads:
+        cache = reread(model, policy, cache, rows, implementation)
     prefix = [eviction.prefix_of(row) for row in rows]
     stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
     return compact_to(model, policy, cache, stays)
 
 
-def _guided(schedule: Schedule, sequences: int) -> TokenRows:
-    """The tokens that look at the end of each sequence, if there are some of their own."""
+def guided(schedule: Schedule, sequences: int) -> TokenRows:
+    """Return the schedule's own tokens that look at the end of each sequence, of which there may be none."""
     return [np.asarray(schedule.trigger.guidance, np.int32)] * sequences
 
 
 def _observed(
     model: Decoder, policy: CompiledPolicy, cache: Cache, observers: TokenRows, run: Feed
 ) -> tuple[Cache, list[int]]:
-    """The cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries are
-    theirs: none where an admission decides, which may not let them in, and whose ring they would push its oldest tokens
-    out of. There they write nothing, and only what the eviction saw of them stays."""
+    """Return the cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries
+    are theirs. With an admission they write nothing, since it may drop them and they would push the oldest tokens out
+    of its window: only what the eviction observed stays."""
     sizes = [row.size for row in observers]
     if not any(sizes):
         return cache, sizes
@@ -144,7 +93,7 @@ def _observed(
 
 
 def at_end(model: Decoder, policy: CompiledPolicy, cache: Cache, sequences: int) -> Cache:
-    """The cache after a prompt, or a question that continues one: compacted where the policy does so while decoding."""
+    """Return the cache after a prompt or a question, compacted where the policy also does so while decoding."""
     if not policy.host.compacts_answers:
         return cache
     return _evict_to_budget(model, policy, cache, np.ones(sequences, bool))
@@ -153,7 +102,7 @@ def at_end(model: Decoder, policy: CompiledPolicy, cache: Cache, sequences: int)
 def _evict_to_budget(
     model: Decoder, policy: CompiledPolicy, cache: Cache, rows: Bool[np.ndarray, " b"]
 ) -> Cache:
-    """The cache with those of the `rows` brought down to their budgets that have more."""
+    """Return the cache in which those of the `rows` that are over their budgets were compacted to them."""
     host, schedule, seen = policy.host, policy.host.schedule, np.asarray(cache.seen)[: len(rows)]
     assert schedule is not None
     allowed = schedule.allowance(seen.tolist(), cache.entry_bytes)
@@ -168,7 +117,7 @@ def _evict_to_budget(
     return compact_to(model, policy, cache, quota(host, cache, seen.tolist(), due=due.tolist()))
 
 
-def _after_chunk(
+def after_chunk(
     model: Decoder,
     policy: CompiledPolicy,
     cache: Cache,
@@ -178,7 +127,12 @@ def _after_chunk(
     before: Int[Array, "l b k"] | None,
     run: Feed,
 ) -> Cache:
-    """The cache compacted once the chunk of `rows` that begins at `start` was read."""
+    """Return the cache (donated), compacted after the chunk of `rows` that begins at `start`.
+
+    Args:
+        before: lengths of the head caches before the chunk, where its survivors are chosen among themselves.
+        observers, run: as in `at_prompt_end`.
+    """
     host, schedule = policy.host, policy.host.schedule
     assert schedule is not None
     stop = start + schedule.trigger.chunk
@@ -209,12 +163,12 @@ def _after_chunk(
 
 
 def _remembering(cache: Cache, states: States, trail: Trail) -> Cache:
-    """The cache with the methods' memories."""
+    """Return the cache with these memories of the methods."""
     return dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=states), trail=trail)
 
 
 def recurring(policy: Policy, cache: Cache) -> Recurring | None:
-    """What the decoding loop itself compacts, and when; None: nothing."""
+    """Return the compaction that the decoding loop makes itself; None: there is none."""
     schedule = policy.schedule
     if schedule is None or schedule.trigger.when != "position":
         return None
@@ -230,8 +184,8 @@ FEW = 4
 
 
 def block_size(tokens: int, block: int) -> int:
-    """Tokens of the compiled block that decodes so many, or their first part: the block or `FEW`, so that answers of
-    all lengths run the same programs. What it computes beyond what was asked for, less than half a block, is dropped.
+    """Return the tokens of the compiled block that decodes so many, or their first part: the block or `FEW`, so that
+    answers of all lengths run the same programs. Tokens beyond those asked for, less than half a block, are dropped.
     """
     return block if 2 * tokens > block else min(FEW, block)
 
@@ -239,10 +193,12 @@ def block_size(tokens: int, block: int) -> int:
 def next_block(
     policy: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, left: int, block: int
 ) -> tuple[int, int, Cache]:
-    """(count, size, cache): how many tokens may be decoded before a compaction may be due, at most those that are
-    `left`; the `block_size` for them; and the cache with room for them.
+    """Return how many tokens may be decoded before a compaction may be due, at most those that are `left`; the
+    `block_size` for them; and the cache with pages for them.
 
-    running: the sequences that go on. fed: tokens decoded so far.
+    Args:
+        running: the sequences that go on.
+        fed: tokens decoded so far.
     """
     schedule, due = policy.schedule, left
     if schedule is not None and schedule.trigger.when == "every":
@@ -268,7 +224,7 @@ def next_block(
 def after_block(
     model: Decoder, policy: CompiledPolicy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int
 ) -> Cache:
-    """The cache, compacted if that is due for any of the sequences that are still `running`."""
+    """Return the cache, compacted if that is due for any of the sequences that are still `running`."""
     schedule = policy.host.schedule
     if schedule is None or schedule.trigger.when not in ("every", "overflow") or not running.any():
         return cache
@@ -278,7 +234,7 @@ def after_block(
 
 
 def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
-    """By how many entries of the global region each sequence is over its budget."""
+    """Return by how many retained entries each sequence is over its budget."""
     layers, _, heads = cache.layers.length.shape
     assert policy.schedule is not None
     seen = np.asarray(cache.seen)[:sequences]

@@ -1,5 +1,6 @@
 """Prefill: prompts into a new cache, and questions into a copy of one."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, whole_number
 from kvjax.inference import eviction
-from kvjax.inference.allocation import copy_for_question, new_cache
+from kvjax.inference.allocation import copy_for_question, new_cache, resize_after_prompt
 from kvjax.inference.checks import check_arguments, check_continues, check_length, check_observers
 from kvjax.inference.forward import drop_observation_state, feed, padded
 from kvjax.mesh import use_mesh
@@ -90,21 +91,49 @@ def read(
     rows: list[Int[np.ndarray, " _"]],
     room: int,
     chunk: int,
-    implementation: str | None,
+    implementation: str | None = None,
     *,
-    page_size: int | None,
-    capacity: int | str | None,
+    page_size: int | None = None,
+    capacity: int | str | None = None,
     observers: Sequence[Int[np.ndarray, " _"]] | None = None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """Read prompts into a new cache and compact it as the policy says. Arguments as in `prefill`; `room` is for tokens
-    that will follow.
+    """Read prompts into a new cache and compact it as the policy's schedule says.
 
-    Returns the cache and the logits after each row.
+    Args:
+        room: tokens that will follow.
+        page_size, capacity, chunk: as in `prefill`.
+        observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing;
+            None: those of the schedule, if it has some.
+
+    Returns:
+        the cache, with pages for `room` more tokens, and the logits after each row.
     """
+    host, schedule, longest = policy.host, policy.host.schedule, max(row.size for row in rows)
     behind = max((row.size for row in observers or ()), default=0)
     cache = new_cache(model, policy, rows, max(room, behind), page_size, capacity)
     check_length(model, rows, room)
-    return eviction.read(model, policy, cache, rows, room, chunk, implementation, observers)
+    options = {"chunk": chunk, "implementation": implementation, "room": room}
+    run = functools.partial(feed, model, host, policy.read, **options)
+    if schedule is None:
+        cache, after = run(cache, rows)
+        return resize_after_prompt(host, cache, room), after
+    observers = eviction.guided(schedule, len(rows)) if observers is None else observers
+    after = None
+    if schedule.trigger.in_chunks:
+        for start in range(0, longest, schedule.trigger.chunk):
+            before = jnp.copy(cache.layers.length) if schedule.by_chunk and not schedule.in_ranges else None
+            part = [row[start : start + schedule.trigger.chunk] for row in rows]
+            left = longest - max(row.size for row in part) - start
+            cache, after = run(cache, part, logits=after, room=room + left)
+            cache = eviction.after_chunk(model, policy, cache, rows, observers, start, before, run)
+    elif schedule.trigger.while_decoding:
+        cache, after = run(cache, rows)
+        cache = eviction.at_end(model, policy, cache, len(rows))
+    else:
+        cache, after = run(cache, rows)
+        cache = eviction.at_prompt_end(model, policy, cache, rows, observers, run, implementation)
+    assert after is not None
+    return resize_after_prompt(host, cache, room), after
 
 
 def extend(

@@ -1,5 +1,5 @@
-"""Passes: tokens that are read once more behind prompts to look at parts of them, and leave nothing but numbers beside
-their entries (`Eviction.passes`)."""
+"""Reconstruction passes: tokens that are read once more behind prompts to look at parts of them, and leave nothing but
+metadata of their entries (`Eviction.passes`)."""
 
 import dataclasses
 import functools
@@ -32,15 +32,16 @@ def reread(
     rows: Sequence[Int[np.ndarray, " _"]],
     implementation: str | None = None,
 ) -> Cache:
-    """The cache (donated) of `rows` after all passes that the policy's eviction makes of them: its planes are filled,
-    nothing else is changed. The passes of one index run together, a row's that has fewer does nothing.
+    """Return the cache (donated) of `rows` after all passes that the policy's eviction makes over them: they fill its
+    entry metadata and change nothing else. The passes of one index run together; a row that has fewer does nothing.
 
     Args:
-        cache: it holds every token of `rows`, in pages (`View.stores_all`), and has the eviction's planes.
+        policy: its eviction rereads.
+        cache: it holds every token of `rows`, in pages (`View.stores_all`), and has the eviction's metadata.
     """
     eviction = policy.host.eviction
-    if eviction is None or policy.compact is None or not eviction.rereads:
-        return cache
+    assert eviction is not None
+    assert policy.compact is not None
     passes = [eviction.passes(row) for row in rows]
     behind = [max((one.tokens.size for one in own), default=0) for own in passes]
     most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
@@ -60,7 +61,7 @@ def reread(
 
 
 def _longest(passes: Sequence[Pass]) -> int:
-    """The most tokens of a pass or its part."""
+    """Return the most tokens of a pass or its part."""
     return max((max(one.tokens.size, one.stop - one.start) for one in passes), default=0)
 
 
@@ -77,7 +78,7 @@ class Spans:
 
 
 def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
-    """Empty where there is no pass, and for the rows that pad a batch."""
+    """Return the spans of passes, empty where there is none, and for the rows that pad a batch."""
     table = np.zeros((3, batch), np.int32)
     for row, one in enumerate(passes):
         if one is not None:
@@ -98,8 +99,8 @@ def one_pass(
     first: int,
     implementation: str | None,
 ) -> Cache:
-    """The cache after one pass of each sequence. No part is longer than the tokens are padded to; `first`: places for
-    the rows' first entries."""
+    """Return the cache after one pass of each sequence. No part is longer than the tokens are padded to.
+    `first`: places for the rows' first entries."""
 
     def attend(step, planes, xs):
         (layer, view, eviction), step = xs, step.without_padding()
@@ -134,7 +135,7 @@ def _looked_at(
     spans: Spans,
     first: int,
 ) -> Planes:
-    """The planes once a pass's tokens have looked at one layer's entries."""
+    """Return the entry metadata after a pass's tokens have looked at one layer's entries."""
 
     def local(eviction, step, pages, layer, valid, spans):
         own = spans.start[:, None] + jnp.arange(step.q.shape[2])

@@ -9,7 +9,6 @@ import numpy as np
 from kvjax import cache as caches
 from kvjax.cache.trail import by_layer
 from kvjax.inference import compaction
-from kvjax.inference import quota as quotas
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import feed
 from kvjax.inference.prefill import CHUNK
@@ -74,7 +73,7 @@ def scored(model, policy, prompts):
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, prompts, 0, PAGE, None)
-        quota = quotas.quota(compiled.host, cache, [len(x) for x in prompts])
+        quota = compaction.quota(compiled.host, cache, [len(x) for x in prompts])
         cache, _ = feed(model, compiled.host, compiled.read, cache, prompts, CHUNK)
         heads = jax.sharding.reshard(jnp.arange(4), P(HEADS))
         output = gather(model.layers.o[...], "fsdp")

@@ -10,10 +10,10 @@ from kvjax import cache as caches
 from kvjax import inference
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
-from kvjax.inference import eviction
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import last_logits, padded
 from kvjax.inference.prefill import CHUNK
+from kvjax.inference.prefill import read as read_prompts
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.chat import encode
 from kvjax.policies import make_policy
@@ -42,9 +42,7 @@ def gates(model):
 def read(model, policy, rows, chunk=CHUNK):
     """The cache, and the logits after each prompt."""
     with use_mesh(model):
-        compiled = policy.compile(model)
-        cache = new_cache(model, compiled, rows, 0, PAGE, None)
-        cache, logits = eviction.read(model, compiled, cache, rows, 0, chunk)
+        cache, logits = read_prompts(model, policy.compile(model), rows, 0, chunk, page_size=PAGE)
         return cache, np.asarray(logits)
 
 
