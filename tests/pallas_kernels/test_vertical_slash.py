@@ -249,14 +249,15 @@ def packed(implementation, gated):
 
 def packed_arguments():
     q, k, v, gate = tensors((1, 4, 2, sum(DOCUMENTS), sum(DOCUMENTS), 32), 4)
-    admitted = jnp.asarray(np.random.default_rng(5).random(gate.shape) < 0.3)
-    return (q, k, v, gate, admitted), jnp.asarray(np.repeat([3, 0, 3], DOCUMENTS))[None]
+    admitted = np.random.default_rng(5).random(gate.shape) < 0.3
+    arguments = *(np.asarray(x) for x in (q, k, v, gate)), admitted
+    return arguments, np.repeat(np.array([3, 0, 3], np.int32), DOCUMENTS)[None]
 
 
 @pytest.mark.parametrize("gated", [more(False), True])
 def test_reference_keeps_packed_documents_apart(gated):
     arguments, segments = packed_arguments()
-    gradients, out = packed("reference", gated)(*arguments, segments)
+    gradients, out = jax.device_get(packed("reference", gated)(*arguments, segments))
     for start, stop in itertools.pairwise(np.cumsum((0, *DOCUMENTS))):
         alone = [x[:, :, start:stop] for x in arguments]
         gradients_alone, expected = packed("reference", gated)(*alone, segments[:, start:stop])
@@ -308,6 +309,26 @@ def gradients(implementation, window, arguments, weight, end=None):
     return jax.jit(jax.grad(jax.checkpoint(loss)))(arguments)
 
 
+def weighted(shape, window, gated, ending):
+    """What `gradients` takes beside an implementation and a window."""
+    b, n, _, t, _, h = SHAPES[shape]
+    rng = np.random.default_rng(1)
+    *qkv, gate = tensors(SHAPES[shape], 2)
+    end = random_ends(SHAPES[shape], window, "uneven", 3) if ending else None
+    arguments = (*qkv, gate if gated else None)
+    weight = rng.normal(size=(b, n, t, h)), rng.normal(size=(b, n, t))
+    return arguments, weight, end
+
+
+@functools.cache
+def exact_gradients(shape, window, gated, ending):
+    """The reference's in float64."""
+    arguments, weight, end = weighted(shape, window, gated, ending)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
+        return jax.device_get(gradients("reference", window, exact, weight, end))
+
+
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.parametrize(
     ("shape", "window", "gated", "ending"),
@@ -320,17 +341,9 @@ def gradients(implementation, window, arguments, weight, end=None):
     ],
 )
 def test_gradient_against_float64(implementation, shape, window, gated, ending):
-    b, n, _, t, _, h = SHAPES[shape]
-    rng = np.random.default_rng(1)
-    *qkv, gate = tensors(SHAPES[shape], 2)
-    end = random_ends(SHAPES[shape], window, "uneven", 3) if ending else None
-    arguments = (*qkv, gate if gated else None)
-    weight = rng.normal(size=(b, n, t, h)), rng.normal(size=(b, n, t))
-    actual = gradients(implementation, window, arguments, jax.tree.map(jnp.float32, weight), end)
-    with jax.enable_x64(True):
-        exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
-        expected = jax.tree.map(np.asarray, gradients("reference", window, exact, weight, end))
-    assert_gradients_close(actual, expected)
+    arguments, weight, end = weighted(shape, window, gated, ending)
+    actual = gradients(implementation, window, arguments, jax.tree.map(np.float32, weight), end)
+    assert_gradients_close(actual, exact_gradients(shape, window, gated, ending))
 
 
 @pytest.mark.parametrize("implementation", OTHERS)

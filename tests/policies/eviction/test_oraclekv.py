@@ -4,6 +4,7 @@ and the texts."""
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ from tests.tasks.model_tokenizers import byte_tokenizer
 
 GUIDANCE = (3, 9, 27, 20, 7, 11, 50, 2, 31, 44)
 RATIO = 0.3
+USUAL = {"max_new_tokens": 12, "page_size": PAGE}
+"""How most of these prompts are read, so that they share programs."""
+QUESTIONS, ANSWERS = [[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=8, logprobs=0)
 
 
 def guided_scores(model, prompt, tokens=GUIDANCE, **options):
@@ -53,7 +57,7 @@ def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
     """Sum over the guidance's rows, five neighbours, mean over the group; no window, no sink, nothing of the guidance,
     and keys as they are without it."""
     policy = make_policy({"oraclekv": {"ratio": RATIO, "guidance": GUIDANCE}}, model=model)
-    cache = prefill(model, prompts, policy=policy, page_size=PAGE)
+    cache = prefill(model, prompts, policy=policy, **USUAL)
     pages_are_whole(cache)
     np.testing.assert_array_equal(cache.seen, LENGTHS)
     forgot = 0
@@ -81,7 +85,7 @@ def test_the_smoothing_decides(pool, expected, best):
     q = np.log(rows) * 6**0.5
     blank, all_of_them = jnp.zeros((1, 1, 6), jnp.int32), jnp.ones((1, 1, 6), bool)
     stored = Stored(
-        k=jnp.eye(6)[None, None],
+        k=jnp.asarray(np.eye(6, dtype=np.float32)[None, None]),
         v=jnp.zeros((1, 1, 6, 6)),
         place=jnp.arange(6)[None, None],
         scored=all_of_them,
@@ -99,7 +103,7 @@ def test_the_smoothing_decides(pool, expected, best):
         causal=True,
     )
     # the mean over the rows, which their sum is twice
-    score = 2 * np.asarray(OracleKV(observed=2, pool=pool).score((), stored))[0, 0, :4]
+    score = 2 * np.asarray(jax.jit(lambda: OracleKV(observed=2, pool=pool).score((), stored))())[0, 0, :4]
     np.testing.assert_allclose(score, expected, atol=1e-5)
     assert set(np.argsort(-score)[:2]) == best
 
@@ -111,14 +115,12 @@ def test_of_a_whole_budget_nothing_is_changed(model, prompts):
         make_policy("full", model=model),
         *(make_policy({"oraclekv": {"ratio": 1.0, "guidance": GUIDANCE[:m]}}, model=model) for m in (1, 10)),
     ]
-    question = [[5, 6, 7], [8, 9]]
     stored, answers = [], []
     for policy in policies:
-        cache = prefill(model, prompts, policy=policy, max_new_tokens=12, page_size=PAGE)
+        cache = prefill(model, prompts, policy=policy, **USUAL)
         np.testing.assert_array_equal(cache.seen, LENGTHS)
         stored.append(held(cache))
-        sampling = SamplingParams(max_new_tokens=8, logprobs=0)
-        answers.append(generate(model, question, sampling, policy=policy, cache=cache))
+        answers.append(generate(model, QUESTIONS, ANSWERS, policy=policy, cache=cache))
     for rows, answer in zip(stored[1:], answers[1:], strict=True):
         for own, alone in zip(rows, stored[0], strict=True):
             np.testing.assert_array_equal(own, alone)
@@ -130,7 +132,7 @@ def test_of_a_whole_budget_nothing_is_changed(model, prompts):
 def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
     """Whose window is the question, which it keeps; here it comes afterwards."""
     policy = make_policy({"oraclekv": {"entries": 20, "guidance": GUIDANCE}}, model=model)
-    blind = prefill(model, prompts, policy=policy, page_size=PAGE)
+    blind = prefill(model, prompts, policy=policy, **USUAL)
     m = len(GUIDANCE)
     aware = make_policy({"snapkv": {"entries": 20 + m, "observed": m}}, model=model)
     both = [np.concatenate([prompt, GUIDANCE]) for prompt in prompts]
@@ -141,15 +143,12 @@ def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
 
 def test_questions_leave_the_cache_as_it_is(model, prompts):
     policy = make_policy({"oraclekv": {"ratio": RATIO, "guidance": GUIDANCE}}, model=model)
-    cache = prefill(model, prompts, policy=policy, max_new_tokens=12, page_size=PAGE)
+    cache = prefill(model, prompts, policy=policy, **USUAL)
     before = [entries(cache, *row).copy() for row in np.ndindex(3, 2, 4)]
-    first = generate(
-        model, [[5, 6], [7]], SamplingParams(max_new_tokens=6), policy=policy, cache=cache
-    ).tokens
-    generate(model, [[8, 9], [10, 11]], SamplingParams(max_new_tokens=6), policy=policy, cache=cache)
-    again = generate(
-        model, [[5, 6], [7]], SamplingParams(max_new_tokens=6), policy=policy, cache=cache
-    ).tokens
+    first, _, again = (
+        generate(model, questions, ANSWERS, policy=policy, cache=cache).tokens
+        for questions in (QUESTIONS, [[8, 9, 10], [10, 11]], QUESTIONS)
+    )
     np.testing.assert_array_equal(first, again)
     for row, was in zip(np.ndindex(3, 2, 4), before, strict=True):
         np.testing.assert_array_equal(entries(cache, *row), was)
@@ -159,11 +158,11 @@ def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
     """Ada: as many together, each at least a fifth of its share. Pyramid: kvpress's line, if its last layer has as many
     entries as the guidance has tokens, and else all the same."""
     lengths = {}
-    for name, m in (("uniform", 1), ("ada", 1), ("pyramid", 1), ("a pyramid of too few", 2)):
+    for name, m in (("uniform", 1), ("ada", 1), ("pyramid", 1), ("a pyramid of too few", 10)):
         allocation = "pyramid" if "pyramid" in name else name
         told = {"ratio": 0.5, "guidance": GUIDANCE[:m], "allocation": allocation}
         policy = make_policy({"oraclekv": told}, model=model)
-        cache = prefill(model, prompts, policy=policy, page_size=PAGE)
+        cache = prefill(model, prompts, policy=policy, **USUAL)
         lengths[name] = np.asarray(cache.layers.length)
     share = lengths["uniform"]
     np.testing.assert_array_equal(share[:, 0], 30)
@@ -204,7 +203,7 @@ def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored
     for window in (1, 2):
         evicting = {"entries": 9 + window, "guidance": GUIDANCE, **own}
         policy = make_policy({"streaming_llm": {"sink": 20, "window": window}, name: evicting})
-        kept.append(prefill(model, prompts, policy=policy, page_size=PAGE))
+        kept.append(prefill(model, prompts, policy=policy, **USUAL))
     for b, head in np.ndindex(2, 4):
         none, ring = (entries(cache, 0, b, head) for cache in kept)
         assert len(none) == 10

@@ -5,7 +5,6 @@ import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -97,7 +96,7 @@ def test_no_prediction_is_better_than_the_target():
 
 def at(predicted, target):
     """The loss."""
-    return float(cross_entropy(jnp.asarray(predicted), jnp.asarray(target)).mean(0).sum())
+    return float(np.asarray(jax.jit(cross_entropy)(predicted, target)).mean(0).sum())
 
 
 def learnable(random, count, model):
@@ -150,11 +149,12 @@ def test_the_first_loss_is_that_of_predictions_by_hand():
         model = tiny_model()
         gates = jax.jit(recipe.init)(model)
         batch = learnable(np.random.default_rng(0), 8, model)
-        loss, numbers = recipe.loss(
+        loss, numbers = jax.jit(recipe.loss)(
             gates, None, to_mesh(make_mesh(), Rows(0, 8, 8), batch), jax.random.key(0), 0
         )
+        one, own = jax.jit(lambda gate, x: gate(x)), jax.device_get(gates)
         p = np.stack([
-            np.float64(jax.tree.map(lambda x, at=at: x[at], gates)(jnp.asarray(batch["input"][None, :, at]))[0])
+            np.float64(one(jax.tree.map(lambda x, at=at: x[at], own), batch["input"][None, :, at])[0])
             for at in range(model.config.num_layers)
         ])  # fmt: skip
     t = np.float64(batch["score"]).transpose(1, 2, 0)
@@ -184,7 +184,7 @@ def test_every_gate_has_a_gradient(form, inputs):
         found = jax.jit(jax.grad(lambda gates: recipe.loss(gates, None, batch, jax.random.key(0), 0)[0]))(
             gates
         )
-        assert scores(gates, batch["input"]).shape == (3, 4, 8)
+        assert jax.eval_shape(scores, gates, batch["input"]).shape == (3, 4, 8)
     assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(jax.device_get(found)))
 
 
@@ -263,7 +263,8 @@ def test_gates_can_begin_with_others(whole, tmp_path):
 def test_gates_that_a_run_begins_with_say_their_form_and_sizes(tmp_path):
     """Unless they are told beside them, in a file or on the command line; what disagrees is refused."""
     with jax.set_mesh(make_mesh()):
-        gates = SinkGate(2, 4, 1, 16, dim=8, sinks=3, form="paper", rngs=nnx.Rngs(0))
+        sizes = {"dim": 8, "sinks": 3, "form": "paper"}
+        gates = jax.jit(lambda: SinkGate(2, 4, 1, 16, **sizes, rngs=nnx.Rngs(0)))()
     save_gates(tmp_path / "gates", gates, {"inputs": "k"})
     init, out = ["--init", str(tmp_path / "gates")], ["--out", str(tmp_path / "run")]
     (tmp_path / "own.yaml").write_text(
