@@ -136,7 +136,7 @@ def random_gates(model: Any, rate: float = 0.25, window: int = 256) -> Any:
     from kvjax.policies import Policy, make_policy
     from kvjax.policies.admission.random import Random
     from kvjax.policies.admission.wgkv import WriteGate
-    from kvjax.policies.interfaces import Admission
+    from kvjax.policies.base import Admission
     from kvjax.struct import struct
 
     @struct

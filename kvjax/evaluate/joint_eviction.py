@@ -4,54 +4,59 @@ from collections.abc import Iterator, Mapping
 
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.policies.interfaces import Eviction, Numbers, Planes, State, Trail
+from kvjax.policies.base import Eviction, Numbers, Observer, Planes, State, TokenMetadata, Trail
+from kvjax.policies.eviction.wrapper import planes_of
 from kvjax.policies.views import Readout, Shape, Step, Stored
 from kvjax.struct import struct
 
 
 @struct
-class JointEviction(Eviction):
+class JointEviction(TokenMetadata, Observer, Eviction):
     """The memories of several methods side by side, and their planes; `None` stands for a policy that evicts
     nothing."""
 
     methods: tuple[Eviction | None, ...]
-    """Those whose memories are kept."""
+    """Those whose memories are kept, without wrappers."""
 
     @property
     def planes(self) -> Mapping[str, str]:
-        return {_own(i, name): dtype for i, method in self._some for name, dtype in method.planes.items()}
+        return {
+            _own(i, name): dtype
+            for i, method in enumerate(self.methods)
+            for name, dtype in planes_of(method).items()
+        }
 
     @property
-    def _some(self) -> Iterator[tuple[int, Eviction]]:
-        return ((i, method) for i, method in enumerate(self.methods) if method is not None)
+    def _writers(self) -> Iterator[tuple[int, TokenMetadata]]:
+        return ((i, method) for i, method in enumerate(self.methods) if isinstance(method, TokenMetadata))
 
     def init(self, shape: Shape) -> tuple[State, ...]:
-        return tuple(() if method is None else method.init(shape) for method in self.methods)
+        return tuple(method.init(shape) if isinstance(method, Observer) else () for method in self.methods)
 
     def observe(
         self, state: tuple[State, ...], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
     ) -> tuple[State, ...]:
         return tuple(
-            own if method is None else method.observe(own, step, seen, valid)
+            method.observe(own, step, seen, valid) if isinstance(method, Observer) else own
             for method, own in zip(self.methods, state, strict=True)
         )
 
     def trail(self, shape: Shape) -> tuple[Trail, ...]:
-        return tuple(() if method is None else method.trail(shape) for method in self.methods)
+        return tuple(method.trail(shape) if isinstance(method, Observer) else () for method in self.methods)
 
     def trace(self, step: Step) -> tuple[Trail, ...]:
-        return tuple(() if method is None else method.trace(step) for method in self.methods)
+        return tuple(method.trace(step) if isinstance(method, Observer) else () for method in self.methods)
 
     def numbers(self, state: tuple[State, ...], step: Step, readout: Readout) -> Numbers:
         return {
             _own(i, name): x
-            for i, method in self._some
+            for i, method in self._writers
             for name, x in method.numbers(state[i], step, readout).items()
         }
 
     def update(self, state: tuple[State, ...], planes: Planes, step: Step, readout: Readout) -> Planes:
-        for i, method in self._some:
-            new = method.update(state[i], planes_of(planes, i), step, readout)
+        for i, method in self._writers:
+            new = method.update(state[i], own_planes(planes, i), step, readout)
             planes = planes | {_own(i, name): x for name, x in new.items()}
         return planes
 
@@ -63,7 +68,7 @@ def _own(index: int, name: str) -> str:
     return f"{index} {name}"
 
 
-def planes_of(planes: Mapping[str, Shaped[Array, "..."]], index: int) -> dict[str, Shaped[Array, "..."]]:
+def own_planes(planes: Mapping[str, Shaped[Array, "..."]], index: int) -> dict[str, Shaped[Array, "..."]]:
     """The planes of one of the methods, by its own names."""
     start = _own(index, "")
     return {name.removeprefix(start): x for name, x in planes.items() if name.startswith(start)}

@@ -20,15 +20,16 @@ from kvjax.cli.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy
-from kvjax.evaluate.joint_eviction import JointEviction, planes_of
+from kvjax.evaluate.joint_eviction import JointEviction, own_planes
 from kvjax.inference.eviction import at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.inference.forward import drop_observation_state, feed
 from kvjax.inference.prefill import CHUNK, prefill
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
+from kvjax.policies.base import BIAS
 from kvjax.policies.compiled import CompiledPolicy
-from kvjax.policies.interfaces import BIAS
+from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.policy import Policy
 from kvjax.struct import changed
 from kvjax.tasks.sample import NO_QUESTION, Question, Sample, Tokens, as_tokens, asked_after
@@ -187,7 +188,7 @@ def measure_together(
             )
     reader = changed(
         methods[0],
-        eviction=JointEviction(tuple(method.compile(model).compact for method in methods)),
+        eviction=JointEviction(tuple(innermost(method.compile(model).compact) for method in methods)),
         schedule=None,
         selection=next((method.selection for method in methods if method.selection is not None), None),
     )
@@ -209,11 +210,11 @@ def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
     """Return contexts that were read together, with the memory and the entry metadata of one of the methods."""
     layers, pages = reading.cache.layers, reading.cache.pages
     states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
-    layers = dataclasses.replace(layers, state=states, numbers=planes_of(layers.numbers, index))
+    layers = dataclasses.replace(layers, state=states, numbers=own_planes(layers.numbers, index))
     pages = dataclasses.replace(
         pages,
         bounds=None if method.selection is None else pages.bounds,
-        planes=planes_of(pages.planes, index),
+        planes=own_planes(pages.planes, index),
     )
     own = {"layers": layers, "pages": pages, "trail": reading.cache.trail[index]}
     return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, **own))

@@ -18,8 +18,8 @@ from kvjax.cache import Cache, CapacityError, Layout, shard_pages
 from kvjax.errors import UserError, whole_number
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
+from kvjax.policies.base import Trail
 from kvjax.policies.compiled import CompiledPolicy, States, View
-from kvjax.policies.interfaces import Trail
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
 from pallas_kernels.bits import as_bits

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.mesh import BATCH, HEADS, P, gather
+from kvjax.policies.base import BIAS, Trainable
 from kvjax.policies.compiled import States, View
-from kvjax.policies.interfaces import BIAS, Trainable
 from kvjax.policies.views import Readout, Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
@@ -99,8 +99,8 @@ def cached_attention(
             step = _revisiting(step, pages, layer, seen, back, window)
         admitting, priority, delay = view.admission.score(layer.state.admission, step, seen, valid)
         observing = layer.state.eviction
-        if view.eviction is not None:
-            observing = view.eviction.observe(observing, step, seen, valid)
+        if view.observer is not None:
+            observing = view.observer.observe(observing, step, seen, valid)
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
         priority, tokens = caches.ring_priority(layer, seen, priority, valid, delay), step.q.shape[2]

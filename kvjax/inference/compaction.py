@@ -16,9 +16,10 @@ from kvjax.cache.trail import by_layer
 from kvjax.inference.forward import bucket
 from kvjax.mesh import BATCH, HEADS, P, gather, put
 from kvjax.models.decoder import Decoder
+from kvjax.policies.base import Eviction, LateMetadata, Trail
 from kvjax.policies.budget import places
 from kvjax.policies.compiled import CompiledPolicy
-from kvjax.policies.interfaces import Eviction, Trail
+from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.policy import Policy
 from kvjax.policies.schedule import Range, Schedule
 from kvjax.policies.views import Stored
@@ -95,14 +96,13 @@ def range_quota(
         read: how many were read of each, if it has so many; None: all.
         before: how many of them before the last compaction.
     """
-    schedule, eviction = policy.schedule, policy.eviction
+    schedule = policy.schedule
     assert schedule is not None
-    assert eviction is not None
     layers, _, heads = cache.layers.length.shape
 
     def looked_at(row: Int[np.ndarray, " _"]) -> Range:
         end = row.size if read is None else min(row.size, read)
-        prefix = eviction.prefix_of(row)
+        prefix = schedule.needs.prefix_of(row)
         return schedule.range(row.size, min(row.size, before), end, cache.entry_bytes, prefix)
 
     ranges = [looked_at(row) for row in rows]
@@ -215,12 +215,13 @@ def with_late_numbers(
     eviction: Eviction, pages: Pages, layers: LayerCache, trail: Trail, seen: Int[Array, " b"], ring: int
 ) -> Pages:
     """Return the pages with the metadata of the newest entries that the method knows now. On one shard."""
-    if not eviction.pending:
+    late = innermost(eviction)
+    if not isinstance(late, LateMetadata) or not late.pending:
         return pages
 
     def one(planes, xs):
         method, layer, trail = xs
-        late, count = method.late(trail), jnp.minimum(seen, method.pending)[:, None]
+        numbers, count = method.late(trail), jnp.minimum(seen, method.pending)[:, None]
         # in order from the first of those that there are
         first = (method.pending - count)[..., None] + jnp.arange(method.pending)
         first = jnp.minimum(first, method.pending - 1)
@@ -233,11 +234,11 @@ def with_late_numbers(
                 jnp.take_along_axis(x.astype(planes[name].dtype), first, 2),
                 count,
             )
-            for name, x in late.items()
+            for name, x in numbers.items()
         }
         return planes | written, None
 
-    planes, _ = lax.scan(one, pages.planes, (eviction, layers, trail))
+    planes, _ = lax.scan(one, pages.planes, (late, layers, trail))
     return dataclasses.replace(pages, planes=planes)
 
 

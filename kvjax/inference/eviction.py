@@ -22,8 +22,9 @@ from kvjax.inference.forward import bucket, memories, padded
 from kvjax.inference.reread import reread
 from kvjax.mesh import put
 from kvjax.models.decoder import Decoder
+from kvjax.policies.base import Reconstruction, Trail
 from kvjax.policies.compiled import CompiledPolicy, States
-from kvjax.policies.interfaces import Trail
+from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.policy import Policy
 from kvjax.policies.schedule import Schedule
 
@@ -51,18 +52,17 @@ def at_prompt_end(
         run: `feed` for them.
     """
     host, dropped = policy.host, [0] * len(rows)
-    schedule, eviction = host.schedule, host.eviction
+    schedule = host.schedule
     assert schedule is not None
-    assert eviction is not None
     if schedule.in_ranges:
         return compact_to(model, policy, cache, range_quota(host, cache, rows))
     observers = guided(schedule, len(rows)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run)
-    if eviction.rereads:
+    if isinstance(innermost(host.eviction), Reconstruction):
         cache = reread(model, policy, cache, rows, implementation)
-    prefix = [eviction.prefix_of(row) for row in rows]
+    prefix = [schedule.needs.prefix_of(row) for row in rows]
     stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
     return compact_to(model, policy, cache, stays)
 

@@ -19,8 +19,8 @@ from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
 from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
+from kvjax.policies.base import BIAS, Trail
 from kvjax.policies.compiled import States, View
-from kvjax.policies.interfaces import BIAS, Trail
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Step
 
@@ -104,18 +104,18 @@ def attending(
 def _traces(view: View, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
     """Return what one layer's tokens add to the cache's observation buffer, `trail`. Raises ValueError for an
     eviction whose trace is of another form than its trail."""
-    if view.eviction is None:
+    if view.observer is None:
         return ()
 
-    def local(eviction, step, valid):
-        found = eviction.trace(step)
+    def local(observer, step, valid):
+        found = observer.trace(step)
         if jax.tree.structure(found) != jax.tree.structure(trail):
-            raise ValueError(f"{eviction.label}: its trace is another pytree than its trail")
+            raise ValueError(f"{type(observer).__name__}: its trace is another pytree than its trail")
         return jax.tree.map(lambda x, slots: newest(x, slots, valid).astype(step.k.dtype), found, slots)
 
     slots = jax.tree.map(lambda ring: ring.shape[1], trail)
     specs = jax.tree.map(lambda ring: P(BATCH, HEADS) if ring.ndim == 5 else P(BATCH), trail)
-    return jax.shard_map(local, out_specs=specs)(gather(view.eviction, "data", "fsdp"), step, valid)
+    return jax.shard_map(local, out_specs=specs)(gather(view.observer, "data", "fsdp"), step, valid)
 
 
 def _with_traces(cache: Cache, new: Trail, valid: Int[Array, " b"]) -> Trail:

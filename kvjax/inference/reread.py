@@ -1,5 +1,5 @@
 """Reconstruction passes: tokens that are read once more behind prompts to look at parts of them, and leave nothing but
-metadata of their entries (`Eviction.passes`)."""
+metadata of their entries (`Reconstruction.passes`)."""
 
 import dataclasses
 import functools
@@ -19,8 +19,9 @@ from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, padded, positions
 from kvjax.mesh import BATCH, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.policies.base import Pass, Planes, Reconstruction
 from kvjax.policies.compiled import CompiledPolicy, View
-from kvjax.policies.interfaces import Eviction, Pass, Planes
+from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.views import Passage, Step
 from kvjax.struct import struct
 
@@ -36,13 +37,19 @@ def reread(
     entry metadata and change nothing else. The passes of one index run together; a row that has fewer does nothing.
 
     Args:
-        policy: its eviction rereads.
+        policy: its eviction is a `Reconstruction`.
         cache: it holds every token of `rows`, in pages (`View.stores_all`), and has the eviction's metadata.
     """
-    eviction = policy.host.eviction
-    assert eviction is not None
-    assert policy.compact is not None
-    passes = [eviction.passes(row) for row in rows]
+    method, traced, schedule = (
+        innermost(policy.host.eviction),
+        innermost(policy.compact),
+        policy.host.schedule,
+    )
+    assert isinstance(method, Reconstruction)
+    assert isinstance(traced, Reconstruction)
+    assert schedule is not None
+    passes = [method.passes(row) for row in rows]
+    first = bucket(max(schedule.needs.longest_prefix, schedule.needs.first))
     behind = [max((one.tokens.size for one in own), default=0) for own in passes]
     most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
     check_length(model, [row], most, what="that are read behind them to look at them")
@@ -54,8 +61,8 @@ def reread(
             there = [one for one in some if one is not None]
             fed, valid = padded(tokens, bucket(_longest(there)))
             cache = one_pass(
-                model, policy.read, policy.compact, cache, fed, valid, spans(some, fed.shape[0]),
-                first=bucket(max(eviction.needs.prefix, eviction.needs.first)), implementation=implementation,
+                model, policy.read, traced, cache, fed, valid, spans(some, fed.shape[0]),
+                first=first, implementation=implementation,
             )  # fmt: skip
     return cache
 
@@ -90,7 +97,7 @@ def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
 def one_pass(
     model: Decoder,
     view: View,
-    eviction: Eviction,
+    eviction: Reconstruction,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
@@ -127,7 +134,7 @@ def one_pass(
 
 
 def _looked_at(
-    eviction: Eviction,
+    eviction: Reconstruction,
     step: Step,
     pages: Pages,
     layer: LayerCache,

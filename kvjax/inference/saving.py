@@ -34,8 +34,9 @@ from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.forward import drop_observation_state
 from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
+from kvjax.policies.base import Method
 from kvjax.policies.compiled import CompiledPolicy
-from kvjax.policies.interfaces import Method
+from kvjax.policies.eviction.wrapper import planes_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
 from kvjax.struct import changed, leaves_by_path
@@ -177,7 +178,7 @@ def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
         "admission": (admission, (state.admission, dict(admission.planes), host.max_entries))
     }
     if eviction is not None:
-        held["eviction"] = eviction, (state.eviction, dict(eviction.planes), cache.trail)
+        held["eviction"] = eviction, (state.eviction, dict(planes_of(eviction)), cache.trail)
     found = {}
     for role, (method, memories) in held.items():
         if jax.tree.leaves(memories):

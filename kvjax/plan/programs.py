@@ -215,7 +215,7 @@ class Serving:
         schedule, context = policy.schedule, self.told.context
         if schedule is None:
             return context
-        left = int(schedule.allowance([context], self.entry_bytes)[0]) + 1 + schedule.needs.prefix
+        left = int(schedule.allowance([context], self.entry_bytes)[0]) + 1 + schedule.needs.longest_prefix
         return min(context, left) + (max(schedule.trigger.every, 1) if policy.compacts_answers else 0)
 
     def prefill(self) -> Program:

@@ -14,16 +14,20 @@ from jaxtyping import Array, Float
 from kvjax.errors import UserError, shown
 from kvjax.mesh import HEADS, put
 from kvjax.policies.admission.full import Full
-from kvjax.policies.interfaces import (
+from kvjax.policies.base import (
     BIAS,
     Admission,
     Eviction,
+    LateMetadata,
     Numbers,
+    Observer,
     Planes,
     Selection,
     State,
+    TokenMetadata,
     Trail,
 )
+from kvjax.policies.eviction.wrapper import innermost, planes_of, with_innermost
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.views import Readout, Shape, Step
 from kvjax.struct import static, struct
@@ -57,22 +61,33 @@ class View:
         """True if every token is stored for good as it comes: all are admitted, and there is no local window."""
         return isinstance(self.admission, Full) and self.window == 1
 
+    @property
+    def observer(self) -> Observer | None:
+        """The eviction that looks at tokens as they come."""
+        method = innermost(self.eviction)
+        return method if isinstance(method, Observer) else None
+
+    @property
+    def _writer(self) -> TokenMetadata | None:
+        """The eviction that writes entry metadata as tokens come."""
+        method = innermost(self.eviction)
+        return method if isinstance(method, TokenMetadata) else None
+
     def init(self, shape: Shape) -> States:
         """Return the methods' memories of one layer before the first token, on one device."""
-        evicting = () if self.eviction is None else self.eviction.init(shape)
-        return States(self.admission.init(shape), evicting)
+        observing = () if self.observer is None else self.observer.init(shape)
+        return States(self.admission.init(shape), observing)
 
     def trail(self, shape: Shape) -> Trail:
         """Return one layer's observation buffer before the first token, on one device. Raises ValueError if it is not
         in the model's dtype."""
-        if self.eviction is None:
+        if self.observer is None:
             return ()
-        found = self.eviction.trail(shape)
+        found = self.observer.trail(shape)
         for x in jax.tree.leaves(found):
             if x.dtype != shape.dtype:
-                raise ValueError(
-                    f"{self.eviction.label}.trail: must be in the model's dtype {shape.dtype}, is {x.dtype}"
-                )
+                kind = type(self.observer).__name__
+                raise ValueError(f"{kind}.trail: must be in the model's dtype {shape.dtype}, is {x.dtype}")
         return found
 
     def memories(self, shape: Shape, layers: int) -> tuple[States, Trail]:
@@ -93,11 +108,11 @@ class View:
     @property
     def planes(self) -> dict[str, str]:
         """Names and dtypes of the entry metadata."""
-        return dict(self.admission.planes) | dict({} if self.eviction is None else self.eviction.planes)
+        return {**self.admission.planes, **planes_of(self.eviction)}
 
     def bias(self, states: States, step: Step) -> Float[Array, "b k t"]:
         """Return what is added to the logits of a call's tokens once they have left the local window."""
-        for method, state in ((self.admission, states.admission), (self.eviction, states.eviction)):
+        for method, state in ((self.admission, states.admission), (self._writer, states.eviction)):
             if method is not None and BIAS in method.planes:
                 return method.bias(state, step)
         return jnp.zeros(step.k.shape[:3], jnp.float32)
@@ -105,16 +120,12 @@ class View:
     def numbers(self, states: States, step: Step, readout: Readout) -> Numbers:
         """Return the entry metadata of a call's own tokens."""
         found = self.admission.numbers(states.admission, step, readout)
-        return (
-            found if self.eviction is None else found | self.eviction.numbers(states.eviction, step, readout)
-        )
+        return found if self._writer is None else found | self._writer.numbers(states.eviction, step, readout)
 
     def update(self, states: States, planes: Planes, step: Step, readout: Readout) -> Planes:
         """Return the entry metadata once a call's queries have read the entries that were stored before it."""
         planes = self.admission.update(states.admission, planes, step, readout)
-        return (
-            planes if self.eviction is None else self.eviction.update(states.eviction, planes, step, readout)
-        )
+        return planes if self._writer is None else self._writer.update(states.eviction, planes, step, readout)
 
 
 @dataclass(frozen=True)
@@ -139,19 +150,22 @@ def compile_policy(policy: Policy, layers: int, kv_heads: int) -> CompiledPolicy
     host = on_mesh(policy, layers, kv_heads)
     eviction = host.eviction
     if eviction is not None:
-        waits = host.compacts_answers or host.schedule is None
-        eviction = (eviction if waits else eviction.of_prompts).traced
+        method = innermost(eviction)
+        if isinstance(method, LateMetadata) and host.schedule is not None and not host.compacts_answers:
+            eviction = with_innermost(eviction, method.of_prompts)
+        eviction = eviction.traced
     later = eviction if host.compacts_answers else None
 
     def view(eviction: Eviction | None, selection: Selection | None = None) -> View:
         return View(host.admission.traced, eviction, selection, host.window)
 
-    def observing(eviction: Eviction | None) -> Eviction | None:
-        return eviction if eviction is not None and eviction.looks else None
+    read, extend = (view(x if looks(x) else None) for x in (eviction, later))
+    return CompiledPolicy(host, read, extend, view(later, host.selection), eviction)
 
-    return CompiledPolicy(
-        host, view(observing(eviction)), view(observing(later)), view(later, host.selection), eviction
-    )
+
+def looks(eviction: Eviction | None) -> bool:
+    """True if an eviction looks at tokens as they come, and not at what is stored alone."""
+    return isinstance(innermost(eviction), Observer | TokenMetadata)
 
 
 def on_mesh(policy: Any, layers: int, kv_heads: int) -> Any:

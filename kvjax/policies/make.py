@@ -25,10 +25,10 @@ from kvjax.errors import UserError, named_arguments, refuse_unknown, shown
 from kvjax.mesh import use_mesh
 from kvjax.plugins import METHODS, names
 from kvjax.plugins import POLICIES as PLUGINS
+from kvjax.policies.base import Eviction, Guided
 from kvjax.policies.budget import BUDGETS, budget
 from kvjax.policies.compiled import on_mesh
 from kvjax.policies.guidance import token_ids
-from kvjax.policies.interfaces import Eviction
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import (
     EVICTIONS,
@@ -328,8 +328,9 @@ def _part(name: Any, arguments: Any) -> _Part:
             )
         else:
             refuse_unknown(name, argument, known)
-    if "guidance" in part.words and not _looks_back(kind):
-        raise _unguided(name)
+    if "guidance" in part.words and not (isinstance(kind, type) and issubclass(kind, Guided)):
+        able = ", ".join(name for name, kind in EVICTIONS.items() if issubclass(kind, Guided))
+        raise UserError(f"{name}: guidance is for methods that look back at the last tokens ({able})")
     return part
 
 
@@ -395,9 +396,8 @@ def _evicting(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]
     if guidance is not None:
         told["observers"] = token_ids(guidance, tokenizer)
         if "observed" not in part.own:
-            guided = eviction.guided(len(told["observers"]))
-            assert guided is not None
-            eviction = guided
+            assert isinstance(eviction, Guided)
+            eviction = eviction.guided(len(told["observers"]))
     for wrapper in part.wrappers:
         eviction = wrapper.build(eviction)
     stated = budget(**{name: words[name] for name in BUDGETS if name in words})
@@ -405,13 +405,3 @@ def _evicting(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]
     own = told.get("when", usual.when) == usual.when
     trigger = dataclasses.replace(usual, **told) if own else Trigger(**told)
     return {"eviction": eviction, "schedule": None if stated is None else Schedule(stated, trigger)}
-
-
-def _looks_back(kind: Any) -> bool:
-    """True if guidance may look for an eviction of this class."""
-    return kind.guided is not Eviction.guided
-
-
-def _unguided(name: str) -> UserError:
-    able = ", ".join(name for name, kind in EVICTIONS.items() if _looks_back(kind))
-    return UserError(f"{name}: guidance is for methods that look back at the last tokens ({able})")

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from kvjax.errors import UserError, shown, whole_number
 from kvjax.mesh import adopt, use_mesh
 from kvjax.policies.admission.full import Full
-from kvjax.policies.budget import BUDGETS, Threshold
-from kvjax.policies.compiled import CompiledPolicy, compile_policy, on_mesh
-from kvjax.policies.interfaces import Admission, Eviction, Method, Selection
+from kvjax.policies.base import Admission, Eviction, LateMetadata, Method, Selection
+from kvjax.policies.budget import BUDGETS
+from kvjax.policies.compiled import CompiledPolicy, compile_policy, looks, on_mesh
+from kvjax.policies.eviction.wrapper import innermost, planes_of
 from kvjax.policies.schedule import Schedule
 from kvjax.struct import assign, changed, short, static, struct
 
@@ -109,10 +110,11 @@ class Policy:
     def _check(self, eviction: Eviction, schedule: Schedule) -> None:
         """Refuse what the eviction does not go with."""
         trigger, last, looking, name = schedule.trigger, schedule.needs.last, schedule.looking, self.name
-        if refusal := eviction.refuses_trigger(trigger):
+        if refusal := eviction.refuses(schedule, self.stores_all):
             raise UserError(f"{eviction.label} {refusal}")
         schedule.check()
-        if trigger.while_decoding and (waiting := eviction.pending):
+        method = innermost(eviction)
+        if trigger.while_decoding and isinstance(method, LateMetadata) and (waiting := method.pending):
             if last < waiting:
                 raise UserError(
                     f"{name}: the last {waiting} tokens may have no score yet, so they must stay: last must be at "
@@ -123,8 +125,6 @@ class Policy:
                     f"{name}: {waiting} tokens wait for their scores at most, so a compaction must come after every "
                     f"{waiting} or fewer, got {trigger}"
                 )
-        if eviction.refuses_threshold and isinstance(schedule.budget, Threshold):
-            raise UserError(f"{name}: {eviction.refuses_threshold}")
         if self.stores_all:
             if trigger.when != "prompt" and last < looking:
                 raise UserError(
@@ -138,8 +138,6 @@ class Policy:
                 f"{eviction.label} looks back at the last {looking} tokens, which must still be in the window: "
                 f"window must be at least {looking}, got {self.window}"
             )
-        if eviction.refuses_admission:
-            raise UserError(f"{eviction.label} {eviction.refuses_admission}")
         if trigger.patched:
             raise UserError(
                 f"{name}: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
@@ -150,7 +148,7 @@ class Policy:
                 f"{name}: a budget of each chunk counts its tokens, which an admission does not all store: "
                 "state entries or size"
             )
-        if twice := set(self.admission.planes) & set(eviction.planes):
+        if twice := set(self.admission.planes) & set(planes_of(eviction)):
             raise UserError(f"{name}: its admission and its eviction both have a plane called {min(twice)!r}")
 
     def __repr__(self) -> str:
@@ -173,7 +171,7 @@ class Policy:
     @property
     def observes(self) -> bool:
         """Whether there is a compaction for which tokens are looked at as they come."""
-        return self.schedule is not None and self.eviction is not None and self.eviction.looks
+        return self.schedule is not None and looks(self.eviction)
 
     def compile(self, model: Any) -> CompiledPolicy:
         """Check it against a model and return what inference needs of it, on the current mesh or else the model's.
@@ -209,7 +207,7 @@ class Policy:
     @property
     def planes(self) -> dict[str, str]:
         """The methods' numbers beside entries: names and dtypes."""
-        return dict(self.admission.planes) | dict({} if self.eviction is None else self.eviction.planes)
+        return {**self.admission.planes, **planes_of(self.eviction)}
 
     @property
     def max_entries(self) -> int | None:

@@ -16,6 +16,7 @@ from kvjax.policies.admission.kvpop import KVPOP
 from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
+from kvjax.policies.base import Admission, Eviction, Method, Selection
 from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
@@ -31,7 +32,6 @@ from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.eviction.wrapper import Wrapper
-from kvjax.policies.interfaces import Admission, Eviction, Method, Selection
 from kvjax.policies.selection.quest import Quest
 
 ADMISSIONS: dict[str, type[Admission]] = {

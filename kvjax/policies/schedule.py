@@ -43,8 +43,19 @@ class Needs(NamedTuple):
     """What a compaction of a prompt passes over, in place of `last` and `first`, so that its budget is shared out range
     by range; None: nothing."""
     prefix: int = 0
-    """The most of a prompt's first tokens that always stay; `Eviction.prefix_of` says how many of one prompt do. They
-    stay beside the budget, which is that of the other tokens."""
+    """A prompt's first tokens that always stay, beside the budget, which is that of the other tokens."""
+    opening: tuple[int, ...] = ()
+    """Token ids that prompts may begin with. What a prompt has in common with them stays as `prefix` does."""
+
+    @property
+    def longest_prefix(self) -> int:
+        """The most of a prompt's first tokens that stay beside the budget."""
+        return max(self.prefix, len(self.opening))
+
+    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
+        """How many of a prompt's first tokens stay beside the budget, of its token ids."""
+        common = (one == other for one, other in zip(row.tolist(), self.opening, strict=False))
+        return max(self.prefix, [*common, False].index(False))
 
 
 class Range(NamedTuple):
@@ -242,7 +253,7 @@ class Schedule:
         if not self.trigger.in_chunks:
             return float(tokens)
         if self.needs.ahead is not None:
-            kept = self.budget.of(tokens, entry_bytes) + self.needs.prefix
+            kept = self.budget.of(tokens, entry_bytes) + self.needs.longest_prefix
         elif self.by_chunk:
             # a chunk keeps whole entries, in each layer
             kept = math.ceil(tokens / chunk) * (whole(self.budget.of(chunk, entry_bytes)) + 1)

@@ -124,7 +124,7 @@ class Stored:
     planes: dict[str, Shaped[Array, "b k s"]]
     """The method's own numbers of the entries."""
     trail: Any
-    """What the method remembers of the last tokens (`Eviction.trace`), [b w d] or [b n w d], the oldest first."""
+    """What the method remembers of the last tokens (`Observer.trace`), [b w d] or [b n w d], the oldest first."""
     causal: bool = static()
     """Whether the observed queries' own entries are the row's last (every token is stored as it comes). Otherwise they
     are still in the ring, or stored nowhere, and no stored entry is younger than they are."""
@@ -132,8 +132,8 @@ class Stored:
 
 @struct
 class Passage:
-    """One layer's stored entries that a pass of tokens looks at (`Eviction.passes`): first those of the row's start,
-    then those of the pass's own part of the row."""
+    """One layer's stored entries that a pass of tokens looks at (`Reconstruction.passes`): first those of the row's
+    start, then those of the pass's own part of the row."""
 
     k: Float[Array, "b k s h"]
     """As it was written, after RoPE; unspecified where there is no entry."""

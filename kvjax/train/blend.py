@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.interfaces import Mask
+from kvjax.policies.base import Mask
 from kvjax.policies.views import Step
 from kvjax.struct import static, struct
 from pallas_kernels.vertical_slash import FOREVER

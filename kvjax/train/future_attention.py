@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policies.admission.kvpop import KVPOP
-from kvjax.policies.interfaces import Mask
+from kvjax.policies.base import Mask
 from kvjax.policies.views import Step
 from kvjax.struct import static, struct
 from kvjax.train.boundary import boundary_loss

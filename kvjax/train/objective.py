@@ -14,7 +14,7 @@ from kvjax.cache import ends
 from kvjax.inference.attention import masked_attention
 from kvjax.mesh import BATCH, HEADS, P, token_axis, token_shards
 from kvjax.models.decoder import Decoder, places, scan_layers
-from kvjax.policies.interfaces import BIAS, Admission, Mask, Trainable
+from kvjax.policies.base import BIAS, Admission, Mask, Trainable
 from kvjax.policies.views import Shape, Step
 from kvjax.struct import static, struct
 from pallas_kernels.varying import alike

@@ -10,7 +10,7 @@ from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
 from kvjax.mesh import make_mesh
 from kvjax.policies import KNorm, Policy, Quest, Ratio, Schedule
-from kvjax.policies.interfaces import Keep
+from kvjax.policies.base import Keep
 from kvjax.sampling_params import SamplingParams
 from pallas_kernels.vertical_slash.api import FOREVER
 from tests.cache.kept import lists, positions

@@ -176,10 +176,10 @@ def test_the_prefix_is_the_chat_templates_or_what_gates_were_trained_behind_unle
     )
     opening = encode(byte_tokenizer(), "", "beginning")
     for text, prefix in {"fast_kvzip": len(opening), "fast_kvzip:prefix=3": 3}.items():
-        eviction = budget_policy(compared_of(text), sizing).eviction
-        assert eviction.prefix_of(np.array([*opening, 7])) == prefix
+        schedule = budget_policy(compared_of(text), sizing).schedule
+        assert schedule.needs.prefix_of(np.array([*opening, 7])) == prefix
     without = dataclasses.replace(sizing, tokenizer=lambda: None)
-    assert budget_policy(compared_of("fast_kvzip"), without).eviction.prefix_of(np.arange(1, 9)) == 5
+    assert budget_policy(compared_of("fast_kvzip"), without).schedule.needs.prefix_of(np.arange(1, 9)) == 5
 
 
 def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from kvjax.policies import Policy
-from kvjax.policies.interfaces import Admission, Keep, Mask
+from kvjax.policies.base import Admission, Keep, Mask
 from kvjax.struct import static, struct
 from kvjax.train.objective import student_errors
 from kvjax.train.recipe import Recipe

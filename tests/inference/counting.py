@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.policies.interfaces import Admission, Keep, Number
+from kvjax.policies.base import Admission, Keep, Number
 from kvjax.policies.policy import Policy
 from kvjax.struct import struct
 

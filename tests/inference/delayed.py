@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.policies.base import Admission, Keep, Number
 from kvjax.policies.chance import uniform
-from kvjax.policies.interfaces import Admission, Keep, Number
 from kvjax.policies.policy import Policy
 from kvjax.struct import static, struct
 

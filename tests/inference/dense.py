@@ -9,8 +9,8 @@ import numpy as np
 from kvjax import cache as caches
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
+from kvjax.policies.base import BIAS
 from kvjax.policies.compiled import on_mesh
-from kvjax.policies.interfaces import BIAS
 from tests.policies.steps import shape_of
 
 

@@ -11,8 +11,8 @@ from kvjax.inference.allocation import empty_cache
 from kvjax.inference.attention import cached_attention, masked_attention
 from kvjax.mesh import BATCH, HEADS, P, make_mesh, put
 from kvjax.policies import make_policy
+from kvjax.policies.base import Mask
 from kvjax.policies.compiled import compile_policy
-from kvjax.policies.interfaces import Mask
 from kvjax.policies.views import Step
 from kvjax.struct import struct
 from pallas_kernels.vertical_slash import ends, vertical_slash

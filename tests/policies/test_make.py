@@ -33,8 +33,8 @@ from kvjax.policies import (
     Trigger,
     make_policy,
 )
-from kvjax.policies.eviction.wrapper import Wrapper
-from kvjax.policies.interfaces import Eviction
+from kvjax.policies.base import Eviction
+from kvjax.policies.eviction.wrapper import Wrapper, innermost
 from kvjax.policies.make import check_policy, format_policy, parse_policy
 from kvjax.struct import static, struct
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -46,10 +46,6 @@ class Twice(Wrapper):
     """An eviction's scores, several times as large."""
 
     times: float = static(default=2.0)
-
-    @property
-    def traced(self):
-        return self
 
     def score(self, state, stored):
         return self.times * self.eviction.score(state, stored)
@@ -189,7 +185,7 @@ def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
         check_policy(text)
         check_policy(text, model.config, tokenizer=tokenizer)
         policy = make_policy(text, model=model, tokenizer=tokenizer)
-        (first, *_) = policy.eviction.passes(np.arange(9))
+        (first, *_) = innermost(policy.eviction).passes(np.arange(9))
         assert tokenizer.decode(first.tokens).startswith("\n\nRepeat the previous")
         with pytest.raises(UserError, match="kvzip needs tokenizer="):
             make_policy(text, model=model)
@@ -310,7 +306,7 @@ class Bare(KNorm):
     [
         (f"{__name__}:Unfinished", "Unfinished does not define score"),
         (f"{__name__}:Bare", "Bare needs @struct (kvjax.struct) above its class"),
-        ("kvjax.policies.interfaces:Method", "Method must be an Admission, an Eviction or a Selection"),
+        ("kvjax.policies.base:Method", "Method must be an Admission, an Eviction or a Selection"),
         (
             "builtins:dict",
             "expected a method's class, a function that makes a policy, or a recipe, got <class 'dict'>",

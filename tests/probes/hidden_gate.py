@@ -10,15 +10,15 @@ import optax
 
 from kvjax.inference.capture import captured_layers
 from kvjax.policies import Entries, Policy, Schedule, Trigger
+from kvjax.policies.base import Eviction, TokenMetadata
 from kvjax.policies.budget import Shares
-from kvjax.policies.interfaces import Eviction
 from kvjax.struct import struct
 from kvjax.train.recipe import Recipe
 from pallas_kernels.attention_mass import attention_mass
 
 
 @struct
-class HiddenGate(Eviction):
+class HiddenGate(TokenMetadata, Eviction):
     """The score of a token is a product with its layer's input."""
 
     weight: jax.Array

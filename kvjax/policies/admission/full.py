@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.interfaces import Admission, Keep
+from kvjax.policies.base import Admission, Keep
 from kvjax.policies.views import Step
 from kvjax.struct import struct
 

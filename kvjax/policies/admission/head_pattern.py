@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, real_number
 from kvjax.policies.admission.pattern_folder import read_pattern
-from kvjax.policies.interfaces import Admission, Keep
+from kvjax.policies.base import Admission, Keep
 from kvjax.policies.numbers import head_table, is_placed, whole_array
 from kvjax.policies.views import Step
 from kvjax.struct import assign, host, remembered, struct

@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.errors import UserError, real_number
+from kvjax.policies.base import Admission, Keep, Number
 from kvjax.policies.chance import no_text, text_hash, uniform
-from kvjax.policies.interfaces import Admission, Keep, Number
 from kvjax.policies.numbers import head_table, is_placed, whole_array
 from kvjax.policies.views import Shape, Step
 from kvjax.struct import assign, static, struct

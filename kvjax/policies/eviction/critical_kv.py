@@ -1,15 +1,15 @@
 """CriticalKV (Feng et al., 2025, arXiv:2502.03805): what an entry would add to the output, not attention alone."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
+from kvjax.policies.base import Eviction, State, ValueWeighted
+from kvjax.policies.budget import Threshold
 from kvjax.policies.eviction.wrapper import Wrapper
-from kvjax.policies.interfaces import Eviction, State
+from kvjax.policies.schedule import Schedule
 from kvjax.policies.views import Stored
 from kvjax.struct import assign, changed, static, struct
 from kvjax.topk import top
@@ -18,7 +18,7 @@ from kvjax.topk import top
 @struct
 class CriticalKV(Wrapper):
     """Another method's best `first_stage` of the places stay; the rest by (score + ε) · mean over the group of
-    ‖W_O v‖₁ (Alg. 1). Values weigh once: the method is taken without them (`without_values`)."""
+    ‖W_O v‖₁ (Alg. 1). Values weigh once: the method is taken without them (`ValueWeighted`)."""
 
     first_stage: float = static(default=0.5)
     """The share of the places that go by the other method's scores alone, from 0 to 1."""
@@ -30,19 +30,12 @@ class CriticalKV(Wrapper):
         super().__post_init__()
         first = real_number(self.name, "first_stage", self.first_stage, 0.0, 1.0)
         epsilon = real_number(self.name, "epsilon", self.epsilon, 0.0)
-        assign(self, eviction=self.eviction.without_values, first_stage=first, epsilon=epsilon)
+        assign(self, eviction=_without_values(self.eviction), first_stage=first, epsilon=epsilon)
 
-    @property
-    def without_values(self) -> Eviction:
-        return self.eviction
-
-    @property
-    def traced(self) -> Any:
-        return changed(self, eviction=self.eviction.traced)
-
-    @property
-    def refuses_threshold(self) -> str:
-        return "critical_kv shares out the places of a budget, and a threshold has none"
+    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+        if isinstance(schedule.budget, Threshold):
+            return "shares out the places of a budget, and a threshold has none"
+        return super().refuses(schedule, stores_all)
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
         score = self.eviction.score(state, stored)
@@ -51,6 +44,14 @@ class CriticalKV(Wrapper):
         places = jnp.minimum(places, stored.count)
         pinned = top(ranked[None], stored.eligible[None], places[None], "head")[0]
         return jnp.where(pinned, jnp.inf, (score + self.epsilon) * _output_norm(stored))
+
+
+def _without_values(eviction: Eviction) -> Eviction:
+    if isinstance(eviction, CriticalKV):
+        return eviction.eviction
+    if isinstance(eviction, Wrapper):
+        return changed(eviction, eviction=_without_values(eviction.eviction))
+    return eviction.without_values if isinstance(eviction, ValueWeighted) else eviction
 
 
 def _output_norm(stored: Stored) -> Float[Array, "b k s"]:

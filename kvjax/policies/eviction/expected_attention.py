@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import one_of, whole_number
-from kvjax.policies.interfaces import Eviction, Number
+from kvjax.policies.base import Eviction, Number, Observer, ValueWeighted
 from kvjax.policies.numbers import real_array
 from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Shape, Step, Stored
@@ -28,7 +28,7 @@ class QuerySums(NamedTuple):
 
 
 @struct
-class ExpectedAttention(Eviction):
+class ExpectedAttention(Observer, ValueWeighted, Eviction):
     """(mean over a group of softmax(z) + ε) · ‖v‖₂ with z = (R μ)ᵀ k / √h + kᵀ R Σ Rᵀ k / 2h, the softmax over the keys
     after the sinks (Sec. 3; kvpress 0.5.5's constants).
 

@@ -8,8 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
-from kvjax.policies.interfaces import Eviction, Numbers, Planes
-from kvjax.policies.schedule import Needs
+from kvjax.policies.base import Eviction, Numbers, Planes, TokenMetadata
+from kvjax.policies.schedule import Needs, Schedule
 from kvjax.policies.views import Readout, Step, Stored
 from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
@@ -19,7 +19,7 @@ ENTRIES = 4096
 
 
 @struct
-class H2O(Eviction):
+class H2O(TokenMetadata, Eviction):
     """The sum of an entry's attention over all queries that saw it, in the prompt and the answer (Sec. 4.1, Alg. 1),
     averaged over a group's query heads."""
 
@@ -38,8 +38,9 @@ class H2O(Eviction):
     def planes(self) -> Mapping[str, str]:
         return {"attention": "float32"}
 
-    @property
-    def refuses_admission(self) -> str:
+    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+        if stores_all:
+            return ""
         return (
             "counts the attention that an entry gets from its first query on, which nobody counts while it is in an "
             "admission's window"

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.interfaces import Eviction
+from kvjax.policies.base import Eviction
 from kvjax.policies.views import Stored
 from kvjax.struct import struct
 

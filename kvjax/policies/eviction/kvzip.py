@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.chat_template import around, opening
 from kvjax.errors import UserError, whole_number
+from kvjax.policies.base import Eviction, Numbers, Pass, Reconstruction, State
 from kvjax.policies.budget import Shares
-from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_ids
-from kvjax.policies.interfaces import Eviction, Numbers, Pass, State
+from kvjax.policies.eviction.texts import check_tokenizer, token_ids
 from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Passage, Step, Stored
 from kvjax.struct import assign, host, struct
@@ -26,7 +26,7 @@ TEXTS = "instruction", "resumption", "tail", "opening"
 
 
 @struct
-class KVzip(Eviction):
+class KVzip(Reconstruction, Eviction):
     """The most that any query pays an entry while the model repeats the context, over queries and a group's query heads
     (eq. 2 and 3): once the prompt was read, each part of `repeated` tokens is asked for and read once more behind it. A
     query's attention is over the prompt's prefix, this part's entries and the input's own tokens alone. All layers and
@@ -82,16 +82,12 @@ class KVzip(Eviction):
 
     @property
     def needs(self) -> Needs:
-        if self.sink is not None:
-            return Needs(first=self.sink)
-        return Needs(prefix=len(self.opening) if self.prefix is None else self.prefix)
+        return self._beginning if self.sink is None else Needs(first=self.sink)
 
-    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
-        return self._beginning(row) if self.sink is None else 0
-
-    def _beginning(self, row: Int[np.ndarray, " _"]) -> int:
-        """How many of a prompt's first tokens are not asked for."""
-        return in_common(row, self.opening) if self.prefix is None else self.prefix
+    @property
+    def _beginning(self) -> Needs:
+        """A prompt's first tokens that are not asked for, as its prefix."""
+        return Needs(opening=self.opening) if self.prefix is None else Needs(prefix=self.prefix)
 
     @property
     def shares(self) -> Shares:
@@ -102,7 +98,7 @@ class KVzip(Eviction):
         return {"score": "float32"}
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
-        found, begin = [], min(self._beginning(row), row.size)
+        found, begin = [], min(self._beginning.prefix_of(row), row.size)
         for start in range(begin, row.size, self.repeated):
             part, lead = row[start : start + self.repeated], row[start - min(LEAD, self.repeated) : start]
             asks = self.instruction if start == begin else (*self.resumption, *lead)

@@ -5,7 +5,7 @@ from typing import ClassVar
 from kvjax.errors import one_of
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.snapkv import SnapKV
-from kvjax.policies.trigger import Trigger
+from kvjax.policies.schedule import Schedule
 from kvjax.struct import host, struct
 
 ALLOCATIONS = {
@@ -38,7 +38,7 @@ class OracleKV(SnapKV):
     def shares(self) -> Shares:
         return ALLOCATIONS[self.allocation]
 
-    def refuses_trigger(self, trigger: Trigger) -> str:
-        if not trigger.guidance:
+    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+        if not schedule.trigger.guidance:
             return "needs guidance: a text or token ids that are read behind a prompt to look at it"
-        return super().refuses_trigger(trigger)
+        return super().refuses(schedule, stores_all)

@@ -2,8 +2,7 @@
 
 from kvjax.errors import whole_number
 from kvjax.policies.eviction.wrapper import Wrapper
-from kvjax.policies.schedule import Needs
-from kvjax.policies.trigger import Trigger
+from kvjax.policies.schedule import Needs, Schedule
 from kvjax.struct import assign, host, struct
 
 
@@ -24,18 +23,14 @@ class Protected(Wrapper):
             if (number := getattr(self, name)) is not None:
                 assign(self, **{name: whole_number("eviction", name, number, 0)})
 
-    def refuses_trigger(self, trigger: Trigger) -> str:
+    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
         for name, of_prompts in (("first", "prefix"), ("last", "window")):
-            if (
-                getattr(self, name) is not None
-                and self.needs.ahead is not None
-                and not trigger.while_decoding
-            ):
+            if getattr(self, name) is not None and schedule.in_ranges:
                 return (
-                    f"takes {name} where it compacts while decoding, got when={trigger.when!r}: of a prompt "
+                    f"takes {name} where it compacts while decoding, got when={schedule.trigger.when!r}: of a prompt "
                     f"{of_prompts} says what stays"
                 )
-        return super().refuses_trigger(trigger)
+        return super().refuses(schedule, stores_all)
 
     @property
     def needs(self) -> Needs:

@@ -9,14 +9,14 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvjax.policies.interfaces import Eviction
+from kvjax.policies.base import Eviction, Guided, Observer
 from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Shape, Step, Stored
 from kvjax.struct import changed
 from pallas_kernels.attention_mass import attention_mass
 
 
-class LastQueries(Eviction):
+class LastQueries(Guided, Observer, Eviction):
     """A method whose memory is the last `observed` queries, of the tokens that always stay."""
 
     observed: int

@@ -6,8 +6,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import whole_number
+from kvjax.policies.base import Number
 from kvjax.policies.eviction import queries
-from kvjax.policies.interfaces import Number
 from kvjax.policies.numbers import real_array
 from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Stored

@@ -2,15 +2,15 @@
 
 from jaxtyping import Array, Float, Int, UInt32
 
+from kvjax.policies.base import Eviction, Number, Observer
 from kvjax.policies.chance import no_text, text_hash, uniform
-from kvjax.policies.interfaces import Eviction, Number
 from kvjax.policies.numbers import whole_array
 from kvjax.policies.views import Shape, Step, Stored
 from kvjax.struct import assign, struct
 
 
 @struct
-class RandomEviction(Eviction):
+class RandomEviction(Observer, Eviction):
     """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
 
     seed: Number = 0

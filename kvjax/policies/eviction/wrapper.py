@@ -1,23 +1,23 @@
-"""Evictions that hold another one and change a part of it."""
+"""Evictions that hold another one and change its budget, or its scores."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, shown
+from kvjax.policies.base import MIXINS, EntryMetadata, Eviction, State
 from kvjax.policies.budget import Shares
-from kvjax.policies.interfaces import Eviction, Numbers, Pass, Planes, State, Trail
-from kvjax.policies.schedule import Needs
+from kvjax.policies.schedule import Needs, Schedule
 from kvjax.policies.trigger import Trigger
-from kvjax.policies.views import Passage, Readout, Shape, Step, Stored
-from kvjax.struct import changed, struct
+from kvjax.policies.views import Stored
+from kvjax.struct import bare, changed, struct
 
 
 @struct
 class Wrapper(Eviction):
-    """Another eviction, which is asked for everything; compiled programs see that one alone."""
+    """An eviction around another one. A subclass changes what is defined here; what the other one observes, and the
+    metadata that it keeps, are asked of that one (`innermost`)."""
 
     eviction: Eviction
     """The other one."""
@@ -28,26 +28,29 @@ class Wrapper(Eviction):
                 f"{type(self).__name__} is around an eviction such as SnapKV(), got {shown(self.eviction)}"
             )
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse functions of another class that nobody would call."""
+        super().__init_subclass__(**options)
+        if issubclass(cls, MIXINS):
+            raise TypeError(f"{cls.__name__} must derive from Wrapper alone")
+
     @property
     def label(self) -> str:
         """As in a policy string: `snapkv:adakv`."""
         inner = self.eviction.label
         return f"{inner}{',' if ':' in inner else ':'}{super().label}"
 
+    @property
+    def traced(self) -> Any:
+        """The other one alone, unless this one scores."""
+        inner = self.eviction.traced
+        return inner if type(self).score is Wrapper.score else changed(bare(self), eviction=inner)
+
     def check(self, model: Any) -> None:
         self.eviction.check(model)
 
-    @property
-    def traced(self) -> Any:
-        return self.eviction.traced
-
-    @property
-    def without_values(self) -> Eviction:
-        return changed(self, eviction=self.eviction.without_values)
-
-    @property
-    def of_prompts(self) -> Eviction:
-        return changed(self, eviction=self.eviction.of_prompts)
+    def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
+        return self.eviction.score(state, stored)
 
     @property
     def needs(self) -> Needs:
@@ -57,77 +60,29 @@ class Wrapper(Eviction):
     def shares(self) -> Shares:
         return self.eviction.shares
 
-    def guided(self, tokens: int) -> Eviction | None:
-        inner = self.eviction.guided(tokens)
-        return None if inner is None else changed(self, eviction=inner)
-
     @property
     def usual_trigger(self) -> Trigger:
         return self.eviction.usual_trigger
 
-    def refuses_trigger(self, trigger: Trigger) -> str:
-        return self.eviction.refuses_trigger(trigger)
+    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+        return self.eviction.refuses(schedule, stores_all)
 
-    @property
-    def refuses_threshold(self) -> str:
-        return self.eviction.refuses_threshold
 
-    @property
-    def refuses_admission(self) -> str:
-        return self.eviction.refuses_admission
+def innermost(eviction: Eviction | None) -> Eviction | None:
+    """Return the eviction within all wrappers."""
+    while isinstance(eviction, Wrapper):
+        eviction = eviction.eviction
+    return eviction
 
-    @property
-    def looks(self) -> bool:
-        return self.eviction.looks
 
-    @property
-    def planes(self) -> Mapping[str, str]:
-        return self.eviction.planes
+def with_innermost(eviction: Eviction, method: Eviction) -> Eviction:
+    """Return the eviction with another one within its wrappers."""
+    if not isinstance(eviction, Wrapper):
+        return method
+    return changed(eviction, eviction=with_innermost(eviction.eviction, method))
 
-    def init(self, shape: Shape) -> State:
-        return self.eviction.init(shape)
 
-    def bias(self, state: State, step: Step) -> Float[Array, "b k t"]:
-        return self.eviction.bias(state, step)
-
-    def numbers(self, state: State, step: Step, readout: Readout) -> Numbers:
-        return self.eviction.numbers(state, step, readout)
-
-    def update(self, state: State, planes: Planes, step: Step, readout: Readout) -> Planes:
-        return self.eviction.update(state, planes, step, readout)
-
-    def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
-        return self.eviction.observe(state, step, seen, valid)
-
-    def trail(self, shape: Shape) -> Trail:
-        return self.eviction.trail(shape)
-
-    def trace(self, step: Step) -> Trail:
-        return self.eviction.trace(step)
-
-    @property
-    def updates(self) -> bool:
-        return self.eviction.updates
-
-    @property
-    def pending(self) -> int:
-        return self.eviction.pending
-
-    def late(self, trail: Trail) -> Numbers:
-        return self.eviction.late(trail)
-
-    def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
-        return self.eviction.passes(row)
-
-    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
-        return self.eviction.prefix_of(row)
-
-    def reread(self, step: Step, passage: Passage) -> Numbers:
-        return self.eviction.reread(step, passage)
-
-    @property
-    def rereads(self) -> bool:
-        return self.eviction.rereads
-
-    def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
-        return self.eviction.score(state, stored)
+def planes_of(eviction: Eviction | None) -> Mapping[str, str]:
+    """Return the names and dtypes of an eviction's entry metadata."""
+    method = innermost(eviction)
+    return method.planes if isinstance(method, EntryMetadata) else {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError, check_unicode, shown
-from kvjax.policies.eviction.opening import check_tokenizer
+from kvjax.policies.eviction.texts import check_tokenizer
 from kvjax.policies.trigger import Trigger
 
 TEXTS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txt"))}

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kvjax.errors import UserError, shown, whole_number
-from kvjax.policies.interfaces import Selection
+from kvjax.policies.base import Selection
 from kvjax.policies.numbers import is_placed, real_array, whole_array
 from kvjax.struct import assign, changed, short, struct
 from kvjax.topk import top

@@ -21,8 +21,8 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, Scorer, Sizes, save_scorers
 from kvjax.policies.admission.streaming_llm import StreamingLLM
+from kvjax.policies.base import Trainable
 from kvjax.policies.compiled import on_mesh
-from kvjax.policies.interfaces import Trainable
 from kvjax.train.data import Data, Wanted
 from kvjax.train.future_attention import KVPOPTraining
 from kvjax.train.objective import Deployed, Part, distilled_token_loss, likeliest, next_token_loss, student

@@ -9,7 +9,7 @@ import pytest
 from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.policies import Adaptive, KNorm, Policy, Pyramid, Ratio, Schedule, SnapKV, make_policy
-from kvjax.policies.interfaces import Eviction
+from kvjax.policies.base import Eviction
 from kvjax.struct import struct
 from tests.policies.captured import LENGTHS, OBSERVED, PAGE, pages_are_whole
 from tests.tiny_models import tiny_model

@@ -1,4 +1,4 @@
-"""An eviction around another, which is asked for everything: here for a bias of its own."""
+"""An eviction around another, which is asked for its metadata: here for a bias of its own."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,14 +6,14 @@ import pytest
 
 from kvjax.inference import prefill
 from kvjax.policies import Adaptive, CriticalKV, Policy, Ratio, Schedule
-from kvjax.policies.interfaces import Eviction
+from kvjax.policies.base import Eviction, TokenMetadata
 from kvjax.struct import struct
 from tests.inference.cached import TOKENS
 from tests.tiny_models import tiny_model
 
 
 @struct
-class Lowered(Eviction):
+class Lowered(TokenMetadata, Eviction):
     """Every token by 2; it looks at nothing else."""
 
     @property

@@ -247,7 +247,7 @@ def test_what_contexts_are_read_behind_is_no_gates_to_evict(monkeypatch):
     for text in ("", f"{recipe.instruction}\n\n"):
         before = encode(tokenizer, text, "beginning")
         row = np.array([*before, *tokenizer("One city is Paris.")["input_ids"]])
-        assert [x.eviction.prefix_of(row) for x in policies.values()] == [len(before)] * 4
+        assert [x.schedule.needs.prefix_of(row) for x in policies.values()] == [len(before)] * 4
 
 
 def test_gates_can_begin_with_others(whole, tmp_path):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from kvjax.policies import make_policy
-from kvjax.policies.interfaces import Mask
+from kvjax.policies.base import Mask
 from kvjax.struct import static, struct
 from kvjax.train.objective import next_token_loss, student
 from kvjax.train.recipe import Recipe

@@ -12,7 +12,7 @@ from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, shown, whole_number
 from kvjax.policies.admission.kvpop.files import check_made_for, load_scorers
 from kvjax.policies.admission.kvpop.scorer import Scorer
-from kvjax.policies.interfaces import Admission, Keep
+from kvjax.policies.base import Admission, Keep
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.views import Shape, Step
 from kvjax.struct import assign, host, remembered, static, struct

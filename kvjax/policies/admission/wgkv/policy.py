@@ -11,7 +11,7 @@ from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, shown
 from kvjax.policies.admission.wgkv.files import check_made_for, load_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
-from kvjax.policies.interfaces import Admission, Keep
+from kvjax.policies.base import Admission, Keep
 from kvjax.policies.numbers import head_table, is_placed, real_array
 from kvjax.policies.views import Step
 from kvjax.struct import assign, host, remembered, struct

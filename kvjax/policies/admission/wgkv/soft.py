@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policies.admission.wgkv.gate import WriteGate
-from kvjax.policies.interfaces import Mask
+from kvjax.policies.base import Mask
 from kvjax.policies.views import Step
 from kvjax.struct import static, struct
 from pallas_kernels.vertical_slash import ends

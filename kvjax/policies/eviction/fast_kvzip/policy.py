@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.chat_template import opening
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, one_of, real_number, shown, whole_number
+from kvjax.policies.base import Eviction, LateMetadata, Numbers
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, check_made_for, load_gates
 from kvjax.policies.eviction.fast_kvzip.gate import INPUTS, SinkGate, inputs
-from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_ids
-from kvjax.policies.interfaces import Eviction, Numbers
-from kvjax.policies.schedule import Ahead, Needs
+from kvjax.policies.eviction.texts import check_tokenizer, token_ids
+from kvjax.policies.schedule import Ahead, Needs, Schedule
 from kvjax.policies.trigger import Trigger
 from kvjax.policies.views import Readout, Shape, Step, Stored
 from kvjax.struct import assign, changed, host, remembered, static, struct
@@ -33,7 +32,7 @@ Waiting = Any
 
 
 @struct
-class FastKVzip(Eviction):
+class FastKVzip(LateMetadata, Eviction):
     """A gate's guess of KVzip's score, which an entry carries from birth (Sec. 3).
 
     A prompt is compacted chunk by chunk: what lies before its newest `window` tokens is thresholded over all layers and
@@ -100,26 +99,27 @@ class FastKVzip(Eviction):
         # an instruction may stand behind the template's own
         return told or (trained if trained[: len(own)] == own else own)
 
-    def refuses_trigger(self, trigger: Trigger) -> str:
+    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+        trigger = schedule.trigger
         for field in dataclasses.fields(self) if trigger.while_decoding else ():
             if field.name in OF_PROMPTS and getattr(self, field.name) != field.default:
                 return (
                     f"takes {field.name} where it compacts prompts, got when={trigger.when!r}: while decoding "
                     f"{OF_PROMPTS[field.name]} says what stays"
                 )
-        return super().refuses_trigger(trigger)
+        if stores_all:
+            return ""
+        return "shares out a budget of ranges of a prompt's tokens, which an admission does not all store"
 
     def check(self, model: Any) -> None:
         check_made_for(Sizes.of(self.gates, self.inputs), model)
 
     @property
     def needs(self) -> Needs:
-        prefix = max(FIRST, len(self.opening)) if self.prefix is None else self.prefix
         ahead = Ahead(self.window, self.short, self.share)
-        return Needs(last=max(LAST, self.pending), first=FIRST, ahead=ahead, prefix=prefix)
-
-    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
-        return max(FIRST, in_common(row, self.opening)) if self.prefix is None else self.prefix
+        prefix, opening = (FIRST, self.opening) if self.prefix is None else (self.prefix, ())
+        last = max(LAST, self.pending)
+        return Needs(last=last, first=FIRST, ahead=ahead, prefix=prefix, opening=opening)
 
     @property
     def shares(self) -> Shares:
@@ -128,10 +128,6 @@ class FastKVzip(Eviction):
     @property
     def usual_trigger(self) -> Trigger:
         return Trigger("chunk", chunk=CHUNK)
-
-    @property
-    def refuses_admission(self) -> str:
-        return "shares out a budget of ranges of a prompt's tokens, which an admission does not all store"
 
     @property
     def planes(self) -> Mapping[str, str]:

@@ -94,7 +94,7 @@ def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_
     assert 4 < len(beginning) < len(trained) < len(asked)
 
     def prefixes(method):
-        return [method.prefix_of(row) for row in (plain, asked, bare)]
+        return [method.needs.prefix_of(row) for row in (plain, asked, bare)]
 
     save_gates(tmp_path, gates, {"opening": trained})
     for told in ({}, {"tokenizer": tokenizer}):
@@ -104,7 +104,7 @@ def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_
     assert prefixes(FastKVzip(tmp_path, prefix=2, tokenizer=tokenizer)) == [2, 2, 2]
     save_gates(tmp_path, gates, {"opening": [9, 9, 9, 9, 9, 9]})
     assert prefixes(FastKVzip(tmp_path, tokenizer=tokenizer)) == [len(beginning), len(beginning), 4]
-    assert FastKVzip(tmp_path, tokenizer=tokenizer).needs.prefix == len(beginning)
+    assert FastKVzip(tmp_path, tokenizer=tokenizer).needs.longest_prefix == len(beginning)
 
 
 @pytest.mark.mesh

@@ -1,18 +1,9 @@
-"""What prompts begin with that is nobody's text (a chat template, a system prompt), as methods are told it."""
+"""Arguments of methods that have texts read, checked: token ids, and a tokenizer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-from jaxtyping import Int
-
 from kvjax.errors import UserError, shown, whole_number
-
-
-def in_common(row: Int[np.ndarray, " _"], opening: Sequence[int]) -> int:
-    """How many tokens a prompt begins with as `opening` does."""
-    same = (one == other for one, other in zip(row.tolist(), opening, strict=False))
-    return [*same, False].index(False)
 
 
 def token_ids(method: str, field: str, given: Any) -> tuple[int, ...]:
