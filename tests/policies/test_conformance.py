@@ -84,16 +84,31 @@ def build(name, model):
     return make_policy({name: POLICIES[name] | trained}, model=model)
 
 
-def outcome(name, model, rows, **stated):
-    """What is stored of each sequence, by layer and head, and the logits of a question after it."""
-    policy = build(name, model)
-    cache = prefill(model, rows, policy=policy, **USUAL | stated)
+logits_of = jax.jit(lambda model, hidden: model.logits(hidden))
+
+
+def asked(model, policy, cache):
+    """The logits of a question."""
     with use_mesh(model):
         batch = cache.seen.shape[0]
-        fed = jnp.broadcast_to(jnp.asarray(QUESTION), (batch, 3)), jnp.full(batch, 3)
-        _, hidden, _ = run(model, policy.compile(model).decode, cache, *fed, write=False)
-        logits = np.asarray(model.logits(hidden))
-    return caches.stats(cache, len(rows)).entries, logits[: len(rows)]
+        fed = np.tile(QUESTION, (batch, 1)).astype(np.int32), np.full(batch, 3, np.int32)
+        _, hidden, _ = run(model, policy.compile(model).decode, cache, *map(jnp.asarray, fed), write=False)
+        return np.asarray(logits_of(model, hidden))
+
+
+def continued(model, policy, cache):
+    """The logits after one more token, of all that is stored unless the policy selects among it: the dense formula,
+    which attention over pages is held against above, is one program for all policies."""
+    if policy.selection is not None:
+        return asked(model, policy, cache)
+    return logits_over_what_is_stored(model, cache, np.full(cache.seen.shape[0], 5, np.int32))
+
+
+def outcome(name, model, rows, logits=asked, **stated):
+    """What is stored of each sequence, by layer and head, and logits of what follows it."""
+    policy = build(name, model)
+    cache = prefill(model, rows, policy=policy, **USUAL | stated)
+    return caches.stats(cache, len(rows)).entries, logits(model, policy, cache)[: len(rows)]
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +121,10 @@ def alike(model):
     """Whether something else than a batch in chunks gives the same of a policy."""
     known = {}
 
-    def same(name, other, rows=slice(None)):
-        if name not in known:
-            known[name] = outcome(name, model, ROWS, **CHUNKS)
-        (entries, logits), (own_entries, own_logits) = known[name], other
+    def same(name, other, rows=slice(None), logits=asked):
+        if (name, logits) not in known:
+            known[name, logits] = outcome(name, model, ROWS, logits, **CHUNKS)
+        (entries, logits), (own_entries, own_logits) = known[name, logits], other
         np.testing.assert_array_equal(own_entries, entries[:, rows])
         np.testing.assert_allclose(own_logits, logits[rows], atol=1e-4)
 
@@ -124,12 +139,12 @@ def test_every_policy_is_here():
 def test_a_token_sees_exactly_what_is_stored(model, name):
     """Attention over pages and rings against a dense one over all entries that there are, and no others."""
     policy = changed(build(name, model), selection=None)
-    cache, token = prefill(model, ROWS, policy=policy, **USUAL | CHUNKS), jnp.array([5, 6, 7])
+    cache, token = prefill(model, ROWS, policy=policy, **USUAL | CHUNKS), np.array([5, 6, 7], np.int32)
     with use_mesh(model):
         # as wide as the question, whose program this is
-        fed = jnp.tile(token[:, None], 3), jnp.ones(3, jnp.int32)
+        fed = jnp.asarray(np.tile(token[:, None], 3)), jnp.asarray(np.ones(3, np.int32))
         _, hidden, _ = run(model, policy.compile(model).decode, cache, *fed, write=False)
-        found = np.asarray(model.logits(hidden))[:, 0]
+        found = np.asarray(logits_of(model, hidden))[:, 0]
     np.testing.assert_allclose(found, logits_over_what_is_stored(model, cache, token), atol=1e-4)
 
 
@@ -139,7 +154,8 @@ def test_a_token_sees_exactly_what_is_stored(model, name):
 @each
 def test_a_batch_in_chunks_is_its_sequences_read_at_once(model, alike, name, row):
     """And stored in other pages."""
-    alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
+    one = slice(row, row + 1)
+    alike(name, outcome(name, model, ROWS[one], continued), one, continued)
 
 
 ONE = "wgkv+snapkv"

@@ -347,9 +347,14 @@ def test_a_later_phase_goes_on_from_master_weights_and_holds_rounded_ones():
     with jax.set_mesh(make_mesh()):
         model = filled(tiny_config(), jnp.bfloat16)
         dtypes = param_dtypes([first, second], model)
-        before = initial_state(first, model).params
-        before = jax.tree.map(lambda x: x * (1 + 2**-12), before)  # less than bfloat16 can tell apart
-        state = enter(second, before, dtypes[0])
+
+        @jax.jit
+        def begun(model):
+            params = initial_state(first, model).params
+            return jax.tree.map(lambda x: x * (1 + 2**-12), params)  # less than bfloat16 can tell apart
+
+        before = begun(model)
+        state = jax.jit(lambda params: enter(second, params, dtypes[0]))(before)
     assert jax.tree.structure(dtypes[1]) == jax.tree.structure(state.params) != jax.tree.structure(before)
     assert {x.dtype for x in jax.tree.leaves(state.constants)} == {jnp.dtype(jnp.bfloat16)}
     for mine, theirs in zip(jax.tree.leaves(state.params["model"]), jax.tree.leaves(before), strict=True):
