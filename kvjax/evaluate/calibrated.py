@@ -111,10 +111,10 @@ class StaticPattern:
 
     def policy(self, model: Decoder) -> Policy:
         """Return it as a policy of the model."""
-        told = {"sink": self.sink, "window": self.window}
+        arguments = {"sink": self.sink, "window": self.window}
         if not self.whole.any():
-            return make_policy({"streaming_llm": told}, model=model)
-        return make_policy({"head_pattern": told}, model=model, gates=self.whole.astype(float))
+            return make_policy({"streaming_llm": arguments}, model=model)
+        return make_policy({"head_pattern": arguments}, model=model, gates=self.whole.astype(float))
 
 
 def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> StaticPattern:

@@ -44,17 +44,8 @@ class Compared:
     @property
     def text(self) -> str:
         """The policy string."""
-        return format_policy(
-            self.described | ({self._only: self._own | {CALIBRATED: {}}} if self.calibrated else {})
-        )
-
-    @property
-    def _only(self) -> str:
-        return next(iter(self.described))
-
-    @property
-    def _own(self) -> dict[str, Any]:
-        return self.described[self._only]
+        fitted: dict[str, Any] = {CALIBRATED: {}} if self.calibrated else {}
+        return format_policy({name: arguments | fitted for name, arguments in self.described.items()})
 
     @functools.cached_property
     def kinds(self) -> dict[str, Any]:
@@ -70,10 +61,10 @@ class Compared:
     def takes_gates(self) -> str | None:
         """The method that has gates to be given; None: there is none."""
         for name, kind in self.kinds.items():
-            takes, told = trained(kind) in inspect.signature(kind).parameters, self.described[name]
+            takes = trained(kind) in inspect.signature(kind).parameters
             if (
                 takes
-                and not {"gates", trained(kind)} & told.keys()
+                and not {"gates", trained(kind)} & self.described[name].keys()
                 and not (kind is HeadPattern and self.calibrated)
             ):
                 return name
@@ -84,8 +75,8 @@ class Compared:
         """The folders and files of gates that its string names, and the methods that they are of."""
         return {
             value: name
-            for name, told in self.described.items()
-            for argument, value in told.items()
+            for name, arguments in self.described.items()
+            for argument, value in arguments.items()
             if argument in ("gates", trained(self.kinds[name])) and isinstance(value, str)
         }
 
@@ -125,7 +116,7 @@ class Compared:
     @property
     def decodes(self) -> bool:
         """Whether it evicts while it answers."""
-        return any(told.get("when") in WHILE_DECODING for told in self.described.values())
+        return any(arguments.get("when") in WHILE_DECODING for arguments in self.described.values())
 
     @property
     def on_contests(self) -> bool:
@@ -149,7 +140,7 @@ def compared_of(text: str) -> Compared:
         described = (
             parse_policy(policy) if isinstance(policy, str) else {x: dict(y or {}) for x, y in policy.items()}
         )
-        fitted = [name for name, told in described.items() if CALIBRATED in told]
+        fitted = [name for name, arguments in described.items() if CALIBRATED in arguments]
         for name in fitted:
             del described[name][CALIBRATED]
         takes_tokenizer(described)
@@ -167,17 +158,18 @@ def compared_of(text: str) -> Compared:
     return Compared(label, described, bool(fitted))
 
 
-def budget_argument(kind: Any, told: dict[str, Any], roles: set[str]) -> str | None:
+def budget_argument(kind: Any, given: dict[str, Any], roles: set[str]) -> str | None:
     """Return the argument by which a method gets a budget; None: it has its own, or takes none."""
     if not is_method(kind):
         takes = [x for x in ("ratio", "entries") if x in inspect.signature(kind).parameters]
-        return next((x for x in takes if not {"ratio", "entries"} & told.keys()), None)
+        return next((x for x in takes if not {"ratio", "entries"} & given.keys()), None)
     if role(kind) == "eviction":
-        return None if told.keys() & BUDGETS else "entries" if told.get("when") in WHILE_DECODING else "ratio"
+        usual = "entries" if given.get("when") in WHILE_DECODING else "ratio"
+        return None if given.keys() & BUDGETS else usual
     if kind is Quest:
-        return None if {"tokens", "ratio"} & told.keys() or "eviction" in roles else "ratio"
+        return None if {"tokens", "ratio"} & given.keys() or "eviction" in roles else "ratio"
     argument = {KVPOP: "max_entries", StreamingLLM: "window", HeadPattern: "sparsity"}.get(kind)
-    return None if argument in told else argument
+    return None if argument in given else argument
 
 
 def compared(config: EvaluateConfig) -> list[Compared]:

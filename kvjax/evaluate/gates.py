@@ -44,10 +44,10 @@ def by_lambda(folders: Sequence[str]) -> dict[float, str]:
     """
     found: dict[float, str] = {}
     for folder in folders:
-        said = described(folder).get("lambda")
-        if not isinstance(said, int | float):
+        weight = described(folder).get("lambda")
+        if not isinstance(weight, int | float):
             raise UserError(f"--gates {folder}: nothing there says with which lambda they were trained")
-        name = float(said)
+        name = float(weight)
         if name in found:
             raise UserError(
                 f"--gates {found[name]} and {folder} have both λ {name:g}, by which wgkv tells gates apart"
@@ -64,8 +64,8 @@ def most_selective(folders: Sequence[str], ratio: float, tokens: int) -> str:
     """
 
     def size(folder: str) -> float:
-        said = described(folder)
-        window, rate = int(said["window"]), float(np.mean(said.get("rate", 1.0)))
+        description = described(folder)
+        window, rate = int(description["window"]), float(np.mean(description.get("rate", 1.0)))
         return (window + rate * max(0, tokens - window)) / max(window, tokens)
 
     sizes = {folder: size(folder) for folder in folders}

@@ -259,9 +259,9 @@ class Tally:
         for questions in itertools.zip_longest(*(x.questions for x in group), fillvalue=NO_QUESTION):
             if group[0].conversation:
                 questions = tuple(map(asked_after, questions, before))
-            told = {"stop": model.config.eos_ids, "pace": self.decoding, "watch": watch}
+            options = {"stop": model.config.eos_ids, "pace": self.decoding, "watch": watch}
             with footprint_log(reading.log) as log:
-                group_answers, cache = answer(model, later, cache, questions, **told)
+                group_answers, cache = answer(model, later, cache, questions, **options)
             self.add_answers(questions, group_answers, log)
             before = [
                 np.concatenate([q.prompt, x.tokens]) for q, x in zip(questions, group_answers, strict=True)

@@ -276,13 +276,13 @@ def _commands(config: EvaluateConfig, results: Sequence[Result]) -> list[str]:
 
 def _command(config: EvaluateConfig, result: Result) -> str:
     """The command, and as a comment what its result kept."""
-    told = {"tau": result.tau} | {
+    own = {"tau": result.tau} | {
         x: y for x, y in parse_policy(result.described)["wgkv"].items() if x != CALIBRATED
     }
     model = [] if config.model == BUILTIN else ["--model", config.model]
     dtype = [] if config.dtype is None else ["--dtype", config.dtype]
     force = ["--force"] if config.force else []
-    words = [*model, *dtype, *force, "--policy", format_policy({"wgkv": told}), "--gates", result.gates or ""]
+    words = [*model, *dtype, *force, "--policy", format_policy({"wgkv": own}), "--gates", result.gates or ""]
     size = f"budget {result.at}: {result.kv_ratio:.3f} of the entries"
     return f"python -m kvjax.generate {shlex.join(words)} --prompt-file FILE  # {size}"
 

@@ -32,7 +32,7 @@ from kvjax.policies import (
     StreamingLLM,
     make_policy,
 )
-from kvjax.policies.admission.pattern_folder import PatternFolder, read_pattern
+from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.make import takes_tokenizer
 from kvjax.policies.numbers import head_table
 from kvjax.policies.registry import is_method, role, trained
@@ -80,10 +80,10 @@ def policy_of(one: Compared, sizing: Sizing) -> Policy:
     """Return the policy of a budget. A calibrated one is then fitted; it is the plainest of its kind here."""
     if one.calibrated:
         return _plainest(one, sizing)
-    told = {name: dict(arguments) for name, arguments in one.described.items()}
+    arguments = {name: dict(own) for name, own in one.described.items()}
     window = sizing.observed
-    for name in sorted(told, key=lambda name: role(one.kinds[name])):  # admissions first
-        kind, own = one.kinds[name], told[name]
+    for name in sorted(arguments, key=lambda name: role(one.kinds[name])):  # admissions first
+        kind, own = one.kinds[name], arguments[name]
         if one.takes_gates == name and sizing.gates is not None:
             own[trained(kind)] = sizing.gates
         argument = budget_argument(kind, own, one.roles)
@@ -102,12 +102,12 @@ def policy_of(one: Compared, sizing: Sizing) -> Policy:
                 own.setdefault("observed", window)
             if kind is RandomEviction:
                 own.setdefault("seed", sizing.seed)
-        elif role(kind) == "admission" and is_method(kind) and len(told) > 1:
+        elif role(kind) == "admission" and is_method(kind) and len(arguments) > 1:
             alone = make_policy({name: own}, model=sizing.model, force=sizing.force)
             # what SnapKV looks back at must still be in the window
             window = window if alone.stores_all else min(window, alone.window)
-    tokenizer = sizing.tokenizer() if takes_tokenizer(told) else None
-    return make_policy(told, model=sizing.model, tokenizer=tokenizer, force=sizing.force)
+    tokenizer = sizing.tokenizer() if takes_tokenizer(arguments) else None
+    return make_policy(arguments, model=sizing.model, tokenizer=tokenizer, force=sizing.force)
 
 
 def _learned_heads(own: dict[str, Any], sizing: Sizing) -> dict[str, Any]:
@@ -118,7 +118,12 @@ def _learned_heads(own: dict[str, Any], sizing: Sizing) -> dict[str, Any]:
         raise UserError(
             "head_pattern without a sparsity: got no gates to order heads by; calibrated measures an order"
         )
-    learned = ranked(str(folder), read_pattern(folder))
+    learned = read_pattern(folder)
+    if np.isin(learned.weights, (0, 1)).all():
+        raise UserError(
+            f"{folder}: a pattern of 0 and 1 has no order of its heads for --budgets; as it is it is "
+            f"head_pattern:sparsity={1 - learned.weights.mean():g}"
+        )
     _check_holds(sizing.entries, learned.sink, f"{learned.sink} sinks")
     weights = head_table("head_pattern", "pattern", learned.weights, *sizing.shape, shares=False)
     sizes = {
@@ -131,18 +136,8 @@ def _learned_heads(own: dict[str, Any], sizing: Sizing) -> dict[str, Any]:
     return {"pattern": found.whole.astype(float), "sink": found.sink, "window": found.window}
 
 
-def ranked(where: str, pattern: PatternFolder) -> PatternFolder:
-    """Return a pattern that has an order of the heads for any budget. Raises UserError for one of 0 and 1 alone."""
-    if np.isin(pattern.weights, (0, 1)).all():
-        raise UserError(
-            f"{where}: a pattern of 0 and 1 has no order of its heads for --budgets; as it is it is "
-            f"head_pattern:sparsity={1 - pattern.weights.mean():g}"
-        )
-    return pattern
-
-
 def _plainest(one: Compared, sizing: Sizing) -> Policy:
-    kind = one.kinds[one._only]
+    (kind,) = one.kinds.values()
     if kind is WGKV:
         policy = make_policy(one.described, model=sizing.model, gates=sizing.gates, force=sizing.force)
         _check_holds(sizing.entries, policy.window, f"its window of {policy.window}")
@@ -161,10 +156,10 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
     streaming heads: the gates', if there are any."""
     orders, window = {}, narrowest(sizing.tokens)
     if sizing.gates is not None:
-        said = described(sizing.gates)
-        window = int(said.get("window", window))
-        if "rate" in said:
-            orders["the gates' rates"] = head_table("--gates", "rate", said["rate"], *sizing.shape)
+        description = described(sizing.gates)
+        window = int(description.get("window", window))
+        if "rate" in description:
+            orders["the gates' rates"] = head_table("--gates", "rate", description["rate"], *sizing.shape)
     return orders, window
 
 

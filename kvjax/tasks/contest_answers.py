@@ -97,8 +97,8 @@ class Integers:
         try:
             compared = Expressions()
         except UserError:
-            told = f"AIME answers that are expressions count as wrong, since math-verify is not installed: {WITHOUT}"
-            warn(told, stacklevel=2)
+            message = f"AIME answers that are expressions count as wrong, since math-verify is not installed: {WITHOUT}"
+            warn(message, stacklevel=2)
             return False
         return compared(PRODUCT.sub(r"\1 \\cdot (", expression), str(integer(true)))
 

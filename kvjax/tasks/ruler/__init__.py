@@ -26,6 +26,7 @@ from kvjax.tasks.ruler.needle_by_depth import needle_by_depth
 from kvjax.tasks.ruler.needles import Needles
 from kvjax.tasks.ruler.published import DATA, PublishedSamples, published_example, published_rows
 from kvjax.tasks.ruler.question_files import read_hotpotqa, read_squad
+from kvjax.tasks.ruler.questions import QuestionAnswering
 from kvjax.tasks.ruler.task import RulerTask
 from kvjax.tasks.ruler.variables import VariableTracking
 from kvjax.tasks.ruler.writer import ExampleWriter
@@ -53,10 +54,6 @@ class RulerEntry:
     """How published samples are scored: by all of the expected strings, or by any of them."""
 
 
-def _lines(name: str, files: Files) -> RecipeOf:
-    return _any_length(Needles(name, Lines()))
-
-
 def _essays(**arguments: Any) -> RulerEntry:
     return RulerEntry(
         needles.RESERVED,
@@ -68,16 +65,13 @@ def _among_needles(**arguments: Any) -> RulerEntry:
     return RulerEntry(needles.RESERVED, lambda name, files: _any_length(Needles(name, None, **arguments)))
 
 
-def _squad(name: str, files: Files) -> RecipeOf:
-    if "squad" not in files:
-        raise UserError(f"{name} asks questions of SQuAD: give its JSON file as --data squad=FILE")
-    return _any_length(read_squad(files["squad"], name))
+def _questions(data: str, title: str, read: Callable[[Path, str], QuestionAnswering]) -> RulerEntry:
+    def opened(name: str, files: Files) -> RecipeOf:
+        if data not in files:
+            raise UserError(f"{name} asks questions of {title}: give its JSON file as --data {data}=FILE")
+        return _any_length(read(files[data], name))
 
-
-def _hotpotqa(name: str, files: Files) -> RecipeOf:
-    if "hotpotqa" not in files:
-        raise UserError(f"{name} asks questions of HotpotQA: give its JSON file as --data hotpotqa=FILE")
-    return _any_length(read_hotpotqa(files["hotpotqa"], name))
+    return RulerEntry(questions.RESERVED, opened, scoring="any")
 
 
 def _any_length(recipe: ExampleWriter) -> RecipeOf:
@@ -93,7 +87,7 @@ def _coded_words(name: str, files: Files) -> RecipeOf:
 
 
 RULER_TASKS = {
-    "niah_single_1": RulerEntry(needles.RESERVED, _lines),
+    "niah_single_1": RulerEntry(needles.RESERVED, lambda name, files: _any_length(Needles(name, Lines()))),
     "niah_single_2": _essays(),
     "niah_single_3": _essays(value_kind="UUID"),
     "niah_multikey_1": _essays(keys=4),
@@ -104,8 +98,8 @@ RULER_TASKS = {
     "vt": RulerEntry(variables.RESERVED, lambda name, files: _any_length(VariableTracking(name))),
     "cwe": RulerEntry(frequent.LIST_RESERVED, _common_words),
     "fwe": RulerEntry(frequent.CODED_RESERVED, _coded_words),
-    "qa_1": RulerEntry(questions.RESERVED, _squad, scoring="any"),
-    "qa_2": RulerEntry(questions.RESERVED, _hotpotqa, scoring="any"),
+    "qa_1": _questions("squad", "SQuAD", read_squad),
+    "qa_2": _questions("hotpotqa", "HotpotQA", read_hotpotqa),
 }
 
 
