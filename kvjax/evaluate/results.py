@@ -195,7 +195,7 @@ class Results:
         drawn = all(suite_of(task).drawn for task in config.tasks)
         self._settings |= {name: getattr(config, name) if drawn else None for name in DRAWN_WITH}
         # their contents, wherever these are
-        self._settings["data"] = [[name, _read_from(path)] for name, path in sorted(config.files.items())]
+        self._settings["data"] = [_read_from(name, path) for name, path in sorted(config.files.items())]
         self._settings["gates"] = [[folder, digest(folder)] for folder in config.gates]
         # gates that stand in policy strings
         named = [pair for text in config.policies for pair in compared_of(text).own_gates.items()]
@@ -308,24 +308,24 @@ def _page_size(config: EvaluateConfig) -> int | str:
     return usual if usual == selected else f"{usual}, {selected} with a selection"
 
 
-def _read_from(path: Path) -> list[str | None]:
-    """Return a path and a digest of the files there; None in its place for data elsewhere (on the hub)."""
+def _read_from(name: str, path: Path) -> list[str | None]:
+    """Return named data and a digest of its name and files; None in its place for data elsewhere (on the hub)."""
     files = (
         sorted(file for file in path.rglob("*") if file.suffix in READ_SUFFIXES) if path.is_dir() else [path]
     )
-    known = hashlib.sha256()
+    known = hashlib.sha256(name.encode())
     for file in files:
         if not file.is_file():
-            return [str(path), None]
+            return [f"{name}={path}", None]
         with file.open("rb") as opened:
             known.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
-    return [str(path), known.hexdigest()[:16]]
+    return [f"{name}={path}", known.hexdigest()[:16]]
 
 
 def _counts(value: Any) -> Any:
     """Return the part of a setting that must be equal: of [name, digest] the digest, if there is one."""
     if isinstance(value, list | tuple):
-        if len(value) == 2 and isinstance(value[0], str) and not isinstance(value[1], list):
+        if len(value) == 2 and isinstance(value[0], str):
             return value[1] or value[0]
         return [_counts(x) for x in value]
     return value

@@ -35,7 +35,7 @@ def test_results_on_other_contexts_are_refused(tmp_path):
     main([word.replace(str(documents), str(moved)) for word in command])
     assert len(lines(tmp_path / "run")) == 1
     documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
-    with pytest.raises(UserError, match=r"holds results with --data .*'\w{16}'\]\]\, got .*'\w{16}'\]\]"):
+    with pytest.raises(UserError, match=r"holds results with --data .*'\w{16}'\]\], got .*'\w{16}'\]\]"):
         main(command)
 
 
