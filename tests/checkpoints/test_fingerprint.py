@@ -85,8 +85,9 @@ def test_other_weights_and_other_sizes_are_another_model(own, other):
 def test_every_table_is_in_the_contents(own):
     """One array after another with a sign turned."""
     leaves, tree = jax.tree.flatten(own)
+    other = [jax.device_put(-np.asarray(x), x.sharding) for x in leaves]
     turned = {
-        contents(jax.tree.unflatten(tree, [*leaves[:i], -x, *leaves[i + 1 :]])) for i, x in enumerate(leaves)
+        contents(jax.tree.unflatten(tree, [*leaves[:i], x, *leaves[i + 1 :]])) for i, x in enumerate(other)
     }
     assert len(turned | {contents(own)}) == len(leaves) + 1
 
@@ -142,9 +143,10 @@ def test_parameters_of_a_package_s_recipe_are_refused_and_forced(own, other, tmp
 def test_a_version_of_the_model_is_a_warning(own, gates):
     """Weights in 16 steps, as a file of four bits has them, and the smallest of them 0."""
 
-    def quantised(x):
-        step = jnp.abs(x).max(-1, keepdims=True) / 8
-        return jnp.round(x / step) * step if x.ndim > 2 else x
+    def quantised(leaf):
+        x = np.asarray(leaf)
+        step = np.abs(x).max(-1, keepdims=True) / 8
+        return jax.device_put(np.round(x / step) * step, leaf.sharding) if x.ndim > 2 else leaf
 
     with pytest.warns(UserWarning, match=r"of which our/model is a fine-tuned or quantised version: 9\d% of"):
         make_policy("wgkv", model=jax.tree.map(quantised, own), gates=gates)

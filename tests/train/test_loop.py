@@ -20,7 +20,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from kvjax.builtin import builtin_model
-from kvjax.cli.launch import MeshShape, Termination
+from kvjax.cli.launch import Termination
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
@@ -78,13 +78,13 @@ def whole(tmp_path_factory, saves):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", noted)
-        return train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+        return train(parse([*ARGS, "--mesh", "1", "--out", str(folder)]))
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """The folder of a run that was killed in the middle of its second save."""
-    return run_until_killed([*ARGS, "--mesh", "8"], tmp_path_factory.mktemp("killed") / "run")
+    return run_until_killed([*ARGS, "--mesh", "1"], tmp_path_factory.mktemp("killed") / "run")
 
 
 def resumed(killed, tmp_path, mesh):
@@ -112,9 +112,9 @@ def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypa
 
     monkeypatch.setattr(Checkpoints, "save", killed_after_the_second)
     with pytest.raises(Killed):
-        train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+        train(parse([*ARGS, "--mesh", "1", "--out", str(folder)]))
     monkeypatch.setattr(Checkpoints, "save", save)
-    again = train(parse(["--resume", "--out", str(folder), "--mesh", "8"]))
+    again = train(parse(["--resume", "--out", str(folder), "--mesh", "1"]))
     assert losses(folder) == losses(whole.folder)
     assert written(folder)[1] == written(whole.folder)[1]
     np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
@@ -124,7 +124,7 @@ def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypa
 def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
     assert (killed / "checkpoints" / "2").is_dir()
     assert [line["step"] for line in written(killed)[0]] == [0, 1, 2, 3], "as far as the checkpoint under way"
-    again = resumed(killed, tmp_path, "8")
+    again = resumed(killed, tmp_path, "1")
     assert losses(again.folder) == losses(whole.folder)
     for mine, theirs in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -182,7 +182,7 @@ def test_validations_as_often_as_told(whole, tmp_path):
 
 
 def test_the_end_of_a_run_says_what_it_left(whole):
-    config = parse(["--resume", "--out", str(whole.folder), "--mesh", "8"])
+    config = parse(["--resume", "--out", str(whole.folder), "--mesh", "1"])
     text, found = summary(config, whole, config.deploy(whole.params, whole.model)), whole.validation.numbers
     for part in (
         f"gates: {whole.folder}/gates", "held out (8 sequences): ",
@@ -220,7 +220,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
         f"2, in {folder}/checkpoints: python -m kvjax.export {folder} exports it. If weights and data are right, start "
         "another run with a smaller --lr than 0.01$",
     ):
-        train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+        train(parse([*ARGS, "--mesh", "1", "--out", str(folder)]))
     assert [file.name for file in (folder / "checkpoints").iterdir()] == ["2"]
     assert not (folder / "gates").exists()
 
@@ -232,7 +232,7 @@ def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
     with pytest.raises(
         UserError, match=r"^step \d of 6: .*no checkpoint before it.* smaller --lr than 1e\+36$"
     ):
-        train(parse([*ARGS, "--lr", "1e36", "--mesh", "8", "--out", str(folder)]))
+        train(parse([*ARGS, "--lr", "1e36", "--mesh", "1", "--out", str(folder)]))
     assert not (folder / "gates").exists()
 
 
@@ -260,7 +260,7 @@ def test_a_launch_that_fails_does_not_block_the_next(wrong, message, tmp_path, m
     found = lambda name, *rest: None if name == "tensorboardX" else find_spec(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(datasets, "load_dataset", missing)
-    args = [*ARGS, "--mesh", "8", "--out", str(folder)]
+    args = [*ARGS, "--mesh", "1", "--out", str(folder)]
     with pytest.raises(UserError, match=message):
         train(parse([*args, *(part.format(files=tmp_path) for part in wrong)]))
     assert not (folder / SAVED).exists()
@@ -286,7 +286,7 @@ def test_a_report_that_the_method_cannot_have_is_refused_before_the_start(tmp_pa
 
 @pytest.mark.slow
 def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypatch):
-    args = [*ARGS, "--mesh", "8", "--out", str(tmp_path / "run")]
+    args = [*ARGS, "--mesh", "1", "--out", str(tmp_path / "run")]
     broken = ValueError("no export today")
 
     def fails(*_):
@@ -328,13 +328,13 @@ def test_a_run_that_is_stopped_says_how_to_go_on(stop, updates, said, tmp_path, 
     monkeypatch.setattr(loop, "make_update", stopping)
     use = f"python -m kvjax.train --resume --out '{folder}'"
     with pytest.raises(stop, match=f"^{re.escape(said.format(use=use))}$"):
-        train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+        train(parse([*ARGS, "--mesh", "1", "--out", str(folder)]))
     assert parse(shlex.split(use)[3:]).resume
 
 
 def test_a_finished_run_is_left_as_it_is(whole):
     before = (whole.folder / "metrics.jsonl").read_text()
-    again = train(parse(["--resume", "--out", str(whole.folder), "--mesh", str(MeshShape(fsdp=8))]))
+    again = train(parse(["--resume", "--out", str(whole.folder), "--mesh", "1"]))
     assert (whole.folder / "metrics.jsonl").read_text() == before
     np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
 
@@ -406,7 +406,7 @@ def test_two_processes_save_a_model_that_they_trained(tmp_path):
 
 
 def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path, capsys):
-    args = [*ARGS, "--mesh", "8", "--checkpoint-every", "4", "--validate-every", "5", "--validation", "2"]
+    args = [*ARGS, "--mesh", "1", "--checkpoint-every", "4", "--validate-every", "5", "--validation", "2"]
     found = train(parse([*args, "--out", str(tmp_path / "run")]))
     before, _ = capsys.readouterr().err.split("step 1/6")
     assert "\na device holds " in before
@@ -425,7 +425,7 @@ def test_a_checkpoint_without_a_validation_comes_after_its_metrics(tmp_path, mon
         save(self, step, *args)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
-    args = ["--validate-every", "100", "--validation", "1", "--mesh", "8", "--out", str(folder)]
+    args = ["--validate-every", "100", "--validation", "1", "--mesh", "1", "--out", str(folder)]
     train(parse([*ARGS, *args]))
     assert saves == {step: list(range(step)) for step in (2, 4, 6)}
 
