@@ -18,6 +18,7 @@ from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.chat import encode
 from kvjax.policies import make_policy
 from kvjax.policies.eviction.fast_kvzip import FastKVzip, save_gates
+from kvjax.policies.eviction.wrapper import innermost
 from kvjax.sampling_params import SamplingParams
 from tests.policies.captured import entries, pages_are_whole
 from tests.policies.eviction.fast_kvzip import masked
@@ -148,7 +149,7 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
         for name in ("adakv", "critical_kv")
         for when in ("chunk", "prompt", "position")
     ]
-    waiting = [policy.compile(model).compact.pending for policy in policies]
+    waiting = [innermost(policy.compile(model).compact).pending for policy in policies]
     assert waiting == [0, 0, 128] * 2
     policy, (row,) = make_policy("fast_kvzip:ratio=1.0", model=model, gates=gates), ROWS[2:]
     whole = read(model, policy, [row])[0]
@@ -291,8 +292,9 @@ def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
             rows, blocks = [random.integers(0, 61, count) for count in read], random.integers(1, 5)
             turn = inference.stream(model, rows, policy=policy, cache=cache, **LONG, block=4)
             decoded = -1  # the last token that was said is not stored
-            for new, now, _ in itertools.islice(turn, blocks):
-                decoded += len(new[0])
+            for block in itertools.islice(turn, blocks):
+                now = block.cache
+                decoded += len(block.tokens[0])
                 pages_are_whole(now)
                 np.testing.assert_array_equal(now.seen, seen + read + decoded)
                 held = np.asarray(now.layers.length).mean((0, 2))
