@@ -22,7 +22,9 @@ MARGIN = 1.25
 """Pages that are reserved for each page of the policy's expected need, up to the need of a full cache."""
 SMALL_POOL = 1 << 20
 """Bytes of a shard's pool up to which its size is a power of two: there programs cost more than memory."""
-LEAST_TOKENS = 64
+LEAST_POOL = SMALL_POOL // 4
+"""The fewest bytes of a shard's pool."""
+LEAST_TOKENS = 128
 """The fewest tokens that page tables are made for."""
 
 
@@ -46,10 +48,10 @@ def table_tokens(tokens: int) -> int:
 
 
 def pool_size(pages: int, page_bytes: int) -> int:
-    """Return the pages of a pool that has to hold `pages`: a power of two up to `SMALL_POOL`, above it up to an eighth
-    more, so that contexts of about one size run the same programs."""
+    """Return the pages of a pool that has to hold `pages`: a power of two from `LEAST_POOL` to `SMALL_POOL`, above that
+    up to an eighth more, so that contexts of about one size run the same programs."""
     if pages * page_bytes <= SMALL_POOL:
-        return 1 << (max(1, pages) - 1).bit_length()
+        return 1 << (max(1, pages, LEAST_POOL // page_bytes) - 1).bit_length()
     step = 1 << (pages.bit_length() - 4)
     return -(-pages // step) * step
 

@@ -201,15 +201,16 @@ def next_block(
         fed: tokens decoded so far.
     """
     schedule, due = policy.schedule, left
-    if schedule is not None and schedule.trigger.when == "every":
+    when = None if schedule is None else schedule.trigger.when
+    if schedule is not None and when == "every":
         due = schedule.trigger.every - fed % schedule.trigger.every
-    elif schedule is not None and schedule.trigger.when == "overflow":
+    elif when == "overflow":
         layers, _, heads = cache.layers.length.shape
         over = _entries_over(policy, cache, len(running))[running]
         # a token adds at most one entry to a row
         due = max(1, int(-over.max()) // (layers * heads))
-    # where every token may bring a compaction, one
-    size = 1 if due == 1 else block_size(min(due, left), block)
+    # where the next token brings a compaction, one
+    size = 1 if due == 1 and when in ("every", "overflow") else block_size(min(due, left), block)
     count = min(due, left, size)
     # before it grows: a pool with more pages would hide what a compaction found none for
     check(cache, policy.name, left)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt
 
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P, put
@@ -121,7 +121,7 @@ def make_sampler(
         biased[row, : len(one.logit_bias)] = [*one.logit_bias]
         bias[row, : len(one.logit_bias)] = [*one.logit_bias.values()]
         most[row], seeds[row], numbers[row] = one.max_new_tokens, one.seed, number
-    keys = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(seeds, numbers)
+    keys = _keys(seeds, numbers)
     wanted = [one.logprobs for one in params if one.logprobs is not None]
     return Sampler(
         *(put(column, BATCH) for column in columns.values()),
@@ -136,6 +136,13 @@ def make_sampler(
         ),
         alternatives=max(wanted) if wanted else None,
     )
+
+
+@jax.jit
+@jax.vmap
+def _keys(seed: UInt[Array, ""], number: UInt[Array, ""]) -> jax.Array:
+    """Return the random key of an answer."""
+    return jax.random.fold_in(jax.random.key(seed), number)
 
 
 def _space(count: int) -> int:

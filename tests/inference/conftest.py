@@ -1,20 +1,20 @@
-"""What most of these tests run: the tiny model and two sequences; of evictions the prompts, and what a prefill of them
-computes by the model without QK-norm, which their files take."""
+"""What most of these tests run: the tiny model without QK-norm and two sequences; of evictions the prompts, and what a
+prefill of them computes."""
 
 import numpy as np
 import pytest
 
+from kvjax import cache as caches
 from tests.inference.cached import TOKENS
-from tests.policies.captured import WINDOW, captured_prompts, two_prompts
-from tests.tiny_models import tiny_model
+from tests.policies.captured import WINDOW, captured_prompts, two_prompts, unnormed
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model():
-    return tiny_model()
+    return unnormed()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokens():
     return TOKENS
 
@@ -34,3 +34,9 @@ def prompts():
 @pytest.fixture(scope="session")
 def captured():
     return captured_prompts()
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Small pools get the sizes of large ones: up to an eighth more than is needed."""
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)

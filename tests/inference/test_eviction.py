@@ -15,24 +15,17 @@ from kvjax.inference.footprint_log import footprint_log
 from kvjax.mesh import BATCH, put, use_mesh
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
-from tests.policies.captured import PAGE, captured_layers, entries, pages_are_whole, unnormed
+from tests.policies.captured import PAGE, captured_layers, entries, pages_are_whole
 
 NEW = 30
 ENTRIES, EVERY = 24, 8
 
 
-@pytest.fixture(scope="module")
-def model():
-    return unnormed()
-
-
 def held_by(model, prompts, policy, max_new_tokens=NEW, **options):
     """The answers, and the entries of a kv head before each decoded token, by sequence."""
-    # one pool and one length of blocks: few programs
+    # one length of blocks: few programs
     options = {"page_size": PAGE, "block": 1} | options
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    if "cache" not in options:
-        options = {"capacity": 100} | options
     with footprint_log() as log:
         out = inference.generate(model, prompts, sampling, policy=policy, **options)
     return out, np.array([call.held for call in log[1:]]).T
@@ -48,14 +41,16 @@ def overflowing(model):
     return make_policy({"snapkv": {"observed": 6, "entries": ENTRIES, "when": "overflow"}}, model=model)
 
 
-def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic):
+def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic, exact):
     """A prompt over the budget is cut at its end, a shorter one grows to the next cut."""
-    out, held = held_by(model, [prompts[0], prompts[1][:10]], periodic, capacity=None)
+    out, held = held_by(model, [prompts[0], prompts[1][:10]], periodic)
     fed = np.arange(NEW - 1)
     assert held[0].tolist() == (ENTRIES + fed % EVERY).tolist()
     assert held[1].tolist() == [10 + n if n < 16 else ENTRIES + n % EVERY for n in fed]
     # the pool has room for the budget and what comes between two cuts, not for the answer
-    assert out.stats.bytes <= caches.stats(inference.prefill(model, prompts, page_size=PAGE)).bytes * 0.8
+    with use_mesh(model):
+        full = new_cache(model, make_policy("full").compile(model), prompts, 0, PAGE)
+    assert out.stats.bytes <= caches.stats(full).bytes * 0.8
 
 
 @pytest.mark.thorough
@@ -100,7 +95,7 @@ def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
 
 
 def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, overflowing):
-    cache = inference.prefill(model, prompts, policy=overflowing, page_size=PAGE, capacity=100)
+    cache = inference.prefill(model, prompts, policy=overflowing, page_size=PAGE)
     before = np.asarray(cache.layers.length).copy()
     assert before.max() <= ENTRIES
     questions = [prompt[:7] for prompt in prompts]
@@ -127,7 +122,7 @@ def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts, budget, 
     policy = make_policy(
         {"snapkv": {"observed": observed, "when": "every", "every": 2, **budget}}, model=model
     )
-    _, held = held_by(model, prompts[:1], policy, capacity=None, max_new_tokens=8)
+    _, held = held_by(model, prompts[:1], policy, max_new_tokens=8)
     assert held[0].tolist() == expected
 
 
@@ -147,7 +142,7 @@ def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, per
 def test_nothing_protected_overflows(model, prompts):
     """However much goes at a time: the last entries stay, and the others among which most are lost."""
     policy = make_policy("snapkv:observed=16,entries=40,when=overflow,drop=0.9", model=model)
-    cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=100)
+    cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     captured = captured_layers(model, prompts[0])
     for layer, c in enumerate(captured):
         for head in range(4):
@@ -158,7 +153,7 @@ def test_nothing_protected_overflows(model, prompts):
 def test_a_global_region_without_entries_has_nothing_to_lose(model):
     """A prompt within the window of an admission."""
     policy = make_policy("full:window=40+tova:entries=50,when=every,every=4", model=model)
-    _, held = held_by(model, [np.arange(20)], policy, capacity=None, max_new_tokens=4)
+    _, held = held_by(model, [np.arange(20)], policy, max_new_tokens=4)
     assert held[0].tolist() == [20, 21, 22]
 
 

@@ -8,15 +8,10 @@ from kvjax import inference
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.policies import published
-from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, unnormed
+from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole
 
 CHUNK = 20
 LENGTHS = 40, 17
-
-
-@pytest.fixture(scope="module")
-def model():
-    return unnormed()
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +26,7 @@ def read(model, prompts, *, name="snapkv", **options):
         options |= {"observed": OBSERVED} | ({"adakv": {}} if name == "adakv" else {})
         name = "snapkv"
     policy = make_policy({name: options}, model=model)
-    # one pool: few programs
-    return inference.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
+    return inference.prefill(model, prompts, policy=policy, page_size=PAGE)
 
 
 def chunk_score(c, start, stop):
@@ -154,9 +148,8 @@ def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name
         np.testing.assert_allclose(beside_a_short_one, entries(twice, layer, 1, head), atol=1e-5)
 
 
-def test_a_number_of_entries_bounds_the_cache(model, monkeypatch):
+def test_a_number_of_entries_bounds_the_cache(model, exact):
     """Every chunk competes with what earlier ones left, and the pool is as large as both."""
-    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     policy = make_policy({"keydiff": {"entries": 9, "when": "chunk", "chunk": CHUNK}}, model=model)
     cache = inference.prefill(model, [np.arange(56)], policy=policy, page_size=PAGE)
     assert (np.asarray(cache.layers.length) == 9).all()
@@ -196,7 +189,7 @@ def test_the_answer_may_be_longer_than_what_was_held_while_reading(model, prompt
 def test_a_last_chunk_shorter_than_what_is_observed_is_all_kept(model):
     prompt = np.random.default_rng(3).permutation(61)[:44]
     policy = make_policy("snapkv:ratio=0.45,observed=6,when=chunk,chunk=20", model=model)
-    cache = inference.prefill(model, [prompt], policy=policy, page_size=PAGE, capacity=60)
+    cache = inference.prefill(model, [prompt], policy=policy, page_size=PAGE)
     assert (np.asarray(cache.layers.length)[:, 0] == 9 + 9 + 4).all()
     keys = captured_layers(model, prompt)[0].k
     for head in range(4):
