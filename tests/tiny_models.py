@@ -1,5 +1,6 @@
 """Small random models and policies that the tests of several packages share."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,11 +49,14 @@ def tiny_gates(model: Decoder, seed: int = 1) -> WriteGate:
     """Untrained gates for `model`, made decisive so that thresholds near their median split tokens."""
     config = model.config
     with use_mesh(model):
-        gates = jax.jit(
-            lambda: WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(seed))
-        )()
-        gates.w2[...] = gates.w2[...] * 20
-        return gates
+        return _gates(config.num_layers, config.num_kv_heads, config.head_dim, seed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _gates(layers: int, heads: int, head_dim: int, seed: int) -> WriteGate:
+    gates = WriteGate(layers, heads, head_dim, rngs=nnx.Rngs(seed))
+    gates.w2[...] = gates.w2[...] * 20
+    return gates
 
 
 def tiny_sink_gates(model: Decoder, seed: int = 1, *, inputs: str = "hidden") -> SinkGate:
@@ -61,10 +65,15 @@ def tiny_sink_gates(model: Decoder, seed: int = 1, *, inputs: str = "hidden") ->
     width = config.width if inputs == "hidden" else config.head_dim
     sizes = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads, width
     with use_mesh(model):
-        gates = jax.jit(lambda: SinkGate(*sizes, rngs=nnx.Rngs(seed)))()
-        gates.b[...] = gates.b[...] + 3
-        gates.w_q[...] = gates.w_q[...] * 3
-        return gates
+        return _sink_gates(sizes, seed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sink_gates(sizes: tuple[int, ...], seed: int) -> SinkGate:
+    gates = SinkGate(*sizes, rngs=nnx.Rngs(seed))
+    gates.b[...] = gates.b[...] + 3
+    gates.w_q[...] = gates.w_q[...] * 3
+    return gates
 
 
 def tiny_scorers(model: Decoder, seed: int = 1, **forms) -> Scorer:
@@ -73,14 +82,20 @@ def tiny_scorers(model: Decoder, seed: int = 1, **forms) -> Scorer:
     config = model.config
     sizes = Sizes(config.num_layers, config.num_kv_heads, config.head_dim, **forms)
     with use_mesh(model):
-        scorers = jax.jit(lambda: sizes.make(seed))()
+        scorers = _scorers(sizes, seed)
         random = np.random.default_rng(seed)
         for weights in (scorers.w_i, scorers.w_f, scorers.theta):
             drawn = random.standard_normal(weights.shape).astype(np.float32)
             weights[...] = jax.device_put(drawn, jax.typeof(weights[...]).sharding.spec)
-        for weights in (scorers.w_q, scorers.w_k, scorers.w_v, scorers.a):
-            weights[...] = weights[...] * 4
         return scorers
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _scorers(sizes: Sizes, seed: int) -> Scorer:
+    scorers = sizes.make(seed)
+    for weights in (scorers.w_q, scorers.w_k, scorers.w_v, scorers.a):
+        weights[...] = weights[...] * 4
+    return scorers
 
 
 def policies_for(model: Decoder, window: int) -> dict[str, Policy]:

@@ -1,5 +1,7 @@
 """Rows that keep their best: any cut of a sequence gives what comparing every token with every other gives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
-from kvjax.mesh import make_mesh
+from kvjax.inference.allocation import new_cache
+from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import KNorm, Policy, Quest, Ratio, Schedule
 from kvjax.policies.base import Keep
 from kvjax.sampling_params import SamplingParams
@@ -67,14 +70,20 @@ def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens)
     np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 3], 0)
 
 
+@functools.partial(jax.jit, static_argnames="window")
+def ends_and_stored(priority, keep, window):
+    end = caches.ends(keep.wanted(priority), priority, keep.max_entries, window=window)
+    return end, stored(priority, keep, window)
+
+
 def test_training_masks_what_decoding_drops():
     """`ends`, which recipes give to `vertical_slash`, by every query."""
     priority = jnp.asarray(np.random.default_rng(1).integers(0, 5, (2, 4, 50)), jnp.float32)
     for window in (1, 7):
         for max_entries in (None, 6, np.arange(4)):
             keep = Keep(jnp.float32(1), None if max_entries is None else jnp.asarray(max_entries))
-            end = caches.ends(keep.wanted(priority), priority, keep.max_entries, window=window)
-            held, index = stored(priority, keep, window)[:, :, :50], jnp.arange(50)
+            end, held = jax.tree.map(np.asarray, ends_and_stored(priority, keep, window))
+            held, index = held[:, :, :50], np.arange(50)
             near = index[:, None] - index < window
             seen = (index[:, None] < end[:, :, None]) & (index <= index[:, None])
             np.testing.assert_array_equal(seen, (held | near) & (index <= index[:, None]))
@@ -134,6 +143,7 @@ def test_what_cannot_go_with_max_entries_is_refused(model, tokens):
     for part in ({"eviction": KNorm(), "schedule": Schedule(Ratio(0.5))}, {"selection": Quest(ratio=0.5)}):
         with pytest.raises(UserError, match="keeps its entries in no order"):
             Policy(policy.admission, window=6, **part)
-    cache = prefill(model, tokens[:1], policy=policy)
+    with use_mesh(model):
+        cache = new_cache(model, policy.compile(model), [tokens[0]])
     with pytest.raises(UserError, match="made with max_entries, policy delayed has none"):
         generate(model, [[1]], cache=cache, policy=delayed(window=6))

@@ -12,12 +12,20 @@ BATCH, LAYERS, HEADS, WIDTH, SLOTS = 3, 2, 5, 4, 6
 CALLS = [
     (4, [4, 1, 3]),
     (1, [1, 1, 0]),
-    (9, [9, 0, 7]),
+    (16, [9, 0, 7]),
     (1, [0, 1, 1]),
     (1, [1, 1, 1]),
     (16, [6, 16, 0]),
 ]
 """Tokens that a call is padded to, and how many of each sequence's are real."""
+
+
+@jax.jit
+def written(ring, x, seen, valid):
+    """The trail after a call, what it then says, and how many tokens' places were written."""
+    new = jax.vmap(trail.newest, (0, None, None))(x, SLOTS, valid)
+    ring = trail.written(ring, new, seen, valid)
+    return ring, trail.by_layer(ring, seen + valid, x.dtype), new.shape[-2]
 
 
 @pytest.mark.parametrize("heads", [(), (HEADS,)])
@@ -26,18 +34,15 @@ def test_each_sequence_remembers_its_own_last_tokens(heads, dtype):
     random = np.random.default_rng(0)
     ring = jnp.zeros((BATCH, SLOTS, LAYERS, *heads, WIDTH), dtype)
     ring = as_bits(ring) if dtype == "bfloat16" else ring  # as a pool on a CPU has them
-    newest = jax.vmap(trail.newest, (0, None, None))
     seen, known = np.zeros(BATCH, int), [[] for _ in range(BATCH)]
     for tokens, valid in CALLS:
         # small whole numbers, which bfloat16 has
         x = random.integers(-99, 99, (LAYERS, BATCH, *heads, tokens, WIDTH)).astype(np.float32)
         for row, count in enumerate(valid):
             known[row] += [x[:, row, ..., t, :] for t in range(count)]
-        new = newest(jnp.asarray(x, dtype), SLOTS, jnp.array(valid))
-        assert new.shape[-2] == min(tokens, SLOTS)
-        ring = trail.written(ring, new, jnp.array(seen), jnp.array(valid))
+        ring, found, slots = written(ring, x.astype(dtype), np.array(seen), np.array(valid))
+        assert slots == min(tokens, SLOTS)
         seen += valid
-        found = trail.by_layer(ring, jnp.array(seen), dtype)
         assert found.shape == (LAYERS, BATCH, *heads, SLOTS, WIDTH)
         assert found.dtype == dtype
         for row, own in enumerate(known):

@@ -13,6 +13,16 @@ from tests.evaluate.whole_run import POLICIES, SMALL, TASKS
 from tests.tiny_models import tiny_gates
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_pictures(request):
+    """Leaves pictures undrawn, which most of a report's time would go to, but for those of `evaluated` and the tests
+    of pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.module.__name__.endswith("test_pictures"):
+            patch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def arguments(tmp_path_factory):
     """What all runs are told: three policies, one of them with gates that split tokens."""

@@ -12,7 +12,7 @@ from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.evaluate.planned_heads import evicting_head, final, mean_head, streaming_head
-from tests.tiny_models import tiny_model
+from tests.policies.captured import unnormed
 
 LONG = 131072, 128
 
@@ -94,7 +94,7 @@ def test_where_a_sweep_crosses():
 
 def test_a_real_cache_is_measured_step_by_step():
     """The small example's streaming heads, and a shorter sequence beside them that stops when the longer one does."""
-    model = tiny_model()
+    model = unnormed()
     policy = make_policy("streaming_llm:sink=1,window=3", model=model)
     prompts = [np.arange(8), np.arange(6)]
     with footprint_log() as log:
@@ -111,7 +111,7 @@ def test_a_real_cache_is_measured_step_by_step():
 
 def check_plan(policy, planned):
     """8 prompt and 2 new tokens in chunks of 4, by a real cache."""
-    model = tiny_model(qk_norm=False)
+    model = unnormed()
     sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
     with footprint_log() as log:
         inference.generate(model, [np.arange(8)], sampling, policy=policy(model), chunk=4, block=1)
@@ -137,7 +137,7 @@ def test_real_chunks_hold_what_is_planned():
 
 
 def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
-    model = tiny_model(qk_norm=False)
+    model = unnormed()
     policy = make_policy("snapkv:ratio=0.5,when=chunk,observers=prompt,chunk=8,observed=4", model=model)
     with footprint_log() as log:
         cache = inference.prefill(model, [np.arange(20)], policy=policy)
@@ -182,7 +182,7 @@ def test_calls_are_passing_if_later_ones_take_their_places():
 
 
 def test_a_log_is_of_one_batch_from_its_first_token():
-    model = tiny_model()
+    model = unnormed()
     cache = inference.prefill(model, [np.arange(8)])
     with footprint_log() as log:
         inference.generate(model, [[3, 4]], SamplingParams(max_new_tokens=1), cache=cache)

@@ -1,5 +1,7 @@
 """Logits by way of the cache, token by token or in chunks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,11 @@ LENGTH = 40
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
 """Two sequences."""
 
-run = jax.jit(forward, donate_argnums=2)
+
+@functools.partial(jax.jit, donate_argnums=2)
+def run(model, view, cache, tokens, valid):
+    cache, hidden, _ = forward(model, view, cache, tokens, valid)
+    return cache, model.logits(hidden)
 
 
 def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
@@ -31,8 +37,8 @@ def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
             part = tokens[:, start : start + size]
             valid = np.clip(lengths - start, 0, part.shape[1]).astype(np.int32)
             fed = jnp.asarray(part, jnp.int32), jnp.asarray(valid)
-            cache, hidden, _ = run(model, compiled.read, cache, *fed)
-            out.append(np.asarray(model.logits(hidden)))
+            cache, logits = run(model, compiled.read, cache, *fed)
+            out.append(np.asarray(logits))
             start += size
         caches.check(cache, policy.name)
         return np.concatenate(out, 1), cache

@@ -10,9 +10,11 @@ from tests.inference.delayed import delayed
 from tests.tiny_models import tiny_gates, tiny_sink_gates
 
 RANDOM = np.random.default_rng(3)
-CONTEXTS = [RANDOM.integers(0, 61, 70), RANDOM.integers(0, 61, 40)]
+CONTEXTS = [RANDOM.integers(0, 61, 63), RANDOM.integers(0, 61, 40)]
+"""Both are read in one call of 64 tokens, or in two of 32."""
 QUESTIONS = [RANDOM.integers(0, 61, length) for length in (5, 1, 9)]
-NEW = 20
+NEW = 17
+"""One token, and one block of 16."""
 SAMPLING = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 WITH_LOGPROBS = dataclasses.replace(SAMPLING, logprobs=0)
 

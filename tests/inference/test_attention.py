@@ -65,13 +65,17 @@ class TwoMasks:
         return {"apart": (full - near).reshape(*step.k.shape[:2], -1).max(-1)}
 
 
-@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.mesh)], ids=str
+)
 def test_weighted_masks_are_added_and_each_has_its_own_log_sum_exp(shape):
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 12, 8)) for i, n in enumerate((4, 2, 2)))
-    share = jnp.array([1 / 3, 2 / 3])
-    near = ends(jnp.zeros((2, 2, 12), bool), 3)
-    parts = [vertical_slash(q, k, v, end, window=3, implementation="reference") for end in (None, near)]
-    weights = [jnp.repeat(w, 2)[:, None, None] for w in (share, 1 - share)]
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((2, n, 12, 8)).astype(np.float32) for n in (4, 2, 2))
+    share = np.array([1 / 3, 2 / 3], np.float32)
+    dense = jax.jit(functools.partial(vertical_slash, window=3, implementation="reference"))
+    near = jax.jit(lambda: ends(jnp.zeros((2, 2, 12), bool), 3))()
+    parts = [tuple(map(np.asarray, dense(q, k, v, end))) for end in (None, near)]
+    weights = [np.repeat(w, 2)[:, None, None] for w in (share, 1 - share)]
     wanted = sum(w * o for w, (o, _) in zip(weights, parts, strict=True))
     apart = (parts[0][1] - parts[1][1]).reshape(2, 2, -1).max(-1)
     with jax.set_mesh(make_mesh(**shape)):
@@ -100,6 +104,7 @@ def test_a_figure_that_is_not_one_of_each_head_is_refused():
         jax.eval_shape(lambda: masked_attention(struct(OneNumber)(jnp.ones(1)), step_of(range(4)), window=3))
 
 
+@pytest.mark.mesh
 def test_attention_over_the_cache_needs_no_collective():
     """Attention and the cache's bookkeeping are local to a shard (design.md §5)."""
     with jax.set_mesh(make_mesh(tensor=4)):

@@ -1,15 +1,18 @@
 """What is refused before anything runs: prompts, arguments and caches that do not fit."""
 
+import dataclasses
 import inspect
 
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 
 from kvjax import cache as caches
 from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.mesh import make_mesh, use_mesh
+from kvjax.inference.allocation import new_cache
+from kvjax.mesh import BATCH, make_mesh, put, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
@@ -22,6 +25,13 @@ ENTRIES = 24
 def in_halves():
     with use_mesh():
         return filled(tiny_config(), jnp.bfloat16)
+
+
+def unread(model, prompts=([1],)):
+    """A cache that says that it has seen the prompts, of which nothing was read."""
+    with use_mesh(model):
+        cache = new_cache(model, make_policy("full").compile(model), [np.array(row) for row in prompts])
+        return dataclasses.replace(cache, seen=put(np.array(list(map(len, prompts)), np.int32), BATCH))
 
 
 @pytest.mark.parametrize(
@@ -37,17 +47,15 @@ def in_halves():
         (lambda m: inference.prefill(m, [[1]], capacity="nan%"), "more than 0% and at most 100%"),
         (lambda m: inference.prefill(m, [[1]], capacity="200%"), "more than 0% and at most 100%"),
         (
-            lambda m: inference.generate(m, [[1]], cache=inference.prefill(m, [[1]]), capacity=9),
+            lambda m: inference.generate(m, [[1]], cache=unread(m), capacity=9),
             "capacity is stated where the cache is made",
         ),
         (
-            lambda m: inference.generate(m, [[1]], cache=inference.prefill(tiny_model(num_layers=2), [[1]])),
+            lambda m: inference.generate(m, [[1]], cache=unread(tiny_model(num_layers=2))),
             r"the cache is for \(layers, kv heads, head_dim\) = \(2, 4, 8\), the model has \(3, 4, 8\)",
         ),
         (
-            lambda m: inference.generate(
-                m, [[1]] * 2, cache=inference.prefill(in_halves(), [[1]]), share=True
-            ),
+            lambda m: inference.generate(m, [[1]] * 2, cache=unread(in_halves()), share=True),
             "the cache has entries in bfloat16, the model is in float32",
         ),
         (lambda m: inference.generate(m, ["text"]), "must be token ids"),
@@ -73,10 +81,9 @@ def test_mistakes_are_named_in_one_line(model, call, says):
 
 @pytest.mark.parametrize("policy", ["h2o", "r_kv"])
 def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
-    cache = inference.prefill(model, prompts, page_size=PAGE)
     evicting = make_policy({policy: {"entries": ENTRIES, "when": "every", "every": 4}}, model=model)
     with pytest.raises(UserError, match=f"the cache was not made with policy {policy}"):
-        inference.generate(model, prompts, cache=cache, policy=evicting)
+        inference.generate(model, prompts, cache=unread(model, prompts), policy=evicting)
 
 
 @pytest.mark.thorough

@@ -11,13 +11,8 @@ from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
 from tests.policies import published
-from tests.policies.captured import OBSERVED, PAGE, entries, unnormed
+from tests.policies.captured import OBSERVED, PAGE, entries
 from tests.tiny_models import tiny_model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return unnormed()
 
 
 def test_everything_kept_is_the_full_cache(model, prompts):
@@ -34,9 +29,9 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
     cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
     layer, c = 0, captured[0][0]
     stays = published.best(published.knorm(c), 9)
-    with use_mesh(model):
-        token = jnp.array([[7]])
 
+    @jax.jit
+    def run(model, view, cache):
         def attend(found, pages, xs):
             own, view = xs
             o, _, pages, own = cached_attention(
@@ -44,10 +39,11 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
             )
             return o, pages, (found.q, found.k, found.v, o)
 
-        x = model.embed_tokens(token)
-        position = cache.seen[:, None]
-        view = policy.compile(model).decode
-        ys = scan_layers(model, x, position, attend, cache.pages, (cache.layers, view))[2]
+        x, position = model.embed_tokens(jnp.array([[7]])), cache.seen[:, None]
+        return scan_layers(model, x, position, attend, cache.pages, (cache.layers, view))[2]
+
+    with use_mesh(model):
+        ys = run(model, policy.compile(model).decode, cache)
     q, k, v, o = (np.asarray(y, np.float64)[layer, 0] for y in ys)
     for head in range(8):
         kv = head // 2

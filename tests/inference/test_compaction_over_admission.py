@@ -16,16 +16,10 @@ from tests.policies.captured import (
     entries,
     pages_are_whole,
     scored,
-    unnormed,
 )
 from tests.tiny_models import tiny_gates
 
 KEPT = 18
-
-
-@pytest.fixture(scope="module")
-def model():
-    return unnormed()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 layer and head kept another number of entries."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,19 +41,22 @@ def entries(cache, layer, b, head):
 
 def questions_over(model, policy, cache, lengths=QUESTIONS):
     """q, k, v and o of questions of such lengths to the two sequences, by layer."""
+    with use_mesh(model):
+        found = asked(model, policy.compile(model).decode, cache, np.array(lengths), tokens=max(lengths))
+    return [np.asarray(x, np.float64) for x in found]
 
+
+@functools.partial(jax.jit, static_argnames="tokens")
+def asked(model, view, cache, valid, *, tokens):
     def attend(step, pages, xs):
         layer, view = xs
         o, _, pages, layer = cached_attention(view, step, pages, layer, seen=cache.seen, valid=valid)
         return o, pages, (step.q, step.k, step.v, o)
 
-    with use_mesh(model):
-        valid, index = jnp.array(lengths), jnp.arange(max(lengths))
-        tokens = jnp.where(index < valid[:, None], 11 + index, 0)
-        position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
-        xs = cache.layers, policy.compile(model).decode
-        found = scan_layers(model, model.embed_tokens(tokens), position, attend, cache.pages, xs)[2]
-    return [np.asarray(x, np.float64) for x in found]
+    index = jnp.arange(tokens)
+    ids = jnp.where(index < valid[:, None], 11 + index, 0)
+    position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
+    return scan_layers(model, model.embed_tokens(ids), position, attend, cache.pages, (cache.layers, view))[2]
 
 
 def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):

@@ -30,15 +30,9 @@ from tests.policies.captured import (
     captured_layers,
     entries,
     pages_are_whole,
-    unnormed,
 )
 
 KEPT = 18
-
-
-@pytest.fixture(scope="module")
-def model():
-    return unnormed()
 
 
 def test_what_observes_is_read_and_gone(model, prompts, captured):

@@ -1,5 +1,7 @@
 """Activations, scores and logits that are not finite end a call with one line; nothing is said or chosen by them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,8 +41,11 @@ def model():
     return model
 
 
+NINE = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0)
+
+
 def ask(model, prompts, **given):
-    return generate(model, prompts, SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=0), **given)
+    return generate(model, prompts, dataclasses.replace(NINE, max_new_tokens=4), **given)
 
 
 def test_padding_may_hold_anything(model, clean):
@@ -80,12 +85,13 @@ def test_the_callers_cache_stays_usable(model):
 
 
 def test_no_token_follows_from_logits_that_are_not_finite(clean):
-    said = generate(clean, PROMPTS[:1], SamplingParams(max_new_tokens=9, ignore_eos=True)).tokens[0].tolist()
+    twice = PROMPTS[:1] * 2
+    said = generate(clean, twice, NINE).tokens[0].tolist()
     bad = next(x for x in said[2:] if x not in PROMPTS[0] and x not in said[:2])
     model = tiny_model(tied=False)
     with use_mesh(model):
         with_rows(model.embed, [bad])
-    blocks = stream(model, PROMPTS[:1], SamplingParams(max_new_tokens=9, ignore_eos=True), block=1)
+    blocks = stream(model, twice, NINE, block=1)
     for token in said[: said.index(bad) + 1]:
         assert next(blocks).tokens[0].tolist() == [token]
     with pytest.raises(UserError, match="not finite"):
@@ -93,7 +99,7 @@ def test_no_token_follows_from_logits_that_are_not_finite(clean):
     with use_mesh(model):
         with_rows(model.head, [60], jnp.inf)
     with pytest.raises(UserError, match="not finite"):
-        next(stream(model, PROMPTS[:1]))
+        next(stream(model, twice))
 
 
 def test_observers_are_looked_at_too(model):
@@ -127,7 +133,7 @@ def test_gates_and_scorers_that_give_nan_choose_nothing(clean, name):
     with use_mesh(clean):
         policy = damaged_policy(name, clean)
     with pytest.raises(UserError, match="its gates or its scorers are damaged"):
-        generate(clean, PROMPTS[:1], SamplingParams(max_new_tokens=9, ignore_eos=True), policy=policy)
+        generate(clean, PROMPTS[:1], NINE, policy=policy)
 
 
 def test_float16_suggests_another_dtype():
@@ -139,7 +145,7 @@ def test_float16_suggests_another_dtype():
 
 
 def test_a_donated_cache_is_one_line(clean, tmp_path):
-    blocks = stream(clean, PROMPTS, SamplingParams(max_new_tokens=4, ignore_eos=True), block=1)
+    blocks = stream(clean, PROMPTS, NINE, block=1)
     cache = next(blocks).cache
     next(blocks)
     for use in (

@@ -13,7 +13,6 @@ from kvjax.errors import UserError
 from kvjax.inference.answers import final_length, stop_place, stop_tokens_of
 from kvjax.inference.decode import decode_block
 from kvjax.inference.forward import last_logits
-from kvjax.inference.generate import BLOCK
 from kvjax.mesh import make_mesh
 from kvjax.models import load
 from kvjax.policies import Adaptive, Entries, Policy, Schedule, SnapKV
@@ -21,21 +20,27 @@ from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import policies_for, tiny_model
 
 
+def logits_of(model, prompts, answers):
+    """The logits that follow each prompt and each token of its answer but the last."""
+    lines = [np.concatenate(pair) for pair in zip(prompts, answers, strict=True)]
+    after = inference.logits(model, [np.pad(line, (0, 16 - line.size)) for line in lines])
+    return [
+        row[len(prompt) - 1 : len(line) - 1] for row, prompt, line in zip(after, prompts, lines, strict=True)
+    ]
+
+
 def test_sampling_greedily_is_the_argmax_of_the_logits(model, tokens):
     prompts = [tokens[0, :9], tokens[1, :4]]
-    out = inference.generate(model, prompts, SamplingParams(max_new_tokens=7, ignore_eos=True), block=3)
+    out = inference.generate(model, prompts, SamplingParams(max_new_tokens=7, ignore_eos=True), block=4)
     assert out.finish_reasons == ["length", "length"]
-    for prompt, new in zip(prompts, out.tokens, strict=True):
-        line = np.concatenate([prompt, new])
-        after = inference.logits(model, [line])[0]
-        np.testing.assert_array_equal(after[len(prompt) - 1 : -1].argmax(-1), new)
+    for after, new in zip(logits_of(model, prompts, out.tokens), out.tokens, strict=True):
+        np.testing.assert_array_equal(after.argmax(-1), new)
 
 
 def test_a_cache_serves_many_questions(model, tokens):
     policy = policies_for(model, 6)["wgkv"]
     context, questions = tokens[:, :20], [tokens[:, 20:24], tokens[:, 30:38]]
-    # calls of 8 and of 4 tokens, and one pool: few programs
-    stated = {"policy": policy, "chunk": 8, "capacity": 40}
+    stated = {"policy": policy, "chunk": 8}
     cache = inference.prefill(model, context, **stated)
     before = caches.stats(cache)
     for question in questions * 2:
@@ -52,22 +57,19 @@ def test_a_cache_serves_many_questions(model, tokens):
 
 
 def test_stop_tokens_end_a_row_and_write_nothing_more(model, tokens):
-    free = inference.generate(model, tokens[:, :12], SamplingParams(max_new_tokens=13, ignore_eos=True))
+    sampling = SamplingParams(max_new_tokens=13, ignore_eos=True)
+    free = inference.generate(model, tokens[:, :12], sampling, block=4)
     stop = int(free.tokens[0][4])
     first = int(np.flatnonzero(free.tokens[0] == stop)[0])
-    out = inference.generate(
-        model,
-        tokens[:, :12],
-        SamplingParams(max_new_tokens=13, ignore_eos=True, stop_token_ids=(stop, 60)),
-        block=4,
-    )
+    sampling = dataclasses.replace(sampling, stop_token_ids=(stop, 60))
+    out = inference.generate(model, tokens[:, :12], sampling, block=4)
     np.testing.assert_array_equal(out.tokens[0], free.tokens[0][:first])
     assert out.finish_reasons[0] == "stop"
     assert out.stats.tokens[0] == 12 + first
 
 
 def test_drawing_repeats_with_its_seed_and_respects_top_k_and_top_p(model, tokens):
-    def drawn(block=BLOCK, **more):
+    def drawn(block=4, **more):
         sampling = SamplingParams(max_new_tokens=5, temperature=1.5, ignore_eos=True, **more)
         return inference.generate(model, tokens[:, :10], sampling, block=block).tokens
 
@@ -75,9 +77,8 @@ def test_drawing_repeats_with_its_seed_and_respects_top_k_and_top_p(model, token
     np.testing.assert_array_equal(one, again)
     assert not np.array_equal(one, other)
     np.testing.assert_array_equal(one, drawn(block=2))
-    greedy = inference.generate(
-        model, tokens[:, :10], SamplingParams(max_new_tokens=5, ignore_eos=True)
-    ).tokens
+    sampling = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    greedy = inference.generate(model, tokens[:, :10], sampling, block=4).tokens
     for limit in ({"top_k": 1}, {"top_p": 1e-6}):
         np.testing.assert_array_equal(drawn(seed=3, **limit), greedy)
 
@@ -85,13 +86,12 @@ def test_drawing_repeats_with_its_seed_and_respects_top_k_and_top_p(model, token
 def test_log_probabilities_are_the_model_s_own(model, tokens):
     prompts = [tokens[0, :9], tokens[1, :4]]
     drawing = {"max_new_tokens": 7, "temperature": 1.5, "top_k": 9, "ignore_eos": True}
-    out = inference.generate(model, prompts, SamplingParams(**drawing, logprobs=2), block=3)
-    plain = inference.generate(model, prompts, SamplingParams(**drawing), block=3)
+    out = inference.generate(model, prompts, SamplingParams(**drawing, logprobs=2), block=4)
+    plain = inference.generate(model, prompts, SamplingParams(**drawing), block=4)
     assert plain.logprobs is None
     np.testing.assert_array_equal(np.stack(out.tokens), np.stack(plain.tokens))
-    for prompt, new, own in zip(prompts, out.tokens, out.logprobs, strict=True):
-        after = inference.logits(model, [np.concatenate([prompt, new])])[0]
-        every = np.asarray(jax.nn.log_softmax(after[len(prompt) - 1 : -1]))
+    for after, new, own in zip(logits_of(model, prompts, out.tokens), out.tokens, out.logprobs, strict=True):
+        every = np.log(np.exp(after) / np.exp(after).sum(-1, keepdims=True))
         np.testing.assert_allclose(own.chosen, every[np.arange(7), new], atol=2e-5)
         assert own.chosen.dtype == np.float32
         for place, likely in zip(every, own.alternatives, strict=True):
@@ -101,43 +101,56 @@ def test_log_probabilities_are_the_model_s_own(model, tokens):
 
 def test_answers_of_a_prompt_differ_and_stand_in_order(model, tokens):
     prompts = [tokens[0, :9], tokens[1, :9]]
-    sampling = SamplingParams(max_new_tokens=5, temperature=1.5, n=3, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=5, temperature=1.5, n=2, ignore_eos=True)
     out = inference.generate(model, prompts, sampling)
-    assert out.prompts == [0, 0, 0, 1, 1, 1]
-    assert len({line.tobytes() for line in out.tokens[:3]}) == 3
+    assert out.prompts == [0, 0, 1, 1]
+    assert not np.array_equal(*out.tokens[:2])
     for place, prompt in enumerate(prompts):
         alone = inference.generate(model, [prompt], sampling)
-        np.testing.assert_array_equal(out.tokens[3 * place : 3 * place + 3], alone.tokens)
+        np.testing.assert_array_equal(out.tokens[2 * place : 2 * place + 2], alone.tokens)
     # the first of several is the only one of n=1
     one = inference.generate(model, prompts, dataclasses.replace(sampling, n=1))
-    np.testing.assert_array_equal(one.tokens, out.tokens[::3])
+    np.testing.assert_array_equal(one.tokens, out.tokens[::2])
     with pytest.raises(UserError, match="give share=True"):
         inference.generate(model, prompts, sampling, cache=inference.prefill(model, prompts))
 
 
+EACH = [
+    SamplingParams(max_new_tokens=5, temperature=1.5, top_k=20, seed=5, ignore_eos=True),
+    SamplingParams(max_new_tokens=3, ignore_eos=True, repetition_penalty=1.5),
+    SamplingParams(max_new_tokens=5, temperature=0.7, n=2, ignore_eos=True, logit_bias={7: 3.0}),
+]
+"""Parameters of three prompts, with four answers."""
+
+
+def three_prompts(tokens):
+    return [tokens[0, :9], tokens[1, :4], tokens[1, 2:9]]
+
+
 def test_prompts_have_sampling_parameters_of_their_own_and_the_same_answer_in_any_batch(model, tokens):
-    prompts = [tokens[0, :9], tokens[1, :4], tokens[1, 2:9]]
-    each = [
-        SamplingParams(max_new_tokens=6, temperature=1.5, top_k=20, seed=5, ignore_eos=True),
-        SamplingParams(max_new_tokens=3, ignore_eos=True, repetition_penalty=1.5),
-        SamplingParams(max_new_tokens=6, temperature=0.7, n=2, ignore_eos=True, logit_bias={7: 3.0}),
-    ]
-    found = inference.generate(model, prompts, each, block=4)
-    assert [line.size for line in found.tokens] == [6, 3, 6, 6]
+    prompts = three_prompts(tokens)
+    found = inference.generate(model, prompts, EACH, block=4)
+    assert [line.size for line in found.tokens] == [5, 3, 5, 5]
     assert found.prompts == [0, 1, 2, 2]
     alone = [
         line
-        for prompt, own in zip(prompts, each, strict=True)
+        for prompt, own in zip(prompts, EACH, strict=True)
         for line in inference.generate(model, [prompt], own, block=4).tokens
     ]
     for one, other in zip(found.tokens, alone, strict=True):
         np.testing.assert_array_equal(one, other)
-    with jax.set_mesh(make_mesh(fsdp=2)):
-        meshed = inference.generate(tiny_model(), prompts, each, block=4).tokens
-    for one, other in zip(found.tokens, meshed, strict=True):
-        np.testing.assert_array_equal(one, other)
     with pytest.raises(UserError, match="one SamplingParams or one for each of 3 prompts"):
-        inference.generate(model, prompts, each[:2])
+        inference.generate(model, prompts, EACH[:2])
+
+
+@pytest.mark.mesh
+def test_a_mesh_draws_the_same(model, tokens):
+    found = inference.generate(model, three_prompts(tokens), EACH, block=4).tokens
+    with jax.set_mesh(make_mesh(fsdp=2)):
+        split = tiny_model(qk_norm=False)
+        meshed = inference.generate(split, three_prompts(tokens), EACH, block=4).tokens
+    for one, other in zip(found, meshed, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_prompts_of_about_one_length_share_programs(model):
@@ -166,19 +179,19 @@ def test_text_in_and_text_out(loaded):
     model, tokenizer = loaded
     texts = ["def main(", "import os\n"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    want = inference.generate(model, ids, SamplingParams(max_new_tokens=6))
+    want = inference.generate(model, ids, SamplingParams(max_new_tokens=5))
     assert want.texts is None
-    got = inference.generate(model, texts, SamplingParams(max_new_tokens=6), tokenizer=tokenizer)
+    got = inference.generate(model, texts, SamplingParams(max_new_tokens=5), tokenizer=tokenizer)
     for line, text, expected in zip(got.tokens, got.texts, want.tokens, strict=True):
         np.testing.assert_array_equal(line, expected)
         assert text == tokenizer.decode(expected, skip_special_tokens=True)
     cache = inference.prefill(model, texts, tokenizer=tokenizer)
     asked = inference.generate(
-        model, ["x", "y"], SamplingParams(max_new_tokens=6), tokenizer=tokenizer, cache=cache
+        model, ["x", "y"], SamplingParams(max_new_tokens=5), tokenizer=tokenizer, cache=cache
     )
     more = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in "xy"]
     whole = inference.generate(
-        model, [a + b for a, b in zip(ids, more, strict=True)], SamplingParams(max_new_tokens=6)
+        model, [a + b for a, b in zip(ids, more, strict=True)], SamplingParams(max_new_tokens=5)
     )
     np.testing.assert_array_equal(np.stack(asked.tokens), np.stack(whole.tokens))
 

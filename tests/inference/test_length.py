@@ -29,21 +29,21 @@ def said(run):
 
 
 def test_a_prompt_with_its_answer_is_counted(model):
-    prompt = [[1] * 8, [1] * 24]
+    prompt = [[1] * 8, [1] * 37]
     assert not said(
-        lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=16, ignore_eos=True))
+        lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
     )
     (line,) = said(
-        lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=17, ignore_eos=True), block=2)
+        lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=4, ignore_eos=True))
     )
-    assert line.startswith("24 tokens and up to 17 new ones are more than the 40 that the model declares")
+    assert line.startswith("37 tokens and up to 4 new ones are more than the 40 that the model declares")
     assert "\n" not in line
 
 
 def test_it_is_said_once(model):
-    (line,) = said(lambda: inference.prefill(model, [[1] * 41]))
+    (line,) = said(lambda: inference.prefill(model, [[1] * 41] * 2))
     assert line.startswith("41 tokens are more than the 40 ")
-    assert not said(lambda: inference.generate(model, [[1] * 50], SamplingParams(max_new_tokens=4)))
+    assert not said(lambda: inference.generate(model, [[1] * 50] * 2, SamplingParams(max_new_tokens=4)))
 
 
 @pytest.mark.thorough

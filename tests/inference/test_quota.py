@@ -10,12 +10,7 @@ from kvjax.errors import UserError
 from kvjax.policies import make_policy
 from kvjax.policies.registry import WRAPPERS
 from tests.policies import published
-from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole, unnormed
-
-
-@pytest.fixture(scope="module")
-def model():
-    return unnormed()
+from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole
 
 
 def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
@@ -57,10 +52,10 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
         given |= {"observed": 12, name: {}}
     policy = make_policy({"snapkv" if name in WRAPPERS else name: given}, model=model)
     rows = [prompts[0], *(prompts[0][:count] for count in (20, 6, 4))]
-    cache = inference.prefill(model, rows, policy=policy, page_size=PAGE, capacity=60)
+    cache = inference.prefill(model, rows, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     length = np.asarray(cache.layers.length)
-    alone = inference.prefill(model, rows[:1] * 4, policy=policy, page_size=PAGE, capacity=60)
+    alone = inference.prefill(model, rows[:1] * 4, policy=policy, page_size=PAGE)
     np.testing.assert_array_equal(length[:, 0], np.asarray(alone.layers.length)[:, 3])
     for layer, head in np.ndindex(3, 4):
         np.testing.assert_allclose(entries(cache, layer, 0, head), entries(alone, layer, 3, head), atol=1e-5)
@@ -110,10 +105,10 @@ def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, capture
 )
 def test_of_a_budget_below_what_always_stays_the_newest_stay(model, prompts, captured, name, given, kept):
     policy = make_policy({name: given}, model=model)
-    cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE, capacity=60)
-    for layer, head in np.ndindex(3, 4):
+    cache = inference.prefill(model, prompts[:1] * 2, policy=policy, page_size=PAGE)
+    for layer, b, head in np.ndindex(3, 2, 4):
         keys = captured[0][layer].k[head]
-        np.testing.assert_allclose(entries(cache, layer, 0, head), keys[len(keys) - kept :], atol=1e-4)
+        np.testing.assert_allclose(entries(cache, layer, b, head), keys[len(keys) - kept :], atol=1e-4)
 
 
 @pytest.mark.parametrize("over", ["head", "layer"])

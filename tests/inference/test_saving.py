@@ -18,6 +18,7 @@ from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.checkpoints.orbax import export
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
+from kvjax.inference.allocation import new_cache
 from kvjax.inference.saving import _digests, checked_place, load_cache, save_cache
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
@@ -27,11 +28,6 @@ from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_ga
 
 THOROUGH = "full", "quest", "r_kv", "snapkv", "h2o", "wgkv", "max_entries"
 ASKED = QUESTIONS[:2]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(qk_norm=False)
 
 
 def asked(model, policy, cache):
@@ -66,8 +62,8 @@ def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tm
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
     save_cache(tmp_path, cache, model, policy)
     expected = asked(model, policy, prefill(model, CONTEXTS, policy=policy, page_size=6))
-    loaded = load_cache(tmp_path, model, policy, page_size=6, capacity=110)
-    assert (loaded.page_size, loaded.limit) == (6, 110 * 2 * 12 // 6)
+    loaded = load_cache(tmp_path, model, policy, page_size=6, capacity=105)
+    assert (loaded.page_size, loaded.limit) == (6, 105 * 2 * 12 // 6)
     found = asked(model, policy, loaded)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
     with use_mesh(model):
@@ -88,7 +84,7 @@ def test_only_what_is_stored_is_written(model, tmp_path):
     entries = 3 * 2 * 4 * (2 + 8)
     assert size < entries * 2 * 8 * 4 + 4096 < cache.pages.nbytes // 10
     found = describe_cache(tmp_path)
-    assert found["tokens"] == [70, 40]
+    assert found["tokens"] == [63, 40]
     assert found["held"] == [[20] * 4] * 3
 
 
@@ -107,7 +103,7 @@ def test_a_save_that_is_cut_short_leaves_the_earlier_one(model, tmp_path, monkey
     )
     with pytest.raises(UserError, match="a cache cannot be written there"):
         save_cache(tmp_path, prefill(model, CONTEXTS[1:]), model)
-    assert load_cache(tmp_path, model).seen.tolist() == [70]
+    assert load_cache(tmp_path, model).seen.tolist() == [63]
 
 
 def changed_description(folder, model, **changes):
@@ -203,8 +199,8 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
         with pytest.raises(UserError, match=said) as caught:
             load_cache(folder, loaded, **told)
         assert "\n" not in str(caught.value)
-    with pytest.raises(CapacityError, match="capacity 60: .* pages of 16 tokens a device, the cache"):
-        load_cache(saved, model, capacity=60)
+    with pytest.raises(CapacityError, match="capacity 50: .* pages of 16 tokens a device, the cache"):
+        load_cache(saved, model, capacity=50)
 
 
 def of_seed(name, model, seed):
@@ -235,7 +231,7 @@ def test_gates_that_nothing_goes_on_with_may_be_others(model, tmp_path):
         make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model, seed=seed))
         for seed in (1, 2)
     ]
-    save_cache(tmp_path, prefill(model, CONTEXTS[1:], policy=policies_[0]), model, policies_[0])
+    save_cache(tmp_path, prefill(model, CONTEXTS, policy=policies_[0]), model, policies_[0])
     assert describe_cache(tmp_path)["trained"] == {}
     load_cache(tmp_path, model, policies_[1])
 
@@ -250,7 +246,9 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
     # as users run it, without the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     r_kv = make_policy("r_kv:entries=24,when=every,every=8", model=model)
-    cache, remembering = prefill(model, CONTEXTS), prefill(model, CONTEXTS, policy=r_kv)
+    cache = prefill(model, CONTEXTS)
+    with use_mesh(model):
+        remembering = new_cache(model, r_kv.compile(model), CONTEXTS)
     others = tmp_path / "others"
     others.mkdir()
     (others / DESCRIPTION).write_text('{"mine": 1}')
@@ -293,7 +291,7 @@ def test_a_first_save_that_fails_leaves_nothing_and_may_be_tried_again(model, tm
     # as of a process that was killed
     (tmp_path / "arrays-0123abcd.orbax-checkpoint-tmp").mkdir()
     save_cache(tmp_path, cache, model)
-    assert load_cache(tmp_path, model).seen.tolist() == [70]
+    assert load_cache(tmp_path, model).seen.tolist() == [63]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -333,7 +331,7 @@ NOT_WHAT_IT_WAS = {
     "fewer tokens": (at(5, "tokens", 0), "held is"),
     "no tokens": (at([], "tokens"), r"tokens is \[\]"),
     "entries of 4 TiB": (at(2**31 - 1, "arrays", "entries", "shape", 0), "array entries is"),
-    "as many everywhere": (lambda found: found.update(held=[[110] * 3] * 4), "array"),
+    "as many everywhere": (lambda found: found.update(held=[[103] * 3] * 4), "array"),
     "a number for a mapping": (at(3, "arrays"), "arrays is 3"),
     "a plane of nonsense": (at({"x": "object"}, "planes"), "planes is"),
     "bytes": (at(10**400, "bytes"), "bytes is"),

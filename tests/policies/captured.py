@@ -60,9 +60,11 @@ def _captured(model, tokens):
 
 
 def captured_layers(model, prompt) -> list[Captured]:
+    tokens = np.zeros((1, -(-len(prompt) // 64) * 64), np.int32)  # few lengths: few programs
+    tokens[0, : len(prompt)] = prompt
     with use_mesh(model):
-        found = _captured(model, jnp.asarray(prompt, jnp.int32)[None])
-    arrays = [np.asarray(x, np.float64)[:, 0] for x in found]
+        found = _captured(model, tokens)
+    arrays = [np.asarray(x, np.float64)[:, 0, :, : len(prompt)] for x in found]
     output = np.asarray(model.layers.o[...], np.float64)
     frequencies = inverse_frequencies(model.config.rope, model.config.head_dim).astype(np.float64)
     return [Captured(*(x[layer] for x in arrays), output[layer], frequencies) for layer in range(len(output))]
