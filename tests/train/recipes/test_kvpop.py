@@ -28,7 +28,7 @@ from kvjax.train.recipe import Validation
 from kvjax.train.recipes.kvpop import ConstantCache
 from kvjax.train.update import initial_state, make_update
 from tests.models.pieces import ends
-from tests.tiny_models import filled, tiny_config, tiny_model
+from tests.tiny_models import filled, tiny_config, tiny_model, tiny_scorers
 from tests.train.killed import go_on, run_until_killed
 
 MODEL = str(builtin_model("test_model"))
@@ -93,6 +93,17 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
     assert policy.admission.made_for is not None
     with pytest.warns(UserWarning, match="made for the model .*, of which .* is a fine-tuned"):
         make_policy("kvpop", gates=exported, model=load_model(MODEL))
+
+
+def test_exported_scorers_are_a_policy_and_say_how_they_were_validated(tmp_path):
+    model = tiny_model()
+    recipe, scorers = ConstantCache(**SIZES, phase="sparsify"), tiny_scorers(model)
+    with use_mesh(model):
+        recipe.export(tmp_path, scorers, model, Validation({"divergence": 0.5}, {}, 4))
+    description = json.loads((tmp_path / "config.json").read_text())
+    assert description["validation"] == {"divergence": 0.5, "sequences": 4}
+    policy = make_policy("kvpop", gates=tmp_path, model=model)
+    assert (policy.window, policy.admission.max_entries) == (6, 14)
 
 
 def test_transformers_reads_a_trained_model_and_computes_the_same(uptrained):
