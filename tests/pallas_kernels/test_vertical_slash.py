@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import blocks
 from pallas_kernels.ahead import lower_for_cuda
-from pallas_kernels.vertical_slash import SAVED, ends, tpu_backward, vertical_slash
+from pallas_kernels.vertical_slash import SAVED, ends, tpu, tpu_backward, tpu_gather, vertical_slash
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 from pallas_kernels.vertical_slash.vjp import Passes
+from tests.pallas_kernels.cases.vertical_slash import interpreted
 from tests.pallas_kernels.closeness import assert_attention_close, assert_gradients_close, nan_outside
 
 FOREVER = jnp.iinfo(jnp.int32).max
@@ -409,6 +410,11 @@ def test_gradient_on_a_matrix_unit_no_wider_than_a_head(monkeypatch):
     monkeypatch.setattr(tpu_backward, "unit_width", lambda: h)
     expected = gradients("reference", 7, arguments, weight)
     assert_gradients_close(gradients("tpu", 7, arguments, weight), expected)
+
+
+def test_several_blocks_of_queries_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(tpu_gather, "SMALL", tpu_gather.SMALL)  # which the case lowers
+    assert interpreted(tpu, True) < 1e-5
 
 
 def test_rows_taken_together_as_on_accelerators(monkeypatch):
