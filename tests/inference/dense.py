@@ -65,7 +65,7 @@ def dense_logits(model, policy, tokens):
         return tuple(map(np.asarray, found))
 
 
-PLACES, POOL = 96, 4096
+PLACES, POOL = 192, 4096
 """Of a row and of the pool, to which what is stored is padded: caches of all sizes then share a program."""
 
 
