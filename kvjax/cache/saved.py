@@ -1,4 +1,4 @@
-"""What a saved cache's folder says of itself: `cache.json`, with a digest of its own."""
+"""The description of a saved cache, `cache.json`, which holds a digest of itself."""
 
 import hashlib
 import json
@@ -86,8 +86,8 @@ def sealed(description: Mapping[str, Any]) -> str:
 
 
 def describe_cache(path: str | Path) -> dict[str, Any]:
-    """Return what `cache.json` says: among others "policy", "tokens" of each sequence, "held" entries of each layer and
-    kv head, and "bytes" of the arrays.
+    """Return the fields of `cache.json`: among others "policy", "tokens" of each sequence, "held" entries of each layer
+    and KV head, and "bytes" of the arrays.
 
     Raises UserError if there is none, or one that was changed, is of another version or contradicts itself.
     """

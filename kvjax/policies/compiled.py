@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, shown
-from kvjax.mesh import HEADS, put
+from kvjax.mesh import HEADS, adopt, put
 from kvjax.policies.admission.full import Full
 from kvjax.policies.base import (
     BIAS,
@@ -177,7 +178,7 @@ def on_mesh(policy: Any, layers: int, kv_heads: int) -> Any:
 
     def place(path: Any, given: Any) -> jax.Array:
         if is_placed(given):
-            return given
+            return given if isinstance(given, Tracer) else adopt(given)
         x, name = np.asarray(given), path[-1].name
         if x.dtype.kind in "OSU":
             raise UserError(

@@ -7,11 +7,11 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.errors import UserError, shown, whole_number
-from kvjax.mesh import adopt, use_mesh
+from kvjax.mesh import use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.base import Admission, Eviction, LateMetadata, Method, Selection
 from kvjax.policies.budget import BUDGETS
-from kvjax.policies.compiled import CompiledPolicy, compile_policy, looks, on_mesh
+from kvjax.policies.compiled import CompiledPolicy, compile_policy, looks
 from kvjax.policies.eviction.wrapper import innermost, planes_of
 from kvjax.policies.schedule import Schedule
 from kvjax.struct import assign, changed, short, static, struct
@@ -183,8 +183,7 @@ class Policy:
             if method.made_for is not None:
                 method.made_for.check(method.label, model)
         with use_mesh(model):
-            sizes = model.config.num_layers, model.config.num_kv_heads
-            return compile_policy(adopt(on_mesh(self, *sizes)), *sizes)
+            return compile_policy(self, model.config.num_layers, model.config.num_kv_heads)
 
     def check(self, config: Any) -> None:
         """Raises UserError if it is not for a model of this configuration (`num_layers`, `num_kv_heads`, `head_dim`,

@@ -16,8 +16,7 @@ IMPLEMENTATIONS = {"xla": xla, "reference": reference, "tpu": tpu}
 FASTEST = {"cpu": "xla", "tpu": "tpu", "gpu": "xla"}
 """The default of each backend, for tokens of at least a chunk of the kernel's; for fewer XLA's form on all of them.
 
-TPU, not timed: of the programs compiled for v5e and v6e, the kernel's has a ninth to a fifth of the instructions at
-8192 tokens; with one token XLA's form has fewer.
+TPU, not timed: the kernel keeps a chunk's matrices in vector memory, where XLA's form writes each to HBM.
 """
 
 Normaliser = Literal["plain", "xlstm"]

@@ -64,7 +64,7 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
 
 def blocks_of_gradient(group: int, t: int, s: int, dtype: Any) -> Blocks:
     """Tiles of 1024 keys, whose loops are lighter; and of 1024 rows where the matrix unit is 256 wide, as v6e's and
-    v7x's. On v5e a tile of `dkv` with a mask takes a fifth more instructions a logit with 1024 rows than with 512."""
+    v7x's, else of 512."""
     return blocks_of(group, t, s, dtype, 1024 if unit_width() > LANES else 512, most=1024)
 
 

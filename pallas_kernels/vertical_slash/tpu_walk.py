@@ -36,8 +36,7 @@ class Blocks(NamedTuple):
 
 def blocks_of(group: int, t: int, s: int, dtype: Any, rows: int = 1024, most: int = 512) -> Blocks:
     """Tiles of about `rows` × `most` keys, and of half as many logits in float32, whose exact products take more
-    memory. With 1024 rows a walk takes a fifth fewer instructions on v6e and v7x than with 512, and 7% fewer on v5e;
-    with 1024 keys the band takes more than is saved elsewhere."""
+    memory. More rows share each key that is read; more keys would waste work at the edges of the window's band."""
     queries = min(LANES * max(1, rows // LANES // group), pl.cdiv(t, LANES) * LANES)
     logits = 2 * rows * most // jnp.dtype(dtype).itemsize
     keys = max(1, logits // (group * queries) // LANES) * LANES

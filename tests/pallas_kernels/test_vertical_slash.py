@@ -16,6 +16,7 @@ from pallas_kernels import blocks
 from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.vertical_slash import SAVED, ends, tpu, tpu_backward, tpu_gather, vertical_slash
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
+from pallas_kernels.vertical_slash.tpu_walk import Blocks
 from pallas_kernels.vertical_slash.vjp import Passes
 from tests.pallas_kernels.cases.vertical_slash import interpreted
 from tests.pallas_kernels.closeness import assert_attention_close, assert_gradients_close, nan_outside
@@ -408,6 +409,15 @@ def test_gradient_on_a_matrix_unit_no_wider_than_a_head(monkeypatch):
     b, n, _, t, _, h = SHAPES["chunk"]
     weight = jnp.ones((b, n, t, h)), jnp.ones((b, n, t))
     monkeypatch.setattr(tpu_backward, "unit_width", lambda: h)
+    expected = gradients("reference", 7, arguments, weight)
+    assert_gradients_close(gradients("tpu", 7, arguments, weight), expected)
+
+
+def test_gradient_of_keys_that_several_blocks_of_queries_see(monkeypatch):
+    """More blocks than buffers."""
+    monkeypatch.setattr(tpu_backward, "blocks_of_gradient", lambda *_: Blocks(128, 128))
+    arguments = tensors((1, 2, 1, 512, 512, 32), 1)
+    weight = jnp.ones((1, 2, 512, 32)), jnp.ones((1, 2, 512))
     expected = gradients("reference", 7, arguments, weight)
     assert_gradients_close(gradients("tpu", 7, arguments, weight), expected)
 

@@ -34,6 +34,7 @@ def test_layers_of_a_chunk_share_like_the_papers_code():
     patched = chunk_pyramid(kept, 32768, 0, 32, 64, 20.0)
     low = kept // 20
     assert patched[0] == 2 * kept - low
+    assert chunk_pyramid(7, 64, 0, 4, 0, 20.0) == [14, 10, 6, 2]
     # above half there is no room for a pyramid
     assert chunk_pyramid(70, 100, 0, 4, 8, 20.0) == [70] * 4
 

@@ -42,22 +42,22 @@ class WriteGate(nnx.Module):
         features = jnp.concatenate([_rms(k_pre, self.norm_pre[...]), _rms(k, self.norm_post[...])], -1)
         exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
         hidden = jnp.einsum("bktc,kcm->bktm", features, self.w1[...], **exact) + self.b1[...][:, None]
-        hidden = _gelu(hidden)
+        hidden = gelu(hidden)
         logit = jnp.einsum("bktm,km->bkt", hidden, self.w2[...], **exact) + self.b2[...][:, None]
         return jax.nn.sigmoid(logit)
 
 
 @jax.custom_jvp
-def _gelu(x):
+def gelu(x):
     return jax.nn.gelu(x, approximate=False)
 
 
-@_gelu.defjvp
+@gelu.defjvp
 def _gelu_jvp(primals, tangents):
     # by hand, because jax 0.12's derivative of erf does not trace inside shard_map
     (x,), (dx,) = primals, tangents
     below = 0.5 * (1 + jax.lax.erf(x * 0.5**0.5))
-    return _gelu(x), dx * (below + x * jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
+    return gelu(x), dx * (below + x * jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
 
 
 def _rms(x, scale):

@@ -1,5 +1,6 @@
 """The write gate against the paper's formula, and its size against the published ones."""
 
+from functools import partial
 from math import erf, exp
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.policies.admission.wgkv.gate import gelu
 from tests.policies.admission.admitted import kept, layer
 from tests.policies.steps import step
 
@@ -30,6 +32,14 @@ def test_write_gate_is_the_papers_formula(model, gates):
     np.testing.assert_allclose(got, want, atol=1e-5)
     policy = make_policy({"wgkv": {"tau": float(np.median(want)), "window": 9}}, model=model, gates=gates)
     np.testing.assert_array_equal(kept(policy, at, 1), want >= np.median(want).astype(np.float32))
+
+
+def test_the_derivative_of_gelu_is_jaxs():
+    x = np.linspace(-4, 4, 33, dtype=np.float32)
+    want, got = (
+        jax.jvp(f, (x,), (np.ones_like(x),))[1] for f in (partial(jax.nn.gelu, approximate=False), gelu)
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_write_gates_have_the_published_size():
