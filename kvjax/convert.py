@@ -23,7 +23,7 @@ class ConvertConfig:
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights, float32 where they are quantised."""
     to: Literal["huggingface", "orbax"] = "huggingface"
-    """orbax: the arrays as an Orbax checkpoint (the folder `orbax`), by kvjax's names."""
+    """orbax: the model's own arrays as an Orbax checkpoint (the folder `orbax`), by kvjax's names."""
 
 
 def run(config: ConvertConfig) -> None:
@@ -32,6 +32,7 @@ def run(config: ConvertConfig) -> None:
 
     from kvjax.checkpoints.orbax import export
     from kvjax.models import save_model
+    from kvjax.models.decoder import own_values
     from kvjax.models.saving import check_new, new_folder
 
     check_new(config.out)
@@ -39,7 +40,7 @@ def run(config: ConvertConfig) -> None:
         model = _read(config)
         if config.to == "orbax":
             with new_folder(model, config.out, config.source) as partial:
-                export(partial / ORBAX, model)
+                export(partial / ORBAX, own_values(model))
         else:
             save_model(model, config.out, tokenizer_from=config.source)
     size = sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20
@@ -50,16 +51,15 @@ def _read(config: ConvertConfig):
     """The model, from whatever holds it."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
     from kvjax.checkpoints.orbax import abstract, restore_export
     from kvjax.errors import UserError
-    from kvjax.models import Decoder, load_model, read_config
+    from kvjax.models import load_model, read_config
+    from kvjax.models.decoder import own_values
     from kvjax.models.folder import find_model
     from kvjax.models.json_file import JsonObject
     from kvjax.models.kinds import few
-    from kvjax.models.loading import parameter_dtype
-    from kvjax.struct import leaves_by_path
+    from kvjax.models.loading import model_shapes, parameter_dtype
 
     source = find_model(config.source)
     if not (source / ORBAX).is_dir():
@@ -67,12 +67,12 @@ def _read(config: ConvertConfig):
     shape = read_config(source)
     stored = JsonObject.read(source / "config.json").get("torch_dtype", str)
     dtype = parameter_dtype(config.dtype or stored)
-    like = abstract(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=dtype), jax.sharding.get_mesh())
-    model = restore_export(source / ORBAX, like)
+    like = model_shapes(shape, dtype)
+    own = restore_export(source / ORBAX, abstract(own_values, jax.sharding.get_mesh(), like))
     finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
-    if broken := [name for name, good in jax.device_get(finite(leaves_by_path(model))).items() if not good]:
+    if broken := [name for name, good in jax.device_get(finite(own)).items() if not good]:
         raise UserError(f"{source / ORBAX}: NaN or infinite numbers in {few(broken)}, read as {dtype.name}")
-    return model
+    return like.with_own(own)
 
 
 def main(args: list[str] | None = None) -> None:

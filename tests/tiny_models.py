@@ -12,6 +12,7 @@ from flax import nnx
 from kvjax.mesh import use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.loading import model_shapes
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import Scorer, Sizes
 from kvjax.policies.admission.wgkv import WriteGate
@@ -28,15 +29,15 @@ def tiny_config(**changes) -> ModelConfig:
 
 
 def filled(config: ModelConfig, dtype=jnp.float32, seed: int = 0) -> Decoder:
-    """A decoder on the current mesh whose attention is uneven, filled by numpy: nothing to compile."""
-    random = np.random.default_rng(seed)
+    """A decoder on the current mesh whose attention is uneven."""
+    random, shapes = np.random.default_rng(seed), model_shapes(config, dtype)
 
-    def fill(leaf):
-        norm = leaf.ndim < 3 and leaf.shape[0] != 128
-        x = np.ones(leaf.shape) if norm else 0.2 * random.standard_normal(leaf.shape)
-        return jax.device_put(x.astype(dtype), leaf.sharding.spec)
+    def fill(shape):
+        norm = len(shape) < 3 and shape[0] != 128
+        return jnp.asarray(np.ones(shape) if norm else 0.2 * random.standard_normal(shape), dtype)
 
-    return jax.tree.map(fill, jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    own = {name: fill(x.shape) for name, x in sorted(shapes.own_arrays().items())}
+    return jax.tree.map(lambda leaf, x: jax.device_put(x, leaf.sharding.spec), shapes, shapes.with_own(own))
 
 
 def tiny_model(**changes) -> Decoder:

@@ -11,7 +11,7 @@ from kvjax.cache.branches import copy_shared_pages, selected
 from kvjax.cache.checks import check, check_alive, check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.compaction import Quota
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
-from kvjax.cache.max_entries import Turnover, ends, standings, swap_worst
+from kvjax.cache.max_entries import PRIORITY, Turnover, ends, standings, swap_worst
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
 from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_priority
 from kvjax.cache.sizes import (
@@ -34,6 +34,7 @@ from kvjax.cache.stats import Stats, stats
 __all__ = [
     "MARGIN",
     "MAX_ENTRIES_PLANES",
+    "PRIORITY",
     "Cache",
     "CapacityError",
     "LayerCache",

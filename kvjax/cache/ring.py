@@ -95,16 +95,17 @@ def push(
         for name, new in numbers.items()
     }
     table = layer.page_table[..., ring_pages(window, page_size) :]
+    position = jnp.broadcast_to((seen[:, None] - slots + jnp.arange(tokens))[:, None], stays.shape)
+    written = numbers | ({POSITION: position} if POSITION in pages.planes else {})
     if turnover.gone is None:
         planes = {
             name: appended(
                 pages.planes[name], table, had, in_front(x[..., :tokens], stays), layer.length - had
             )
-            for name, x in numbers.items()
+            for name, x in written.items()
         }
     else:
-        position = jnp.broadcast_to((seen[:, None] - slots + jnp.arange(tokens))[:, None], stays.shape)
-        written = numbers | {PRIORITY: priority, POSITION: position}
+        written |= {PRIORITY: priority}
         planes = {
             name: placed(pages.planes[name], table, place, x[..., :tokens]) for name, x in written.items()
         }

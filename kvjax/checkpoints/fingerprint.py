@@ -18,10 +18,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.errors import UserError, warn
 from kvjax.mesh import AXES, P, use_mesh
-from kvjax.struct import leaves_by_path
 
 POINTS = 128
-"""Weights that are looked at of each array."""
+"""Weights that are looked at of each of the model's own arrays."""
 STRIDES = 7919, 104729, 1299709, 15485863
 """Point i lies at index i · stride (modulo the size) of each axis of an array."""
 MATRICES = "q", "k", "v", "o", "gate", "up", "down"
@@ -97,9 +96,9 @@ def fingerprint(model: Any) -> str:
     Signs do not depend on the mesh, nor on the dtype that weights are stored or read in; between a model and another
     half of them agree. Called in every process.
     """
-    with use_mesh(model):
-        values = _at_points({name: getattr(model.layers, name)[...] for name in MATRICES}, 0)
-    signs = np.packbits(np.concatenate([np.asarray(values[name]) < 0 for name in MATRICES]))
+    own = model.own_arrays()
+    values = _sample(model, {name: own[f"layers.{name}.value"] for name in MATRICES})
+    signs = np.packbits(np.concatenate([values[name] < 0 for name in MATRICES]))
     sizes = repr([getattr(model.config, name) for name in SIZES])
     return hashlib.sha256(sizes.encode()).hexdigest()[:8] + signs.tobytes().hex()
 
@@ -107,15 +106,13 @@ def fingerprint(model: Any) -> str:
 def contents(model: Any) -> str:
     """A digest of the configuration and of the values of a sample of all weights, as they were read: what was trained
     further has another one. Called in every process."""
-    with use_mesh(model):
-        values = _at_points(leaves_by_path(model), model.config.vocab_size)
-    config = model.config
+    values, config = _sample(model, model.own_arrays()), model.config
     # which of a chat template's tokens end an answer has nothing to do with what the model computes
     ends = {id_ for _, id_ in config.turn_ends}
     own = tuple(id_ for id_ in config.eos_ids if id_ not in ends)
     known = hashlib.sha256(repr(dataclasses.replace(config, name="", eos_ids=own)).encode())
     for name in sorted(values):
-        known.update(name.encode() + np.asarray(values[name]).tobytes())
+        known.update(name.encode() + values[name].tobytes())
     return known.hexdigest()[:16]
 
 
@@ -132,28 +129,28 @@ def _has_weights(model: Any) -> bool:
     return all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves)
 
 
-@jax.jit(static_argnums=1)
-def _at_points(
-    arrays: dict[str, Float[Array, "..."]], vocabulary: int
-) -> dict[str, Float32[Array, " points"]]:
-    """The sample of each array, on every device. Of tables of the vocabulary rows below `vocabulary` alone: how many
-    more there are depends on the mesh."""
-    found = {}
-    for name, x in arrays.items():
-        rows = vocabulary if name.startswith(("embed", "head")) else x.shape[0]
-        sizes = (rows, *x.shape[1:])
+def _sample(model: Any, arrays: Mapping[str, Any]) -> dict[str, Float32[np.ndarray, " points"]]:
+    """Return POINTS numbers of each of a model's own arrays. Of tables of the vocabulary only from rows of tokens: how
+    many more there are depends on the mesh."""
+    stored, places = {}, {}
+    for name, own in arrays.items():
+        rows = model.config.vocab_size if name.startswith(("embed", "head")) else own.shape[0]
+        sizes = (rows, *own.shape[1:])
         points = [np.arange(POINTS) * stride % size for stride, size in zip(STRIDES, sizes, strict=False)]
-        found[name] = _taken(x, np.stack(points).astype(np.int32))
-    return found
+        stored[name], places[name] = own.stored, own.places(np.stack(points)).astype(np.int32)
+    with use_mesh(model):
+        return jax.device_get(_at(stored, places))
 
 
-def _taken(x: Float[Array, "..."], points: Int[np.ndarray, "axes points"]) -> Float32[Array, " points"]:
-    """x at points, each taken by the device that holds it."""
-    spec = jax.typeof(x).sharding.spec
+@jax.jit
+def _at(
+    arrays: dict[str, Float[Array, "..."]], places: dict[str, Int[Array, "axes points"]]
+) -> dict[str, Float32[Array, " points"]]:
+    """Return the numbers at these places on every device, each taken by the device that holds it."""
 
-    def local(x):
+    def local(x, places):
         inside, index = jnp.ones(POINTS, bool), []
-        for axis, at in enumerate(points):
+        for axis, at in enumerate(places):
             at = at - lax.axis_index(spec[axis]) * x.shape[axis] if spec[axis] is not None else at
             inside &= (at >= 0) & (at < x.shape[axis])
             index.append(jnp.clip(at, 0, x.shape[axis] - 1))
@@ -161,4 +158,8 @@ def _taken(x: Float[Array, "..."], points: Int[np.ndarray, "axes points"]) -> Fl
         split = [name for name in AXES if name in jax.tree.leaves(tuple(spec))]
         return lax.psum(held, tuple(split)) if split else held
 
-    return jax.shard_map(local, in_specs=spec, out_specs=P())(x)
+    found = {}
+    for name, x in arrays.items():
+        spec = jax.typeof(x).sharding.spec
+        found[name] = jax.shard_map(local, in_specs=(spec, P()), out_specs=P())(x, places[name])
+    return found

@@ -110,8 +110,8 @@ def layout_for(
     dtype = jnp.dtype(dtype)
     stored, bounds = stored_as(dtype)
     own = {} if most is None else caches.MAX_ENTRIES_PLANES
-    if taken := sorted(set(caches.MAX_ENTRIES_PLANES) & set(policy.planes)):
-        raise UserError(f"policy {policy.name}: a plane called {taken[0]!r} is the cache's own")
+    if caches.PRIORITY in policy.planes:
+        raise UserError(f"policy {policy.name}: a plane called {caches.PRIORITY!r} is the cache's own")
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     token_bytes = 2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes)
     page_bytes = page_size * token_bytes + 2 * head_dim * bounds.itemsize * (policy.selection is not None)

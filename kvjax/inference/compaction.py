@@ -200,7 +200,8 @@ def compacted(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
-    output = jax.sharding.reshard(model.layers.o[...], P(None, HEADS, None, None))
+    output = jax.sharding.reshard(model.layers.o[...], P(None, HEADS, None))
+    output = output.reshape(len(output), -1, model.config.head_dim, output.shape[-1])
     arguments = whole, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
     pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)
     seen = cache.seen - jnp.where(quota.due, quota.dropped, 0)

@@ -161,7 +161,9 @@ def drop_observation_state(cache: Cache, later: View) -> Cache:
     """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
     it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
     that only differ in an eviction whose work is done then run one program."""
-    lasting = {*later.planes, *MAX_ENTRIES_PLANES, BIAS}
+    lasting = {*later.planes, BIAS}
+    if caches.PRIORITY in cache.pages.planes:
+        lasting |= {*MAX_ENTRIES_PLANES}
     numbers, planes = (
         {name: plane for name, plane in x.items() if name in lasting}
         for x in (cache.layers.numbers, cache.pages.planes)

@@ -145,6 +145,11 @@ class ModelConfig:
             raise UserError(f"rope factor and original length make a context of {self.longest:,} tokens")
 
     @property
+    def period(self) -> tuple[str, ...]:
+        """The kinds of the layers that repeat, in order."""
+        return ("full_attention",)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the model is for: what it declares, or what its rope was stretched to."""
         return max(self.max_position, int(self.rope.factor * self.rope.original_length), self.rope.length)

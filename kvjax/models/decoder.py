@@ -7,7 +7,7 @@ split, as one alone cannot, `sequence` does as `tensor` does. Products accumulat
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,8 +20,11 @@ from jaxtyping import Array, Float, Float32, Int
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, token_axis, use_mesh
 from kvjax.models.config import ACTIVATIONS, ModelConfig
+from kvjax.models.layout import OwnArray, flat_shape, fuse, parts_of, unfuse
+from kvjax.models.names import TOP
 from kvjax.models.rope import CosSin, cos_sin, rotate
 from kvjax.policies.views import Step
+from kvjax.struct import leaves_by_path
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.vertical_slash import SAVED, vertical_slash
 
@@ -80,94 +83,81 @@ def _gathered(stored: nnx.Param, wide: Wide) -> Array:
 
 
 def _product(
-    equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide
-) -> Float32[Array, "..."]:
-    """x · weight (+ bias). A bias broadcasts against the result's last axes."""
+    x: Float[Array, "b t d"], weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide
+) -> Float32[Array, "b t f"]:
+    """x · weight (+ bias)."""
     weights = _gathered(weight, wide)
-    y = jnp.einsum(equation, x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
+    y = jnp.einsum("btd,df->btf", x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
     return y if bias is None else y + _gathered(bias, wide)
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and mlp of every layer, stacked: each array has a leading layer axis, which `lax.scan` takes off."""
+    """Attention and mlp of every layer, stacked: each array has a leading layer axis, which `lax.scan` takes off.
+
+    Matrices are [inputs, outputs], some of several products together (`kvjax.models.layout`).
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
-        d, f, h = config.width, config.mlp_width, config.head_dim
-        n, k = config.num_heads, config.num_kv_heads
-        layers = (config.num_layers,)
+        layers, init = (config.num_layers,), jax.nn.initializers.normal(0.02)
 
-        def weight(*shape, spec):
-            init = jax.nn.initializers.normal(0.02)
-            return nnx.Param(init(rngs.params(), layers + shape, dtype, out_sharding=P(None, *spec)))
+        def weight(path, *spec):
+            parts = {
+                part: init(
+                    rngs.params(), layers + flat_shape(part, config), dtype, out_sharding=P(None, *spec)
+                )
+                for part in parts_of(path)
+            }
+            return nnx.Param(fuse(path, parts, config))
 
-        def bias(wanted, *shape, spec):
-            return (
-                nnx.Param(jnp.zeros(layers + shape, dtype, out_sharding=P(None, *spec))) if wanted else None
-            )
+        def bias(path, axis):
+            size = sum(flat_shape(part, config)[0] for part in parts_of(path))
+            return nnx.Param(jnp.zeros((*layers, size), dtype, out_sharding=P(None, axis)))
 
         def norm(size):
             return RMSNorm(size, config.norm_eps, dtype, layers)
 
-        into_heads, qkv = ("fsdp", "tensor", None), config.attention_bias
         self.config = config
-        self.attention_norm = norm(d)
-        self.q, self.q_bias = (
-            weight(d, n, h, spec=into_heads),
-            bias(qkv, n, 1, h, spec=("tensor", None, None)),
-        )
-        self.k, self.k_bias = (
-            weight(d, k, h, spec=into_heads),
-            bias(qkv, k, 1, h, spec=("tensor", None, None)),
-        )
-        self.v, self.v_bias = (
-            weight(d, k, h, spec=into_heads),
-            bias(qkv, k, 1, h, spec=("tensor", None, None)),
-        )
-        self.q_norm = norm(h) if config.qk_norm else None
-        self.k_norm = norm(h) if config.qk_norm else None
-        self.o = weight(n, h, d, spec=("tensor", None, "fsdp"))
-        self.o_bias = bias(config.attention_out_bias, d, spec=(None,))
-        self.mlp_norm = norm(d)
-        self.gate = weight(d, f, spec=("fsdp", "tensor"))
-        self.up = weight(d, f, spec=("fsdp", "tensor"))
-        self.down = weight(f, d, spec=("tensor", "fsdp"))
-        self.gate_bias = bias(config.mlp_bias, f, spec=("tensor",))
-        self.up_bias = bias(config.mlp_bias, f, spec=("tensor",))
-        self.down_bias = bias(config.mlp_bias, d, spec=(None,))
+        self.attention_norm = norm(config.width)
+        self.qkv = weight("qkv", "fsdp", "tensor")
+        self.qkv_bias = bias("qkv_bias", "tensor") if config.attention_bias else None
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self.o = weight("o", "tensor", "fsdp")
+        self.o_bias = bias("o_bias", None) if config.attention_out_bias else None
+        self.mlp_norm = norm(config.width)
+        self.gate_up = weight("gate_up", "fsdp", "tensor")
+        self.down = weight("down", "tensor", "fsdp")
+        self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
+        self.down_bias = bias("down_bias", None) if config.mlp_bias else None
 
     def project(self, x: Float[Array, "b t d"], angles: CosSin) -> dict[str, Float[Array, "b ..."]]:
         """The fields of `Step` that are computed from the layer's input. One layer's arrays, not the stack."""
         hidden, (axis, wide) = self.attention_norm(x), _axes(x)
+        y = _product(hidden, self.qkv, self.qkv_bias, P(BATCH, axis, wide), wide).astype(x.dtype)
 
-        def heads(weight, bias, norm=None):
-            # asked for by head at once, XLA's CPU product comes out with its last two axes swapped
-            y = _product("btd,dnh->btnh", hidden, weight, None, P(BATCH, axis, wide, None), wide)
-            y = rearrange(y, "b t n h -> b n t h")
-            y = (y if bias is None else y + _gathered(bias, wide)).astype(x.dtype)
+        def heads(y, norm=None):
+            y = rearrange(y, "b t (n h) -> b n t h", h=self.config.head_dim)
             return reshard(y if norm is None else norm(y), SPLIT)
 
-        q_pre = heads(self.q, self.q_bias, self.q_norm)
-        k_pre = heads(self.k, self.k_bias, self.k_norm)
+        q, k, v = unfuse("qkv", y, self.config).values()
+        q_pre, k_pre = heads(q, self.q_norm), heads(k, self.k_norm)
         rotated = {"q": rotate(q_pre, angles), "k": rotate(k_pre, angles)}
-        v = heads(self.v, self.v_bias)
         # whole, which costs nothing unless a method looks at it
-        return {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": v} | rotated
+        return {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
 
     def output(self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
         """The output projection: what attention adds to the residual stream `x`."""
         axis, wide = _axes(x)
-        o = reshard(o, P(BATCH, wide, axis, None))
-        added = _product("bnth,nhd->btd", o, self.o, self.o_bias, P(BATCH, axis, None), wide)
-        return added.astype(o.dtype)
+        o = rearrange(reshard(o, P(BATCH, wide, axis, None)), "b n t h -> b t (n h)")
+        return _product(o, self.o, self.o_bias, P(BATCH, axis, None), wide).astype(o.dtype)
 
     def mlp(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         """down(activation(gate(x)) · up(x))."""
         axis, wide = _axes(x)
-        inside, outside = P(BATCH, axis, wide), P(BATCH, axis, None)
-        gate = _product("btd,df->btf", x, self.gate, self.gate_bias, inside, wide)
-        up = _product("btd,df->btf", x, self.up, self.up_bias, inside, wide)
+        y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide)
+        gate, up = unfuse("gate_up", y, self.config).values()
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
-        return _product("btf,fd->btd", inner, self.down, self.down_bias, outside, wide).astype(x.dtype)
+        return _product(inner, self.down, self.down_bias, P(BATCH, axis, None), wide).astype(x.dtype)
 
     def finish(self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
         """The layer's output from its input and its heads' attention outputs."""
@@ -199,6 +189,31 @@ class Decoder(nnx.Module):
             self.norm = RMSNorm(config.width, config.norm_eps, dtype)
             self.head = None if config.tied else table()
 
+    def own_arrays(self) -> dict[str, OwnArray]:
+        """The model's own arrays, as they are in files: queries, keys and values apart, and gate and up."""
+        found = {}
+        for name, leaf in leaves_by_path(self).items():
+            path = name.removeprefix("layers.").removesuffix(".value")
+            if path in TOP:
+                found[name] = OwnArray(leaf, self.config)
+            for part in () if path in TOP else parts_of(path):
+                found[f"layers.{part}.value"] = OwnArray(leaf, self.config, path, part)
+        return found
+
+    def with_own(self, values: Mapping[str, Array]) -> "Decoder":
+        """A decoder like this one, which may be shapes alone, of these values of its own arrays."""
+
+        def array(keys, _):
+            name = jax.tree_util.keystr(keys, simple=True, separator=".")
+            path = name.removeprefix("layers.").removesuffix(".value")
+            if path in TOP:
+                return values[name]
+            own = {part: values[f"layers.{part}.value"] for part in parts_of(path)}
+            flat = {part: x.reshape(len(x), *flat_shape(part, self.config)) for part, x in own.items()}
+            return fuse(path, flat, self.config)
+
+        return jax.tree_util.tree_map_with_path(array, self)
+
     def embed_tokens(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         """Embeddings, split over the batch and, where `sequence` divides them, by tokens. The table stays split: the
         looked-up columns change places instead."""
@@ -215,7 +230,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "b t d"]) -> Float32[Array, "b t v"]:
         """Logits of hidden states that have been through the final norm. The vocabulary is whole on every device."""
         table, (axis, wide) = self.embed if self.head is None else self.head, _axes(hidden)
-        y = _product("btd,vd->btv", hidden, table, None, P(BATCH, axis, wide), wide)
+        weights, spec = _gathered(table, wide), P(BATCH, axis, wide)
+        y = jnp.einsum("btd,vd->btv", hidden, weights, preferred_element_type=jnp.float32, out_sharding=spec)
         return reshard(y, P(BATCH, axis, None))[..., : self.config.vocab_size]
 
     def hidden(
@@ -233,6 +249,15 @@ class Decoder(nnx.Module):
         x = self.embed_tokens(tokens)
         x, _, _ = scan_layers(self, x, places(tokens, document), attend, remat=remat)
         return self.norm(x)
+
+
+def own_values(tree: Any) -> Any:
+    """A pytree in which every decoder is a mapping of its own arrays by their names, as exports hold it."""
+
+    def of(x):
+        return {name: own.value for name, own in x.own_arrays().items()} if isinstance(x, Decoder) else x
+
+    return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, Decoder))
 
 
 def places(tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None) -> Int[Array, "b t"]:

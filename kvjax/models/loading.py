@@ -22,7 +22,8 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_model, load_tokenizer
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
-from kvjax.models.names import TOP, by_path, from_hf, hf_shape, is_rotary_table, layer_name, split
+from kvjax.models.layout import flat_shape, fuse, parts_of
+from kvjax.models.names import TOP, by_path, is_rotary_table, layer_name, split
 from kvjax.models.rope import inverse_frequencies
 from kvjax.models.tensor_files import DTYPES, TensorInFile, ignored_files, stored_tensors
 
@@ -69,12 +70,16 @@ def load_model(
         mesh = jax.sharding.get_mesh()
         axes = {path: split(path, leaf) for path, leaf in wanted.items()}
         for index in range(config.num_layers):
-            names = {path: layer_name(path, index) for path in layers}
-            raw = {path: _read(stored[name], mesh, axes[path]) for path, name in names.items()}
+            own = {
+                part: (stored[layer_name(part, index)], axes[path])
+                for path in layers
+                for part in parts_of(path)
+            }
+            raw = {part: _read(tensor, mesh, split) for part, (tensor, split) in own.items()}
             # waiting keeps one layer at a time in host memory
-            placed, largest = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
+            placed, largest = jax.block_until_ready(_place_layer(placed, np.int32(index), raw, config))
             del raw
-            _check_finite(model, dtype, {stored[name].name: largest[path] for path, name in names.items()})
+            _check_finite(model, dtype, {tensor.name: largest[part] for part, (tensor, _) in own.items()})
         for path in (path for path in wanted if path in TOP):
             rows, tensor = wanted[path].shape[0], stored[TOP[path]]
             pieces = _read(tensor, mesh, axes[path], rows, layer_bytes)
@@ -167,8 +172,9 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
         if path in TOP:
             shapes[TOP[path]] = (config.vocab_size, *leaf.shape[1:]) if leaf.ndim == 2 else leaf.shape
         else:
-            for layer in range(config.num_layers):
-                shapes[layer_name(path, layer)] = hf_shape(path, leaf.shape[1:])
+            for part in parts_of(path):
+                shape = flat_shape(part, config)[::-1]
+                shapes |= {layer_name(part, layer): shape for layer in range(config.num_layers)}
     unexpected = [tensor.name for name, tensor in stored.items() if name not in shapes]
     both = [(stored[name], shape) for name, shape in shapes.items() if name in stored]
     faults = {
@@ -275,13 +281,15 @@ def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> tuple[Array,
     return x.astype(dtype), _largest(x)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _place_layer(layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]]) -> tuple[Arrays, Arrays]:
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _place_layer(
+    layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]], config: ModelConfig
+) -> tuple[Arrays, Arrays]:
     """`layers` with one of them replaced by what the files hold, and `_largest` of each tensor."""
     placed, largest = {}, {}
     for path, stack in layers.items():
-        x = _join(raw[path], split(path, stack))
-        largest[path] = _largest(x)
-        layer = from_hf(path, x.astype(stack.dtype), stack.shape[1:], jax.typeof(stack).sharding.spec[1:])
+        own = {part: _join(raw[part], split(path, stack)) for part in parts_of(path)}
+        largest |= {part: _largest(x) for part, x in own.items()}
+        layer = fuse(path, {part: x.T.astype(stack.dtype) for part, x in own.items()}, config)
         placed[path] = jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
     return placed, largest

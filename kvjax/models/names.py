@@ -1,57 +1,36 @@
-"""Which Hugging Face tensor each parameter is, and how one is laid out as the other.
+"""Which Hugging Face tensor each of a model's own arrays is: of a linear map the transpose, [outputs, inputs]."""
 
-Hugging Face stores a linear map as [outputs, inputs], heads flattened; here inputs come first and heads have an axis of
-their own, so that a `PartitionSpec` can name it.
-"""
-
-import dataclasses
-import math
 import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array
-
-from kvjax.mesh import P
-
-
-@dataclasses.dataclass(frozen=True)
-class Name:
-    """A tensor's name in a Hugging Face file, and how many of our leading axes are its inputs (0: it is a vector)."""
-
-    hf: str
-    """Within its layer."""
-    inputs: int = 0
-    """How many of our leading axes are its inputs; 0: it is a vector."""
-
 
 LAYER = {
-    "attention_norm.scale": Name("input_layernorm.weight"),
-    "q": Name("self_attn.q_proj.weight", 1),
-    "k": Name("self_attn.k_proj.weight", 1),
-    "v": Name("self_attn.v_proj.weight", 1),
-    "o": Name("self_attn.o_proj.weight", 2),
-    "q_bias": Name("self_attn.q_proj.bias"),
-    "k_bias": Name("self_attn.k_proj.bias"),
-    "v_bias": Name("self_attn.v_proj.bias"),
-    "o_bias": Name("self_attn.o_proj.bias"),
-    "q_norm.scale": Name("self_attn.q_norm.weight"),
-    "k_norm.scale": Name("self_attn.k_norm.weight"),
-    "mlp_norm.scale": Name("post_attention_layernorm.weight"),
-    "gate": Name("mlp.gate_proj.weight", 1),
-    "up": Name("mlp.up_proj.weight", 1),
-    "down": Name("mlp.down_proj.weight", 1),
-    "gate_bias": Name("mlp.gate_proj.bias"),
-    "up_bias": Name("mlp.up_proj.bias"),
-    "down_bias": Name("mlp.down_proj.bias"),
+    "attention_norm.scale": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm.scale": "self_attn.q_norm.weight",
+    "k_norm.scale": "self_attn.k_norm.weight",
+    "mlp_norm.scale": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
 }
 TOP = {"embed": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}
 
 
-def layer_name(path: str, layer: int) -> str:
-    """The Hugging Face name of one layer's parameter."""
-    return f"model.layers.{layer}.{LAYER[path].hf}"
+def layer_name(part: str, layer: int) -> str:
+    """The Hugging Face name of one of a layer's own arrays."""
+    return f"model.layers.{layer}.{LAYER[part]}"
 
 
 def canonical(name: str) -> str:
@@ -68,44 +47,18 @@ def is_rotary_table(name: str, layers: int) -> bool:
 
 
 def by_path(model: Any) -> tuple[dict[str, Any], Any]:
-    """The model's leaves by their path in `LAYER` or `TOP`, in the order of its tree, and that tree."""
+    """The model's leaves, in the order of its tree, by their paths: those of `TOP`, and a layer's without "layers.";
+    and that tree."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(model)
     # the last key of a path is the parameter's value inside its nnx.Param
     named = {".".join(key.name for key in path[:-1]).removeprefix("layers."): leaf for path, leaf in leaves}
     return named, tree
 
 
-def hf_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in the file of one layer's parameter that is `shape` here."""
-    inputs = LAYER[path].inputs
-    outputs = math.prod(shape[inputs:])
-    return (outputs, math.prod(shape[:inputs])) if inputs else (outputs,)
-
-
 def split(path: str, leaf: Any) -> tuple[str | None, str | None]:
-    """The mesh axes that split the rows and the columns of the file's tensor, as they split our parameter (a layer's
-    with its leading layer axis). Of the inputs and of the outputs only the first axis is ever split."""
+    """The mesh axes that split the rows and the columns of the file's tensors, as they split our array of them (a
+    layer's with its leading layer axis)."""
     spec = jax.typeof(leaf).sharding.spec
     if path in TOP:
         return spec[0], spec[-1]
-    inputs = LAYER[path].inputs
-    return spec[1 + inputs], spec[1] if inputs else None
-
-
-def from_hf(path: str, x: Array, shape: tuple[int, ...], spec: tuple[Any, ...]) -> Array:
-    """One layer's parameter of the given shape and split from the file's tensor, which is split accordingly."""
-    inputs = LAYER[path].inputs
-    # outputs first, then inputs; a vector has outputs alone
-    x = jnp.reshape(x, (*shape[inputs:], *shape[:inputs]), out_sharding=P(*spec[inputs:], *spec[:inputs]))
-    order = range(len(shape))
-    last = len(shape) - inputs
-    return jnp.transpose(x, (*order[last:], *order[:last]))
-
-
-def to_hf(path: str, x: Array) -> Array:
-    """The file's tensor from one layer's parameter; the inverse of `from_hf`."""
-    inputs, shape, spec = LAYER[path].inputs, x.shape, jax.typeof(x).sharding.spec
-    order = range(len(shape))
-    x = jnp.transpose(x, (*order[inputs:], *order[:inputs]))
-    axes = (spec[inputs], spec[0]) if inputs else (spec[0],)
-    return jnp.reshape(x, hf_shape(path, shape), out_sharding=P(*axes))
+    return spec[-1], spec[1] if len(spec) == 3 else None

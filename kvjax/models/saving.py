@@ -1,6 +1,7 @@
 """Models to Hugging Face folders."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ from jaxtyping import Array, Int
 from kvjax.errors import UserError, named_arguments, shown
 from kvjax.files import partial_folder, write_tensors
 from kvjax.mesh import P, use_mesh
-from kvjax.models.config import config_json
+from kvjax.models.config import ModelConfig, config_json
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import copy_tokenizer
 from kvjax.models.json_file import write_json
-from kvjax.models.names import TOP, by_path, layer_name, to_hf
+from kvjax.models.layout import unfuse
+from kvjax.models.names import TOP, by_path, layer_name
 from kvjax.models.tensor_files import INDEX, SINGLE
 
 FILE_BYTES = 2 << 30
@@ -92,10 +94,12 @@ def new_folder(
     multihost_utils.sync_global_devices(f"saved {folder}")
 
 
-@jax.jit
-def _take_layer(layers: Arrays, index: Int[Array, ""]) -> Arrays:
+@functools.partial(jax.jit, static_argnums=2)
+def _take_layer(layers: Arrays, index: Int[Array, ""], config: ModelConfig) -> Arrays:
     """One layer as the files hold it."""
-    return {path: to_hf(path, stack[index]) for path, stack in layers.items()}
+    return {
+        part: x.T for path, stack in layers.items() for part, x in unfuse(path, stack[index], config).items()
+    }
 
 
 @jax.jit
@@ -115,8 +119,8 @@ def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
     yield {name: x[: model.config.vocab_size] if x.ndim == 2 else x for name, x in top.items()}
     layers = {path: x for path, x in leaves.items() if path not in TOP}
     for index in range(model.config.num_layers):
-        layer = _take_layer(layers, np.int32(index))
-        yield {layer_name(path, index): _host(x) for path, x in layer.items()}
+        layer = _take_layer(layers, np.int32(index), model.config)
+        yield {layer_name(part, index): _host(x) for part, x in layer.items()}
 
 
 def _bytes(tensors: dict[str, np.ndarray]) -> int:

@@ -107,7 +107,8 @@ class Eviction(Method, abc.ABC):
 
 class EntryMetadata:
     """Numbers of a method's own beside every entry of the global region. They are moved and freed with their entries,
-    and counted in bytes. `Stored.planes` shows them to `score`."""
+    and counted in bytes. `Stored.planes` shows them to `score`. The plane "position" (int32), for whoever names it, is
+    written by the cache: where in its sequence an entry's token stood, from 0."""
 
     @property
     def planes(self) -> Mapping[str, str]:

@@ -25,6 +25,7 @@ from kvjax.cli.launch import start
 from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
+from kvjax.models.decoder import own_values
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.models.shapes import check_longest, check_mesh
 from kvjax.policies import Policy
@@ -282,7 +283,7 @@ def _export(
         made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
         if first:
             sign(new, made_for)
-        export(new / "orbax", params)
+        export(new / "orbax", own_values(params))
         if trained is not None:
             save_model(trained, new / "model", tokenizer_from=recipe.model)
         multihost_utils.sync_global_devices("everything is written")

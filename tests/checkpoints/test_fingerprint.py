@@ -1,12 +1,15 @@
 """Fingerprints: of the same weights one, whatever they are read in; files of another model are refused."""
 
 import dataclasses
+import hashlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax.builtin
 from kvjax import generate, inference
 from kvjax.builtin import GATES, builtin_gates, builtin_model
 from kvjax.checkpoints.fingerprint import MATRICES, POINTS, STRIDES, MadeFor, agreement, contents, fingerprint
@@ -15,6 +18,8 @@ from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main as evaluate_main
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
+from kvjax.models.decoder import own_values
+from kvjax.models.folder import find_model
 from kvjax.policies import WGKV, Policy, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 from kvjax.policies.admission.wgkv import save_gates
@@ -22,6 +27,11 @@ from tests.evaluate.inputs import SMALL
 from tests.tiny_models import filled, tiny_config, tiny_gates, tiny_model
 
 PROMPT = [[1, 2, 3]]
+KNOWN = {
+    "builtin": ("636686ac2801cb76", "fb4dcf2596c7aaf5"),
+    Path(kvjax.builtin.__file__).parent / "test_model": ("148498a67a48cb57", "4137e329c1ad0417"),
+}
+"""Digests of fingerprints, and contents, of 28 November 2026, when weights were stored one by one."""
 
 
 def named(name, seed=0, dtype=jnp.float32, **mesh):
@@ -50,10 +60,19 @@ def gates(own, tmp_path):
 def test_it_is_the_signs_of_fixed_weights(own):
     signs = []
     for name in MATRICES:
-        x = np.asarray(getattr(own.layers, name)[...])
+        x = np.asarray(own_values(own)[f"layers.{name}.value"])
         at = [np.arange(POINTS) * stride % size for stride, size in zip(STRIDES, x.shape, strict=False)]
         signs.append(x[tuple(at)] < 0)
     assert fingerprint(own)[8:] == np.packbits(np.concatenate(signs)).tobytes().hex()
+
+
+def test_gates_that_were_made_before_are_still_for_their_model():
+    for model, (prints, digest) in KNOWN.items():
+        model = load_model(find_model(model))
+        assert (hashlib.sha256(fingerprint(model).encode()).hexdigest()[:16], contents(model)) == (
+            prints,
+            digest,
+        )
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])

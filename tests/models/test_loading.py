@@ -58,12 +58,17 @@ def test_every_tensor_stands_where_it_belongs(folder, whole):
     w = weights(CASE)
     layer = {name.removeprefix("model.layers.2."): x for name, x in w.items()}
     d, n, h = 48, 6, 16
-    q = np.asarray(whole.layers.q[...][2])
+    own = {
+        name.removeprefix("layers.").removesuffix(".value"): x.value for name, x in whole.own_arrays().items()
+    }
+    q = np.asarray(own["q"][2])
     np.testing.assert_array_equal(q, layer["self_attn.q_proj.weight"].T.reshape(d, n, h))
-    o = np.asarray(whole.layers.o[...][2])
+    o = np.asarray(own["o"][2])
     np.testing.assert_array_equal(o, layer["self_attn.o_proj.weight"].T.reshape(n, h, d))
     np.testing.assert_array_equal(np.asarray(whole.layers.down[...][2]), layer["mlp.down_proj.weight"].T)
-    v_bias = np.asarray(whole.layers.v_bias[...][2])
+    up = np.asarray(own["up"][2])
+    np.testing.assert_array_equal(up, layer["mlp.up_proj.weight"].T)
+    v_bias = np.asarray(own["v_bias"][2])
     np.testing.assert_array_equal(v_bias, layer["self_attn.v_proj.bias"].reshape(n, 1, h))
     embed = np.asarray(whole.embed[...])
     np.testing.assert_array_equal(embed[: CASE["vocab_size"]], w["model.embed_tokens.weight"])
@@ -78,10 +83,8 @@ def test_any_mesh_loads_the_same_model_its_weights_split(shape, wide_folder):
         model = load_model(wide_folder)
     assert_equal(model, whole)
     parts = shape.get("fsdp", 1) * shape.get("tensor", 1)
-    matrices = [
-        w for name, w in vars(model.layers).items() if name in ("q", "k", "v", "o", "gate", "up", "down")
-    ]
-    assert len(matrices) == 7
+    matrices = [w for name, w in vars(model.layers).items() if name in ("qkv", "o", "gate_up", "down")]
+    assert len(matrices) == 4
     for w in [*matrices, model.embed, *([] if model.head is None else [model.head])]:
         assert {shard.data.nbytes for shard in w[...].addressable_shards} == {w.nbytes // parts}
 
@@ -184,12 +187,13 @@ def test_dtypes_of_files_and_of_models(stored, tmp_path):
     model = load_model(folder)
     assert {w.dtype for w in jax.tree.leaves(model)} == {np.dtype(stored)}
     gate = tensors["model.layers.1.mlp.gate_proj.weight"].T
-    np.testing.assert_array_equal(np.asarray(model.layers.gate[...][1]), gate)
+    np.testing.assert_array_equal(np.asarray(model.own_arrays()["layers.gate.value"].value[1]), gate)
     for asked in ("bfloat16", jnp.float32):
         cast = load_model(folder, asked)
         assert {w.dtype for w in jax.tree.leaves(cast)} == {jnp.dtype(asked)}
         np.testing.assert_array_equal(
-            np.asarray(cast.layers.gate[...][1]), np.asarray(jnp.asarray(gate).astype(asked))
+            np.asarray(cast.own_arrays()["layers.gate.value"].value[1]),
+            np.asarray(jnp.asarray(gate).astype(asked)),
         )
 
 

@@ -13,7 +13,7 @@ from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import feed
 from kvjax.inference.prefill import CHUNK
 from kvjax.mesh import AXES, BATCH, HEADS, P, gather, use_mesh
-from kvjax.models.decoder import scan_layers
+from kvjax.models.decoder import own_values, scan_layers
 from kvjax.models.rope import inverse_frequencies
 from tests.policies.published import Captured
 from tests.tiny_models import tiny_model
@@ -65,7 +65,7 @@ def captured_layers(model, prompt) -> list[Captured]:
     with use_mesh(model):
         found = _captured(model, tokens)
     arrays = [np.asarray(x, np.float64)[:, 0, :, : len(prompt)] for x in found]
-    output = np.asarray(model.layers.o[...], np.float64)
+    output = np.asarray(own_values(model)["layers.o.value"], np.float64)
     frequencies = inverse_frequencies(model.config.rope, model.config.head_dim).astype(np.float64)
     return [Captured(*(x[layer] for x in arrays), output[layer], frequencies) for layer in range(len(output))]
 
@@ -78,7 +78,7 @@ def scored(model, policy, prompts):
         quota = compaction.quota(compiled.host, cache, [len(x) for x in prompts])
         cache, _ = feed(model, compiled.host, compiled.read, cache, prompts, CHUNK)
         heads = jax.sharding.reshard(jnp.arange(4), P(HEADS))
-        output = gather(model.layers.o[...], "fsdp")
+        output = gather(own_values(model)["layers.o.value"], "fsdp")
 
         def local(eviction, output, pages, layers, trail, seen, *others):
             trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)

@@ -1,9 +1,12 @@
 """SmolLM2-135M-Instruct from its GGUF file against what transformers makes of the same file (`make_goldens.py`)."""
 
+import hashlib
+
 import jax
 import numpy as np
 import pytest
 
+from kvjax.checkpoints.fingerprint import contents, fingerprint
 from kvjax.inference import generate
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model, read_config
@@ -53,6 +56,12 @@ def test_the_tokenizer_is_that_of_the_published_model(tokenizer, golden):
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_gates_that_were_made_before_are_still_for_it(model):
+    """The values of 28 November 2026, when weights were stored one by one."""
+    assert hashlib.sha256(fingerprint(model).encode()).hexdigest()[:16] == "87fc9165758cb3ce"
+    assert contents(model) == "b3c29105b2684930"
 
 
 def test_logits_are_those_of_transformers(model, golden):

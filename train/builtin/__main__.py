@@ -29,6 +29,7 @@ from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.models import save_model
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.names import TOP
 from kvjax.models.rope import RopeConfig
 from kvjax.tasks import Mixture, Recall, Vocabulary
 from kvjax.tasks.builtin import encode_files, split_files
@@ -134,15 +135,15 @@ def recipes(vocabulary: Vocabulary) -> dict[str, Recipe]:
 
 
 def as_model(template: Decoder, weights: dict[str, Any]) -> Decoder:
-    """The decoder of the template's shapes with the named arrays, each split as the decoder splits it."""
+    """The decoder of the template's shapes with the model's own arrays, each split as the decoder splits it."""
+    own = {f"{'' if name in TOP else 'layers.'}{name}.value": jnp.asarray(x) for name, x in weights.items()}
 
-    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        array = jnp.asarray(weights[".".join(key.name for key in path[:-1]).removeprefix("layers.")])
+    def place(leaf: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
         # a vocabulary is padded in storage
         padding = [(0, stored - size) for stored, size in zip(leaf.shape, array.shape, strict=True)]
         return reshard(jnp.pad(array, padding).astype(leaf.dtype), leaf.sharding.spec)
 
-    return jax.tree_util.tree_map_with_path(place, template)
+    return jax.tree.map(place, template, template.with_own(own))
 
 
 def template_of(recipe: Recipe, dtype: str = "float32") -> Decoder:

@@ -4,11 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import cache as caches
 from kvjax.inference import prefill
-from kvjax.policies import Adaptive, CriticalKV, Policy, Ratio, Schedule
+from kvjax.policies import Adaptive, CriticalKV, Entries, Policy, Ratio, Schedule, make_policy
 from kvjax.policies.base import Eviction, TokenMetadata
 from kvjax.struct import struct
 from tests.inference.cached import TOKENS
+from tests.policies.captured import PAGE, entries
 from tests.tiny_models import tiny_model
 
 
@@ -27,13 +29,46 @@ class Lowered(TokenMetadata, Eviction):
         return stored.k[..., 0].astype(jnp.float32)
 
 
+@struct
+class Oldest(TokenMetadata, Eviction):
+    """What came first stays."""
+
+    @property
+    def planes(self):
+        return {"position": "int32"}
+
+    def score(self, state, stored):
+        return -stored.planes["position"].astype(jnp.float32)
+
+
+def planes(cache, name):
+    """The numbers of each row's entries."""
+    table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
+    for row in np.ndindex(length.shape):
+        used = table[row][caches.ring_pages(cache.window, cache.page_size) :][
+            : -(-length[row] // cache.page_size)
+        ]
+        yield row, np.asarray(cache.pages.planes[name])[used].reshape(-1)[: length[row]]
+
+
 @pytest.mark.parametrize("wrap", [lambda x: x, Adaptive, CriticalKV], ids=["alone", "Adaptive", "CriticalKV"])
 def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
     cache = prefill(
         tiny_model(), TOKENS, policy=Policy(eviction=wrap(Lowered()), schedule=Schedule(Ratio(0.5)))
     )
-    table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
-    bias = np.asarray(cache.pages.planes["bias"])
-    for row in np.ndindex(length.shape):
-        used = table[row][: -(-length[row] // cache.page_size)]
-        assert (bias[used].reshape(-1)[: length[row]] == -2).all()
+    for _, bias in planes(cache, "bias"):
+        assert (bias == -2).all()
+
+
+def test_positions_are_there_for_who_asks():
+    """Where an admission has dropped what is between, an entry is the token that its position says."""
+    model = tiny_model()
+    whole = prefill(model, TOKENS, policy=make_policy("full"), page_size=PAGE)
+    dropping = make_policy({"random": {"rates": np.full((3, 4), 0.5), "window": 9, "seed": 3}}, model=model)
+    policy = Policy(dropping.admission, eviction=Oldest(), window=9, schedule=Schedule(Entries(16)))
+    cache = prefill(model, TOKENS, policy=policy, page_size=PAGE, chunk=16)
+    for row, position in planes(cache, "position"):
+        assert len(position) == 8
+        assert (np.diff(position) > 0).all()
+        if row[0] == 0:  # above it, what was dropped before makes a difference
+            np.testing.assert_allclose(entries(cache, *row), entries(whole, *row)[position], atol=1e-5)

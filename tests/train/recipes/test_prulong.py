@@ -157,12 +157,12 @@ def test_the_model_s_matrices_decay_and_its_norms_and_biases_do_not():
         model = model_shapes(tiny_config(attention_bias=True, mlp_bias=True, qk_norm=True))
     found, _ = by_path(decays(model))
     matrices = {name for name, leaf in found.items() if leaf}
-    assert matrices == {"embed", "q", "k", "v", "o", "gate", "up", "down"}
+    assert matrices == {"embed", "qkv", "o", "gate_up", "down"}
     assert {
         "attention_norm.scale",
         "norm.scale",
         "q_norm.scale",
-        "q_bias",
+        "qkv_bias",
         "down_bias",
     } <= found.keys() - matrices
 

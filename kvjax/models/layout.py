@@ -1,0 +1,134 @@
+"""How a model's own arrays lie in the decoder's.
+
+Products of one input are one product: q, k and v by group of KV heads, a group's queries, key and value side by side;
+gate and up in alternating blocks of columns. A mesh that splits KV heads splits these arrays without moving a column,
+so one layout serves every mesh. Files, exports and fingerprints know the model's own arrays alone.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Shaped
+
+from kvjax.models.config import ModelConfig
+
+FUSED = {
+    "qkv": ("q", "k", "v"),
+    "qkv_bias": ("q_bias", "k_bias", "v_bias"),
+    "gate_up": ("gate", "up"),
+    "gate_up_bias": ("gate_bias", "up_bias"),
+}
+"""Arrays of a decoder's layers that hold several of the model's own."""
+BLOCK = 128
+"""Columns of gate, or of up, that follow one another, at most: as many as a TPU has lanes."""
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """Return the names of the model's own arrays in one of a decoder's layers."""
+    return FUSED.get(path, (path,))
+
+
+def own_shape(part: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the inputs' and the outputs' axes of one of a layer's own arrays; a vector has no inputs."""
+    d, f, h = (config.width,), (config.mlp_width,), config.head_dim
+    query, key = (config.num_heads, h), (config.num_kv_heads, h)
+    shapes = {
+        "q": (d, query),
+        "k": (d, key),
+        "v": (d, key),
+        "o": (query, d),
+        "gate": (d, f),
+        "up": (d, f),
+        "down": (f, d),
+        "q_bias": ((), (config.num_heads, 1, h)),
+        "k_bias": ((), (config.num_kv_heads, 1, h)),
+        "v_bias": ((), (config.num_kv_heads, 1, h)),
+        "gate_bias": ((), f),
+        "up_bias": ((), f),
+        "q_norm.scale": ((), (h,)),
+        "k_norm.scale": ((), (h,)),
+    }
+    return shapes.get(part, ((), d))
+
+
+def flat_shape(part: str, config: ModelConfig) -> tuple[int, ...]:
+    """Return (inputs, outputs) of one of a layer's own arrays, or (outputs,) of a vector."""
+    return tuple(math.prod(axes) for axes in own_shape(part, config) if axes)
+
+
+def fuse(
+    path: str, parts: Mapping[str, Shaped[Array, "... _"]], config: ModelConfig
+) -> Shaped[Array, "... columns"]:
+    """Return one of a decoder's arrays from the model's own ones, whose last axis is their outputs."""
+    if path not in FUSED:
+        return parts[path]
+    groups = _groups(path, config)
+    x = jnp.concatenate([_grouped(parts[part], groups) for part in FUSED[path]], -1)
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def unfuse(path: str, x: Any, config: ModelConfig) -> dict[str, Any]:
+    """Return the model's own arrays [... outputs] in one of a decoder's [... columns], of NumPy or JAX: the inverse of
+    `fuse`. Of a product with that array these are the products with each of them."""
+    if path not in FUSED:
+        return {path: x}
+    groups, found, start = _groups(path, config), {}, 0
+    x = _grouped(x, groups)
+    for part in FUSED[path]:
+        stop = start + flat_shape(part, config)[-1] // groups
+        found[part] = x[..., start:stop].reshape(*x.shape[:-2], -1)
+        start = stop
+    return found
+
+
+def _grouped(x: Any, groups: int) -> Any:
+    return x.reshape(*x.shape[:-1], groups, -1)
+
+
+def _groups(path: str, config: ModelConfig) -> int:
+    """How many times the parts of an array take turns."""
+    if path.startswith("qkv"):
+        return config.num_kv_heads
+    # a mesh splits no finer than by KV heads, and a device then has whole blocks
+    block = math.gcd(BLOCK, config.mlp_width // math.gcd(config.mlp_width, config.num_kv_heads))
+    return config.mlp_width // block
+
+
+@dataclass(frozen=True)
+class OwnArray:
+    """One of a model's own arrays, with its layers' axis if it has one."""
+
+    stored: Any
+    """The decoder's array that holds it."""
+    config: ModelConfig
+    """The model's."""
+    path: str = ""
+    """That array's name in a layer; empty: it is no layer's, and the own array itself."""
+    part: str = ""
+    """Its own name there."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its own axes: inputs first, heads apart."""
+        if not self.part:
+            return self.stored.shape
+        return self.stored.shape[0], *itertools.chain(*own_shape(self.part, self.config))
+
+    @property
+    def value(self) -> Array:
+        """Its numbers."""
+        return unfuse(self.path, self.stored, self.config).get(self.part, self.stored).reshape(self.shape)
+
+    def places(self, points: Int[np.ndarray, "axes p"]) -> Int[np.ndarray, "stored_axes p"]:
+        """Return where points of it lie in the decoder's array."""
+        if not self.part:
+            return points
+        columns = unfuse(self.path, np.arange(self.stored.shape[-1]), self.config)[self.part]
+        row, output = np.divmod(np.ravel_multi_index(tuple(points[1:]), self.shape[1:]), len(columns))
+        place = points[0], row, columns[output]
+        return np.stack(place if self.stored.ndim == 3 else place[::2])

@@ -1,0 +1,35 @@
+"""How a model's own arrays lie in the decoder's."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models.layout import FUSED, flat_shape, fuse, parts_of, unfuse
+from tests.tiny_models import tiny_config
+
+
+def test_a_groups_queries_key_and_value_stand_side_by_side():
+    config = tiny_config(num_heads=4, num_kv_heads=2, head_dim=2)
+    columns = unfuse("qkv", np.arange(16), config)
+    assert columns["q"].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert columns["k"].tolist() == [4, 5, 12, 13]
+    assert columns["v"].tolist() == [6, 7, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("width", "kv_heads", "block"), [(14336, 8, 128), (9728, 8, 64), (48, 4, 4), (1536, 3, 128)]
+)
+def test_gate_and_up_take_turns_in_blocks_that_no_mesh_splits(width, kv_heads, block):
+    config = tiny_config(num_kv_heads=kv_heads, num_heads=kv_heads, mlp_width=width)
+    gate, up = unfuse("gate_up", np.arange(2 * width), config).values()
+    place = np.arange(width)
+    np.testing.assert_array_equal(gate, place // block * 2 * block + place % block)
+    np.testing.assert_array_equal(up, gate + block)
+
+
+@pytest.mark.parametrize("path", FUSED)
+def test_apart_and_together_again(path):
+    config = tiny_config(num_heads=8, num_kv_heads=4)
+    size = sum(flat_shape(part, config)[-1] for part in parts_of(path))
+    x = jnp.arange(3 * size).reshape(3, size)
+    np.testing.assert_array_equal(fuse(path, unfuse(path, x, config), config), x)
