@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import not_finite
-from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_cpu, put, use_mesh
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.struct import static, struct
 from kvjax.tasks.sample import Question, Sample, score_agreement
@@ -94,7 +94,7 @@ class TeacherForcing:
     ) -> tuple[Int[np.ndarray, "b q"], float]:
         with use_mesh(self._model):
             pattern = Pattern(put(whole, None, HEADS), put(np.int32(sink)), put(np.int32(window)))
-            found = [_outcome(self._model, lines, pattern, on_cpu()) for lines in self._lines]
+            found = [_outcome(self._model, lines, pattern) for lines in self._lines]
         output, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
         if not np.isfinite(loss).all():
             raise not_finite(self._model.embed.dtype)
@@ -127,9 +127,9 @@ def _rows(
     ], answers
 
 
-@partial(jax.jit, static_argnames="as_integers")
+@jax.jit
 def _outcome(
-    model: Decoder, lines: AnswerRows, pattern: Pattern, as_integers: bool
+    model: Decoder, lines: AnswerRows, pattern: Pattern
 ) -> tuple[Int[Array, "b q"], Float[Array, ""], Int[Array, ""]]:
     """The most likely token after each one behind the context, and the loss of the targets with their number."""
 
@@ -140,7 +140,7 @@ def _outcome(
         return local(step.q, step.k, step.v, lines.position, lines.part, own), carry, None
 
     x = model.embed_tokens(lines.token)
-    x, _, _ = scan_layers(model, x, lines.position, attend, xs=pattern.whole, as_integers=as_integers)
+    x, _, _ = scan_layers(model, x, lines.position, attend, xs=pattern.whole, frozen=True)
     logits = model.logits(model.norm(gather(x, "sequence")[:, lines.context :]))
     target = lines.target[:, lines.context :]
     wanted = target >= 0

@@ -63,7 +63,7 @@ def forward(
         carry=cache.pages if write else None,
         xs=(cache.layers, view),
         token=tokens,
-        as_integers=cache.pages.as_integers,
+        frozen=True,
     )
     trail = _with_traces(cache, new, valid)
     captured |= {"trail": trail} if "trail" in capture else {}

@@ -127,7 +127,7 @@ def one_pass(
         cache.pages.planes,
         (cache.layers, view, eviction),
         token=tokens,
-        as_integers=cache.pages.as_integers,
+        frozen=True,
     )
     cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=planes))
     return check_finite(cache, x, position >= 0)

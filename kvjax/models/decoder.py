@@ -26,6 +26,9 @@ from kvjax.models.rope import CosSin, cos_sin, rotate
 from kvjax.policies.views import Step
 from kvjax.struct import leaves_by_path
 from pallas_kernels.bits import as_bits, as_floats
+from pallas_kernels.choose import target
+from pallas_kernels.stack_product import MOST_ROWS, stack_product
+from pallas_kernels.supported import DTYPES
 from pallas_kernels.vertical_slash import SAVED, vertical_slash
 
 ROWS = P(BATCH, None, None)
@@ -82,13 +85,31 @@ def _gathered(stored: nnx.Param, wide: Wide) -> Array:
     return reshard(stored[...], P(*(wide if axis == "tensor" else None for axis in spec)))
 
 
+Index = Int[Array, ""] | None
+"""Of a layer whose matrices are those of all layers in their stack; None: they are its own alone."""
+
+
 def _product(
-    x: Float[Array, "b t d"], weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide
+    x: Float[Array, "b t d"], weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide, index: Index
 ) -> Float32[Array, "b t f"]:
     """x · weight (+ bias)."""
     weights = _gathered(weight, wide)
-    y = jnp.einsum("btd,df->btf", x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
+    if index is None:
+        y = jnp.einsum("btd,df->btf", x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
+    else:
+        y = _product_in_place(x, weights, index, spec)
     return y if bias is None else y + _gathered(bias, wide)
+
+
+def _product_in_place(x, stack, index, spec: P) -> Float32[Array, "b t f"]:
+    """x · stack[index], summed over the devices that share the inputs."""
+    inputs = jax.typeof(stack).sharding.spec[1]
+
+    def local(x, stack, index):
+        y = stack_product(x.reshape(-1, x.shape[-1]), stack, index).reshape(*x.shape[:2], -1)
+        return y if inputs is None else jax.lax.psum(y, inputs)
+
+    return jax.shard_map(local, out_specs=spec)(x, stack, index)
 
 
 class DecoderLayer(nnx.Module):
@@ -130,10 +151,13 @@ class DecoderLayer(nnx.Module):
         self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
         self.down_bias = bias("down_bias", None) if config.mlp_bias else None
 
-    def project(self, x: Float[Array, "b t d"], angles: CosSin) -> dict[str, Float[Array, "b ..."]]:
-        """The fields of `Step` that are computed from the layer's input. One layer's arrays, not the stack."""
+    def project(
+        self, x: Float[Array, "b t d"], angles: CosSin, index: Index = None
+    ) -> dict[str, Float[Array, "b ..."]]:
+        """The fields of `Step` that are computed from the layer's input. One layer's arrays, not the stack, but for
+        the matrices if `index` is given."""
         hidden, (axis, wide) = self.attention_norm(x), _axes(x)
-        y = _product(hidden, self.qkv, self.qkv_bias, P(BATCH, axis, wide), wide).astype(x.dtype)
+        y = _product(hidden, self.qkv, self.qkv_bias, P(BATCH, axis, wide), wide, index).astype(x.dtype)
 
         def heads(y, norm=None):
             y = rearrange(y, "b t (n h) -> b n t h", h=self.config.head_dim)
@@ -145,24 +169,28 @@ class DecoderLayer(nnx.Module):
         # whole, which costs nothing unless a method looks at it
         return {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
 
-    def output(self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
+    def output(
+        self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
+    ) -> Float[Array, "b t d"]:
         """The output projection: what attention adds to the residual stream `x`."""
         axis, wide = _axes(x)
         o = rearrange(reshard(o, P(BATCH, wide, axis, None)), "b n t h -> b t (n h)")
-        return _product(o, self.o, self.o_bias, P(BATCH, axis, None), wide).astype(o.dtype)
+        return _product(o, self.o, self.o_bias, P(BATCH, axis, None), wide, index).astype(o.dtype)
 
-    def mlp(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
         """down(activation(gate(x)) · up(x))."""
         axis, wide = _axes(x)
-        y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide)
+        y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide, index)
         gate, up = unfuse("gate_up", y, self.config).values()
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
-        return _product(inner, self.down, self.down_bias, P(BATCH, axis, None), wide).astype(x.dtype)
+        return _product(inner, self.down, self.down_bias, P(BATCH, axis, None), wide, index).astype(x.dtype)
 
-    def finish(self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
+    def finish(
+        self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
+    ) -> Float[Array, "b t d"]:
         """The layer's output from its input and its heads' attention outputs."""
-        x = x + self.output(x, o)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.output(x, o, index)
+        return x + self.mlp(self.mlp_norm(x), index)
 
 
 class Decoder(nnx.Module):
@@ -272,21 +300,34 @@ def places(tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None)
 Attend = Callable[[Step, Any, Any], tuple[Float[Array, "b n t h"], Any, Any]]
 
 
+def _reads_in_place(x: Float[Array, "b t d"]) -> bool:
+    """True if products read weights where they lie in their stacks: on a GPU, where XLA copies a layer's."""
+    rows = x.shape[0] // batch_shards() * x.shape[1]
+    return target().platform == "gpu" and rows <= MOST_ROWS and axis_size("fsdp") == 1 and x.dtype in DTYPES
+
+
 def layer_body(
     model: Decoder, position: Int[Array, "b t"], attend: Attend, token: Int[Array, "b t"] | None = None
 ) -> Callable[[tuple[Any, Any], tuple[Any, Any, Any]], tuple[tuple[Any, Any], Any]]:
     """One layer, as the body of a scan: from (x, carry) and (the layer's weights, its index, its xs) to (x, carry) and
-    its ys. Arguments as in `scan_layers`."""
+    its ys. Weights that are None are read in the model's stacks. Arguments as in `scan_layers`."""
     heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
     angles = cos_sin(model.config.rope, model.config.head_dim, position)
 
     def body(carried, inputs):
         x, carry = carried
         layer, index, own = inputs
-        layer = jax.tree.map(lambda taken, whole: as_floats(taken, whole.dtype), layer, model.layers)
-        step = Step(**layer.project(x, angles), position=position, layer=index, head=heads, token=token)
+        layer = jax.tree.map(
+            lambda taken, whole: whole if taken is None else as_floats(taken, whole.dtype),
+            *(layer, model.layers),
+            is_leaf=lambda x: x is None,
+        )
+        stacked = index if layer.qkv.ndim == 3 else None
+        step = Step(
+            **layer.project(x, angles, stacked), position=position, layer=index, head=heads, token=token
+        )
         o, carry, ys = attend(step, carry, own)
-        return (layer.finish(x, o), carry), ys
+        return (layer.finish(x, o, stacked), carry), ys
 
     return body
 
@@ -301,7 +342,7 @@ def scan_layers(
     *,
     token: Int[Array, "b t"] | None = None,
     remat: bool = False,
-    as_integers: bool = False,
+    frozen: bool = False,
 ) -> tuple[Float[Array, "b t d"], Any, Any]:
     """Run `x` through all layers; attention is `attend(step, carry, xs of the layer) -> (o [b n t h], carry, ys)`.
 
@@ -311,8 +352,9 @@ def scan_layers(
         xs: what each layer has of its own, with a leading layer axis (page tables, states, a policy's parameters).
         token: the token ids, for a policy's `Step`.
         remat: recompute each layer in the backward pass instead of storing its activations.
-        as_integers: take each layer's 16-bit weights out of their stack as integers of the same bits, for a CPU
-            (`pallas_kernels.bits`). They have no gradient then.
+        frozen: no gradient is asked of the weights, which are then read as their backend moves least: on a CPU 16-bit
+            ones as integers of the same bits (`pallas_kernels.bits`), on a GPU matrices where they lie in their stacks
+            (`pallas_kernels.stack_product`), if tokens are few and no axis `fsdp` splits the weights.
 
     Returns:
         x before the final norm, the last carry, and every layer's `ys`, stacked.
@@ -325,7 +367,9 @@ def scan_layers(
         body = jax.checkpoint(body, prevent_cse=False, policy=kept)
     indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
     layers = model.layers
-    if as_integers:
+    if frozen and target().platform == "cpu":
         layers = jax.tree.map(lambda x: as_bits(x) if x.dtype.itemsize == 2 else x, layers)
+    if frozen and _reads_in_place(x):
+        layers = jax.tree.map(lambda x: None if x.ndim == 3 else x, layers)
     (x, carry), ys = jax.lax.scan(body, (x, carry), (layers, indices, xs))
     return x, carry, ys

@@ -1,10 +1,11 @@
-"""What a compiled program's text says of exchanges between devices: those in loops count as often as the loop runs."""
+"""What a compiled program's text says of exchanges between devices, and of what is launched in its loops."""
 
 import dataclasses
 import functools
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 COLLECTIVES = (
     "all-gather",
@@ -60,6 +61,86 @@ def exchanged(text: str) -> Exchanged:
         return found
 
     return total(entry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A kernel, or an operation of a TPU."""
+
+    name: str
+    loops: tuple[int, ...]
+    """How often each of the loops around it runs, the outermost first."""
+    written: int
+    """Bytes: of an update in place those of what is new."""
+    sliced: bool
+    """Whether it does nothing but take a part out of a larger array."""
+
+
+_NOT_LAUNCHED = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all",
+    "opt-barrier", "partition-id", "copy-done", "async-done", "async-update", "all-gather-done", "all-reduce-done",
+}  # fmt: skip
+_MOVES = {
+    "parameter",
+    "constant",
+    "bitcast",
+    "dynamic-slice",
+    "copy",
+    "transpose",
+    "reshape",
+    "tuple",
+    "slice",
+}
+
+
+def launched(text: str) -> list[Launched]:
+    """What `compiled.as_text()` launches, with the loops around it; once for each place in the text."""
+    computations, entry = _parse(text)
+
+    def walk(name: str, loops: tuple[int, ...]) -> Iterator[Launched]:
+        for one in computations.get(name, []):
+            if one.opcode == "while":
+                body = re.search(r"body=%?([\w.\-]+)", one.rest)
+                assert body is not None
+                yield from walk(body[1], (*loops, _trips(one, computations)))
+            elif one.opcode in ("call", "conditional", "async-start"):
+                for called in _called(one):
+                    yield from walk(called, loops)
+            elif one.opcode not in _NOT_LAUNCHED:
+                yield Launched(one.name, loops, _written(one, computations, name), _slices(one, computations))
+
+    return list(walk(entry, ()))
+
+
+def _body(one: _Instruction, computations: dict[str, list[_Instruction]]) -> list[_Instruction]:
+    """What a fusion does; of another instruction itself."""
+    return (
+        [x for called in _called(one) for x in computations.get(called, [])]
+        if one.opcode == "fusion"
+        else [one]
+    )
+
+
+def _written(one: _Instruction, computations: dict[str, list[_Instruction]], inside: str) -> int:
+    body = _body(one, computations)
+    known = {x.name: x for x in (*computations[inside], *body)}
+
+    def of(x: _Instruction) -> int:
+        if x.opcode == "tuple":
+            return sum(of(known[name]) for name in x.operands)
+        if x.opcode in ("bitcast", "copy") and x.operands and x is not one:
+            return of(known[x.operands[0]])
+        if x.opcode in ("dynamic-update-slice", "scatter"):
+            return _bytes(known[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]].shape)
+        return _bytes(x.shape)
+
+    return of(body[-1])
+
+
+def _slices(one: _Instruction, computations: dict[str, list[_Instruction]]) -> bool:
+    body = _body(one, computations)
+    large = [x for x in body if _bytes(x.shape) > 64]
+    return any(x.opcode == "dynamic-slice" for x in body) and all(x.opcode in _MOVES for x in large)
 
 
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.mesh import P, make_mesh
-from tests.ahead.hlo import exchanged
+from tests.ahead.hlo import exchanged, launched
 
 LOOPED = """HloModule m
 
@@ -115,3 +115,15 @@ def test_a_program_of_this_machine():
         weights = jax.device_put(jnp.ones((6, 16, 16)), P(None, "fsdp"))
         found = exchanged(jax.jit(program).lower(x, weights).compile().as_text())
     assert dict(found) == {("all-gather", "count"): 6, ("all-gather", "bytes"): 6 * 16 * 16 * 4}
+
+
+def test_what_a_loop_launches_and_writes():
+    """A layer's weights, taken out of their stack, and the product."""
+
+    def program(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    text = jax.jit(program).lower(jnp.ones((8, 64)), jnp.ones((6, 64, 64))).compile().as_text()
+    inside = [x for x in launched(text) if x.loops == (6,)]
+    assert [x.written for x in inside if x.sliced and x.written > 64] == [64 * 64 * 4]
+    assert 8 * 64 * 4 in [x.written for x in inside if not x.sliced]

@@ -1,0 +1,45 @@
+"""The op `stack_product`: a product with one layer's weights out of a stack."""
+
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.choose import choose
+from pallas_kernels.stack_product.gpu import gpu
+from pallas_kernels.stack_product.reference import reference
+from pallas_kernels.stack_product.xla import xla
+from pallas_kernels.varying import alike
+
+IMPLEMENTATIONS = {"xla": xla, "reference": reference, "gpu": gpu}
+FASTEST = {"cpu": "xla", "tpu": "xla", "gpu": "gpu"}
+"""The default of each backend. A TPU reads the slice in place; a CPU copies it."""
+MOST_ROWS = 64
+"""Rows that the GPU's kernel takes. For more the weights' copy counts for little beside the product."""
+
+
+def stack_product(
+    x: Float[Array, "m d"],
+    stack: Float[Array, "l d f"],
+    layer: Int[Array, ""],
+    *,
+    implementation: str | None = None,
+) -> Float32[Array, "m f"]:
+    """`x · stack[layer]`, with sums in float32 and without a copy of the layer's weights. No gradient flows.
+
+    Args:
+        layer: from 0, less than l.
+        implementation: "xla", "gpu" (at most `MOST_ROWS` rows, float32 or bfloat16) or "reference"; None: the
+            backend's own.
+
+    Raises:
+        ValueError: shapes or dtypes that disagree, an unknown implementation, more rows or another dtype than a kernel
+            takes.
+    """
+    call = choose(IMPLEMENTATIONS, implementation, "stack_product", FASTEST)
+    if x.shape[1] != stack.shape[1] or x.dtype != stack.dtype:
+        raise ValueError(
+            f"stack_product: stack {stack.dtype}{stack.shape} does not go with x {x.dtype}{x.shape}"
+        )
+    if call is gpu and x.shape[0] > MOST_ROWS:
+        raise ValueError(
+            f"stack_product: implementation 'gpu' takes at most {MOST_ROWS} rows, not {x.shape[0]}"
+        )
+    return call(*alike(x, stack, layer))

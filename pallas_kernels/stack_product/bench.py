@@ -1,0 +1,62 @@
+"""`stack_product`: the products of a layer of Llama-3.1-8B in decoding, whose weights' bytes are the bound."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.choose import target
+from pallas_kernels.stack_product import stack_product
+from pallas_kernels.stack_product.api import FASTEST
+from pallas_kernels.timing import Check, Line, Part, Setting, program, random, run
+
+PRODUCTS = {
+    "q, k and v": (4096, 6144),
+    "o": (4096, 4096),
+    "gate and up": (4096, 28672),
+    "down": (14336, 4096),
+}
+"""Inputs and outputs."""
+LAYERS = 2
+
+
+def usual() -> tuple[str, ...]:
+    return (FASTEST[target().platform],)
+
+
+def lines(setting: Setting, key: jax.Array, rows: int, implementations: tuple[str, ...]) -> list[Line]:
+    """The rival is XLA's product with weights that lie alone, and need no slice."""
+    small = 1 if setting.dtype == jnp.bfloat16 else 8
+    found = []
+    for name, (inputs, outputs) in PRODUCTS.items():
+        x = random(key, (rows, inputs // small), setting.dtype)
+        stack = random(key, (LAYERS, inputs // small, outputs // small), setting.dtype)
+        work, inner = stack[0].nbytes, setting.inner
+        alone = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+        rival = program(alone, (x, stack[1]), work, inner)
+        for implementation in implementations:
+            call = functools.partial(stack_product, implementation=implementation)
+            own = program(call, (x, stack, jnp.int32(1)), work, inner)
+            shape = f"{name}, {rows} rows"
+            found.append(
+                Line(shape, implementation, own, {"XLA, weights alone": rival}, "TB/s", "device copy")
+            )
+    return found
+
+
+def checks(key: jax.Array, dtype: Any) -> list[Check]:
+    """Of a size that no tile divides."""
+
+    def call(implementation, x, stack):
+        return stack_product(x, stack, jnp.int32(2), implementation=implementation)
+
+    return [Check("product", call, (random(key, (5, 1000), dtype), random(key, (3, 1000, 300), dtype)))]
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+    return run("stack_product", usual, checks, [Part("stack_product", lines, (1, 16), (1,))], arguments)
+
+
+if __name__ == "__main__":
+    main()

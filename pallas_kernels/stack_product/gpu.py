@@ -1,0 +1,66 @@
+"""`stack_product` on GPU, in Triton: a program has a tile of columns, and a part of the inputs.
+
+Weights are read once and nothing else is large, so what counts is that enough bytes are on their way. Of a product with
+few columns several programs share the inputs, and their sums are added afterwards, in XLA, which has a residual to add
+there anyway.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.interpret import gpu_interpret
+from pallas_kernels.supported import DTYPES, require
+from pallas_kernels.varying import output
+
+PROGRAMS = 264
+"""Programs that fill a device: two for each of 132 multiprocessors."""
+COLUMNS, INPUTS = 64, 128
+"""Sizes of a tile of 16-bit weights, 16 KiB, of which a program has several on their way; of float32 it is half as
+deep."""
+LEAST = 4
+"""Tiles of inputs that a program reads at least."""
+
+
+def gpu(x, stack, layer, interpret=None):
+    require("stack_product", "gpu", (x.dtype in DTYPES, f"float32 or bfloat16, not {x.dtype}"))
+    (rows, inputs), columns = x.shape, stack.shape[2]
+    deep = INPUTS * 2 // x.dtype.itemsize
+    tiles, steps = pl.cdiv(columns, COLUMNS), pl.cdiv(inputs, deep)
+    parts = max(1, min(PROGRAMS // tiles, steps // LEAST))
+    kernel = functools.partial(
+        _kernel, height=max(16, pl.next_power_of_2(rows)), deep=deep, steps=pl.cdiv(steps, parts)
+    )
+    found = pl.pallas_call(
+        kernel,
+        grid=(tiles, parts),
+        out_shape=output((parts, rows, columns), jnp.float32, x),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
+        name="stack_product",
+        interpret=gpu_interpret(interpret),
+    )(layer.reshape(1), x, stack)
+    return found[0] if parts == 1 else found.sum(0)
+
+
+def _kernel(layer_ref, x_ref, stack_ref, out_ref, *, height, deep, steps):
+    """`x_ref` [rows inputs], `stack_ref` [layers inputs columns], `out_ref` [parts rows columns]."""
+    (rows, inputs), columns = x_ref.shape, stack_ref.shape[2]
+    layer, part = layer_ref[0], pl.program_id(1)
+    row, column = jnp.arange(height), pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)
+    real, inside = row < rows, column < columns
+    precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+
+    def add(step, sums):
+        place = (part * steps + step) * deep + jnp.arange(deep)
+        there = place < inputs
+        x = plt.load(x_ref.at[row[:, None], place[None]], mask=real[:, None] & there[None], other=0)
+        weights = plt.load(
+            stack_ref.at[layer, place[:, None], column[None]], mask=there[:, None] & inside[None], other=0
+        )
+        return sums + plt.dot(x, weights, precision=precision)
+
+    sums = lax.fori_loop(0, steps, add, jnp.zeros((height, COLUMNS), jnp.float32))
+    plt.store(out_ref.at[part, row[:, None], column[None]], sums, mask=real[:, None] & inside[None])

@@ -1,0 +1,68 @@
+"""What decoding a token launches and writes in a layer, on chips that are not here, is pinned.
+
+Bounds are what was compiled when they were written, and a little. Who lowers a number lowers its bound.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
+
+pytestmark = pytest.mark.kernels
+
+MOST = {  # kernels, KiB written
+    "h100": {
+        ("full", 1): (27, 660),
+        ("full", 8): (30, 1360),
+        ("wgkv", 1): (35, 670),
+        ("wgkv", 8): (38, 1810),
+        ("snapkv", 1): (27, 660),
+        ("snapkv", 8): (30, 1360),
+    },
+    "v5e": {
+        ("full", 1): (139, 180),
+        ("full", 8): (110, 950),
+        ("wgkv", 1): (256, 300),
+        ("wgkv", 8): (180, 1420),
+        ("snapkv", 1): (139, 180),
+        ("snapkv", 8): (110, 950),
+    },
+}
+"""A layer's matrices have 21 MiB."""
+TEMPORARIES = 2 << 20
+SLICED = 400 << 10
+"""WG-KV's gates of a layer, for a batch on an H100; of the model's weights nothing."""
+
+
+@pytest.fixture(scope="module", params=MOST)
+def reports(request):
+    if request.param == "h100":
+        try:
+            cuda_compiler()
+        except FileNotFoundError as missing:
+            pytest.skip(str(missing))
+    elif importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+    command = [sys.executable, "-m", "tests.ahead.ledger", request.param]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return MOST[request.param], {(line["policy"], line["batch"]): line for line in lines}
+
+
+def test_a_decoded_token_writes_little_and_copies_no_weight(reports):
+    most, found = reports
+    assert found.keys() == most.keys()
+    for case, (kernels, kibibytes) in most.items():
+        ledger = found[case]
+        assert ledger["kernels"] <= kernels, case
+        assert ledger["written"] <= kibibytes << 10, case
+        assert ledger["sliced"] <= SLICED, case
+        assert ledger["temporaries"] <= TEMPORARIES, case

@@ -1,0 +1,103 @@
+"""`stack_product`: what it means, that every implementation means it, and that a decoder decodes with it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.inference.allocation import empty_cache
+from kvjax.inference.forward import forward
+from kvjax.mesh import BATCH, make_mesh, put
+from kvjax.models import decoder
+from pallas_kernels.ahead import lower_for_cuda
+from pallas_kernels.stack_product import MOST_ROWS, stack_product
+from pallas_kernels.stack_product.api import IMPLEMENTATIONS
+from tests.tiny_models import policies_for, tiny_model
+
+SHAPES = [(1, 600, 130), (5, 1100, 64), (33, 40, 200)]
+"""Rows, inputs and outputs, which no tile divides; of the second's inputs several programs have a part."""
+
+
+def arrays(shape, dtype=jnp.float32):
+    rows, inputs, outputs = shape
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=x), dtype) for x in ((rows, inputs), (3, inputs, outputs)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_against_float64(implementation, shape):
+    x, stack = arrays(shape)
+    call = jax.jit(functools.partial(stack_product, implementation=implementation))
+    for layer in range(3):
+        found = np.asarray(call(x, stack, jnp.int32(layer)))
+        wanted = np.asarray(x, np.float64) @ np.asarray(stack[layer], np.float64)
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+def test_sums_of_bfloat16_are_float32(implementation):
+    x, stack = arrays(SHAPES[1], jnp.bfloat16)
+    found = stack_product(x, stack, jnp.int32(1), implementation=implementation)
+    wanted = np.asarray(x, np.float64) @ np.asarray(stack[1], np.float64)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_it_is_triton_s_on_a_gpu():
+    x, stack = arrays(SHAPES[0], jnp.bfloat16)
+    assert "stack_product" in lower_for_cuda(stack_product, x, stack, jnp.int32(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"stack": jnp.zeros((3, 40, 8), jnp.bfloat16)}, "does not go with x float32"),
+        ({"implementation": "tpu"}, "there is no implementation 'tpu'"),
+        ({"implementation": "gpu", "x": jnp.zeros((MOST_ROWS + 1, 40))}, "at most 64 rows, not 65"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(change, says):
+    given = {"x": jnp.zeros((2, 40)), "stack": jnp.zeros((3, 40, 8)), "layer": jnp.int32(1)} | change
+    with pytest.raises(ValueError, match=f"stack_product: .*{says}"):
+        stack_product(given.pop("x"), given.pop("stack"), given.pop("layer"), **given)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        *(
+            pytest.param(x, marks=pytest.mark.mesh)
+            for x in ({"tensor": 4}, {"data": 2, "tensor": 2, "sequence": 2})
+        ),
+    ],
+    ids=str,
+)
+def test_a_model_decodes_the_same_where_weights_lie(mesh, monkeypatch):
+    """As on a GPU; with biases and norms, whose arrays are taken out of their stacks."""
+    with jax.set_mesh(make_mesh(**mesh)):
+        model = tiny_model(attention_bias=True, attention_out_bias=True, mlp_bias=True)
+        policy = policies_for(model, 8)["wgkv"].compile(model)
+        sizes = {"batch": 2, "layers": 3, "kv_heads": 4, "head_dim": 8, "tokens": 4, "dtype": jnp.float32}
+
+        def logits():
+            @jax.jit
+            def run(model, view, cache, token):
+                cache, hidden, _ = forward(model, view, cache, token, jnp.ones(2, jnp.int32))
+                return cache, model.logits(hidden)
+
+            cache, found = empty_cache(policy, **sizes), []
+            for token in np.arange(8).reshape(4, 2, 1):
+                cache, new = run(model, policy.decode, cache, put(token, BATCH, None))
+                found.append(np.asarray(new))
+            return np.stack(found)
+
+        apart = logits()
+        products = []
+        monkeypatch.setattr(decoder, "_reads_in_place", lambda x: True)
+        monkeypatch.setattr(decoder, "stack_product", lambda *x: products.append(x) or stack_product(*x))
+        np.testing.assert_allclose(logits(), apart, atol=1e-5)
+        assert len(products) == 4
