@@ -55,7 +55,7 @@ def paged_decode(
             entries; on TPU one of smaller pages is best held flat and reshaped here, or XLA copies it at every call.
         dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
             "hopper" does so for up to 8 queries. For more, and for a table without columns, it uses `vertical_slash`,
-            which rounds each part to bfloat16 all the same.
+            whose parts have 16 bits there.
         implementation: "xla", "tpu", "gpu" (Triton) and "hopper" (Mosaic GPU, bfloat16, head_dim 64, 128 or 256, pages
             of a multiple of 8; as fast as Triton's, and never chosen by itself), which all read what is stored, or
             "reference" (dense); None: the platform's own.

@@ -1,7 +1,7 @@
 """`paged_decode` of many query tokens, as in chunked prefill: the tiles of `vertical_slash` over the stored entries.
 
 What a query reads is much less there than what it computes, so a copy of the entries in order costs little; it is made
-of a few pages at a time, since a row may have many more columns than it has entries. The output is carried in float32
+of some pages at a time, since a row may have many more columns than it has entries. The output is carried in float32
 and rounded once: in bfloat16 a long context's last entries are less than half a unit of the last place, and are lost.
 """
 
@@ -17,8 +17,10 @@ from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, by_row
 
 TOKENS = 8
 """Most query tokens for which the decode kernels are made."""
-ENTRIES = 4096
-"""About how many entries of each row are copied at a time."""
+ENTRIES = 4096, 32768
+"""How many entries of each row are copied at a time, at least and at most: each time the whole output is merged."""
+COPIED = 1 << 27
+"""About how many bytes of entries are copied at a time, of all rows."""
 
 
 def attend_many(
@@ -29,7 +31,8 @@ def attend_many(
     page, h = pool.shape[1], q.shape[-1]
     ring_length = jnp.zeros(b, jnp.int32) if ring_length is None else ring_length
     ring_length = jnp.broadcast_to(ring_length[:, None], length.shape)
-    width = min(columns, max(1, ENTRIES // page))
+    entries = min(max(COPIED // (b * heads * 2 * h * pool.dtype.itemsize), ENTRIES[0]), ENTRIES[1])
+    width = min(columns, max(1, entries // page))
     table = jnp.pad(page_table, ((0, 0), (0, 0), (0, -columns % width)))
     ring = ring_pages * page
     used = jnp.where(length > 0, ring + length, ring_length)

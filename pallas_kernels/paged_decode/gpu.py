@@ -23,6 +23,7 @@ from pallas_kernels.paged_decode.stream_k import (
 from pallas_kernels.paged_decode.supported import check_supported
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
+from pallas_kernels.vertical_slash import hopper
 from pallas_kernels.vertical_slash.gpu import attend
 from pallas_kernels.vertical_slash.gpu_walk import LOG2E
 
@@ -125,10 +126,9 @@ def gpu(
     r, queries = b * heads, n // heads * t
     h2 = power(h)
     if t > TOKENS or power(queries, 16) * h2 > LARGEST:
-        many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
-        return attend_many(
-            many, "gpu", q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
-        )
+        name, kernel = ("hopper", hopper.attend) if hopper.takes(q) else ("gpu", attend)
+        many = functools.partial(kernel, dtype=jnp.float32, interpret=interpret)
+        return attend_many(many, name, q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype)
     # An output of more than 64 registers a thread would be too much, or q's share of the shared memory.
     large = 2 * power(queries, 16) * h2 >= LARGEST
     keys = min(128, max(16, TILE_BYTES // (2 * h2 * pool.dtype.itemsize) // (2 if large else 1)))

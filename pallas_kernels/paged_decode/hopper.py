@@ -73,7 +73,7 @@ def hopper(
         (interpret is not None or any(x in kind for x in KINDS), f"{' or '.join(KINDS)}, not {kind}"),
     )
     if t > TOKENS:
-        many = functools.partial(attend, interpret=interpret, machine=machine)
+        many = functools.partial(attend, dtype=jnp.float32, interpret=interpret, machine=machine)
         return attend_many(
             many, "hopper", q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
         )

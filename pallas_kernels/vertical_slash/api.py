@@ -58,10 +58,10 @@ def vertical_slash(
         segment_ids: of each index the document it belongs to, where several are packed into one sequence: queries see
             only keys of their own. A document's indices are neighbours.
         dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
-            "hopper" rounds to bfloat16 all the same, and returns that as this dtype.
+            "hopper" gives 16 of its 24 bits.
         implementation: "xla" (a CPU's), "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, forward, bfloat16 and head_dim 64,
             128 or 256) or "reference" (dense); None: the platform's own, which on an H100 or H200 is "hopper" wherever
-            that takes q and gives `dtype`.
+            that takes q.
 
     Returns:
         The output and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible. Without queries
@@ -72,7 +72,7 @@ def vertical_slash(
             implementation, a dtype, head_dim or group of query heads that a kernel does not take.
     """
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
-    if implementation is None and takes(q, dtype):
+    if implementation is None and takes(q):
         implementation = "hopper"
     call = choose(IMPLEMENTATIONS, implementation, "vertical_slash")
     _check(q, k, v, end, log_gate, segment_ids, window)

@@ -95,21 +95,26 @@ def targeted() -> bool:
     return any(kind in target().kind for kind in KINDS)
 
 
-def takes(q: jax.Array, dtype: Any) -> bool:
-    """Whether it is, and the kernel takes q and gives `dtype`."""
-    return targeted() and q.dtype == dtype == jnp.bfloat16 and q.shape[-1] in SIZES
+def takes(q: jax.Array) -> bool:
+    """Whether it is, and the kernel takes q."""
+    return targeted() and q.dtype == jnp.bfloat16 and q.shape[-1] in SIZES
 
 
 def hopper(q, k, v, end, log_gate, window, dtype, *, interpret=None):
-    # rounded to bfloat16 in shared memory, where there is no room for more
     band, far = key_lists.gathered(*key_lists.shown_by_row(k, v, end, log_gate), window=window)
-    o, lse = attend(q, band, far, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
-    return o.astype(dtype), lse
+    return attend(q, band, far, dtype, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
 
 
-def attend(q, band, far, *, first=0, window=1, interpret=None, machine=HOPPER):
-    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]`, lse `[b n t]`."""
+def attend(q, band, far, dtype, *, first=0, window=1, interpret=None, machine=HOPPER):
+    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]` of `dtype`, lse
+    `[b n t]`.
+
+    Of wider numbers than bfloat16 the kernel writes the bfloat16 nearest to each and, in an array of its own, the
+    bfloat16 nearest to the rest: 16 bits of mantissa, in as many bytes as float32 has, for which there would be no room
+    in shared memory.
+    """
     b, n, t, h = q.shape
+    parts = 1 if dtype == q.dtype else 2
     require(
         "vertical_slash",
         "hopper",
@@ -134,9 +139,9 @@ def attend(q, band, far, *, first=0, window=1, interpret=None, machine=HOPPER):
     q = jnp.pad(q.reshape(b * n, t, h), ((0, 0), (0, blocks * plan.queries - t), (0, 0)))
     swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
     tile = plgpu.SMEM((stages, keys, h), q.dtype, transforms=swizzled)
-    o, lse = plgpu.kernel(
+    *o, lse = plgpu.kernel(
         functools.partial(_kernel, plan, machine),
-        out_type=[output(q.shape, q.dtype, q), output(q.shape[:2], jnp.float32, q)],
+        out_type=[*[output(q.shape, q.dtype, q)] * parts, output(q.shape[:2], jnp.float32, q)],
         scratch_types=dict(
             q_tile=plgpu.SMEM((WORKERS, QUERIES, h), q.dtype, transforms=swizzled),
             lse_tile=plgpu.SMEM((WORKERS, QUERIES), jnp.float32),
@@ -158,7 +163,8 @@ def attend(q, band, far, *, first=0, window=1, interpret=None, machine=HOPPER):
         kernel_name="vertical_slash_hopper",
         interpret=interpret,
     )(*arrays, q)
-    return o[:, :t].reshape(b, n, t, h), lse[:, :t].reshape(b, n, t)
+    o = functools.reduce(jnp.add, (x[:, :t].astype(dtype) for x in o))
+    return o.reshape(b, n, t, h), lse[:, :t].reshape(b, n, t)
 
 
 def _marks(keys: Keys) -> jax.Array:
@@ -168,8 +174,8 @@ def _marks(keys: Keys) -> jax.Array:
 
 
 def _kernel(plan, machine, spans, *refs, **scratch):
-    *lists_refs, q, o, lse = refs
-    far, band = lists_refs[:3], lists_refs[3:]
+    count = 6 if plan.banded else 3
+    far, band, (q, *o, lse) = refs[:3], refs[3:count], refs[count:]
     blocks = spans.shape[1]
     # the longest walks first
     block = blocks - 1 - lax.axis_index("block")
@@ -291,9 +297,14 @@ def _work(
     seen = m > MASKED / 2
     l = jnp.where(seen, l, 1)
     weight = jnp.where(seen, 1 / l, 0)
-    q_tile[worker] = (acc * lax.broadcast_in_dim(weight, acc.shape, (0,))).astype(q.dtype)
     lse_tile[worker] = jnp.where(seen, m * LN2 + jnp.log(l), -jnp.inf)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_tile.at[worker], o.at[head, queries])
     plgpu.copy_smem_to_gmem(lse_tile.at[worker], lse.at[head, queries])
-    plgpu.wait_smem_to_gmem(0)
+    rest = acc * lax.broadcast_in_dim(weight, acc.shape, (0,))
+    for part in o:
+        nearest = rest.astype(q.dtype)
+        q_tile[worker] = nearest
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_tile.at[worker], part.at[head, queries])
+        plgpu.wait_smem_to_gmem(0)
+        rest -= nearest.astype(rest.dtype)

@@ -53,8 +53,7 @@ def test_every_attention_is_a_kernel(reports, platform, which):
     forward = "vertical_slash" if platform == "tpu" else "vertical_slash_hopper"
     wanted = {
         "training": {forward, "vertical_slash_dq", "vertical_slash_dkv"},
-        # on a GPU what is merged is float32, which is Triton's
-        "prefill": {"vertical_slash", "far_list"} if platform == "tpu" else {"vertical_slash"},
+        "prefill": {forward, "far_list"} if platform == "tpu" else {forward},
         "decode": decode,
         "branches": set(),
         "compaction": {"attention_mass"},
@@ -99,8 +98,8 @@ def test_numbers_of_entries_are_copied_at_most_on_the_way_in_and_out(reports, pr
 
 @pytest.mark.parametrize("head_dim", ALL)
 def test_prefill_needs_little_beside_the_pool(reports, head_dim):
-    """One row of the table has room for 65,000 entries; a copy of all rows would be 128 MiB at head_dim 64."""
-    assert reports[f"prefill, head_dim {head_dim}"]["temporaries"] < head_dim << 20
+    """A device's pool is 2 GiB, of which 128 MiB of entries are copied at a time."""
+    assert reports[f"prefill, head_dim {head_dim}"]["temporaries"] < (160 + head_dim) << 20
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_platform_without_a_kernel_is_one_line():
     [
         ("NVIDIA H100 80GB HBM3", "bfloat16", None, 128, "mosaic_gpu"),
         ("NVIDIA H200", "bfloat16", None, 64, "mosaic_gpu"),
-        ("NVIDIA H100 80GB HBM3", "bfloat16", "float32", 128, "triton"),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", "float32", 128, "mosaic_gpu"),
         ("NVIDIA H100 80GB HBM3", "float32", None, 128, "triton"),
         ("NVIDIA H100 80GB HBM3", "bfloat16", None, 96, "triton"),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", None, 128, "triton"),

@@ -244,9 +244,9 @@ def test_without_queries_there_is_no_output(implementation):
 @pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize(("values", "most"), [("random", 3e-3), ("two constants", 2e-4)])
 def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values, most, monkeypatch):
-    """128 copies of 64 entries, as half a million entries are of 4096: an output that is rounded to bfloat16 after each
+    """128 copies of 64 entries, as four million entries are of 32,768: an output that is rounded to bfloat16 after each
     is off by 1%, and by 10% where the second half's share is always less than half a unit of the last place."""
-    monkeypatch.setattr(chunked, "ENTRIES", 64)
+    monkeypatch.setattr(chunked, "ENTRIES", (64, 64))
     t, h, page, columns = 16, 32, 16, 512
     rng = np.random.default_rng(0)
     q, key, value = (rng.normal(size=x) for x in ((1, 1, t, h), (columns, page, h), (columns, page, h)))

@@ -45,33 +45,46 @@ def arguments(n, k, t, s, h, window, gated, ending):
     return q, key, value, jnp.asarray(end, jnp.int32) if ending else None, gate if gated else None
 
 
-def interpreted(window, *arguments):
-    """o and lse, and whether anything raced."""
+def interpreted(window, dtype, *arguments):
+    """o of `dtype` and lse, and whether anything raced."""
     q, k, *_ = arguments
     params = InterpretGPUParams(detect_races=True)
     if not NEW:  # has nothing better for what TMA fills with zeros
         params = dataclasses.replace(params, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
     band, far = key_lists.gathered(*key_lists.shown_by_row(*arguments[1:]), window=window)
     first = k.shape[2] - q.shape[2]
-    out = hopper.attend(q, band, far, first=first, window=window, interpret=params, machine=INTERPRETED)
+    out = hopper.attend(
+        q, band, far, dtype, first=first, window=window, interpret=params, machine=INTERPRETED
+    )
     jax.block_until_ready(out)
     return out, interpret_pallas_call.get_races().races_found
 
 
-def check(case):
+def check(case, dtype=jnp.bfloat16):
     given = arguments(*case)
     window = case[5]
     q, k, v, end, gate = given
     if end is not None:
         k, v = (jnp.where((end > jnp.arange(end.shape[-1]))[..., None], x, jnp.nan) for x in (k, v))
-    out, raced = interpreted(window, q, k, v, end, gate)
-    assert_attention_close(out, reference(*given, window, q.dtype))
+    (o, lse), raced = interpreted(window, dtype, q, k, v, end, gate)
+    # probabilities are bfloat16 whatever the output is
+    assert_attention_close((o.astype(q.dtype), lse), reference(*given, window, q.dtype))
     assert not raced
+    return np.asarray(o, np.float32)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_races(case):
     check(CASES[case])
+
+
+def test_wider_outputs_have_16_bits():
+    """For merging: what is rounded to bfloat16 is the same, and the rest is there."""
+    case = CASES["two heads a program, band and far list, gates"]
+    narrow, wide = check(case), check(case, jnp.float32)
+    np.testing.assert_allclose(wide, narrow, rtol=2**-8)
+    exact, _ = reference(*arguments(*case), case[5], jnp.float32)
+    assert np.abs(wide - exact).mean() < 0.9 * np.abs(narrow - exact).mean()
 
 
 def test_a_planted_bug_is_noticed(monkeypatch):
