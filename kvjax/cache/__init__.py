@@ -13,7 +13,18 @@ from kvjax.cache.compaction import Quota
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
 from kvjax.cache.max_entries import PRIORITY, Turnover, ends, standings, swap_worst
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
-from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_priority
+from kvjax.cache.ring import (
+    Reserved,
+    in_order,
+    leaving,
+    push,
+    push_one,
+    reserve,
+    ring_entries,
+    ring_priority,
+    settle,
+    slot_priority,
+)
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,
@@ -41,6 +52,7 @@ __all__ = [
     "Layout",
     "Pages",
     "Quota",
+    "Reserved",
     "Stats",
     "Turnover",
     "capacity_like",
@@ -61,12 +73,16 @@ __all__ = [
     "parse_capacity",
     "pool_size",
     "push",
+    "push_one",
+    "reserve",
     "resize",
     "ring_entries",
     "ring_pages",
     "ring_priority",
     "selected",
+    "settle",
     "shard_pages",
+    "slot_priority",
     "standings",
     "stats",
     "swap_worst",

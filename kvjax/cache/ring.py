@@ -2,12 +2,14 @@
 
 A token is written to its rows' rings; when it leaves the ring (`window − 1` tokens later: with the query itself a query
 then sees `window` tokens) it is copied to the global region of each row that keeps it, and nowhere else. Both take
-pages as they fill. A pool that runs out is counted, not overwritten: the free count is then negative.
+pages as they fill: `push` takes them itself, and for one token `reserve` does, for all layers at once. A pool that runs
+out is counted, not overwritten: the free count is then negative.
 
 With `max_entries` (`kvjax.cache.max_entries`) a token may take the place of one that was stored.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -40,15 +42,19 @@ def ring_priority(
 ) -> Float[Array, "b k rt"]:
     """The priorities of the ring's tokens in order and, behind them, of the `t` tokens of this call."""
     slots, ring = layer.priority.shape[-1], in_order(layer.priority, seen)
-    if not 0 <= delay <= slots:
-        raise UserError(
-            f"priorities that are known {delay} tokens late need a window of more, got {slots + 1}"
-        )
+    _check_delay(delay, slots)
     both = jnp.concatenate([ring, jnp.full_like(priority, jnp.nan)], -1)
     tokens = priority.shape[-1]
     before = both[..., slots - delay : slots - delay + tokens]
     known = (jnp.arange(tokens) < valid[:, None, None]) & ~jnp.isnan(priority)
     return both.at[..., slots - delay : slots - delay + tokens].set(jnp.where(known, priority, before))
+
+
+def _check_delay(delay: int, slots: int) -> None:
+    if not 0 <= delay <= slots:
+        raise UserError(
+            f"priorities that are known {delay} tokens late need a window of more, got {slots + 1}"
+        )
 
 
 def in_order(by_slot: Shaped[Array, "b k r"], seen: Int[Array, " b"]) -> Shaped[Array, "b k r"]:
@@ -133,6 +139,143 @@ def push(
     by_slot = {name: jnp.take_along_axis(x, place[:, None], 2) for name, x in numbers.items()}
     ring = jnp.take_along_axis(priority, place[:, None], 2)
     return pages, dataclasses.replace(layer, priority=ring, numbers=layer.numbers | by_slot)
+
+
+class Reserved(NamedTuple):
+    """Pages for one token of each sequence, in the local windows and in the global regions of all layers."""
+
+    page: Int[Array, "2 l b k"]
+    """Past the pool's end: none, because none is needed, or because the pool ran out."""
+    column: Int[Array, "2 l b k"]
+    """Where in the page table they stand, or would."""
+    needed: Bool[Array, "2 l b k"]
+    """Where a token that is written there needs a page."""
+
+
+def reserve(
+    pages: Pages, layers: LayerCache, seen: Int[Array, " b"], valid: Int[Array, " b"], window: int
+) -> tuple[LayerCache, Reserved]:
+    """Put pages into the tables of all layers for the next token of each sequence (`valid` 1; 0: it has none), whether
+    or not a token will stay: `push_one` finds them there, and `settle` takes back those that were not used."""
+    page_size, columns = pages.pool.shape[1], layers.page_table.shape[-1]
+    ring = ring_pages(window, page_size)
+    rings, later = (ring_pages(jnp.minimum(count + 1, window), page_size) for count in (seen, seen + valid))
+    leaves = (valid > 0) & (seen >= window - 1)
+    column = ring + layers.length // page_size
+    needed = jnp.stack(
+        [
+            jnp.broadcast_to((later > rings)[:, None], column.shape),
+            leaves[:, None] & (layers.length % page_size == 0) & (column < columns),
+        ]
+    )
+    column = jnp.stack([jnp.broadcast_to(rings[:, None], column.shape), column])
+    place = pages.free_count[0] - jnp.cumsum(needed.reshape(-1)).reshape(needed.shape)
+    page = jnp.where(needed & (place >= 0), pages.free[jnp.maximum(place, 0)], pages.pool.shape[0])
+    l, b, k = jnp.ogrid[: column.shape[1], : column.shape[2], : column.shape[3]]
+    table = layers.page_table.at[l, b, k, jnp.where(needed, column, columns)].set(page, mode="drop")
+    return dataclasses.replace(layers, page_table=table), Reserved(page, column, needed)
+
+
+def settle(
+    pages: Pages, layers: LayerCache, reserved: Reserved, length: Int[Array, "l b k"]
+) -> tuple[Pages, LayerCache]:
+    """Take back the pages of global regions that were not used. The pool then has what it would if each page had been
+    taken when it was needed; if one was needed and not there, the free count is negative.
+
+    length: entries in the global regions before the token.
+    """
+    none, columns = pages.pool.shape[0], layers.page_table.shape[-1]
+    used = reserved.needed & jnp.stack([jnp.ones_like(length, bool), layers.length > length])
+    given = reserved.page < none
+    back = given & ~used
+    owed = (used & ~given).sum(dtype=jnp.int32)
+    kept = pages.free_count[0] - given.sum(dtype=jnp.int32)
+    place = kept + jnp.cumsum(back.reshape(-1)).reshape(back.shape) - 1
+    free = pages.free.at[jnp.where(back, place, none)].set(reserved.page, mode="drop")
+    l, b, k = jnp.ogrid[: length.shape[0], : length.shape[1], : length.shape[2]]
+    table = layers.page_table.at[l, b, k, jnp.where(back, reserved.column, columns)].set(none, mode="drop")
+    count = jnp.where(owed > 0, jnp.minimum(kept, 0) - owed, kept + back.sum(dtype=jnp.int32))
+    pages = dataclasses.replace(pages, free=free, free_count=jnp.broadcast_to(count, pages.free_count.shape))
+    return pages, dataclasses.replace(layers, page_table=table)
+
+
+def slot_priority(
+    layer: LayerCache,
+    seen: Int[Array, " b"],
+    priority: Float[Array, "b k 1"],
+    valid: Int[Array, " b"],
+    delay: int,
+) -> tuple[LayerCache, Float[Array, "b k 1"]]:
+    """Enter the priority that one token makes known, its own or that of the token `delay` before it. Returns the layer,
+    and the priority of the token that leaves the local window for it."""
+    slots = layer.priority.shape[-1]
+    _check_delay(delay, slots)
+    known = (valid > 0)[:, None] & ~jnp.isnan(priority[..., 0])
+    priority = jnp.where(known, priority[..., 0], jnp.nan)
+    if slots == 0:
+        return layer, priority[..., None]
+    ring, b = layer.priority, jnp.arange(seen.shape[0])
+    if delay:
+        slot = (seen - delay) % slots
+        ring = ring.at[b, :, slot].set(jnp.where(known, priority, ring[b, :, slot]))
+        priority = jnp.full_like(priority, jnp.nan)
+    slot = seen % slots
+    oldest = ring[b, :, slot]
+    ring = ring.at[b, :, slot].set(jnp.where((valid > 0)[:, None], priority, oldest))
+    return dataclasses.replace(layer, priority=ring), oldest[..., None]
+
+
+def push_one(
+    pages: Pages,
+    layer: LayerCache,
+    kv: Float[Array, "b k 1 kv"],
+    oldest: Float[Array, "b k 1"],
+    turnover: Turnover,
+    numbers: dict[str, Shaped[Array, "b k 1"]],
+    seen: Int[Array, " b"],
+    valid: Int[Array, " b"],
+    window: int,
+) -> tuple[Pages, LayerCache]:
+    """`push` of one token, whose pages are reserved: it takes the slot of the oldest token in the local window, which
+    moves to the global region or goes. `oldest` is that token's priority."""
+    slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
+    ring, b, runs = ring_pages(window, page_size), jnp.arange(seen.shape[0]), valid > 0
+    slot = seen % max(slots, 1)
+    stays = turnover.stays[..., 0] & leaving(seen, valid, 1, window)
+    place, length = layer.length, layer.length + stays
+    if turnover.gone is not None:
+        gone = turnover.gone.any(-1)
+        place, length = jnp.where(gone, turnover.gone.argmax(-1), place), length - gone
+    table = layer.page_table[..., ring:]
+    column = jnp.minimum(ring + place // page_size, layer.page_table.shape[-1] - 1)
+    page = jnp.take_along_axis(layer.page_table, column[..., None], 2)
+    page, offset = jnp.where(stays[..., None], page, capacity), (place % page_size)[..., None]
+    leaves, moved = kv, numbers
+    if slots:
+        window_page = jnp.take_along_axis(layer.page_table, (slot // page_size)[:, None, None], 2)
+        window_offset = jnp.broadcast_to((slot % page_size)[:, None, None], offset.shape)
+        leaves = pages.entries(window_page, window_offset)
+        moved = {name: layer.numbers[name][b, :, slot][..., None] for name in numbers}
+        window_page = jnp.where(runs[:, None, None], window_page, capacity)
+        pages = pages.with_entries(
+            jnp.concatenate([page, window_page], -1),
+            jnp.concatenate([offset, window_offset], -1),
+            jnp.concatenate([leaves, kv.astype(leaves.dtype)], 2),
+        )
+    else:
+        pages = pages.with_entries(page, offset, kv)
+    place = jnp.where(stays, place, table.shape[-1] * page_size)[..., None]
+    position = jnp.broadcast_to((seen - slots)[:, None, None], place.shape)
+    moved |= {name: x for name, x in ((PRIORITY, oldest), (POSITION, position)) if name in pages.planes}
+    planes = {name: placed(pages.planes[name], table, place, x) for name, x in moved.items()}
+    bounds = with_keys(pages.bounds, page, leaves.astype(pages.dtype))
+    pages = dataclasses.replace(pages, bounds=bounds, planes=pages.planes | planes)
+    by_slot = dict(layer.numbers)
+    for name, new in numbers.items() if slots else ():
+        old = by_slot[name]
+        kept = jnp.where(runs[:, None], new[..., 0].astype(old.dtype), old[b, :, slot])
+        by_slot[name] = old.at[b, :, slot].set(kept)
+    return pages, dataclasses.replace(layer, length=length, numbers=by_slot)
 
 
 def _allocate(pages, layer, stays, gone, seen, valid, window):

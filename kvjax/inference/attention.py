@@ -90,7 +90,8 @@ def cached_attention(
 
     A token sees exactly {j : i − j < window} ∪ {j kept}; of those kept, a token that comes alone reads only the pages
     that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
-    whose output means nothing and which leaves no trace.
+    whose output means nothing and which leaves no trace. For one token that is written pages must be reserved
+    (`kvjax.cache.reserve`).
     """
     window = view.window
 
@@ -103,7 +104,10 @@ def cached_attention(
             observing = view.observer.observe(observing, step, seen, valid)
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
-        priority, tokens = caches.ring_priority(layer, seen, priority, valid, delay), step.q.shape[2]
+        if (tokens := step.q.shape[2]) == 1:
+            later, priority = caches.slot_priority(layer, seen, priority, valid, delay)
+        else:
+            later, priority = layer, caches.ring_priority(layer, seen, priority, valid, delay)
         # a priority that is NaN: the method computed no number
         leaving = caches.leaving(seen, valid, tokens, window)[:, None]
         pages = caches.if_finite(pages, ~(leaving & jnp.isnan(priority[..., :tokens])))
@@ -118,9 +122,8 @@ def cached_attention(
         readout = Readout(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
         numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
-        pages, layer = caches.push(
-            pages, layer, kv, priority, turnover, numbers, after(seen, o), valid, window
-        )
+        push = caches.push_one if tokens == 1 else caches.push
+        pages, layer = push(pages, later, kv, priority, turnover, numbers, after(seen, o), valid, window)
         # of the pool as it is now: the one before would have to be kept beside it
         readout = dataclasses.replace(readout, pool=pages.pool)
         planes = view.update(states, pages.planes, step, readout)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache as caches
-from kvjax.cache import MAX_ENTRIES_PLANES, Cache
+from kvjax.cache import MAX_ENTRIES_PLANES, Cache, LayerCache, Pages
 from kvjax.cache.rollback import marked, taken_back
 from kvjax.cache.trail import newest, written
 from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
@@ -55,6 +55,9 @@ def forward(
         raise ValueError(f"the policy's window is {view.window}, the cache's {cache.window}")
     tokens, valid = jax.sharding.reshard((tokens, valid), (P(BATCH, None), P(BATCH)))
     position = positions(cache.seen, valid, tokens.shape[1])
+    reserved = None
+    if write and tokens.shape[1] == 1:
+        cache, reserved = reserve(cache, valid)
     x, pages, (layers, captured, new) = scan_layers(
         model,
         model.embed_tokens(tokens),
@@ -69,9 +72,36 @@ def forward(
     captured |= {"trail": trail} if "trail" in capture else {}
     if write:
         seen = cache.seen + valid
+        if reserved is not None:
+            pages, layers = settle(cache, pages, layers, reserved)
         cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
     hidden = model.norm(x)
     return caches.check_finite(cache, hidden, position >= 0), hidden, captured
+
+
+def reserve(cache: Cache, valid: Int[Array, " b"]) -> tuple[Cache, caches.Reserved]:
+    """Return the cache with pages for one token of each sequence in all layers' tables, and which they are."""
+
+    def local(pages, layers, seen, valid):
+        return caches.reserve(pages, layers, seen, valid, cache.window)
+
+    specs = _specs(cache.layers), P(None, None, BATCH, HEADS)
+    arguments = cache.pages, cache.layers, cache.seen, valid
+    layers, reserved = jax.shard_map(local, out_specs=specs)(*arguments)
+    return dataclasses.replace(cache, layers=layers), reserved
+
+
+def settle(
+    cache: Cache, pages: Pages, layers: LayerCache, reserved: caches.Reserved
+) -> tuple[Pages, LayerCache]:
+    """Return what the layers made of the cache's pages, without those of the reserved pages that were not used."""
+    layers = dataclasses.replace(layers, page_table=cache.layers.page_table)
+    call = jax.shard_map(caches.settle, out_specs=_specs((pages, layers)))
+    return call(pages, layers, reserved, cache.layers.length)
+
+
+def _specs(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, tree)
 
 
 def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> Int[Array, "b t"]:
@@ -96,6 +126,8 @@ def attending(
         own = [name for name in capture if name != "trail"]
         captured = {name: found[name] if name in found else getattr(step, name) for name in own}
         new = _traces(view, step, cache.trail, valid)
+        if step.q.shape[2] == 1:
+            layer = dataclasses.replace(layer, page_table=None)  # nothing was written to it
         return o, pages if write else None, (layer if write else None, captured, new)
 
     return attend

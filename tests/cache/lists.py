@@ -72,6 +72,24 @@ def advance(cache: caches.Cache, wanted, valid, window: int, token=None):
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
 
 
+@partial(jax.jit, static_argnames="window")
+def advance_one(cache: caches.Cache, wanted, valid, window: int):
+    """Push one token of each sequence, or none, as decoding does it: pages are reserved, and taken back."""
+    layers, reserved = caches.reserve(cache.pages, cache.layers, cache.seen, valid, window)
+    layer = jax.tree.map(lambda a: a[0], layers)
+    token = (cache.seen + 1)[:, None]
+    kv = jnp.stack([token * 7 % 11 - 5, token], -1).astype(jnp.float32)
+    kv = jnp.broadcast_to(kv[:, None], (len(valid), HEADS, 1, 2))
+    numbers = {"born": token[:, None] + 100 * jnp.arange(HEADS)[:, None]}
+    priority = wanted[..., None].astype(jnp.float32)
+    layer, oldest = caches.slot_priority(layer, cache.seen, priority, valid, 0)
+    written = kv, oldest, caches.Turnover(oldest > 0.5), numbers, cache.seen, valid, window
+    pages, layer = caches.push_one(cache.pages, layer, *written)
+    layers = jax.tree.map(lambda a: a[None], layer)
+    pages, layers = caches.settle(pages, layers, reserved, cache.layers.length)
+    return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
+
+
 @remembered
 def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
     """An empty cache on a mesh of one device, and the same without a mesh, for the functions local to a shard. It has

@@ -18,6 +18,7 @@ from tests.cache.lists import (
     TOKENS,
     Lists,
     advance,
+    advance_one,
     assert_bounds_are_those_of_the_keys,
     calls,
     holds_exactly,
@@ -73,6 +74,29 @@ def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls,
                 if page < pool_pages:
                     row = lists.kept[b][k][first : first + PAGE]
                     np.testing.assert_array_equal(pool[page, : len(row)], row)
+
+
+@pytest.mark.parametrize("window", [1, 5])
+@settings(max_examples=30, deadline=None)
+@given(calls=calls, capacity=st.sampled_from([6, 14, CALLS * TOKENS + 5]))
+def test_tokens_one_by_one_leave_what_they_leave_together(window, calls, capacity):
+    """Also where the pool runs out: what was stored before stays, and the debt is seen."""
+    (_, cache), lists = started(window, capacity), Lists(window)
+    pool_pages = cache.pages.pool.shape[0]
+    for valid, wanted in calls:
+        wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
+        for index in range(TOKENS):
+            runs = (index < np.array(valid)).astype(np.int32)
+            cache = advance_one(cache, jnp.asarray(wanted[..., index]), jnp.asarray(runs), window)
+            lists.push(runs, wanted[..., index:])
+            free = int(cache.pages.free_count[0])
+            if free < 0:
+                # of those that were reserved for others as many may have been unused
+                assert lists.pages() > pool_pages - 2 * BATCH * HEADS
+                return
+            assert free == pool_pages - lists.pages()
+            assert_bounds_are_those_of_the_keys(cache)
+            holds_exactly(cache, lists, window)
 
 
 def test_a_delay_needs_a_window(model, tokens):
