@@ -63,9 +63,8 @@ def dense_paths(model: Any, context: int, new_tokens: int) -> dict[str, tuple[Ca
         p = jax.nn.softmax(jnp.where(jnp.arange(total) < length, s, -1e30), -1).astype(v.dtype)
         return rearrange(jnp.einsum("bkgs,bksh->bkgh", p, v), "b k g h -> b (k g) 1 h")
 
-    def decode(attention, layout, model, state, start):
-        """Layers unrolled and each layer's cache a carry of its own: a stacked cache would be copied by slicing."""
-        layer = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(config.num_layers)]
+    def decode(attention, layout, model, layers, state, start):
+        """Layers unrolled, and each one's weights and cache arrays of their own: slices of stacks would be copied."""
         axis = layout.split().index("s")
 
         def one(carry, index):
@@ -73,7 +72,7 @@ def dense_paths(model: Any, context: int, new_tokens: int) -> dict[str, tuple[Ca
             x = model.embed_tokens(token[:, None])
             angles = cos_sin(config.rope, config.head_dim, (start + index)[None, None])
             new = []
-            for block, kept in zip(layer, caches, strict=True):
+            for block, kept in zip(layers, caches, strict=True):
                 projected = block.project(x, angles)
                 q, k_new, v_new = (projected[name] for name in ("q", "k", "v"))
                 added = (rearrange(x, f"b k s h -> {layout}") for x in (k_new, v_new))
@@ -107,12 +106,13 @@ def dense_paths(model: Any, context: int, new_tokens: int) -> dict[str, tuple[Ca
     ]
     if jax.default_backend() == "gpu" and model.embed.dtype == jnp.bfloat16:
         forms.append(("cuDNN", "b s k h", cudnn_causal, cudnn_decode))
+    layers = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(config.num_layers)]
     paths = {}
     for name, layout, causal, single in forms:
         before = jax.jit(functools.partial(prefill, causal, layout))
-        after = jax.jit(functools.partial(decode, single, layout), donate_argnums=1)
+        after = jax.jit(functools.partial(decode, single, layout), donate_argnums=2)
         paths[name] = (
             lambda tokens, f=before: f(model, tokens),
-            lambda state, f=after: f(model, state, np.int32(context)),
+            lambda state, f=after: f(model, layers, state, np.int32(context)),
         )
     return paths
