@@ -279,8 +279,9 @@ def time_policy(
     return prefill, (time.perf_counter() - began) / config.new_tokens, stats
 
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]
-"""Continues each prompt greedily by a number of tokens, whatever they are."""
+Generate = Callable[[list[list[int]], int], tuple[list[list[int]], float, float]]
+"""Continues each prompt greedily by a number of tokens, whatever they are. Returns them, the seconds to the first of
+them, and the seconds of the others."""
 
 
 def with_transformers(folder: Path, dtype: str) -> Generate:
@@ -295,26 +296,35 @@ def with_transformers(folder: Path, dtype: str) -> Generate:
     disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
-    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        width = max(map(len, prompts))
+    def generate(prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
+        came = []
+
+        def watch(ids: Any, logits: Any) -> Any:
+            came.append(time.perf_counter())
+            return logits
+
+        began, width = time.perf_counter(), max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": count, "min_new_tokens": count}
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=mask, **options)
-        return out[:, width:].tolist()
+            out = model.generate(ids, attention_mask=mask, logits_processor=[watch], **options)
+        return out[:, width:].tolist(), came[0] - began, time.perf_counter() - came[0]
 
     return generate
 
 
 def with_kvjax(model: Any, policy: Any) -> Generate:
-    """Return kvjax's `generate` under a policy."""
-    from kvjax import inference
+    """Return kvjax's `stream` under a policy."""
+    from kvjax.inference import stream
 
-    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        sampling = SamplingParams(max_new_tokens=count, ignore_eos=True)
-        found = inference.generate(model, prompts, sampling, policy=policy)
-        return [tokens.tolist() for tokens in found.tokens]
+    def generate(prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
+        began, sampling = time.perf_counter(), SamplingParams(max_new_tokens=count, ignore_eos=True)
+        blocks = stream(model, prompts, sampling, policy=policy)
+        first = np.asarray(next(blocks).tokens)
+        came = time.perf_counter()
+        rest = [np.asarray(block.tokens) for block in blocks]
+        return np.concatenate([first, *rest], 1).tolist(), came - began, time.perf_counter() - came
 
     return generate
 
@@ -334,44 +344,35 @@ def run_throughput(config: BenchmarkConfig) -> list[dict[str, Any]]:
     random = np.random.default_rng(0)
     lengths = np.linspace(config.shortest, config.longest, config.prompts).astype(int)
     prompts = [random.integers(1, model.config.vocab_size, length).tolist() for length in lengths]
-    times: dict[tuple[str, int], list[float]] = {}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in paths}
     answers: dict[str, list[list[int]]] = {}
     for repeat in range(config.repeats + 1):
         for name, generate in paths.items():
             # the first token counts as prefill
-            for count in (1, config.new_tokens + 1):
-                began = time.perf_counter()
-                answers[name] = generate(prompts, count)
-                if repeat:
-                    times.setdefault((name, count), []).append(time.perf_counter() - began)
+            answers[name], first, rest = generate(prompts, config.new_tokens + 1)
+            if repeat:
+                times[name].append((first, rest))
     rows = []
     for name in paths:
-        first, all_ = (statistics.median(times[name, count]) for count in (1, config.new_tokens + 1))
+        first, rest = (statistics.median(seconds) for seconds in zip(*times[name], strict=True))
         decoded = config.prompts * config.new_tokens
         same = sum(own == other for own, other in zip(answers[name], answers[TRANSFORMERS], strict=True))
         row = {
             "path": name,
             "prefill_tokens_per_s": int(lengths.sum()) / first,
-            # None: so few tokens that they are lost in the noise of prefill
-            "decode_tokens_per_s": decoded / (all_ - first) if all_ > first else None,
+            "decode_tokens_per_s": decoded / rest,
             "equal_answers": same,
         }
         rows.append(row)
         speeds = [
-            _speed(row[phase], rows[0][phase]) for phase in ("prefill_tokens_per_s", "decode_tokens_per_s")
+            f"{row[phase]:8.0f} tokens/s ({row[phase] / rows[0][phase]:.2f}×)"
+            for phase in ("prefill_tokens_per_s", "decode_tokens_per_s")
         ]
         print(
             f"{name:32} prefill {speeds[0]}, decode {speeds[1]}, answers equal to {TRANSFORMERS}': "
             f"{same} of {config.prompts}"
         )
     return rows
-
-
-def _speed(speed: float | None, rival: float | None) -> str:
-    """Return tokens per second, and the multiple of the rival's, as text."""
-    if speed is None:
-        return "too short to time (--new-tokens)"
-    return f"{speed:8.0f} tokens/s" + (f" ({speed / rival:.2f}×)" if rival else "")
 
 
 if __name__ == "__main__":
