@@ -145,11 +145,11 @@ class Reserved(NamedTuple):
     """Pages for one token of each sequence, in the local windows and in the global regions of all layers."""
 
     page: Int[Array, "2 l b k"]
-    """Past the pool's end: none, because none is needed, or because the pool ran out."""
+    """The index of each page; it is past the pool's end where none is needed and where the pool ran out."""
     column: Int[Array, "2 l b k"]
-    """Where in the page table they stand, or would."""
+    """The column of the page table that is meant for the page."""
     needed: Bool[Array, "2 l b k"]
-    """Where a token that is written there needs a page."""
+    """True if a token that is written there needs a page."""
 
 
 def reserve(

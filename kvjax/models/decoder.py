@@ -86,7 +86,7 @@ def _gathered(stored: nnx.Param, wide: Wide) -> Array:
 
 
 Index = Int[Array, ""] | None
-"""Of a layer whose matrices are those of all layers in their stack; None: they are its own alone."""
+"""The index of a layer whose matrices are given as the stack of all layers'; None if they are given alone."""
 
 
 def _product(

@@ -91,7 +91,7 @@ def _grouped(x: Any, groups: int) -> Any:
 
 
 def _groups(path: str, config: ModelConfig) -> int:
-    """How many times the parts of an array take turns."""
+    """Return the number of times that the parts of an array take turns."""
     if path.startswith("qkv"):
         return config.num_kv_heads
     # a mesh splits no finer than by KV heads, and a device then has whole blocks

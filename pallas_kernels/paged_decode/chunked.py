@@ -18,9 +18,9 @@ from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, by_row
 TOKENS = 8
 """Most query tokens for which the decode kernels are made."""
 ENTRIES = 4096, 32768
-"""How many entries of each row are copied at a time, at least and at most: each time the whole output is merged."""
+"""The least and the most entries of a row that are copied at a time. The whole output is merged each time."""
 COPIED = 1 << 27
-"""About how many bytes of entries are copied at a time, of all rows."""
+"""Bytes of all rows' entries that are copied at a time, unless the limits of `ENTRIES` say otherwise."""
 
 
 def attend_many(

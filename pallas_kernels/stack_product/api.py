@@ -22,7 +22,9 @@ def stack_product(
     *,
     implementation: str | None = None,
 ) -> Float32[Array, "m f"]:
-    """`x · stack[layer]`, with sums in float32 and without a copy of the layer's weights. No gradient flows.
+    """`x · stack[layer]`, with sums in float32 and without a copy of the layer's weights.
+
+    The GPU's kernel is not differentiable.
 
     Args:
         layer: from 0, less than l.

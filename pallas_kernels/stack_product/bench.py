@@ -46,7 +46,7 @@ def lines(setting: Setting, key: jax.Array, rows: int, implementations: tuple[st
 
 
 def checks(key: jax.Array, dtype: Any) -> list[Check]:
-    """Of a size that no tile divides."""
+    """Check a size that no tile divides."""
 
     def call(implementation, x, stack):
         return stack_product(x, stack, jnp.int32(2), implementation=implementation)

@@ -67,11 +67,14 @@ def shape(mesh, dtype, size, *spec):
     return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def wgkv(config):
-    gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(0))
+def wgkv_policy(config, **sizes):
+    gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(0), **sizes)
     heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, HEADS))
-    policy = Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
-    return compile_policy(policy, config.num_layers, config.num_kv_heads).read
+    return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
+
+
+def wgkv(config):
+    return compile_policy(wgkv_policy(config), config.num_layers, config.num_kv_heads).read
 
 
 def fast_kvzip(config):

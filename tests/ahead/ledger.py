@@ -22,13 +22,13 @@ from kvjax.checkpoints.orbax import abstract
 from kvjax.inference.allocation import laid_out
 from kvjax.inference.decode import decode_block
 from kvjax.inference.sampler import make_sampler
-from kvjax.mesh import BATCH, HEADS, P, make_mesh
+from kvjax.mesh import BATCH, P, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy, make_policy
-from kvjax.policies.admission.wgkv import WGKV, WriteGate
+from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from pallas_kernels.ahead import H100, TPUS
+from tests.ahead.compile_programs import wgkv_policy
 from tests.ahead.hlo import launched
 
 CHIPS = {
@@ -43,11 +43,9 @@ DTYPE = jnp.dtype(jnp.bfloat16)
 
 
 def policy_of(name, config):
-    if name != "wgkv":
-        return make_policy({"full": "full", "snapkv": "snapkv:ratio=0.25"}[name])
-    gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, expand=1.5, rngs=nnx.Rngs(0))
-    heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, HEADS))
-    return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
+    if name == "wgkv":
+        return wgkv_policy(config, expand=1.5)
+    return make_policy({"full": "full", "snapkv": "snapkv:ratio=0.25"}[name])
 
 
 def decoding(mesh, sizes, policy, batch):
@@ -62,13 +60,7 @@ def decoding(mesh, sizes, policy, batch):
         **sizes,
     )
     model = abstract(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=DTYPE), mesh)
-    compiled = {}
-
-    def view():
-        compiled["policy"] = policy_of(policy, config).compile(model)
-        return compiled["policy"].decode
-
-    view = abstract(view, mesh)
+    view = abstract(lambda: policy_of(policy, config).compile(model).decode, mesh)
     context = 1 << 17 if batch == 1 else 1 << 15
     heads = batch * config.num_layers * config.num_kv_heads
     kept = context if policy == "full" else int(context * KEPT)

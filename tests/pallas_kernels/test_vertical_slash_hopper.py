@@ -79,7 +79,7 @@ def test_values_and_races(case):
 
 
 def test_wider_outputs_have_16_bits():
-    """For merging: what is rounded to bfloat16 is the same, and the rest is there."""
+    """Each number is within bfloat16's rounding of the narrow output, and nearer to the exact one."""
     case = CASES["two heads a program, band and far list, gates"]
     narrow, wide = check(case), check(case, jnp.float32)
     np.testing.assert_allclose(wide, narrow, rtol=2**-8)
