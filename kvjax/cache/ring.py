@@ -18,6 +18,7 @@ from kvjax.cache.max_entries import POSITION, PRIORITY, Turnover
 from kvjax.cache.pages import LayerCache, Pages, ring_pages, with_keys
 from kvjax.cache.planes import appended, in_front, placed
 from kvjax.errors import UserError
+from pallas_kernels.paged_decode import Append
 
 
 def ring_entries(
@@ -225,57 +226,80 @@ def slot_priority(
     return dataclasses.replace(layer, priority=ring), oldest[..., None]
 
 
-def push_one(
+class PlaceOfOne(NamedTuple):
+    """Where one token of each sequence is written, and where the token that leaves the local window for it goes."""
+
+    append: Append
+    """Of the pool: the slot of the new token, and the place in the global region of the one that leaves."""
+    stays: Bool[Array, "b k"]
+    """True if the token that leaves the window is kept."""
+    place: Int[Array, "b k"]
+    """The place in its row of the token that is kept."""
+    length: Int[Array, "b k"]
+    """Entries in the global regions after the token."""
+
+
+def place_one(
     pages: Pages,
     layer: LayerCache,
-    kv: Float[Array, "b k 1 kv"],
-    oldest: Float[Array, "b k 1"],
     turnover: Turnover,
-    numbers: dict[str, Shaped[Array, "b k 1"]],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     window: int,
-) -> tuple[Pages, LayerCache]:
-    """`push` of one token, whose pages are reserved: it takes the slot of the oldest token in the local window, which
-    moves to the global region or goes. `oldest` is that token's priority."""
-    slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
-    ring, b, runs = ring_pages(window, page_size), jnp.arange(seen.shape[0]), valid > 0
-    slot = seen % max(slots, 1)
+) -> PlaceOfOne:
+    """Return where `push_one` writes a token, whose pages are reserved: it takes the slot of the oldest token in the
+    local window, which moves to the global region or goes."""
+    slots, (capacity, page_size, _) = window - 1, pages.pool.shape
     stays = turnover.stays[..., 0] & leaving(seen, valid, 1, window)
     place, length = layer.length, layer.length + stays
     if turnover.gone is not None:
         gone = turnover.gone.any(-1)
         place, length = jnp.where(gone, turnover.gone.argmax(-1), place), length - gone
-    table = layer.page_table[..., ring:]
-    column = jnp.minimum(ring + place // page_size, layer.page_table.shape[-1] - 1)
-    page = jnp.take_along_axis(layer.page_table, column[..., None], 2)
-    page, offset = jnp.where(stays[..., None], page, capacity), (place % page_size)[..., None]
-    leaves, moved = kv, numbers
-    if slots:
-        window_page = jnp.take_along_axis(layer.page_table, (slot // page_size)[:, None, None], 2)
-        window_offset = jnp.broadcast_to((slot % page_size)[:, None, None], offset.shape)
-        leaves = pages.entries(window_page, window_offset)
-        moved = {name: layer.numbers[name][b, :, slot][..., None] for name in numbers}
-        window_page = jnp.where(runs[:, None, None], window_page, capacity)
-        pages = pages.with_entries(
-            jnp.concatenate([page, window_page], -1),
-            jnp.concatenate([offset, window_offset], -1),
-            jnp.concatenate([leaves, kv.astype(leaves.dtype)], 2),
-        )
-    else:
-        pages = pages.with_entries(page, offset, kv)
-    place = jnp.where(stays, place, table.shape[-1] * page_size)[..., None]
+
+    def entry(exists, column, offset):
+        column = jnp.minimum(column, layer.page_table.shape[-1] - 1)
+        page = jnp.take_along_axis(layer.page_table, column[..., None], 2)[..., 0]
+        return jnp.where(exists, page, capacity) * page_size + offset
+
+    kept = entry(stays, ring_pages(window, page_size) + place // page_size, place % page_size)
+    if not slots:
+        return PlaceOfOne(Append(kept, jnp.full_like(kept, capacity * page_size)), stays, place, length)
+    slot = (seen % slots)[:, None]
+    slot = entry((valid > 0)[:, None], slot // page_size, slot % page_size)
+    return PlaceOfOne(Append(slot, kept), stays, place, length)
+
+
+def push_one(
+    pages: Pages,
+    layer: LayerCache,
+    at: PlaceOfOne,
+    oldest: Float[Array, "b k 1"],
+    numbers: dict[str, Shaped[Array, "b k 1"]],
+    seen: Int[Array, " b"],
+    valid: Int[Array, " b"],
+    window: int,
+) -> tuple[Pages, LayerCache]:
+    """`push` of one token that is in the pool already (`paged_decode_append`): all else that is known of it, and of the
+    token that left the local window, whose priority is `oldest`."""
+    slots, page_size, b = window - 1, pages.pool.shape[1], jnp.arange(seen.shape[0])
+    slot, table = seen % max(slots, 1), layer.page_table[..., ring_pages(window, page_size) :]
+    place = jnp.where(at.stays, at.place, table.shape[-1] * page_size)[..., None]
+    moved = {name: layer.numbers[name][b, :, slot][..., None] for name in numbers} if slots else dict(numbers)
     position = jnp.broadcast_to((seen - slots)[:, None, None], place.shape)
     moved |= {name: x for name, x in ((PRIORITY, oldest), (POSITION, position)) if name in pages.planes}
     planes = {name: placed(pages.planes[name], table, place, x) for name, x in moved.items()}
-    bounds = with_keys(pages.bounds, page, leaves.astype(pages.dtype))
+    bounds = pages.bounds
+    if bounds is not None:
+        kept = (at.append.moved if slots else at.append.slot)[..., None]
+        page, offset = kept // page_size, kept % page_size
+        bounds = with_keys(bounds, page, pages.entries(page, offset))
     pages = dataclasses.replace(pages, bounds=bounds, planes=pages.planes | planes)
     by_slot = dict(layer.numbers)
     for name, new in numbers.items() if slots else ():
         old = by_slot[name]
-        kept = jnp.where(runs[:, None], new[..., 0].astype(old.dtype), old[b, :, slot])
+        kept = jnp.where((valid > 0)[:, None], new[..., 0].astype(old.dtype), old[b, :, slot])
         by_slot[name] = old.at[b, :, slot].set(kept)
-    return pages, dataclasses.replace(layer, length=length, numbers=by_slot)
+    return pages, dataclasses.replace(layer, length=at.length, numbers=by_slot)
 
 
 def _allocate(pages, layer, stays, gone, seen, valid, window):

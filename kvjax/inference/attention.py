@@ -5,6 +5,8 @@ collective.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.mesh import BATCH, HEADS, P, gather
-from kvjax.policies.base import BIAS, Trainable
+from kvjax.policies.base import BIAS, Keep, Numbers, Trainable
 from kvjax.policies.compiled import States, View
 from kvjax.policies.views import Readout, Step
 from pallas_kernels.ordering import after
-from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.paged_decode import paged_decode, paged_decode_append
 from pallas_kernels.softmax import merge
 from pallas_kernels.vertical_slash import vertical_slash
 
@@ -105,29 +107,26 @@ def cached_attention(
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
         if (tokens := step.q.shape[2]) == 1:
-            later, priority = caches.slot_priority(layer, seen, priority, valid, delay)
+            layer, priority = caches.slot_priority(layer, seen, priority, valid, delay)
         else:
-            later, priority = layer, caches.ring_priority(layer, seen, priority, valid, delay)
+            priority = caches.ring_priority(layer, seen, priority, valid, delay)
         # a priority that is NaN: the method computed no number
         leaving = caches.leaving(seen, valid, tokens, window)[:, None]
         pages = caches.if_finite(pages, ~(leaving & jnp.isnan(priority[..., :tokens])))
         # ask the cache, not the policy: the method that wrote the bias may be gone
         bias = view.bias(states, step) if BIAS in pages.planes else None
-        run = _decode if tokens == 1 else _prefill
-        o, lse, turnover, chosen = run(view, step, pages, layer, priority, bias, seen, valid, implementation)
+        arguments = view, step, pages, layer, priority, bias, seen, valid, implementation
+        found = _decode(*arguments, write) if tokens == 1 else _prefill(*arguments)
         if not write:
-            return o, lse, pages, layer
-        kv = jnp.concatenate([step.k, step.v], -1)
+            return found.o, found.lse, pages, layer
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
-        readout = Readout(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
+        readout = Readout(found.lse, valid, pages.pool, table, layer.length, found.chosen, pages.dtype)
         numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
-        # the pool is written after it was read: else XLA copies all of it, in every layer and step
-        push = caches.push_one if tokens == 1 else caches.push
-        pages, layer = push(pages, later, kv, priority, turnover, numbers, after(seen, o), valid, window)
+        pages, layer = found.push(numbers)
         # of the pool as it is now: the one before would have to be kept beside it
         readout = dataclasses.replace(readout, pool=pages.pool)
         planes = view.update(states, pages.planes, step, readout)
-        return o, lse, dataclasses.replace(pages, planes=planes), layer
+        return found.o, found.lse, dataclasses.replace(pages, planes=planes), layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(view, "data", "fsdp")
@@ -142,8 +141,17 @@ def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:
     return step.revisiting(*jnp.split(old, 2, -1))
 
 
-Attended = tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Turnover, Bool[Array, "b k c"] | None]
-"""Outputs, log-sum-exp, turnover, and the pages of retained entries that were read (None: all)."""
+class Attended(NamedTuple):
+    """What a call's tokens saw, and how they are written."""
+
+    o: Float[Array, "b n t h"]
+    """The output."""
+    lse: Float[Array, "b n t"]
+    """The log-sum-exp."""
+    push: Callable[[Numbers], tuple[caches.Pages, caches.LayerCache]]
+    """Returns the cache with the tokens in it, given the methods' numbers of them."""
+    chosen: Bool[Array, "b k c"] | None = None
+    """The pages of retained entries that were read; None: all."""
 
 
 def _decode(
@@ -151,14 +159,15 @@ def _decode(
     step: Step,
     pages: caches.Pages,
     layer: caches.LayerCache,
-    priority: Float[Array, "b k rt"],
+    oldest: Float[Array, "b k 1"],
     bias: Float[Array, "b k t"] | None,
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     implementation: str | None,
+    write: bool,
 ) -> Attended:
     """Attend from one token, which sees everything that is stored and reads the pages that the selection chooses."""
-    keep, window, page_size = view.admission.keep(), view.window, pages.pool.shape[1]
+    window, page_size = view.window, pages.pool.shape[1]
     ring, chosen = caches.ring_pages(window, page_size), None
     if view.selection is not None:
         assert pages.bounds is not None
@@ -167,26 +176,35 @@ def _decode(
             step.q, bounds, layer.length, layer=step.layer,
             local=jnp.minimum(seen + 1, window), seen=seen + 1, page_size=page_size,
         )  # fmt: skip
-    o, lse = paged_decode(
-        step.q,
-        pages.pool,
-        layer.page_table,
-        layer.length,
-        jnp.minimum(seen, window - 1),
-        ring_pages=ring,
-        new=(step.k, step.v),
-        pages=chosen,
-        bias=None if bias is None else pages.planes[BIAS],
-        implementation=implementation,
-    )
-    oldest = priority[..., :1]
+    stored = step.q, pages.pool, layer.page_table, layer.length, jnp.minimum(seen, window - 1)
+    options: dict[str, Any] = {
+        "ring_pages": ring, "new": (step.k, step.v), "pages": chosen, "implementation": implementation,
+        "bias": None if bias is None else pages.planes[BIAS],
+    }  # fmt: skip
+    if not write:
+        return Attended(*paged_decode(*stored, **options), lambda numbers: (pages, layer), chosen)
+    turnover = _displaced(view.admission.keep(), pages, layer, oldest, seen, valid, window)
+    at = caches.place_one(pages, layer, turnover, seen, valid, window)
+    o, lse, pool = paged_decode_append(*stored, append=at.append, **options)
+    if bias is not None:  # the plane is read before it is written
+        at = at._replace(place=after(at.place, lse))
+
+    def push(numbers: Numbers) -> tuple[caches.Pages, caches.LayerCache]:
+        now = dataclasses.replace(pages, pool=pool)
+        return caches.push_one(now, layer, at, oldest, numbers, seen, valid, window)
+
+    return Attended(o, lse, push, chosen)
+
+
+def _displaced(keep: Keep, pages, layer, oldest, seen, valid, window) -> caches.Turnover:
+    """Return the turnover of one token: whether the token that leaves the window for it is retained, and in which
+    entry's place."""
     wanted = keep.wanted(oldest)
     if keep.max_entries is None:
-        return o, lse, caches.Turnover(wanted), chosen
-    stored = caches.standings(pages, layer, ring)
+        return caches.Turnover(wanted)
+    stored = caches.standings(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
     wanted &= caches.leaving(seen, valid, 1, window)[:, None]
-    turnover = caches.swap_worst(stored, layer.length, keep.max_entries, wanted[..., 0], oldest[..., 0])
-    return o, lse, turnover, chosen
+    return caches.swap_worst(stored, layer.length, keep.max_entries, wanted[..., 0], oldest[..., 0])
 
 
 def _prefill(
@@ -222,9 +240,23 @@ def _prefill(
         end = caches.ends(wanted, priority, None, window=view.window, exists=exists)
         near = vertical_slash(step.q, k, v, end, window=view.window, log_gate=bias, **options)
     if alone:
-        return *near, turnover, None
-    o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, bias=stored_bias, **options))
-    return o.astype(step.q.dtype), lse, turnover, None
+        o, lse = near
+    else:
+        stored = paged_decode(step.q, pages.pool, table, layer.length, bias=stored_bias, **options)
+        o, lse = merge(*near, *stored)
+    return _to_write(
+        o.astype(step.q.dtype), lse, step, pages, layer, priority, turnover, seen, valid, view.window
+    )
+
+
+def _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, window) -> Attended:
+    """Return what many tokens saw. The pool is written after it was read: else XLA copies all of it, in every layer."""
+
+    def push(numbers: Numbers) -> tuple[caches.Pages, caches.LayerCache]:
+        kv = jnp.concatenate([step.k, step.v], -1)
+        return caches.push(pages, layer, kv, priority, turnover, numbers, after(seen, o), valid, window)
+
+    return Attended(o, lse, push)
 
 
 def _competing(view, step, pages, layer, priority, bias, seen, valid, implementation) -> Attended:
@@ -238,17 +270,17 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
     k, v, exists = _near(step, pages, layer, seen, valid, window)
     # what was stored stays until something better comes, whatever the threshold is now
     wanted = jnp.concatenate([held.exists, keep.wanted(priority)], -1)
-    priority = jnp.concatenate([held.priority, priority], -1)
+    standing = jnp.concatenate([held.priority, priority], -1)
     exists = jnp.concatenate([held.exists, jnp.broadcast_to(exists, (*k.shape[:2], k.shape[2]))], -1)
     # later than whatever is stored
     position = jnp.broadcast_to(seen[:, None, None] - window + 1 + jnp.arange(k.shape[2]), k.shape[:3])
     position = jnp.concatenate([held.position, position], -1)
     # append a dummy query, so that the mask also tells what survives the call
-    wanted, priority, exists, position = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (wanted, priority, exists, position)
+    wanted, standing, exists, position = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (wanted, standing, exists, position)
     )
     end = caches.ends(
-        wanted, priority, jnp.maximum(keep.max_entries, layer.length),
+        wanted, standing, jnp.maximum(keep.max_entries, layer.length),
         window=window, exists=exists, position=position, queries=tokens + 1,
     )  # fmt: skip
     if bias is not None:
@@ -266,7 +298,7 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
         log_gate=bias,
         implementation=implementation,
     )
-    return o, lse, turnover, None
+    return _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, window)
 
 
 def _near(step, pages, layer, seen, valid, window):

@@ -1,11 +1,12 @@
-"""The op `paged_decode`: attention over the paged cache."""
+"""The op `paged_decode`: attention over the paged cache, and the writing of a decoded token."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
-from pallas_kernels.bits import as_floats
+from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import choose
+from pallas_kernels.paged_decode.append import Append
 from pallas_kernels.paged_decode.gpu import gpu
 from pallas_kernels.paged_decode.hopper import hopper
 from pallas_kernels.paged_decode.reference import reference
@@ -69,26 +70,78 @@ def paged_decode(
             lengths that are no integers, a bias that is not float32, an unknown implementation, or what a kernel does
             not take (`supported.py`).
     """
-    call = choose(IMPLEMENTATIONS, implementation, "paged_decode")
     _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias)
+    stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias
+    return _run(*stored, dtype, None, implementation)[:2]
+
+
+def paged_decode_append(
+    q: Float[Array, "b n 1 h"],
+    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
+    page_table: Int[Array, "b k c"],
+    length: Int[Array, "b k"],
+    ring_length: Int[Array, " b"] | None = None,
+    *,
+    new: tuple[Float[Array, "b k 1 h"], Float[Array, "b k 1 h"]],
+    append: Append,
+    ring_pages: int = 0,
+    pages: Bool[Array, "b k global"] | None = None,
+    bias: Float[Array, "p page"] | None = None,
+    implementation: str | None = None,
+) -> tuple[
+    Float[Array, "b n 1 h"],
+    Float[Array, "b n 1"],
+    Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
+]:
+    """`paged_decode` of one token, which is then written into the pool, in the place of another entry that may move.
+
+    On GPUs and TPUs a kernel writes the pool in place: a scan that carries it copies nothing.
+
+    Args:
+        new: the token's keys and values.
+        append: where they go. The pages are read as they were before that.
+        q, pool, page_table, length, ring_length, ring_pages, pages, bias, implementation: as of `paged_decode`.
+
+    Returns:
+        The output, the log-sum-exp, and the pool with the token in it.
+
+    Raises:
+        ValueError: as `paged_decode`; more than one token; places that are no integers, or not one for each row.
+    """
+    _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias)
+    if q.shape[2] != 1 or any(place.shape != length.shape for place in append):
+        raise ValueError(
+            f"paged_decode_append: {q.shape[2]} tokens and places {[place.shape for place in append]}, but one token "
+            f"of each row is written, to places {length.shape}"
+        )
+    require_whole("paged_decode_append", **append._asdict())
+    stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias
+    return _run(*stored, None, append, implementation)
+
+
+def _run(
+    q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, dtype, append, implementation
+):
+    """Output, log-sum-exp and the pool."""
+    call, given = choose(IMPLEMENTATIONS, implementation, "paged_decode"), pool.dtype
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     if 0 in q.shape[:3] or not page_table.shape[2]:
-        return _nothing_stored(q, new, dtype, implementation)
+        return *_nothing_stored(q, new, dtype, implementation), pool
     if call is not xla:
         pool = as_floats(pool, q.dtype)
     page = pool.shape[1]
     length = jnp.clip(length, 0, (page_table.shape[2] - ring_pages) * page)
     if ring_length is not None:
         ring_length = jnp.clip(ring_length, 0, ring_pages * page)
-    q, pool, page_table, length, ring_length, new, pages, bias = alike(
-        q, pool, page_table, length, ring_length, new, pages, bias
+    q, pool, page_table, length, ring_length, new, pages, bias, append = alike(
+        q, pool, page_table, length, ring_length, new, pages, bias, append
     )
-    if pages is None:
-        return call(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype)
-    if call is reference:
-        return reference(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, pages)
-    page_table, length = compact(pages, page_table, length, page)
-    return call(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype)
+    if pages is not None and call is not reference:
+        page_table, length, pages = *compact(pages, page_table, length, page), None
+    chosen = {} if pages is None else {"pages": pages}
+    stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
+    o, lse, pool = call(*stored, dtype, append, **chosen)
+    return o, lse, as_bits(pool) if pool.dtype != given else pool
 
 
 def _nothing_stored(q, new, dtype, implementation):

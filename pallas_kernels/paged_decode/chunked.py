@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_decode.append import written
 from pallas_kernels.paged_decode.plane import of_pages, of_pages_by_lanes
 from pallas_kernels.softmax import MASKED, merge
 from pallas_kernels.vertical_slash import vertical_slash
@@ -24,7 +25,18 @@ COPIED = 1 << 27
 
 
 def attend_many(
-    attend: Callable, name: str, q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
+    attend: Callable,
+    name: str,
+    q,
+    pool,
+    page_table,
+    length,
+    ring_length,
+    ring_pages,
+    new,
+    bias,
+    dtype,
+    append,
 ):
     """`attend` is that of `vertical_slash`'s kernel, called `name`."""
     b, heads, columns = page_table.shape
@@ -59,4 +71,4 @@ def attend_many(
     else:
         state = vertical_slash(q, *new, window=1, implementation=name, dtype=jnp.float32)
     o, lse = lax.fori_loop(0, -(-used.max() // (width * page)), block, state)
-    return o.astype(dtype), lse
+    return o.astype(dtype), lse, written(pool, append, new, lse)

@@ -117,8 +117,9 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref, *, s
 
 
 def gpu(
-    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, interpret: bool | None = None
-):
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None,
+    interpret: bool | None = None,
+):  # fmt: skip
     check_supported("gpu", q, pool, page_table)
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
@@ -128,7 +129,8 @@ def gpu(
     if t > TOKENS or power(queries, 16) * h2 > LARGEST:
         name, kernel = ("hopper", hopper.attend) if hopper.takes(q) else ("gpu", attend)
         many = functools.partial(kernel, dtype=jnp.float32, interpret=interpret)
-        return attend_many(many, name, q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype)
+        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
+        return attend_many(many, name, *stored, dtype, append)
     # An output of more than 64 registers a thread would be too much, or q's share of the shared memory.
     large = 2 * power(queries, 16) * h2 >= LARGEST
     keys = min(128, max(16, TILE_BYTES // (2 * h2 * pool.dtype.itemsize) // (2 if large else 1)))
@@ -157,5 +159,6 @@ def gpu(
         interpret=interpret,
         name="paged_decode",
     )(rows, q, pool, page_table.reshape(r, columns), bias)
-    o, lse = merge(shares, rows, q, new, *parts, dtype=dtype, interpret=interpret)
-    return o.reshape(b, n, t, h), lse.reshape(b, n, t)
+    options = {"pool": pool, "append": append, "dtype": dtype, "interpret": interpret}
+    o, lse, pool = merge(shares, rows, q, new, *parts, **options)
+    return o.reshape(b, n, t, h), lse.reshape(b, n, t), pool

@@ -57,8 +57,9 @@ class Plan(NamedTuple):
 
 
 def hopper(
-    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, interpret=None, machine=HOPPER
-):
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None, interpret=None,
+    machine=HOPPER,
+):  # fmt: skip
     b, n, t, h = q.shape
     heads = page_table.shape[1]
     kind, page = target().kind, pool.shape[1]
@@ -74,9 +75,8 @@ def hopper(
     )
     if t > TOKENS:
         many = functools.partial(attend, dtype=jnp.float32, interpret=interpret, machine=machine)
-        return attend_many(
-            many, "hopper", q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
-        )
+        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
+        return attend_many(many, "hopper", *stored, dtype, append)
     group = n // heads
     # More queries than a wgmma has rows: as if fewer heads shared the pages.
     split = next(x for x in range(1, group + 1) if group % x == 0 and group // x * t <= QUERIES)
@@ -117,8 +117,9 @@ def hopper(
         kernel_name="paged_decode_hopper",
         interpret=interpret,
     )(rows, page_table.reshape(r, columns), q_rows, pool.reshape(-1, 2 * h))
-    o, lse = merge(shares, rows, q_rows, new, *slots, dtype=dtype, interpret=interpret is not None)
-    return o.reshape(b, n, t, h), lse.reshape(b, n, t)
+    options = {"pool": pool, "append": append, "dtype": dtype, "interpret": interpret is not None}
+    o, lse, pool = merge(shares, rows, q_rows, new, *slots, **options)
+    return o.reshape(b, n, t, h), lse.reshape(b, n, t), pool
 
 
 def _repeated(split: int, page_table, length, new):

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from pallas_kernels.softmax import MASKED
 
 
-def reference(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, pages=None):
+def reference(
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None, pages=None
+):
     b, n, t, h = q.shape
     _, heads, columns = page_table.shape
     page = pool.shape[1]
@@ -40,4 +42,13 @@ def reference(q, pool, page_table, length, ring_length, ring_pages, new, bias, d
     lse = jax.nn.logsumexp(x, -1)
     p = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
     o = jnp.einsum("bkgts,bksh->bkgth", p, v, precision="highest")
-    return o.reshape(b, n, t, h).astype(dtype), lse.reshape(b, n, t)
+    return o.reshape(b, n, t, h).astype(dtype), lse.reshape(b, n, t), _written(pool, append, new)
+
+
+def _written(pool, append, new):
+    if append is None:
+        return pool
+    entries, token = pool.reshape(-1, pool.shape[2]), jnp.concatenate(new, -1)[:, :, 0]
+    old = entries.at[append.slot].get(mode="clip")
+    entries = entries.at[append.moved].set(old, mode="drop")
+    return entries.at[append.slot].set(token.astype(pool.dtype), mode="drop").reshape(pool.shape)

@@ -1,5 +1,5 @@
 """The tiles of all rows of `paged_decode` in one list, of which every program takes an equal share ("stream-K": Osama
-et al., 2023), and what makes the rows' results of what the programs leave. For GPUs.
+et al., 2023), and what makes the rows' results of what the programs leave, and writes the token. For GPUs.
 
 A row is one (sequence, kv head). The shares are runs of the list, so a long row is spread over many programs and a
 program may take many short rows. Program p leaves what it made of row r in slot p + r: as its runs only ever move on,
@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.paged_decode.append import Append
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
 
@@ -83,25 +84,40 @@ def share(program, total, shares: Shares):
     return tuple(lax.div(x, jnp.maximum(programs, 1)) for x in (begin, stop))
 
 
-def merge(shares: Shares, rows, q, new, slots, slot_lse, *, dtype, interpret: bool):
-    """Output `[r queries h]` of `dtype` and log-sum-exp `[r queries]`.
+def merge(
+    shares: Shares, rows, q, new, slots, slot_lse, *, pool, append: Append | None, dtype, interpret: bool
+):
+    """Output `[r queries h]` of `dtype`, log-sum-exp `[r queries]`, and the pool, with this call's token in it if there
+    is an `append`.
 
     From what is `listed`; the queries `[r queries h]`; this call's keys and values `[b k t h]`; and the slots in
     float32: outputs `[slots queries h]` and log-sum-exps to the base 2. q and the slots may have more queries.
     """
     r, queries, h = shares.r, shares.queries, shares.h
     k, v = (None, None) if new is None else (x.reshape(r, shares.t, h) for x in new)
-    return pl.pallas_call(
-        functools.partial(_merge, shares=shares),
+    inputs = rows, q, k, v, slots, slot_lse
+    outputs = [output((r, queries, h), dtype, q), output((r, queries), jnp.float32, q)]
+    places, entries, aliases = None, None, {}
+    if append is not None:
+        places, entries = jnp.stack([x.reshape(-1) for x in append]), pool.reshape(-1, pool.shape[2])
+        outputs.append(output(entries.shape, pool.dtype, pool))
+        aliases = {len(inputs) + 1: 2}
+    o, lse, *changed = pl.pallas_call(
+        functools.partial(_merge, shares=shares, interpret=interpret),
         grid=(r, queries),
-        out_shape=[output((r, queries, h), dtype, q), output((r, queries), jnp.float32, q)],
+        out_shape=outputs,
+        input_output_aliases=aliases,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="paged_decode_merge",
-    )(rows, q, k, v, slots, slot_lse)
+    )(*inputs, places, entries)
+    return o, lse, changed[0].reshape(pool.shape) if changed else pool
 
 
-def _merge(rows_ref, q_ref, k_ref, v_ref, slots_ref, slot_lse_ref, o_ref, lse_ref, *, shares: Shares):
+def _merge(
+    rows_ref, q_ref, k_ref, v_ref, slots_ref, slot_lse_ref, places_ref, _, o_ref, lse_ref,
+    *pool_refs, shares: Shares, interpret: bool,
+):  # fmt: skip
     """One query's output from its row's slots and from this call's keys up to itself."""
     row, query = pl.program_id(0), pl.program_id(1)
     start, end, total = (rows_ref[0, x] for x in (row, row + 1, shares.r))
@@ -147,3 +163,24 @@ def _merge(rows_ref, q_ref, k_ref, v_ref, slots_ref, slot_lse_ref, o_ref, lse_re
     o = jnp.where(empty, 0, o / l).astype(o_ref.dtype)
     plt.store(o_ref.at[row, query, column], o, mask=exists)
     lse_ref[row, query] = jnp.where(empty, -jnp.inf, m * math.log(2) + jnp.log(l))
+    if pool_refs:
+        repeated = shares.r // places_ref.shape[1]
+        first = (query == 0) & (row % repeated == 0)
+        places = row // repeated, places_ref
+        pl.when(first)(lambda: _write(row, *places, k_ref, v_ref, pool_refs[0], shares, interpret))
+
+
+def _write(row, place, places_ref, k_ref, v_ref, pool_ref, shares: Shares, interpret: bool):
+    """The row's token into its slot of the pool `[entries 2h]`, and the entry that was there to its own place."""
+    slot, moved = places_ref[0, place], places_ref[1, place]
+    column, entries = jnp.arange(shares.h2), pool_ref.shape[0]
+    exists = column < shares.h
+    sides = (0, k_ref), (shares.h, v_ref)
+    there = jnp.minimum(slot, entries - 1)
+    old = [plt.load(pool_ref.at[there, first + column], mask=exists, other=0) for first, _ in sides]
+    if not interpret:
+        plt.debug_barrier()  # a number may be read by several threads, and is written by one of them
+    for (first, new_ref), x in zip(sides, old, strict=True):
+        plt.store(pool_ref.at[moved, first + column], x, mask=exists & (moved < entries))
+        x = plt.load(new_ref.at[row, 0, column], mask=exists, other=0).astype(pool_ref.dtype)
+        plt.store(pool_ref.at[slot, first + column], x, mask=exists & (slot < entries))

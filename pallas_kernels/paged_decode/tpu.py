@@ -29,6 +29,7 @@ from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
 from pallas_kernels.paged_decode.plane import LANES, in_lanes
 from pallas_kernels.paged_decode.supported import check_supported
+from pallas_kernels.paged_decode.tpu_append import written
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output
@@ -351,13 +352,14 @@ def _cores(rows: int) -> int:
     return math.gcd(rows, pltpu.get_tpu_info().num_cores) if target().platform == "tpu" else 1
 
 
-def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, interpret: Any = None):
+def tpu(
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None, interpret: Any = None
+):
     check_supported("tpu", q, pool, page_table, page_multiple=8, columns=COLUMNS)
     if q.shape[2] > TOKENS:
         many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
-        return attend_many(
-            many, "tpu", q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
-        )
+        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
+        return attend_many(many, "tpu", *stored, dtype, append)
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     capacity, page = pool.shape[:2]
@@ -448,4 +450,5 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
         jnp.pad(table, ((0, 0), (0, 0), (0, -columns % LANES))),
         bias,
     )
-    return o[..., width - h :].reshape(b, n, t, h), lse.reshape(b, n, t)
+    o, lse = o[..., width - h :].reshape(b, n, t, h), lse.reshape(b, n, t)
+    return o, lse, written(pool, append, new, lse, interpret)

@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import softmax
 from pallas_kernels.bits import as_floats
 from pallas_kernels.blocks import divisor, even
+from pallas_kernels.paged_decode.append import written
 from pallas_kernels.paged_decode.plane import of_pages
 
 QUERIES = 512
@@ -26,7 +27,7 @@ LOGITS = 1 << 17
 """Most rows, and about the most logits, in a tile."""
 
 
-def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype):
+def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None):
     b, n, t, h = q.shape
     heads = page_table.shape[1]
     r, g = b * heads, n // heads
@@ -49,7 +50,8 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype):
 
     o, lse = lax.map(block, jnp.arange(blocks))
     o = jnp.moveaxis(o, 0, 2).reshape(b, n, blocks * bq, h)[:, :, :t]
-    return o, jnp.moveaxis(lse, 0, 2).reshape(b, n, blocks * bq)[:, :, :t]
+    lse = jnp.moveaxis(lse, 0, 2).reshape(b, n, blocks * bq)[:, :, :t]
+    return o, lse, written(pool, append, new, lse)
 
 
 class _Stored:

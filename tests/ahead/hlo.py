@@ -132,7 +132,10 @@ def _written(one: _Instruction, computations: dict[str, list[_Instruction]], ins
             return of(known[x.operands[0]])
         if x.opcode in ("dynamic-update-slice", "scatter"):
             return _bytes(known[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]].shape)
-        return _bytes(x.shape)
+        # what a kernel changes in place of an operand is its own affair
+        aliased = re.search(r"output_to_operand_aliasing={(.*?\))}", x.rest)
+        operands = re.findall(r"\((\d+),", aliased[1]) if aliased else ()
+        return _bytes(x.shape) - sum(_bytes(known[x.operands[int(index)]].shape) for index in operands)
 
     return of(body[-1])
 

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.bits import as_bits
-from pallas_kernels.ordering import after
-from pallas_kernels.paged_decode import api, chunked, paged_decode
+from pallas_kernels.paged_decode import Append, api, chunked, paged_decode, paged_decode_append
 from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 from pallas_kernels.paged_decode.selection import scattered_to_front, sorted_to_front
 from pallas_kernels.vertical_slash import vertical_slash
@@ -271,7 +270,7 @@ def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values
     "implementation", [pytest.param(x, marks=pytest.mark.thorough if x == "tpu" else ()) for x in OTHERS]
 )
 def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
-    """Each step writes one entry and attends; the pool is never copied.
+    """Each step attends, writes one entry and moves one; the pool is never copied.
 
     Fewer shards for an interpreter, whose threads wait for each other; the general one, which runs what is for GPUs,
     does not know over which axes of the mesh an array varies.
@@ -293,7 +292,9 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
     def local(implementation, q, pool, table, length, ring_length, k, v, bias):
         def step(carry, _):
             q, pool, length = carry
-            out = paged_decode(
+            at = jnp.take_along_axis(table, ring_pages + length[..., None] // page, 2)[..., 0]
+            append = Append(table[..., 0] * page + length % page, at * page + length % page)
+            *out, pool = paged_decode_append(
                 q,
                 pool,
                 table,
@@ -301,13 +302,11 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
                 ring_length,
                 ring_pages=ring_pages,
                 new=(k, v),
+                append=append,
                 bias=bias,
                 implementation=implementation,
             )
-            place = after(length, out[1])
-            pages = jnp.take_along_axis(table, ring_pages + place[..., None] // page, 2)[..., 0]
-            pool = pool.at[pages, place % page].set(jnp.concatenate([k, v], -1)[:, :, 0])
-            return (q + out[0], pool, length + 1), out
+            return (q + out[0], pool, length + 1), tuple(out)
 
         (_, pool, _), out = jax.lax.scan(step, (q, pool, length), None, length=steps)
         return pool, out

@@ -10,8 +10,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ahead import lower_for_cuda
-from pallas_kernels.ordering import after
-from pallas_kernels.paged_decode import hopper, paged_decode, stream_k
+from pallas_kernels.paged_decode import Append, hopper, paged_decode, paged_decode_append, stream_k
 from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.interpreted import INTERPRETED
 from tests.pallas_kernels.paged import cache, compiled
@@ -47,7 +46,7 @@ def check(monkeypatch, shape, ring_length, length, programs, outside=False):
         lengths, new = (lengths, new) if ring else (None, None)
         return form(q, pool, table, length, lengths, ring_pages, new, None, q.dtype)
 
-    out = call(q, pool, table, length, lengths, new)
+    *out, _ = call(q, pool, table, length, lengths, new)
     jax.block_until_ready(out)
     assert_attention_close(out, expected)
     assert not interpret_pallas_call.get_races().races_found
@@ -82,11 +81,13 @@ def on_a_mesh(*x):
 def in_a_scan(q, pool, table, length, ring_length, k, v):
     def step(carry, _):
         pool, length = carry
-        out = call(q, pool, table, length, ring_length, new=(k, v))
-        place = after(length, out[1])
         page = pool.shape[1]
-        pages = jnp.take_along_axis(table, 2 + place[..., None] // page, 2)[..., 0]
-        pool = pool.at[pages, place % page].set(jnp.concatenate([k, v], -1)[:, :, 0])
+        at = jnp.take_along_axis(table, 2 + length[..., None] // page, 2)[..., 0]
+        append = Append(table[..., 0] * page + length % page, at * page + length % page)
+        stored = q, pool, table, length, ring_length
+        *out, pool = paged_decode_append(
+            *stored, ring_pages=2, new=(k, v), append=append, implementation="hopper"
+        )
         return (pool, length + 1), out
 
     return jax.lax.scan(step, (pool, length), None, length=3)

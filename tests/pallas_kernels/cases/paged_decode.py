@@ -8,7 +8,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ordering import after
-from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.paged_decode import Append, paged_decode, paged_decode_append
+from pallas_kernels.paged_decode.append import written
 from pallas_kernels.paged_decode.reference import reference
 
 
@@ -49,13 +50,15 @@ def scan(q, pool, table, length, ring_length, new, plane=None):
     def step(carry, _):
         q, pool, plane, length = carry
         bias = None if plane is None else plane.reshape(pool.shape[:2])
-        o, lse = attend(q, pool, table, length, ring_length, new, bias=bias)
-        place = after(length, lse)
-        column = jnp.take_along_axis(table, 2 + place[..., None] // page, 2)[..., 0]
-        pool = pool.at[column, place % page].set(jnp.concatenate(new, -1)[:, :, 0], mode="drop")
+        column = jnp.take_along_axis(table, 2 + length[..., None] // page, 2)[..., 0]
+        entry = column * page + length % page
+        append = Append(table[..., 0] * page + length % page, entry)
+        o, lse, pool = paged_decode_append(
+            q, pool, table, length, ring_length, ring_pages=2, new=new, append=append, bias=bias
+        )
         if plane is not None:
-            entry = column * page + place % page
-            plane = plane.at[entry].set(lse[:, :: q.shape[1] // table.shape[1], 0], mode="drop")
+            numbers = lse[:, :: q.shape[1] // table.shape[1], 0]
+            plane = plane.at[after(entry, lse)].set(numbers, mode="drop")
         return (q + o, pool, plane, length + 1), lse
 
     (_, pool, plane, _), lse = jax.lax.scan(step, (q, pool, plane, length), None, length=8)
@@ -121,13 +124,17 @@ BUGS = {
     "the blocks of a long row one off": ("column_of(row, begin + SLOTS - 1", "column_of(row, begin + SLOTS"),
     "a row's last block taken for a full one": ("steady = blocks - SLOTS", "steady = blocks - SLOTS + 1"),
     "no page of the ring's left out": ("(index > 0) | (stored_first == page)", "(index >= 0)"),
+    "entries not awaited": ("each_copy(lambda fetch, put: fetch.wait())", "None"),
+    "written entries not awaited": ("each_copy(lambda fetch, put: put.wait())", "None"),
+    "an entry beside the one that moves": ("at = entry == lax.rem(slot, TILE)", "at = entry == 0"),
 }
 
 
 def interpreted(kernel, interpret) -> float:
     """Two cores of six rows, three a step: empty ones, of several blocks, of one page, of more blocks than slots; more
     rows than tables, one of which is full up to its end; parts of a block, and copies of it that are not started beside
-    the arithmetic, in groups and alone; NaN wherever nothing is stored."""
+    the arithmetic, in groups and alone; NaN wherever nothing is stored. Then a token of each row is written: where
+    another is, which moves or not; where none is; nowhere."""
     kernel.BLOCK_BYTES, kernel.GROUP, kernel.STEP_ROWS, kernel._cores = 1 << 16, 2, 3, lambda rows: 2
     b, k, h, page, columns, ring_pages = 2, 6, 32, 16, 128, 12
     rng = np.random.default_rng(0)
@@ -155,8 +162,16 @@ def interpreted(kernel, interpret) -> float:
         jnp.zeros(pool.shape[:2]).at[table].set(bias),
         q.dtype,
     )
-    call = jax.jit(kernel.tpu, static_argnums=(5, 8, 9))
-    actual, expected = call(*args, interpret), reference(*args)
+    call = jax.jit(kernel.tpu, static_argnums=(5, 8, 10))
+    (*actual, _), (*expected, _) = call(*args, None, interpret), reference(*args)
+    entries, nowhere = pool.shape[0] * page, pool.shape[0] * page + 3
+    pages = rng.permutation(pool.shape[0])[: 2 * b * k].reshape(2, b, k)
+    places = pages * page + rng.integers(page, size=pages.shape)
+    places[1, 0, :2], places[:, 1, 3] = nowhere, entries
+    append, token = Append(*jnp.asarray(places, jnp.int32)), tuple(x[:, :, :1] for x in new)
+    pool = jnp.nan_to_num(pool)
+    actual.append(jax.jit(kernel.written, static_argnums=4)(pool, append, token, actual[1], interpret))
+    expected.append(written(pool, append, token, expected[1]))
     return max(
         float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(actual, expected, strict=True)
     )

@@ -1,0 +1,35 @@
+"""Writing a decoded token into the pages that its attention has read: where, and how XLA does it."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.bits import as_bits
+from pallas_kernels.ordering import after
+
+
+class Append(NamedTuple):
+    """Where each row's token goes, and the entry that lies there before. Entries are counted through the pool, page by
+    page; an index past its last entry is nowhere. All others of a call are in pages of their own."""
+
+    slot: Int[Array, "b k"]
+    """The entry that becomes the token's."""
+    moved: Int[Array, "b k"]
+    """Where the entry goes that was there."""
+
+
+def written(pool, append: Append | None, new, lse):
+    """Return the pool with the tokens in it, if there is an `append`, once the log-sum-exp of their attention is known.
+
+    pool: `[p page 2h]`, floats or their bits; new: keys and values, `[b k 1 h]` each; lse: `[b n 1]`.
+    """
+    if append is None:
+        return pool
+    page = pool.shape[1]
+    token = jnp.concatenate(new, -1)[:, :, 0]
+    token = as_bits(token) if pool.dtype == jnp.uint16 else token.astype(pool.dtype)
+    slot = after(append.slot, lse)
+    old = pool.at[slot // page, slot % page].get(mode="clip")
+    index = jnp.stack([append.moved, slot], -1)
+    return pool.at[index // page, index % page].set(jnp.stack([old, token], 2), mode="drop")
