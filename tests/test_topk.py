@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax import topk
 from kvjax.mesh import BATCH, P, make_mesh, put
 from kvjax.mesh import HEADS as SPLIT
 from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole
 from kvjax.topk import top
+from pallas_kernels.choose import Target
 
 LAYERS, SEQUENCES, HEADS, ENTRIES = 2, 2, 4, 7
 SHAPE = LAYERS, SEQUENCES, HEADS, ENTRIES
@@ -72,6 +74,19 @@ def test_the_best_stay_and_ties_go_to_the_earlier(over, split, case):
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
     chosen = selector(over, split)(scores, eligible, count)
     np.testing.assert_array_equal(chosen, sorted_out(scores, eligible, count, over))
+
+
+@pytest.mark.parametrize("over", ["head", "layer", "model"])
+def test_an_accelerator_finds_many_bits_at_once(over, monkeypatch):
+    monkeypatch.setattr(topk, "target", lambda: Target("gpu", "one that is not here"))
+    rng, run = np.random.default_rng(0), selector.__wrapped__(over, (2, 2))
+    for _ in range(20):
+        scores = rng.choice([-np.inf, -2.5, -1e-37, 0.0, 1e-37, 0.5, 3.0, rng.normal()], SHAPE).astype(
+            np.float32
+        )
+        eligible = rng.random(SHAPE) < 0.8
+        count = rng.integers(0, ENTRIES + 2, (LAYERS, SEQUENCES)).astype(np.int32)
+        np.testing.assert_array_equal(run(scores, eligible, count), sorted_out(scores, eligible, count, over))
 
 
 @pytest.mark.parametrize("split", [(1, 1), (2, 1), (2, 2)])
