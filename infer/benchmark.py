@@ -2,30 +2,31 @@
 
     python infer/benchmark.py --policies wgkv snapkv:ratio=0.25 quest:ratio=0.25
 
-One sequence is read and continued greedily. Index building, page bookkeeping, compaction and the host's work between
-blocks are inside the clock. The rival is the same model with every key by the fastest path there is: contiguous caches
-(blockwise causal attention, XLA's own, and cuDNN's on a GPU) and kvjax's own pages under the full policy are all timed,
-and each phase is compared with the best of them. Paths take turns, so that a noisy machine is noisy for all. The first
-round compiles and does not count; of the others the median does.
+Index building, page bookkeeping and compaction are inside the clock. The rival is the same model with every key by the
+fastest path there is: contiguous caches (blockwise or einsum attention, XLA's own, and cuDNN's on a GPU) and kvjax's
+own pages under the full policy are all timed, and each phase is compared with the best of them. Paths take turns, so
+that a noisy machine is noisy for all. The first round compiles and does not count; of the others the median does.
+
+Prefill reads one sequence. Decoding begins with caches of random entries, as full as each context would leave them
+(`synthetic_cache.py`), and runs one program a policy and batch for all contexts; compactions between blocks
+(`when=every`, `overflow`) are left out. Every row has its bound: the time that a copy of what must be read, weights and
+entries, takes on this device, or the products of a prefill at the rate of a large one.
 
 `wgkv` without gates follows WG-KV's protocol (App. I): tokens are admitted at random at an exact rate, and gates of the
 trained ones' size are evaluated all the same. `kvpop` without scorers has random ones, which cost what trained ones do.
 
-    python infer/benchmark.py --throughput --model builtin --policies snapkv:ratio=0.25
-
-times many prompts of several lengths at once, against `generate` of Hugging Face transformers with the same weights
-(needs torch, from the extra `parity`).
+With --json a run that was cut off goes on where it was.
 """
 
 import dataclasses
-import importlib
+import functools
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,9 +35,10 @@ from kvjax.errors import UserError
 from kvjax.files import write_text
 from kvjax.sampling_params import SamplingParams
 
-TRANSFORMERS = "transformers"
 OWN_FULL = "full"
 """kvjax's own pages under the full policy."""
+COLUMNS = "phase", "batch", "context", "path", "seconds", "ratio", "roofline", "fraction", "bytes", "kv_ratio"
+"""What of a row is printed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,8 @@ class BenchmarkConfig:
     """A model folder, a GGUF file, a hub id or `builtin`. None: random weights of the sizes below."""
     context: tuple[int, ...] = (16384,)
     """Prompt tokens; each number is timed."""
+    batch: tuple[int, ...] = (1,)
+    """Sequences that are decoded at once; each number is timed."""
     new_tokens: int = 32
     """Decoded tokens in one timing."""
     page_size: int = 64
@@ -65,30 +69,17 @@ class BenchmarkConfig:
     """Query heads. These and the next two are Llama-3.2-1B's."""
     kv_heads: int = 8
     head_dim: int = 64
-    throughput: bool = False
-    """Time many prompts of random tokens at once, against transformers."""
-    prompts: int = 16
-    """For --throughput: sequences of the batch."""
-    shortest: int = 100
-    """For --throughput: tokens of the shortest prompt. The others are spread evenly up to --longest."""
-    longest: int = 1500
-    """For --throughput: tokens of the longest prompt."""
     json: Path | None = None
-    """File to write the rows to."""
+    """File to write the rows to, and to go on from."""
 
     def check(self) -> None:
         """Raise UserError for numbers that mean nothing."""
-        for name in ("new_tokens", "repeats", "prompts"):
+        for name in ("new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if min(self.context, default=0) < 1:
-            raise UserError(f"--context must be at least 1, got {list(self.context)}")
-        if not 1 <= self.shortest <= self.longest:
-            raise UserError(
-                f"--shortest and --longest must be rising, got {self.shortest} and {self.longest}"
-            )
-        if self.throughput and self.model is None:
-            raise UserError("--throughput needs --model: transformers reads the same folder")
+        for name in ("context", "batch"):
+            if min(getattr(self, name), default=0) < 1:
+                raise UserError(f"--{name} must be at least 1, got {list(getattr(self, name))}")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -100,16 +91,38 @@ def main(args: list[str] | None = None) -> None:
     import jax
 
     with jax.set_mesh(mesh):
-        rows = run_throughput(config) if config.throughput else run(config)
+        run(config)
+
+
+def write_rows(config: Any, rows: list[dict[str, Any]]) -> None:
+    """Write the rows to the config's file, if it names one, with what they were measured on."""
     if config.json is not None:
-        found = {
-            "rows": rows,
-            "device": jax.devices()[0].device_kind,
-            "machine": platform.processor() or platform.machine(),
-            "jax": jax.__version__,
-            "config": {k: v for k, v in dataclasses.asdict(config).items() if k != "json"},
-        }
-        write_text(config.json, json.dumps(found, indent=1) + "\n")
+        write_text(config.json, json.dumps({"rows": rows} | where(config), indent=1) + "\n")
+
+
+def where(config: Any) -> dict[str, Any]:
+    """Return what rows were measured on, as a JSON file has it."""
+    import jax
+
+    asked = {k: v for k, v in dataclasses.asdict(config).items() if k != "json"}
+    return {
+        "device": jax.devices()[0].device_kind,
+        "machine": platform.processor() or platform.machine(),
+        "jax": jax.__version__,
+        "config": json.loads(json.dumps(asked)),
+    }
+
+
+def rows_so_far(config: BenchmarkConfig) -> list[dict[str, Any]]:
+    """Return the rows of the config's file. Raises UserError if they were measured otherwise."""
+    if config.json is None or not config.json.exists():
+        return []
+    found = json.loads(config.json.read_text())
+    rows = found.pop("rows")
+    for name, value in where(config).items():
+        if found[name] != value:
+            raise UserError(f"--json {config.json}: its rows are of another {name}; name another file")
+    return rows
 
 
 def random_model(config: BenchmarkConfig) -> Any:
@@ -183,196 +196,195 @@ def policy_of(text: str, model: Any, tokenizer: Any) -> Any:
     return kvjax.make_policy(described, model=model, tokenizer=tokenizer)
 
 
+class Timing(NamedTuple):
+    """One timing of a path."""
+
+    seconds: float
+    bound: float
+    """Seconds that it takes at least."""
+    bytes: int | None = None
+    """Of the pages in use; None: the cache is a contiguous one."""
+    kv_ratio: float | None = None
+    """Entries held, as a share of a full cache's."""
+
+
+Way = Callable[[], Timing]
+"""Runs a phase one way."""
+
+
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """Time one sequence. Return and print a row for each context, phase and path; decoding is by token."""
+    """Return, print and write a row for each phase, batch, context and path; decoding is by token."""
+    import jax
+    from dense_attention import layers_of
+
     import kvjax
+    from pallas_kernels import timing
 
     if config.model is None:
         model, tokenizer = random_model(config), None
     else:
         longest = max(config.context) + config.new_tokens + 1
         model, tokenizer = kvjax.load(config.model, config.dtype, max_length=longest)
-    policies = {name: policy_of(name, model, tokenizer) for name in config.policies}
-    policies = {OWN_FULL: kvjax.make_policy("full")} | policies
-    rows = []
+    names = (OWN_FULL, *(name for name in config.policies if name != OWN_FULL))
+    policies = {name: policy_of(name, model, tokenizer) for name in names}
+    setting = timing.CPU if jax.default_backend() == "cpu" else timing.ACCELERATOR
+    rates = timing.bounds(setting._replace(dtype=config.dtype), jax.random.key(0))
+    rows = rows_so_far(config)
+    print(timing.cells(COLUMNS), timing.cells(["---"] * len(COLUMNS)), sep="\n")
+    done = {(row["phase"], row["batch"], row["context"]) for row in rows}
     for context in config.context:
-        tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, context)
-        for row in time_context(config, model, policies, tokens):
-            rows.append(row)
-            size = (
-                ""
-                if row["bytes"] is None
-                else f"{row['bytes'] / 2**20:9.1f} MiB ({row['kv_ratio']:.3f} kept)"
-            )
-            print(
-                f"{row['phase']:8}{context:>8} tokens  {row['path']:32}{row['seconds']:10.5f} s "
-                f"{row['ratio']:6.2f}× {size}",
-                flush=True,
-            )
+        if ("prefill", 1, context) not in done:
+            paths = prefills(config, model, policies, rates["matrix product"], context)
+            report(config, rows, "prefill", 1, context, paths)
+    layers = layers_of(model)
+    for batch in config.batch:
+        caches: dict[str, Any] = {}
+        for context in config.context:
+            if ("decode", batch, context) not in done:
+                paths = decodes(config, model, layers, policies, caches, rates["device copy"], batch, context)
+                report(config, rows, "decode", batch, context, paths)
     return rows
 
 
-def time_context(
-    config: BenchmarkConfig, model: Any, policies: dict[str, Any], tokens: np.ndarray
-) -> list[dict[str, Any]]:
-    """Return the rows of one context."""
-    from dense_attention import dense_paths
+def report(
+    config: BenchmarkConfig,
+    rows: list[dict[str, Any]],
+    phase: str,
+    batch: int,
+    context: int,
+    paths: dict[str, Way],
+) -> None:
+    """Time the paths in turn, and add, print and write their rows."""
+    from pallas_kernels.timing import cells
 
-    dense = dense_paths(model, len(tokens), config.new_tokens)
-    ids = np.asarray(tokens[None], np.int32)
-    stats: dict[str, Any] = {}
-    times: dict[tuple[str, str], list[float]] = {}
-    for repeat in range(config.repeats + 1):
-        for name in [*dense, *policies]:
-            if name in dense:
-                seconds = time_dense(*dense[name], ids, config.new_tokens)
-            else:
-                *seconds, stats[name] = time_policy(config, model, policies[name], tokens)
-            if repeat:
-                for phase, one in zip(("prefill", "decode"), seconds, strict=True):
-                    times.setdefault((phase, name), []).append(one)
-    rows = []
-    for phase in ("prefill", "decode"):
-        median = {name: statistics.median(times[phase, name]) for name in [*dense, *policies]}
-        rival = min([*dense, OWN_FULL], key=lambda name: median[name])
-        for name, seconds in median.items():
-            sizes = stats.get(name)
-            rows.append({
-                "context": len(tokens), "phase": phase, "path": name, "seconds": seconds, "rival": rival,
-                "ratio": median[rival] / seconds, "bytes": sizes and sizes.bytes, "kv_ratio": sizes and sizes.kv_ratio,
-            })  # fmt: skip
-    return rows
-
-
-def time_dense(prefill: Callable, decode: Callable, ids: np.ndarray, new_tokens: int) -> tuple[float, float]:
-    """Return seconds of prefill and seconds a decoded token of one of `dense_paths`."""
-    import jax
-
-    began = time.perf_counter()
-    state = jax.block_until_ready(prefill(ids))
-    between = time.perf_counter()
-    jax.block_until_ready(decode(state))
-    return between - began, (time.perf_counter() - between) / new_tokens
-
-
-def time_policy(
-    config: BenchmarkConfig, model: Any, policy: Any, tokens: np.ndarray
-) -> tuple[float, float, Any]:
-    """Return seconds of prefill (with the first new token), seconds a decoded token, and the stats of the cache that
-    prefill leaves."""
-    import jax
-
-    import kvjax
-    from kvjax.inference import stream
-
-    sampling = SamplingParams(max_new_tokens=config.new_tokens + 1, ignore_eos=True)
-    options = {"policy": policy, "block": config.new_tokens, "page_size": config.page_size}
-    began = time.perf_counter()
-    blocks = stream(model, [tokens], sampling, **options)
-    cache = next(blocks).cache
-    jax.block_until_ready(cache)
-    prefill = time.perf_counter() - began
-    stats = kvjax.stats(cache)
-    began = time.perf_counter()
-    for block in blocks:
-        jax.block_until_ready(block.cache)
-    return prefill, (time.perf_counter() - began) / config.new_tokens, stats
-
-
-Generate = Callable[[list[list[int]], int], tuple[list[list[int]], float, float]]
-"""Continues each prompt greedily by a number of tokens, whatever they are. Returns them, the seconds to the first of
-them, and the seconds of the others."""
-
-
-def with_transformers(folder: Path, dtype: str) -> Generate:
-    """Return transformers' `generate`, with the padding on the left that it wants. Raises UserError without torch."""
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError:
-        raise UserError("transformers needs torch: pip install '.[parity]'") from None
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-
-    def generate(prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
-        came = []
-
-        def watch(ids: Any, logits: Any) -> Any:
-            came.append(time.perf_counter())
-            return logits
-
-        began, width = time.perf_counter(), max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": count, "min_new_tokens": count}
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=mask, logits_processor=[watch], **options)
-        return out[:, width:].tolist(), came[0] - began, time.perf_counter() - came[0]
-
-    return generate
-
-
-def with_kvjax(model: Any, policy: Any) -> Generate:
-    """Return kvjax's `stream` under a policy."""
-    from kvjax.inference import stream
-
-    def generate(prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
-        began, sampling = time.perf_counter(), SamplingParams(max_new_tokens=count, ignore_eos=True)
-        blocks = stream(model, prompts, sampling, policy=policy)
-        first = np.asarray(next(blocks).tokens)
-        came = time.perf_counter()
-        rest = [np.asarray(block.tokens) for block in blocks]
-        return np.concatenate([first, *rest], 1).tolist(), came - began, time.perf_counter() - came
-
-    return generate
-
-
-def run_throughput(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """Time a batch. Return and print tokens per second of each path, and how many answers are the rival's."""
-    import kvjax
-    from kvjax.models.folder import find_model
-
-    assert config.model is not None  # BenchmarkConfig.check
-    folder = find_model(config.model)
-    rival = with_transformers(folder, config.dtype)
-    model, tokenizer = kvjax.load(folder, config.dtype)
-    policies = {name: policy_of(name, model, tokenizer) for name in config.policies}
-    policies = {OWN_FULL: kvjax.make_policy("full")} | policies
-    paths = {TRANSFORMERS: rival} | {name: with_kvjax(model, policy) for name, policy in policies.items()}
-    random = np.random.default_rng(0)
-    lengths = np.linspace(config.shortest, config.longest, config.prompts).astype(int)
-    prompts = [random.integers(1, model.config.vocab_size, length).tolist() for length in lengths]
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in paths}
-    answers: dict[str, list[list[int]]] = {}
-    for repeat in range(config.repeats + 1):
-        for name, generate in paths.items():
-            # the first token counts as prefill
-            answers[name], first, rest = generate(prompts, config.new_tokens + 1)
-            if repeat:
-                times[name].append((first, rest))
-    rows = []
-    for name in paths:
-        first, rest = (statistics.median(seconds) for seconds in zip(*times[name], strict=True))
-        decoded = config.prompts * config.new_tokens
-        same = sum(own == other for own, other in zip(answers[name], answers[TRANSFORMERS], strict=True))
+    rounds = [{name: path() for name, path in paths.items()} for _ in range(config.repeats + 1)]
+    median = {name: statistics.median(timings[name].seconds for timings in rounds[1:]) for name in paths}
+    last = rounds[-1]
+    full = [name for name in paths if last[name].bytes is None or name == OWN_FULL]
+    rival = min(full, key=lambda name: median[name])
+    for name, seconds in median.items():
+        _, bound, used, kv_ratio = last[name]
         row = {
-            "path": name,
-            "prefill_tokens_per_s": int(lengths.sum()) / first,
-            "decode_tokens_per_s": decoded / rest,
-            "equal_answers": same,
-        }
+            "phase": phase, "batch": batch, "context": context, "path": name, "seconds": seconds, "rival": rival,
+            "ratio": median[rival] / seconds, "roofline": last[rival].bound / bound, "fraction": bound / seconds,
+            "bytes": used, "kv_ratio": kv_ratio,
+        }  # fmt: skip
         rows.append(row)
-        speeds = [
-            f"{row[phase]:8.0f} tokens/s ({row[phase] / rows[0][phase]:.2f}×)"
-            for phase in ("prefill_tokens_per_s", "decode_tokens_per_s")
-        ]
-        print(
-            f"{name:32} prefill {speeds[0]}, decode {speeds[1]}, answers equal to {TRANSFORMERS}': "
-            f"{same} of {config.prompts}"
+        print(cells(row[column] for column in COLUMNS), flush=True)
+    write_rows(config, rows)
+
+
+def sizes(cache: Any) -> tuple[int, float]:
+    """Return the bytes of the cache's pages in use, and the entries that it holds as a share of a full cache's."""
+    import kvjax
+
+    stats, pages = kvjax.stats(cache), cache.pages.free.size
+    return stats.bytes * (pages - int(cache.pages.free_count[0])) // pages, stats.kv_ratio
+
+
+def prefills(
+    config: BenchmarkConfig, model: Any, policies: dict[str, Any], rate: float, context: int
+) -> dict[str, Way]:
+    """Return the ways to read a prompt, up to its first new token. rate: FLOPs a second."""
+    import jax
+    from dense_attention import dense_prefills
+
+    from kvjax.inference import stream
+
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, context)
+    shape = model.config
+    matrices = sum(x.size for x in jax.tree.leaves(model.layers) if x.ndim == 3)
+
+    def bound(policy: Any) -> float:
+        """Of the products, attention to the keys that each token sees included."""
+        seen = context / 2
+        if policy is not None:
+            window = min(policy.window, context)
+            kept = np.mean(policy.admission.admitted(context - window)) if context > window else 0
+            seen = min(seen, window + kept / 2)
+        return (
+            context * (2 * matrices + 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen) / rate
         )
-    return rows
+
+    def dense(prefill: Callable) -> Timing:
+        began = time.perf_counter()
+        jax.block_until_ready(prefill(np.asarray(ids[None], np.int32)))
+        return Timing(time.perf_counter() - began, bound(None))
+
+    def own(policy: Any) -> Timing:
+        sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        began = time.perf_counter()
+        cache = next(stream(model, [ids], sampling, policy=policy, page_size=config.page_size)).cache
+        jax.block_until_ready(cache)
+        return Timing(time.perf_counter() - began, bound(policy), *sizes(cache))
+
+    found = {name: functools.partial(dense, prefill) for name, prefill in dense_prefills(model).items()}
+    return found | {name: functools.partial(own, policy) for name, policy in policies.items()}
+
+
+def decodes(
+    config: BenchmarkConfig,
+    model: Any,
+    layers: list[Any],
+    policies: dict[str, Any],
+    caches: dict[str, Any],
+    rate: float,
+    batch: int,
+    context: int,
+) -> dict[str, Way]:
+    """Return the ways to decode a token of each sequence.
+
+    Args:
+        layers: those of `layers_of`.
+        caches: of this batch by path, to be filled: what makes them, and what is decoded with.
+        rate: bytes a second.
+    """
+    import jax
+    from dense_attention import dense_decodes
+    from synthetic_cache import bytes_read, synthetic_caches
+
+    from kvjax.inference.decode import decode_block
+    from kvjax.inference.eviction import recurring
+    from kvjax.inference.sampler import make_sampler
+    from kvjax.mesh import BATCH, put
+
+    count = config.new_tokens
+    sampler = make_sampler(
+        [SamplingParams(ignore_eos=True)] * batch, [0] * batch, (), model.config.vocab_size
+    )
+    embedding = 0 if model.config.tied else model.embed.nbytes
+    weights = sum(x.nbytes for x in jax.tree.leaves(model)) - embedding
+    shape = model.config
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.embed.dtype.itemsize
+
+    def dense(make: Callable, decode: Callable) -> Timing:
+        entries = batch * context * token_bytes
+        state = jax.block_until_ready(make())
+        began = time.perf_counter()
+        jax.block_until_ready(decode(state))
+        return Timing((time.perf_counter() - began) / count, (weights + entries) / rate)
+
+    def own(policy: Any, make: Callable) -> Timing:
+        cache = jax.block_until_ready(make(context))
+        held, read = sizes(cache), bytes_read(policy, cache, context)
+        token, running = put(np.zeros(batch, np.int32), BATCH), put(np.ones(batch, bool), BATCH)
+        options = {"count": count, "recurring": recurring(policy.host, cache)}
+        began = time.perf_counter()
+        jax.block_until_ready(
+            decode_block(model, policy.decode, cache, token, running, sampler, np.int32(0), **options)
+        )
+        return Timing((time.perf_counter() - began) / count, (weights + read) / rate, *held)
+
+    for name, policy in policies.items():
+        if name not in caches:
+            compiled = policy.compile(model)
+            shapes = batch, max(config.context), count, config.page_size
+            caches[name] = compiled, synthetic_caches(model, compiled, *shapes)
+    found = {
+        name: functools.partial(dense, *path)
+        for name, path in dense_decodes(model, layers, batch, context, count).items()
+    }
+    return found | {name: functools.partial(own, *pair) for name, pair in caches.items()}
 
 
 if __name__ == "__main__":

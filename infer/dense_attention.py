@@ -5,28 +5,34 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
 
-def dense_paths(model: Any, context: int, new_tokens: int) -> dict[str, tuple[Callable, Callable]]:
-    """Return by name (prefill(tokens) → state, decode(state) → state): full attention over a contiguous cache, for
-    prompts of `context` tokens that `new_tokens` greedy ones follow."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from einops import rearrange
+from kvjax.inference.attention import SPLIT, causal_attention
+from kvjax.mesh import BATCH, HEADS, put
+from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.models.rope import cos_sin
 
-    from kvjax.inference.attention import SPLIT, causal_attention
-    from kvjax.models.decoder import scan_layers
-    from kvjax.models.rope import cos_sin
+State = Any
+"""Each layer's keys and values, and the token that comes next."""
+local = functools.partial(jax.shard_map, out_specs=SPLIT)
 
-    config = model.config
-    total, scale = context + new_tokens, config.head_dim**-0.5
 
-    local = functools.partial(jax.shard_map, out_specs=SPLIT)
+def has_cudnn(model: Decoder) -> bool:
+    """Return whether cuDNN's attention runs this model here."""
+    return jax.default_backend() == "gpu" and model.embed.dtype == jnp.bfloat16
+
+
+def dense_prefills(model: Decoder) -> dict[str, Callable]:
+    """Return by name prefill(tokens) → each layer's keys and values, and the next token."""
 
     @local
-    def xla_causal(step):
+    def xla(step):
         """`jax.nn.dot_product_attention`, a block of queries at a time: the whole matrix would not fit."""
         q, k, v = (rearrange(x, "b n t h -> b t n h") for x in (step.q, step.k, step.v))
+        context = q.shape[1]
         rows = math.gcd(1024, context)
 
         def block(i):
@@ -37,82 +43,112 @@ def dense_paths(model: Any, context: int, new_tokens: int) -> dict[str, tuple[Ca
         o = jax.lax.map(block, jnp.arange(context // rows))
         return rearrange(o, "blocks b t n h -> b n (blocks t) h")
 
+    @local
+    def cudnn(step):
+        q, k, v = (rearrange(x, "b n t h -> b t n h") for x in (step.q, step.k, step.v))
+        o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return rearrange(o, "b t n h -> b n t h")
+
     def prefill(attention, layout, model, tokens):
         def attend(step, _, xs):
-            room = ((0, 0), (0, 0), (0, new_tokens), (0, 0))
-            kept = (rearrange(jnp.pad(x, room), f"b k s h -> {layout}") for x in (step.k, step.v))
-            return attention(step), None, tuple(kept)
+            return (
+                attention(step),
+                None,
+                tuple(rearrange(x, f"b k s h -> {layout}") for x in (step.k, step.v)),
+            )
 
-        position = jnp.arange(context)[None]
+        position = jnp.arange(tokens.shape[1])[None]
         x, _, kv = scan_layers(model, model.embed_tokens(tokens), position, attend)
-        token = jnp.argmax(model.logits(model.norm(x[:, -1:]))[:, 0], -1)
-        layers = [jax.tree.map(lambda a, i=i: a[i], kv) for i in range(config.num_layers)]
-        return layers, token
+        return kv, jnp.argmax(model.logits(model.norm(x[:, -1:]))[:, 0], -1)
+
+    forms = {"blockwise": (causal_attention, "b k s h"), "dot_product_attention": (xla, "b s k h")}
+    if has_cudnn(model):
+        forms["cuDNN"] = cudnn, "b s k h"
+    return {
+        name: functools.partial(jax.jit(functools.partial(prefill, *form)), model)
+        for name, form in forms.items()
+    }
+
+
+def layers_of(model: Decoder) -> list[Any]:
+    """Return the model's layers, each with weights of its own: slices of a stack would be copied in every call."""
+    return [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(model.config.num_layers)]
+
+
+def dense_decodes(
+    model: Decoder, layers: list[Any], batch: int, context: int, new_tokens: int
+) -> dict[str, tuple[Callable[[], State], Callable[[State], State]]]:
+    """Return by name (make() → state, decode(state) → state): `new_tokens` greedy tokens after `context` random ones,
+    in caches that have room for them."""
+    config, total = model.config, context + new_tokens
 
     @local
-    def xla_decode(q, k, v, length):
-        q = rearrange(q, "b n t h -> b t n h")
-        return rearrange(
-            jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=length[None]), "b t n h -> b n t h"
-        )
-
-    @local
-    def einsum_decode(q, k, v, length):
+    def einsum(q, k, v, length):
         q = rearrange(q, "b (k g) 1 h -> b k g h", k=config.num_kv_heads)
-        s = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * scale
+        s = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * config.head_dim**-0.5
         p = jax.nn.softmax(jnp.where(jnp.arange(total) < length, s, -1e30), -1).astype(v.dtype)
         return rearrange(jnp.einsum("bkgs,bksh->bkgh", p, v), "b k g h -> b (k g) 1 h")
 
-    def decode(attention, layout, model, layers, state, start):
-        """Layers unrolled, and each one's weights and cache arrays of their own: slices of stacks would be copied."""
+    @local
+    def xla(q, k, v, length):
+        q, length = rearrange(q, "b n t h -> b t n h"), jnp.broadcast_to(length, batch)
+        o = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=length)
+        return rearrange(o, "b t n h -> b n t h")
+
+    @local
+    def cudnn(q, k, v, length):
+        q, length = rearrange(q, "b n t h -> b t n h"), jnp.broadcast_to(length, batch)
+        attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+        o = attend(q, k, v, query_seq_lengths=jnp.ones_like(length), key_value_seq_lengths=length)
+        return rearrange(o, "b t n h -> b n t h")
+
+    def decode(attention, layout, model, layers, state):
         axis = layout.split().index("s")
 
-        def one(carry, index):
+        def one(carry, place):
             caches, token = carry
             x = model.embed_tokens(token[:, None])
-            angles = cos_sin(config.rope, config.head_dim, (start + index)[None, None])
+            angles = cos_sin(config.rope, config.head_dim, place[None, None])
             new = []
             for block, kept in zip(layers, caches, strict=True):
                 projected = block.project(x, angles)
                 q, k_new, v_new = (projected[name] for name in ("q", "k", "v"))
                 added = (rearrange(x, f"b k s h -> {layout}") for x in (k_new, v_new))
                 k, v = (
-                    jax.lax.dynamic_update_slice_in_dim(old, add, start + index, axis)
+                    jax.lax.dynamic_update_slice_in_dim(old, add, place, axis)
                     for old, add in zip(kept, added, strict=True)
                 )
                 new.append((k, v))
-                x = block.finish(x, attention(q, k, v, start + index + 1))
+                x = block.finish(x, attention(q, k, v, place + 1))
             token = jnp.argmax(model.logits(model.norm(x))[:, 0], -1)
-            return (new, token), token
+            return (new, token), None
 
-        return jax.lax.scan(one, state, jnp.arange(new_tokens))[0]
+        return jax.lax.scan(one, state, context + jnp.arange(new_tokens))[0]
 
-    @local
-    def cudnn_causal(step):
-        q, k, v = (rearrange(x, "b n t h -> b t n h") for x in (step.q, step.k, step.v))
-        o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        return rearrange(o, "b t n h -> b n t h")
+    def make(layout):
+        sizes = {"b": batch, "k": config.num_kv_heads, "s": total, "h": config.head_dim}
+        shape = tuple(sizes[axis] for axis in layout.split())
+        spec = [{"b": BATCH, "k": HEADS}.get(axis) for axis in layout.split()]
+        key, dtype = jax.random.key(0), model.embed.dtype
+        caches = [tuple(put(_random(key, shape, dtype), *spec) for _ in "kv") for _ in layers]
+        return caches, put(np.zeros(batch, np.int32), BATCH)
 
-    @local
-    def cudnn_decode(q, k, v, length):
-        q, length = rearrange(q, "b n t h -> b t n h"), length[None]
-        attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-        o = attend(q, k, v, query_seq_lengths=jnp.ones_like(length), key_value_seq_lengths=length)
-        return rearrange(o, "b t n h -> b n t h")
-
-    forms = [
-        ("blockwise", "b k s h", causal_attention, einsum_decode),
-        ("dot_product_attention", "b s k h", xla_causal, xla_decode),
-    ]
-    if jax.default_backend() == "gpu" and model.embed.dtype == jnp.bfloat16:
-        forms.append(("cuDNN", "b s k h", cudnn_causal, cudnn_decode))
-    layers = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(config.num_layers)]
+    forms = {"einsum": (einsum, "b k s h"), "dot_product_attention": (xla, "b s k h")}
+    if has_cudnn(model):
+        forms["cuDNN"] = cudnn, "b s k h"
     paths = {}
-    for name, layout, causal, single in forms:
-        before = jax.jit(functools.partial(prefill, causal, layout))
-        after = jax.jit(functools.partial(decode, single, layout), donate_argnums=2)
+    for name, form in forms.items():
+        after = jax.jit(functools.partial(decode, *form), donate_argnums=2)
         paths[name] = (
-            lambda tokens, f=before: f(model, tokens),
-            lambda state, f=after: f(model, layers, state, np.int32(context)),
+            functools.partial(make, form[1]),
+            lambda state, after=after: after(model, layers, state),
         )
     return paths
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers, a million of them again and again."""
+    size = math.prod(shape)
+    part = jax.random.normal(key, (min(size, 1 << 20),), dtype)
+    return part[jnp.arange(size, dtype=np.uint32) % part.size].reshape(shape)

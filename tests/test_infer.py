@@ -17,42 +17,73 @@ def run(program: str, *args: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_benchmark_writes_a_row_for_each_context_phase_and_path(tmp_path):
-    small = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--new-tokens", "4", "--repeats", "1"]
-    policies = ["wgkv:window=32", "kvpop:max_entries=128", "knorm:ratio=0.25"]
-    sizes = ["--context", "512", "1024", "--page-size", "8", "--policies", *policies]
-    done = run("benchmark.py", *small, *sizes, "--json", "figures.json", cwd=tmp_path)
+SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--new-tokens", "4", "--repeats", "1"]
+
+
+def test_benchmark_writes_a_row_for_each_phase_batch_context_and_path(tmp_path):
+    policies = ["wgkv:window=32", "kvpop:max_entries=128", "knorm:ratio=0.25", "quest:ratio=0.25"]
+    sizes = ["--context", "512", "1024", "--batch", "1", "2", "--page-size", "8", "--policies", *policies]
+    done = run("benchmark.py", *SMALL, *sizes, "--json", "figures.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    dense = ["blockwise", "dot_product_attention"]
-    assert [(row["context"], row["phase"], row["path"]) for row in rows] == [
-        (context, phase, path)
+    groups = [("prefill", 1), ("decode", 1), ("decode", 2)]
+    dense = {"prefill": ["blockwise", "dot_product_attention"], "decode": ["einsum", "dot_product_attention"]}
+    by_path = {(row["phase"], row["batch"], row["context"], row["path"]): row for row in rows}
+    assert list(by_path) == [
+        (phase, batch, context, path)
+        for phase, batch in groups
         for context in (512, 1024)
-        for phase in ("prefill", "decode")
-        for path in [*dense, "full", *policies]
+        for path in [*dense[phase], "full", *policies]
     ]
-    by_path = {(row["context"], row["phase"], row["path"]): row for row in rows}
-    for row in rows:
-        rival = by_path[row["context"], row["phase"], row["rival"]]
-        assert row["rival"] in (*dense, "full")
-        assert rival["ratio"] == 1
+    for (phase, batch, context, path), row in by_path.items():
+        rival = by_path[phase, batch, context, row["rival"]]
+        assert row["rival"] in (*dense[phase], "full")
+        assert rival["ratio"] == rival["roofline"] == 1
         assert row["ratio"] == pytest.approx(rival["seconds"] / row["seconds"])
-        assert (row["bytes"] is None) == (row["path"] in dense)
-    for context in (512, 1024):
-        kept = {path: by_path[context, "decode", path]["kv_ratio"] for path in ("full", *policies)}
-        assert kept["full"] == 1
-        assert kept["knorm:ratio=0.25"] == pytest.approx(0.25, abs=0.01)
-        assert 0.25 < kept["wgkv:window=32"] < 0.35
-    constant = [by_path[context, "decode", "kvpop:max_entries=128"]["bytes"] for context in (512, 1024)]
-    assert constant[0] == constant[1]
-    assert done.stdout.count(" tokens ") == len(rows)
+        assert row["roofline"] * row["fraction"] == pytest.approx(rival["fraction"] * row["ratio"])
+        assert (row["bytes"] is None) == (path in dense[phase])
+    for phase, batch in groups:
+        for context in (512, 1024):
+            kept = {path: by_path[phase, batch, context, path]["kv_ratio"] for path in ("full", *policies)}
+            assert kept["full"] == kept["quest:ratio=0.25"] == 1
+            assert kept["knorm:ratio=0.25"] == pytest.approx(0.25, abs=0.01)
+            assert 0.2 < kept["wgkv:window=32"] < 0.4
+        constant = [by_path[phase, batch, x, "kvpop:max_entries=128"]["bytes"] for x in (512, 1024)]
+        assert constant[0] == constant[1]
+    assert done.stdout.count("| ") >= len(rows)
+
+
+def test_a_benchmark_that_was_cut_off_goes_on(tmp_path):
+    sizes = [
+        "--context",
+        "128",
+        "--policies",
+        "knorm:ratio=0.5",
+        "--page-size",
+        "8",
+        "--json",
+        "figures.json",
+    ]
+    assert run("benchmark.py", *SMALL, *sizes, cwd=tmp_path).returncode == 0
+    figures = tmp_path / "figures.json"
+    found = json.loads(figures.read_text())
+    first = [row for row in found["rows"] if row["phase"] == "prefill"]
+    figures.write_text(json.dumps(found | {"rows": first}))
+    assert run("benchmark.py", *SMALL, *sizes, cwd=tmp_path).returncode == 0
+    rows = json.loads(figures.read_text())["rows"]
+    assert rows[: len(first)] == first
+    assert [row["path"] for row in rows] == [row["path"] for row in found["rows"]]
+    other = run("benchmark.py", *SMALL, *sizes, "--width", "64", cwd=tmp_path)
+    assert other.returncode != 0
+    assert "figures.json: its rows are of another config; name another file" in other.stderr
+    assert "Traceback" not in other.stderr
 
 
 def test_throughput_is_that_of_equal_answers(tmp_path):
     pytest.importorskip("torch")
     small = ["--prompts", "3", "--shortest", "5", "--longest", "40", "--new-tokens", "4", "--repeats", "1"]
-    options = ["--throughput", "--model", "builtin", "--policies", "knorm:ratio=0.5", "--json", "rows.json"]
-    done = run("benchmark.py", *options, *small, cwd=tmp_path)
+    options = ["--model", "builtin", "--policies", "knorm:ratio=0.5", "--json", "rows.json"]
+    done = run("throughput.py", *options, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["path"] for row in rows] == ["transformers", "full", "knorm:ratio=0.5"]
