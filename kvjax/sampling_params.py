@@ -96,6 +96,11 @@ class SamplingParams:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def penalized(self) -> bool:
+        """True if there is a penalty, for which tokens are counted."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 def stop_texts(stop: Any) -> tuple[str, ...]:
     """Return the texts that end an answer. Raises UserError for what is no list of texts."""

@@ -108,7 +108,7 @@ def decode_block(
     token: Int[Array, " b"],
     running: Bool[Array, " b"],
     sampler: Sampler,
-    drawn_before: Int[Array, ""],
+    drawn_before: Int[Array, "*b"],
     counts: Counts | None = None,
     *,
     count: int,
@@ -124,7 +124,7 @@ def decode_block(
     """Feed `token`, then the drawn tokens, `count` in all. Sequences that are not `running` write nothing, and after
     `limit` tokens (None: `count`) none does.
 
-    The drawn tokens do not depend on the blocks, but on how many were `drawn_before`.
+    The drawn tokens do not depend on the blocks, but on how many were `drawn_before`, in all answers or in each.
 
     Returns the cache, the drawn tokens with their log-probabilities if these are wanted, the last tokens with who is
     still running and the tokens' counts, and the cache's state before each token.

@@ -1,7 +1,7 @@
 """Prefill: prompts into a new cache, and questions into a copy of one."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -108,32 +108,83 @@ def read(
     Returns:
         the cache, with pages for `room` more tokens, and the logits after each row.
     """
-    host, schedule, longest = policy.host, policy.host.schedule, max(row.size for row in rows)
-    behind = max((row.size for row in observers or ()), default=0)
+    host, behind = policy.host, max((row.size for row in observers or ()), default=0)
     cache = new_cache(model, policy, rows, max(room, behind), page_size, capacity)
     check_length(model, rows, room)
-    options = {"chunk": chunk, "implementation": implementation, "room": room}
-    run = functools.partial(feed, model, host, policy.read, **options)
-    if schedule is None:
-        cache, after = run(cache, rows)
-        return resize_after_prompt(host, cache, room), after
-    observers = eviction.guided(schedule, len(rows)) if observers is None else observers
+    steps = reading(model, policy, rows, chunk, implementation, room=room, observers=observers)
     after = None
-    if schedule.trigger.in_chunks:
-        for start in range(0, longest, schedule.trigger.chunk):
+    while after is None:
+        cache, after = next_step(steps, cache)
+    return resize_after_prompt(host, cache, room), after
+
+
+Steps = Generator[Any, Cache, tuple[Cache, Float[Array, "b v"]]]
+
+
+def next_step(steps: Steps, cache: Cache) -> tuple[Cache, Float[Array, "b v"] | None]:
+    """Return the cache (donated) after the next step of `reading`, and at the end the logits after each row."""
+    try:
+        return steps.send(cache), None
+    except StopIteration as end:
+        return end.value
+
+
+def reading(
+    model: Decoder,
+    policy: CompiledPolicy,
+    rows: list[Int[np.ndarray, " _"]],
+    chunk: int,
+    implementation: str | None = None,
+    *,
+    room: int = 0,
+    observers: Sequence[Int[np.ndarray, " _"]] | None = None,
+    grows: bool = True,
+) -> Steps:
+    """Return the steps in which prompts are read, for `next_step`: calls of at most `chunk` tokens with the compactions
+    that follow them, and one at the prompts' end.
+
+    grows: as of `feed`. The other arguments are those of `read`.
+    """
+    steps = _steps(model, policy, rows, chunk, implementation, room, observers, grows)
+    next(steps)
+    return steps
+
+
+def _steps(model, policy, rows, chunk, implementation, room, observers, grows) -> Steps:
+    """The coroutine that is sent the cache and gives it back after each step."""
+    host, schedule, longest = policy.host, policy.host.schedule, max(row.size for row in rows)
+    run = functools.partial(
+        feed, model, host, policy.read, chunk=chunk, implementation=implementation, room=room, grows=grows
+    )
+
+    def parts(size: int) -> Iterator[tuple[int, list[Int[np.ndarray, " _"]], int]]:
+        for start in range(0, longest, size):
+            yield start, [row[start : start + size] for row in rows], max(0, longest - start - size)
+
+    cache = yield None
+    after = None
+    if schedule is not None and schedule.trigger.in_chunks:
+        observers = eviction.guided(schedule, len(rows)) if observers is None else observers
+        for start, part, left in parts(schedule.trigger.chunk):
             before = jnp.copy(cache.layers.length) if schedule.by_chunk and not schedule.in_ranges else None
-            part = [row[start : start + schedule.trigger.chunk] for row in rows]
-            left = longest - max(row.size for row in part) - start
             cache, after = run(cache, part, logits=after, room=room + left)
             cache = eviction.after_chunk(model, policy, cache, rows, observers, start, before, run)
-    elif schedule.trigger.while_decoding:
-        cache, after = run(cache, rows)
-        cache = eviction.at_end(model, policy, cache, len(rows))
-    else:
-        cache, after = run(cache, rows)
-        cache = eviction.at_prompt_end(model, policy, cache, rows, observers, run, implementation)
+            if left:
+                cache = yield cache
+        assert after is not None
+        return cache, after
+    for _, part, left in parts(chunk):
+        cache, after = run(cache, part, logits=after, room=room + left)
+        if left:
+            cache = yield cache
     assert after is not None
-    return resize_after_prompt(host, cache, room), after
+    if schedule is not None and schedule.trigger.while_decoding:
+        cache = eviction.at_end(model, policy, cache, len(rows))
+    elif schedule is not None:
+        cache = yield cache
+        observers = eviction.guided(schedule, len(rows)) if observers is None else observers
+        cache = eviction.at_prompt_end(model, policy, cache, rows, observers, run, implementation)
+    return cache, after
 
 
 def extend(

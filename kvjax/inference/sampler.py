@@ -47,8 +47,8 @@ class Sampler:
     alternatives: int | None = static(default=None)
     """Most likely tokens that are returned at each place; None returns no log-probabilities."""
 
-    def ends(self, token: Int[Array, " b"], made: Int[Array, ""] | int) -> Bool[Array, " b"]:
-        """Return which sequences end with `token`, their `made`-th, counted from 1."""
+    def ends(self, token: Int[Array, " b"], made: Int[Array, "*b"] | int) -> Bool[Array, " b"]:
+        """Return which sequences end with `token`, their `made`-th, counted from 1, one number for all or for each."""
         return (token[:, None] == self.stop).any(-1) | (made >= self.most)
 
 
@@ -75,6 +75,8 @@ def make_sampler(
     vocabulary: int,
     rows: Sequence[int] | None = None,
     batch: int | None = None,
+    stops: int = 0,
+    biases: int = 0,
 ) -> Sampler:
     """Return the sampler of a batch on the current mesh.
 
@@ -84,6 +86,7 @@ def make_sampler(
         eos: the model's own stop tokens.
         rows: the row of each answer in the batch; by default they stand in order.
         batch: rows of the batch; those without an answer end with their first token.
+        stops, biases: the least space for stop tokens and for biases.
 
     Raises:
         UserError: a token id outside the vocabulary.
@@ -98,10 +101,9 @@ def make_sampler(
                     f"sampling: {name} has token id {largest}, the model's vocabulary is 0 … {vocabulary - 1}"
                 )
     own = [(*(() if one.ignore_eos else eos), *one.stop_token_ids) for one in params]
-    biases = [one.logit_bias for one in params]
-    longest = max(map(len, biases), default=0)
-    stop = np.full((batch, _space(max(map(len, own), default=0))), -1, np.int32)
-    biased = np.full((batch, _space(longest) if longest else 0), vocabulary, np.int32)
+    longest = max((len(one.logit_bias) for one in params), default=0)
+    stop = np.full((batch, max(stops, _space(max(map(len, own), default=0)))), -1, np.int32)
+    biased = np.full((batch, max(biases, _space(longest) if longest else 0)), vocabulary, np.int32)
     bias = np.zeros(biased.shape, np.float32)
     most, seeds, numbers = np.ones(batch, np.int32), np.zeros(batch, np.uint32), np.zeros(batch, np.uint32)
     fields = {
@@ -131,9 +133,7 @@ def make_sampler(
         most=put(most, BATCH),
         key=put(keys, BATCH),
         greedy=all(one.temperature == 0 for one in params),
-        penalized=any(
-            one.repetition_penalty != 1 or one.presence_penalty or one.frequency_penalty for one in params
-        ),
+        penalized=any(one.penalized for one in params),
         alternatives=max(wanted) if wanted else None,
     )
 
@@ -167,13 +167,13 @@ def count_tokens(
 
 
 def draw(
-    sampler: Sampler, logits: Float[Array, "b v"], index: Int[Array, ""] | int, counts: Counts | None = None
+    sampler: Sampler, logits: Float[Array, "b v"], index: Int[Array, "*b"] | int, counts: Counts | None = None
 ) -> Int[Array, " b"]:
     """Return the next token of each sequence.
 
     Args:
-        index: the number of the token in its answer, from 0. With the sequence's key it decides the random numbers, so
-            that they do not depend on the batch or on blocks.
+        index: the number of the token in its answer, from 0, one for all sequences or one for each. With the sequence's
+            key it decides the random numbers, so that they do not depend on the batch or on blocks.
         counts: of the tokens so far; None where no sequence has a penalty.
     """
     logits = jax.sharding.reshard(logits.astype(jnp.float32), P(BATCH, None))
@@ -187,7 +187,8 @@ def draw(
     logits = logits / jnp.where(greedy, 1.0, sampler.temperature)[:, None]
     logits = jnp.where(logits >= _floor(sampler, logits)[:, None], logits, -jnp.inf)
     vocabulary = logits.shape[-1]
-    keys = jax.vmap(jax.random.fold_in, (0, None))(sampler.key, index)
+    index = jax.sharding.reshard(jnp.broadcast_to(index, greedy.shape), P(BATCH))
+    keys = jax.vmap(jax.random.fold_in)(sampler.key, index)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,)))(keys)
     return jnp.where(greedy, likely, jnp.argmax(logits + noise, -1).astype(jnp.int32))
 

@@ -1,0 +1,532 @@
+"""The turns of the engine.
+
+A turn ends what was cancelled, goes on with what was paused or reads a piece of one waiting prompt, and has all running
+slots decode a block of tokens. The host looks at a block's tokens while the next one runs.
+
+All shapes are fixed when the engine is made: slots, and a pool of pages that they share. A prompt is read as a cache of
+one sequence over that pool, and put into its slot when it was read. A request is let in when the pages that it is
+expected to take are free. Where pages run short all the same, a prompt that is being read is put back, the youngest
+answer is copied to host memory and goes on later, and an answer that is alone ends.
+"""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.cache import Cache, CapacityError, device_bytes, not_finite
+from kvjax.engine.pages import PageCounts
+from kvjax.engine.request import FinishReason, Request
+from kvjax.engine.rows import Copied, Row, copied_in, copied_out, freed, new_row, put_in, row_of, taken
+from kvjax.errors import UserError, named_arguments, whole_number
+from kvjax.inference.allocation import laid_out, layout_for
+from kvjax.inference.answers import AnswerLogprobs, stop_tokens_of
+from kvjax.inference.checks import check_arguments
+from kvjax.inference.decode import decode_block, first_tokens
+from kvjax.inference.eviction import recurring
+from kvjax.inference.forward import bucket, drop_observation_state
+from kvjax.inference.prefill import Steps, next_step, reading
+from kvjax.inference.sampler import Counts, Logprobs, Sampler, make_sampler
+from kvjax.mesh import BATCH, axis_size, put, use_mesh
+from kvjax.models.chat import token_rows
+from kvjax.models.decoder import Decoder
+from kvjax.policies.policy import Policy
+from kvjax.sampling_params import MOST_ALTERNATIVES, SamplingParams
+
+CHUNK, BLOCK = 2048, 8
+STOPS, BIASES = 64, 512
+"""Space for stop tokens and biased tokens of a slot: fewer compile nothing new."""
+
+
+@dataclasses.dataclass
+class _Reading:
+    """The prompt that is being read."""
+
+    request: Request
+    slot: int
+    steps: Steps
+    row: Row
+    left: int
+    """Tokens that are not read yet."""
+
+
+class _Paused(NamedTuple):
+    """An answer whose sequence is in host memory."""
+
+    request: Request
+    copied: Copied
+    specs: Copied
+    """How the arrays are split on devices."""
+
+
+class EngineStats(NamedTuple):
+    """What the engine holds now."""
+
+    running: int
+    """Answers in slots."""
+    waiting: int
+    """Requests that are not begun, or whose prompt is being read."""
+    paused: int
+    """Answers in host memory."""
+    pages: int
+    """Pages in use, on the device that has most of them in use."""
+    pool_pages: int
+
+
+class _Block(NamedTuple):
+    """A block that was sent to the devices, whose tokens nobody has looked at yet."""
+
+    requests: list[tuple[int, Request]]
+    """Who ran, by slot."""
+    drawn: tuple[Array, Logprobs | None]
+    tokens: int
+    length: Array
+    seen: Array
+    free_count: Array
+    """After it: copies, since the cache is donated to the next one."""
+
+
+class Engine:
+    """Answers requests that come and go at any time.
+
+        engine = Engine(model, policy, tokenizer=tokenizer)
+        request = engine.submit("Why is the sky blue?")
+        while request.finish_reason is None:
+            engine.step()
+        print(request.text)
+
+    Args:
+        model: from `kvjax.load_model`. Its mesh may split heads (`tensor`) and nothing else.
+        policy: from `make_policy`; None is the full cache. One that compacts while it decodes does so with
+            `when=position`.
+        tokenizer: for texts and chats.
+        slots: answers that are decoded at once.
+        max_length: tokens of the longest prompt with its answer; by default what the model declares.
+        capacity: size of the pool, as of `LLM`; by default what the slots are expected to need.
+        page_size: as of `LLM`.
+        chunk: prompt tokens that are read in a turn.
+        block: tokens that are decoded in a turn.
+
+    Raises:
+        UserError: another mesh, a policy that does not fit, or less memory than one sequence needs.
+    """
+
+    @named_arguments(where="Engine")
+    def __init__(
+        self,
+        model: Decoder,
+        policy: Policy | None = None,
+        *,
+        tokenizer: Any = None,
+        slots: int = 16,
+        max_length: int | None = None,
+        capacity: int | str | None = None,
+        page_size: int | None = None,
+        chunk: int = CHUNK,
+        block: int = BLOCK,
+    ):
+        check_arguments("Engine", model, policy)
+        self.slots, self.chunk, self.block = (
+            whole_number("Engine", name, x)
+            for name, x in (("slots", slots), ("chunk", chunk), ("block", block))
+        )
+        config = model.config
+        self.max_length = (
+            config.longest if max_length is None else whole_number("Engine", "max_length", max_length)
+        )
+        self._model, self._tokenizer = model, tokenizer
+        with use_mesh(model):
+            if axis_size("data", "fsdp", "sequence") > 1:
+                raise UserError("Engine: the mesh may split heads alone (tensor), not data, fsdp or sequence")
+            self._policy = (policy or Policy()).compile(model)
+            host = self._policy.host
+            if (
+                host.compacts_answers
+                and host.schedule is not None
+                and host.schedule.trigger.when != "position"
+            ):
+                raise UserError(
+                    f"Engine: policy {host.name} compacts while it decodes: sequences that come at any time do so with "
+                    "when=position"
+                )
+            self._group = config.num_heads // config.num_kv_heads
+            self._layout = layout_for(
+                host, batch=self.slots, layers=config.num_layers, kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim, tokens=self.max_length, dtype=model.embed.dtype, page_size=page_size,
+                capacity=capacity, free=None if capacity is None else device_bytes(free=True),
+            )  # fmt: skip
+            whole = laid_out(self._policy.read, self._layout, self._group)
+            self._pages = whole.pages
+            self._empty = dataclasses.replace(whole, limit=self._layout.pages)
+            self._recurring = recurring(host, whole)
+            decoding = drop_observation_state(whole, self._policy.decode)
+            self._slots, self._lasting = row_of(decoding), set(decoding.pages.planes)
+            self._token, self._running = (
+                put(np.zeros(self.slots, dtype), BATCH) for dtype in (np.int32, bool)
+            )
+        self._counted = PageCounts(host, self._layout)
+        # as of the last block that was looked at
+        self._length = np.zeros(self._slots.layers.length.shape, np.int64)
+        self._seen = np.zeros(self.slots, np.int64)
+        self._made = np.zeros(self.slots, np.int32)
+        self._requests: list[Request | None] = [None] * self.slots
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._paused: list[_Paused] = []
+        self._reading: _Reading | None = None
+        self._block: _Block | None = None
+        self._sampler: Sampler | None = None
+        self._token_counts: Counts | None = None
+        self._arrivals, self._crowded = 0, False
+
+    # ---- requests
+
+    def submit(self, prompt: Any, sampling: SamplingParams | None = None) -> list[Request] | Request:
+        """Queue a prompt: a text, token ids or a chat. Returns its request, or the n of it.
+
+        Raises:
+            UserError: a prompt that is empty or no prompt, or longer with its answer than `max_length`.
+            CapacityError: it is expected not to fit into the pool, even alone.
+        """
+        sampling = sampling or SamplingParams()
+        (row,) = token_rows([prompt], self._model.config.vocab_size, self._tokenizer)
+        if row.size + sampling.max_new_tokens > self.max_length:
+            raise UserError(
+                f"a prompt of {row.size} tokens and an answer of {sampling.max_new_tokens} are longer than max_length="
+                f"{self.max_length}"
+            )
+        tokens = row.size + sampling.max_new_tokens
+        with use_mesh(self._model):
+            need = max(self._counted.while_read(row.size), self._counted.at_end(tokens))
+        if need > self._layout.pages:
+            raise CapacityError(
+                f"a prompt of {row.size} tokens is expected to take {need} pages of the pool's {self._layout.pages}: "
+                "give a larger capacity"
+            )
+        _, own = stop_tokens_of(sampling.stop, self._tokenizer)
+        eos = () if sampling.ignore_eos else self._model.config.eos_ids
+        ends = (*eos, *sampling.stop_token_ids, *own)
+        sampling = dataclasses.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *own))
+        found = []
+        for number in range(sampling.n):
+            found.append(Request(row, sampling, number, self._arrivals, ends, self._tokenizer))
+            self._arrivals += 1
+        self._waiting.extend(found)
+        return found[0] if sampling.n == 1 else found
+
+    @property
+    def busy(self) -> bool:
+        """True while there is a request that has not ended."""
+        return bool(self._waiting or self._paused or self._reading or self._block or any(self._requests))
+
+    @property
+    def stats(self) -> EngineStats:
+        """What it holds as of the last block that was looked at."""
+        with use_mesh(self._model):
+            used = self._counted.held(*self._sequences()[:2])
+        waiting = len(self._waiting) + (self._reading is not None)
+        return EngineStats(len(self._running_now), waiting, len(self._paused), used, self._layout.pages)
+
+    def step(self) -> None:
+        """Take a turn."""
+        with use_mesh(self._model):
+            self._end_cancelled()
+            self._go_on()
+            self._read()
+            count = self._affordable()
+            if count == 0:
+                self._look_at_block()
+                count = self._affordable()
+            before, self._block = self._block, None
+            if count:
+                self._block = self._decode(count)
+            elif self._running_now:
+                self._relieve()
+            if before is not None:
+                self._look_at(before)
+
+    # ---- slots
+
+    def _end_cancelled(self) -> None:
+        for request in [one for one in self._waiting if one.cancelled]:
+            request.finish_reason = "abort"
+            self._waiting.remove(request)
+        for paused in [one for one in self._paused if one.request.cancelled]:
+            paused.request.finish_reason = "abort"
+            self._paused.remove(paused)
+        if self._reading is not None and self._reading.request.cancelled:
+            self._reading.request.finish_reason = "abort"
+            self._put_back()
+        for slot, request in enumerate(self._requests):
+            if request is not None and request.cancelled:
+                self._end(slot, request, "abort")
+
+    def _end(self, slot: int, request: Request, reason: FinishReason) -> None:
+        """End the answer of a slot, and free its pages."""
+        request.finish_reason = reason
+        held = self._length[:, slot].mean() + min(self._seen[slot], self._layout.window - 1)
+        request.kv_ratio = float(held / max(1, self._seen[slot]))
+        self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
+        """Free the pages of a slot."""
+        self._pages, empty = freed(self._pages, taken(self._slots, np.int32(slot)))
+        self._slots = put_in(self._slots, empty, np.int32(slot))
+        self._running = self._with(self._running, slot, False)
+        self._requests[slot] = None
+        self._length[:, slot], self._seen[slot], self._made[slot] = 0, 0, 0
+
+    def _join(self, slot: int, request: Request, row: Row, token: int) -> None:
+        """Put a sequence into a slot, whose answer goes on after `token`."""
+        self._slots = put_in(self._slots, row, np.int32(slot))
+        self._token = self._with(self._token, slot, token)
+        self._running = self._with(self._running, slot, True)
+        self._requests[slot], self._made[slot] = request, len(request.tokens)
+        self._length[:, slot] = np.asarray(row.layers.length)[:, 0]
+        self._seen[slot] = int(row.seen[0])
+        self._new_sampler()
+
+    def _with(self, x: Array, slot: int, value: int) -> Array:
+        """Return the numbers of all slots with another one for this slot."""
+        return jnp.where(put(np.arange(self.slots) == slot, BATCH), np.asarray(value, x.dtype), x)
+
+    def _new_sampler(self) -> None:
+        """Set up how tokens are drawn, for the requests that are there now."""
+        there = [(slot, one) for slot, one in enumerate(self._requests) if one is not None]
+        self._sampler = _sampler(self._model, there, self.slots)
+        self._token_counts = _counts(self._sampler, there, self._model.config.vocab_size)
+
+    def _cache(self, row: Row, planes: set[str] | None = None) -> Cache:
+        """Return sequences as a cache, with the planes of these names; None: with all."""
+        own = {name: x for name, x in self._pages.planes.items() if planes is None or name in planes}
+        pages = dataclasses.replace(self._pages, planes=own)
+        return dataclasses.replace(
+            self._empty, pages=pages, layers=row.layers, seen=row.seen, trail=row.trail
+        )
+
+    def _keep(self, cache: Cache) -> Row:
+        """Take the pages over from a cache that a program gave back. Returns the rest of it."""
+        self._pages = dataclasses.replace(cache.pages, planes=self._pages.planes | cache.pages.planes)
+        return row_of(cache)
+
+    @property
+    def _running_now(self) -> list[tuple[int, Request]]:
+        return [(slot, one) for slot, one in enumerate(self._requests) if one is not None]
+
+    def _fits(self, tokens: int = 0, read: int = 0, other: Row | None = None) -> bool:
+        """Return True if the pool has pages for so many more tokens of each running slot, after those of the block that
+        is on its way, for `read` tokens of the prompt that is being read, and for another sequence with as many more
+        tokens as the slots."""
+        more = np.zeros(self.slots, np.int64)
+        for slot, _ in self._running_now:
+            more[slot] = tokens
+        if self._block is not None:
+            for slot, request in self._block.requests:
+                more[slot] += self._block.tokens if self._requests[slot] is request else 0
+        return self._counted.fits(*self._sequences(more, read, other, tokens))
+
+    def _sequences(
+        self,
+        more: Int[np.ndarray, " b"] | None = None,
+        read: int = 0,
+        other: Row | None = None,
+        others: int = 0,
+    ) -> tuple[Int[np.ndarray, "l s k"], Int[np.ndarray, " s"], Int[np.ndarray, " s"]]:
+        """Return retained entries, tokens, and tokens that are to come, of the slots, of the prompt that is being read
+        and of another sequence."""
+        parts = [(self._length, self._seen, np.zeros(self.slots, np.int64) if more is None else more)]
+        for row, own in ((self._reading and self._reading.row, read), (other, others)):
+            if row is not None:
+                parts.append((np.asarray(row.layers.length), np.asarray(row.seen), np.array([own])))
+        length, seen, tokens = zip(*parts, strict=True)
+        return np.concatenate(length, 1), np.concatenate(seen), np.concatenate(tokens)
+
+    # ---- prompts
+
+    def _go_on(self) -> None:
+        """Put the oldest paused answer into a slot again, if there is one and a place for it."""
+        if not self._paused or (slot := self._vacant) is None:
+            return
+        request, copied, specs = self._paused[0]
+        if not self._fits(self.block, other=copied.row):
+            return
+        self._paused.pop(0)
+        self._look_at_block()
+        self._pages, row = copied_in(self._pages, jax.tree.map(jax.device_put, copied, specs))
+        self._join(slot, request, row, request.tokens[-1])
+
+    @property
+    def _vacant(self) -> int | None:
+        """A slot that nobody has."""
+        taken = None if self._reading is None else self._reading.slot
+        return next((i for i, one in enumerate(self._requests) if one is None and i != taken), None)
+
+    def _read(self) -> None:
+        """Read a piece of a prompt: of the one that is being read, or of the next that fits."""
+        if self._reading is None and not self._begin():
+            return
+        now, schedule = self._reading, self._policy.host.schedule
+        assert now is not None
+        size, behind = self.chunk, 0
+        if schedule is not None:
+            size = schedule.trigger.chunk if schedule.trigger.in_chunks else size
+            behind = schedule.read_behind
+        if not self._fits(read=min(size, now.left) + behind):
+            if not self._running_now and not self._paused:
+                now.request.finish_reason = "capacity"
+                self._put_back()
+            return
+        now.left = max(0, now.left - size)
+        cache, after = next_step(now.steps, self._cache(now.row))
+        now.row = self._keep(cache)
+        if after is not None:
+            self._reading = None
+            self._counted.measure(np.asarray(cache.layers.length), now.request.prompt.size)
+            self._first(now, row_of(drop_observation_state(cache, self._policy.decode)), after)
+
+    def _begin(self) -> bool:
+        """Begin with the next prompt, if there is a slot and its pages are expected to be free."""
+        running = self._running_now
+        if not self._waiting or self._paused or (slot := self._vacant) is None or (self._crowded and running):
+            return False
+        request, counted = self._waiting[0], self._counted
+        used = counted.held(self._length, self._seen)
+        growth = sum(
+            max(0, counted.at_end(one.most) - counted.held(self._length[:, [i]], self._seen[[i]]))
+            for i, one in running
+        )
+        need = max(counted.while_read(request.prompt.size), counted.at_end(request.most))
+        if running and used + growth + need > self._layout.pages:
+            return False
+        self._waiting.popleft()
+        self._crowded = False
+        steps = reading(self._model, self._policy, [request.prompt], self.chunk, grows=False)
+        row = new_row(self._policy.read, self._layout, self._group)
+        self._reading = _Reading(request, slot, steps, row, request.prompt.size)
+        return True
+
+    def _put_back(self) -> None:
+        """Stop reading, and wait again unless the request has ended."""
+        assert self._reading is not None
+        request = self._reading.request
+        self._pages, _ = freed(self._pages, self._reading.row)
+        self._reading = None
+        if request.finish_reason is None:
+            self._waiting.appendleft(request)
+
+    def _first(self, now: _Reading, row: Row, logits: Array) -> None:
+        """Draw the first token of an answer, and put the sequence into its slot unless that ends it."""
+        request, one = now.request, [(0, now.request)]
+        sampler = _sampler(self._model, one, 1)
+        counts = _counts(sampler, one, self._model.config.vocab_size)
+        token, logprobs, _, _ = first_tokens(sampler, logits, put(np.ones(1, bool), BATCH), counts)
+        request.extend([int(token[0])], _logprobs(request, jax.tree.map(lambda x: x[None], logprobs), 0, 1))
+        self._look_at_block()
+        self._join(now.slot, request, row, int(token[0]))
+        if request.finish_reason is not None:
+            self._end(now.slot, request, request.finish_reason)
+
+    # ---- blocks
+
+    def _affordable(self) -> int:
+        """Return how many tokens all running slots can decode at once; 0: there is no page for one of each, or none
+        runs."""
+        count = self.block if self._running_now else 0
+        while count and not self._fits(count):
+            count //= 2
+        return count
+
+    def _decode(self, count: int) -> _Block:
+        """Send a block, of which the first `count` tokens are decoded, to the devices."""
+        assert self._sampler is not None
+        cache = self._cache(self._slots, self._lasting)
+        cache, drawn, (self._token, self._running, self._token_counts), _ = decode_block(
+            self._model, self._policy.decode, cache, self._token, self._running, self._sampler,
+            put(self._made, BATCH), self._token_counts,
+            count=self.block, limit=np.int32(count), recurring=self._recurring,
+        )  # fmt: skip
+        self._slots = self._keep(cache)
+        self._made = self._made + np.int32(count)
+        state = jax.tree.map(jnp.copy, (cache.layers.length, cache.seen, cache.pages.free_count))
+        return _Block(self._running_now, drawn, count, *state)
+
+    def _look_at_block(self) -> None:
+        """Wait for the block that is on its way, and look at its tokens."""
+        block, self._block = self._block, None
+        if block is not None:
+            self._look_at(block)
+
+    def _look_at(self, block: _Block) -> None:
+        """Give a block's tokens to their requests, and end those that are done."""
+        free = np.asarray(block.free_count)
+        if (free < 0).any():
+            # pages are never short here: a number was not finite
+            raise not_finite(self._layout.dtype)
+        tokens, length, seen = np.asarray(block.drawn[0]), np.asarray(block.length), np.asarray(block.seen)
+        for slot, request in block.requests:
+            if self._requests[slot] is not request:
+                continue
+            self._length[:, slot], self._seen[slot] = length[:, slot], seen[slot]
+            found = _logprobs(request, block.drawn[1], slot, block.tokens)
+            request.extend(tokens[: block.tokens, slot].tolist(), found)
+            if request.finish_reason is not None:
+                self._end(slot, request, request.finish_reason)
+
+    def _relieve(self) -> None:
+        """Make room where running answers have no page for one more token."""
+        if self._reading is not None:
+            self._crowded = True
+            self._put_back()
+            return
+        slot, youngest = max(self._running_now, key=lambda one: one[1].arrival)
+        if len(self._running_now) == 1:
+            self._end(slot, youngest, "capacity")
+            return
+        row = taken(self._slots, np.int32(slot))
+        count = bucket(self._counted.held(self._length[:, [slot]], self._seen[[slot]]))
+        copied = copied_out(self._pages, row, count)
+        specs = jax.tree.map(lambda x: x.sharding, copied)
+        self._paused.append(_Paused(youngest, jax.device_get(copied), specs))
+        self._paused.sort(key=lambda one: one.request.arrival)
+        self._clear(slot)
+
+
+def _sampler(model: Decoder, requests: list[tuple[int, Request]], slots: int) -> Sampler:
+    """Return how tokens of these slots are drawn: greedily, or with everything that one may ask for."""
+    rows, params = [slot for slot, _ in requests], [one.sampling for _, one in requests]
+    numbers = [one.number for _, one in requests]
+    plain = all(
+        one.temperature == 0 and one.logprobs is None and not one.logit_bias and not one.penalized
+        for one in params
+    )
+    sampler = make_sampler(
+        params, numbers, model.config.eos_ids, model.config.vocab_size, rows, slots,
+        stops=STOPS, biases=0 if plain else BIASES,
+    )  # fmt: skip
+    if plain:
+        return sampler
+    return dataclasses.replace(sampler, greedy=False, penalized=True, alternatives=MOST_ALTERNATIVES)
+
+
+def _counts(sampler: Sampler, requests: list[tuple[int, Request]], vocabulary: int) -> Counts | None:
+    """Return the tokens of prompts and answers so far, where penalties may need them."""
+    if not sampler.penalized:
+        return None
+    answer, prompt = (np.zeros((len(sampler.stop), vocabulary), dtype) for dtype in (np.int32, bool))
+    for slot, request in requests:
+        prompt[slot, request.prompt] = True
+        np.add.at(answer[slot], request.tokens, 1)
+    return Counts(put(answer, BATCH, None), put(prompt, BATCH, None))
+
+
+def _logprobs(request: Request, found: Logprobs | None, slot: int, count: int) -> AnswerLogprobs | None:
+    """Return the log-probabilities of a request's first `count` tokens of a block, if it wants them."""
+    wanted = request.sampling.logprobs
+    if wanted is None or found is None:
+        return None
+    chosen, ids, values = (np.asarray(x)[:count, slot] for x in (found.chosen, found.tokens, found.values))
+    pairs = zip(ids[:, :wanted].tolist(), values[:, :wanted].tolist(), strict=True)
+    return AnswerLogprobs(chosen, [dict(zip(*pair, strict=True)) for pair in pairs])

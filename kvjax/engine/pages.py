@@ -1,0 +1,69 @@
+"""How many pages of the engine's pool sequences take: those that they have, may take at the most, and are expected to
+take."""
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from kvjax.cache import MARGIN, Layout, shard_pages
+from kvjax.policies.policy import Policy
+
+Lengths = Int[np.ndarray, "l b k"]
+MEASURED = 0.2
+"""The weight of the newest sequence in what is known of the others."""
+
+
+class PageCounts:
+    """Counts pages of a pool, on the shard that has the most of them in use."""
+
+    def __init__(self, policy: Policy, layout: Layout):
+        self._policy, self._layout = policy, layout
+        self._share = MARGIN
+        token_bytes = 2 * layout.head_dim * np.dtype(layout.dtype).itemsize
+        self._entry_bytes = layout.layers * layout.kv_heads * token_bytes
+
+    def held(self, length: Lengths, seen: Int[np.ndarray, " b"]) -> int:
+        """Return the pages of sequences with so many retained entries and tokens."""
+        return int(shard_pages(length, seen, self._layout.window, self._layout.page_size).max())
+
+    def fits(self, length: Lengths, seen: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> bool:
+        """Return True if the pool has pages for so many more tokens of each of all sequences that are in it, whatever
+        the policy retains of them."""
+        slots, most = self._layout.window - 1, self._policy.max_entries
+        leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
+        longer = length + leaving[:, None]
+        if most is not None:
+            longer = np.maximum(np.minimum(longer, most), length)
+        return self.held(longer, seen + tokens) <= self._layout.pages
+
+    def while_read(self, prompt: int) -> int:
+        """Return the pages that a prompt of so many tokens is expected to take at the most while it is read."""
+        return self._of(self._policy.expected_entries(prompt, self._entry_bytes), prompt)
+
+    def at_end(self, tokens: int) -> int:
+        """Return the pages that a sequence of so many tokens, prompt and answer, is expected to take in the end."""
+        schedule = self._policy.schedule
+        entries = self._policy.expected_entries(tokens, self._entry_bytes)
+        if schedule is not None:
+            entries = np.minimum(entries, schedule.allowance([tokens], self._entry_bytes)[0])
+        return self._of(entries, tokens)
+
+    def measure(self, length: Lengths, tokens: int) -> None:
+        """Learn from what a sequence retained of so many tokens."""
+        if self._policy.schedule is None and tokens >= self._layout.window:
+            ring = self._layout.window - 1
+            expected = float(np.mean(self._policy.expected_entries(tokens, self._entry_bytes))) - ring
+            if expected > 0:
+                found = float(length.mean()) / expected
+                self._share += MEASURED * (max(found * MARGIN, 0.1) - self._share)
+
+    def _of(self, entries: Float[np.ndarray, "#l #k"], tokens: int) -> int:
+        layout = self._layout
+        ring = min(tokens, layout.window - 1)
+        retained = (np.asarray(entries) - ring) * (self._share if self._policy.schedule is None else 1)
+        retained = np.ceil(np.clip(retained, 0, tokens - ring)).astype(np.int64)
+        # a mean says little of one head: each may have a page more
+        retained = np.where(
+            (retained > 0) & (retained < tokens - ring), retained + layout.page_size, retained
+        )
+        retained = np.broadcast_to(retained, (layout.layers, layout.kv_heads))[:, None]
+        return self.held(retained, np.array([tokens]))

@@ -1,0 +1,87 @@
+"""A request to the engine: a prompt, how its answer is drawn, and the answer so far."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.inference.answers import AnswerLogprobs, LiveText, cut, stop_tokens_of
+from kvjax.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "capacity", "abort"]
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One answer to one prompt. Made by `Engine.submit`."""
+
+    prompt: Int[np.ndarray, " t"]
+    sampling: SamplingParams
+    number: int
+    """Its number among the answers to its prompt, from 0."""
+    arrival: int
+    """Its number among all requests."""
+    ends: tuple[int, ...]
+    """Tokens that end the answer."""
+    tokenizer: Any = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """The answer so far, its stop token included."""
+    logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
+    """Of the tokens, part by part, where they were asked for."""
+    text: str = ""
+    """Of the answer so far, without what may be half a character or the beginning of a stop text. Empty without a
+    tokenizer."""
+    finish_reason: FinishReason | None = None
+    """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens. `capacity`: the pool has no
+    page for its next token. `abort`: it was cancelled. None: it goes on."""
+    kv_ratio: float = 1.0
+    """Entries that its cache holds, or held at the end, as a share of a full cache's."""
+    cancelled: bool = False
+
+    def __post_init__(self):
+        self._live = None if self.tokenizer is None else LiveText(self.tokenizer, self.sampling.stop)
+        self._stops = () if self.tokenizer is None else stop_tokens_of(self.sampling.stop, self.tokenizer)[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the answer."""
+        return self.prompt.size + len(self.tokens)
+
+    @property
+    def most(self) -> int:
+        """The most tokens that it may have in the cache: the last one of an answer is never fed."""
+        return self.prompt.size + self.sampling.max_new_tokens - 1
+
+    def cancel(self) -> None:
+        """Have the engine end it at its next turn."""
+        self.cancelled = True
+
+    def extend(self, tokens: Sequence[int], logprobs: AnswerLogprobs | None = None) -> None:
+        """Take drawn tokens, up to the answer's end."""
+        left = self.sampling.max_new_tokens - len(self.tokens)
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in self.ends), None)
+        new = list(tokens[: min(left, len(tokens) if stop is None else stop)])
+        self.tokens += new
+        if logprobs is not None:
+            self.logprobs.append(
+                AnswerLogprobs(logprobs.chosen[: len(new)], logprobs.alternatives[: len(new)])
+            )
+        if stop is not None and stop <= left:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+        if self._live is None:
+            return
+        self.text += self._live.more([token for token in new if token not in self.ends])
+        if self._stops and cut(np.array(self.tokens), self.tokenizer, self._stops) is not None:
+            self.finish_reason = "stop"
+        if self.finish_reason is not None:
+            self.text += self._live.end()
+
+    def answer(self) -> list[int]:
+        """Return the answer's tokens, without the stop token or the stop text that ended it."""
+        tokens = self.tokens[:-1] if self.tokens and self.tokens[-1] in self.ends else self.tokens
+        found = cut(np.array(tokens), self.tokenizer, self._stops) if self._stops else None
+        return tokens if found is None else tokens[: found[0]]

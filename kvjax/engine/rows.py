@@ -1,0 +1,155 @@
+"""Rows of a running cache: one sequence as a cache of its own over the same pool, put into a slot and taken out of it.
+
+Everything here is small but for the pages of a sequence that is copied out or in; the pool is never copied.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from kvjax.cache import Cache, LayerCache, Layout, Pages
+from kvjax.inference.allocation import laid_out
+from kvjax.mesh import SHARDS, P
+from kvjax.policies.compiled import View
+
+
+class Row(NamedTuple):
+    """What is known of one sequence beside its pages."""
+
+    layers: LayerCache
+    seen: Int[Array, " 1"]
+    trail: Any
+
+
+AXES = 1, 0, 0
+"""The axis of the sequences in the arrays of each of a row's parts."""
+
+
+class Copied(NamedTuple):
+    """A sequence outside the pool."""
+
+    row: Row
+    """The places in its table that hold pages hold any number."""
+    pages: Any
+    """The contents of its pages [n …], in the order of the table: of the pool, the bounds and the planes."""
+
+
+def row_of(cache: Cache) -> Row:
+    """Return what a cache of one sequence has beside its pages."""
+    return Row(cache.layers, cache.seen, cache.trail)
+
+
+def with_row(cache: Cache, row: Row) -> Cache:
+    """Return the cache of one sequence over the pool of `cache`."""
+    return dataclasses.replace(cache, layers=row.layers, seen=row.seen, trail=row.trail)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def new_row(view: View, layout: Layout, group: int) -> Row:
+    """Return a sequence that has seen nothing, for a pool of this layout."""
+    return row_of(laid_out(view, dataclasses.replace(layout, batch=1), group))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_in(slots: Row, row: Row, slot: Int[Array, ""]) -> Row:
+    """Return what is known of all slots, with a sequence in one of them."""
+
+    def local(slots, row, slot):
+        def changed(x, new, axis):
+            return jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis)
+
+        layers, seen, trail = (
+            jax.tree.map(lambda x, new, a=axis: changed(x, new, a), old, part)
+            for old, part, axis in zip(slots, row, AXES, strict=True)
+        )
+        return Row(layers, seen, trail)
+
+    return jax.shard_map(local, out_specs=_specs(slots))(slots, row, slot)
+
+
+@jax.jit
+def taken(slots: Row, slot: Int[Array, ""]) -> Row:
+    """Return the sequence that is in a slot."""
+
+    def local(slots, slot):
+        def one(x, axis):
+            return jax.lax.dynamic_slice_in_dim(x, slot, 1, axis)
+
+        layers, seen, trail = (
+            jax.tree.map(lambda x, a=axis: one(x, a), part) for part, axis in zip(slots, AXES, strict=True)
+        )
+        return Row(layers, seen, trail)
+
+    return jax.shard_map(local, out_specs=_specs(slots))(slots, slot)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
+    """Return the pages without those of a sequence, and the sequence as an empty one."""
+
+    def local(pages, row):
+        none, table = pages.pool.shape[0], row.layers.page_table
+        page = table.reshape(-1)
+        back = page < none
+        place = pages.free_count[0] + jnp.cumsum(back, dtype=jnp.int32) - 1
+        free = pages.free.at[jnp.where(back, place, none)].set(page, mode="drop")
+        count = pages.free_count + back.sum(dtype=jnp.int32)
+        bounds = pages.bounds
+        bounds = None if bounds is None else bounds.at[page].set(jnp.inf, mode="drop")
+        empty = dataclasses.replace(
+            row.layers, page_table=jnp.full_like(table, none), length=jnp.zeros_like(row.layers.length)
+        )
+        row = Row(empty, jnp.zeros_like(row.seen), row.trail)
+        return dataclasses.replace(pages, free=free, free_count=count, bounds=bounds), row
+
+    return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def copied_out(pages: Pages, row: Row, count: int) -> Copied:
+    """Return a sequence with the contents of its pages, at most `count` of a shard."""
+
+    def local(pages, row):
+        none, page = pages.pool.shape[0], row.layers.page_table.reshape(-1)
+        used = page < none
+        place = jnp.where(used, jnp.cumsum(used) - 1, count)
+        listed = jnp.full(count, none, jnp.int32).at[place].set(page, mode="drop")
+        return jax.tree.map(lambda x: x.at[listed].get(mode="clip"), _contents(pages))
+
+    specs = jax.tree.map(lambda x: P(SHARDS, *(None,) * (x.ndim - 1)), _contents(pages))
+    return Copied(row, jax.shard_map(local, out_specs=specs)(pages, row))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copied_in(pages: Pages, copied: Copied) -> tuple[Pages, Row]:
+    """Return the pages with those of a sequence that was copied out, and the sequence. Enough of them must be free."""
+
+    def local(pages, copied):
+        none, layers = pages.pool.shape[0], copied.row.layers
+        page = layers.page_table.reshape(-1)
+        used = page < none
+        place = jnp.cumsum(used, dtype=jnp.int32) - 1
+        taken = pages.free[jnp.maximum(pages.free_count[0] - 1 - place, 0)]
+        table = jnp.where(used, taken, none)
+        count = jax.tree.leaves(copied.pages)[0].shape[0]
+        listed = jnp.full(count, none, jnp.int32).at[jnp.where(used, place, count)].set(table, mode="drop")
+        contents = jax.tree.map(
+            lambda x, new: x.at[listed].set(new, mode="drop"), _contents(pages), copied.pages
+        )
+        layers = dataclasses.replace(layers, page_table=table.reshape(layers.page_table.shape))
+        count = pages.free_count - used.sum(dtype=jnp.int32)
+        return dataclasses.replace(pages, free_count=count, **contents), copied.row._replace(layers=layers)
+
+    return jax.shard_map(local, out_specs=_specs((pages, copied.row)))(pages, copied)
+
+
+def _contents(pages: Pages) -> dict[str, Shaped[Array, "p ..."] | dict[str, Shaped[Array, "p ..."]] | None]:
+    return {"pool": pages.pool, "bounds": pages.bounds, "planes": pages.planes}
+
+
+def _specs(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, tree)

@@ -1,0 +1,228 @@
+"""Requests that come and go in any order get the answers that they would get alone, and leave nothing behind."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.cache import CapacityError
+from kvjax.engine import Engine
+from kvjax.engine.pages import PageCounts
+from kvjax.errors import UserError
+from kvjax.inference import generate
+from kvjax.mesh import make_mesh
+from kvjax.policies import Policy, make_policy
+from kvjax.sampling_params import SamplingParams
+from tests.inference.delayed import Delayed
+from tests.tasks.model_tokenizers import byte_tokenizer
+from tests.tiny_models import tiny_model
+
+LONGEST = 128
+POLICIES = [
+    "full",
+    "random:ratio=0.4,window=8",
+    "snapkv:ratio=0.5",
+    "knorm:ratio=0.5,when=chunk,chunk=16",
+    "h2o:entries=24,when=position,every=8",
+    "quest:ratio=0.5",
+    Policy(Delayed(np.float32(1), np.int32(12), delay=3, biased=True), window=8),
+]
+
+
+@functools.cache
+def model():
+    return tiny_model(vocab_size=len(byte_tokenizer()), qk_norm=False)
+
+
+def engine(policy="full", capacity=LONGEST, **options):
+    made = policy if isinstance(policy, Policy) else make_policy(policy, model=model())
+    sizes = {"slots": 3, "max_length": LONGEST, "page_size": 4, "chunk": 16, "block": 4}
+    return Engine(model(), made, tokenizer=byte_tokenizer(), capacity=capacity, **sizes | options)
+
+
+def asked(count=7, seed=0, longest=50):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 256, size).tolist() for size in rng.integers(1, longest, count)]
+    return [
+        (prompt, SamplingParams(max_new_tokens=int(new), ignore_eos=True))
+        for prompt, new in zip(prompts, rng.integers(1, 20, count), strict=True)
+    ]
+
+
+def run(engine, requests=(), most=1000):
+    """Take turns until nothing is left to do."""
+    for _ in range(most):
+        if not engine.busy:
+            break
+        engine.step()
+    assert not engine.busy
+    nothing_left(engine)
+    return [request.tokens for request in requests]
+
+
+def nothing_left(engine):
+    assert engine.stats[:4] == (0, 0, 0, 0)
+    free = np.asarray(engine._pages.free_count)
+    assert (free == engine.stats.pool_pages).all()
+    free = np.sort(np.asarray(engine._pages.free).reshape(len(free), -1))
+    assert (free == np.arange(engine.stats.pool_pages)).all()
+
+
+def alone(engine, questions):
+    return [run(engine, [engine.submit(*question)])[0] for question in questions]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: getattr(policy, "name", policy))
+def test_answers_are_those_of_lone_runs(policy):
+    served, questions, rng = engine(policy), asked(), np.random.default_rng(1)
+    requests = []
+    for question in questions:
+        requests.append(served.submit(*question))
+        for _ in range(rng.integers(4)):
+            served.step()
+    together = run(served, requests)
+    assert together == alone(served, questions)
+    for request, (_, sampling) in zip(requests, questions, strict=True):
+        assert request.finish_reason == "length"
+        assert len(request.tokens) == sampling.max_new_tokens
+        assert 0 < request.kv_ratio <= 1
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "random:ratio=0.4,window=8"])
+def test_answers_are_those_of_generate(policy):
+    served, questions = engine(policy), asked(3)
+    found = run(served, [served.submit(*question) for question in questions])
+    for tokens, (prompt, sampling) in zip(found, questions, strict=True):
+        want = generate(model(), [prompt], sampling, policy=make_policy(policy, model=model()), page_size=4)
+        assert tokens == want.tokens[0].tolist()
+
+
+def test_answers_are_drawn_as_asked_for():
+    served, tokenizer = engine(), byte_tokenizer()
+    plain = {"max_new_tokens": 12, "ignore_eos": True}
+    each = [
+        SamplingParams(temperature=1.0, seed=3, logprobs=2, **plain),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, seed=4, **plain),
+        SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=-1.0, **plain),
+        SamplingParams(logit_bias={65: 100.0}, **plain),
+        SamplingParams(**plain),
+        SamplingParams(stop_token_ids=[int(x) for x in range(0, 256, 3)], max_new_tokens=12),
+    ]
+    requests = [served.submit("Who is Emma?", one) for one in each]
+    run(served)
+    for request, one in zip(requests, each, strict=True):
+        want = generate(model(), ["Who is Emma?"], one, tokenizer=tokenizer)
+        assert request.answer() == want.tokens[0].tolist()
+        assert request.text == want.texts[0]
+        assert request.finish_reason == want.finish_reasons[0]
+        if one.logprobs is not None:
+            chosen = np.concatenate([part.chosen for part in request.logprobs])
+            np.testing.assert_allclose(chosen, want.logprobs[0].chosen, rtol=1e-4, atol=1e-5)
+            first = request.logprobs[0].alternatives[0]
+            assert first.keys() == want.logprobs[0].alternatives[0].keys()
+
+
+def test_the_answers_of_a_prompt_are_drawn_apart():
+    served = engine()
+    sampling = SamplingParams(max_new_tokens=8, temperature=1.0, n=3, ignore_eos=True)
+    found = run(served, served.submit("Who?", sampling))
+    want = generate(model(), ["Who?"], sampling, tokenizer=byte_tokenizer())
+    assert found == [tokens.tolist() for tokens in want.tokens]
+    assert len({tuple(tokens) for tokens in found}) == 3
+
+
+def test_a_stop_text_ends_an_answer_and_is_not_part_of_it():
+    served = engine()
+    free = served.submit("Who is Emma?", SamplingParams(max_new_tokens=30, ignore_eos=True))
+    run(served)
+    stop = free.text[5:8]
+    request = served.submit("Who is Emma?", SamplingParams(max_new_tokens=30, ignore_eos=True, stop=(stop,)))
+    run(served)
+    assert (request.finish_reason, request.text) == ("stop", free.text[: free.text.index(stop)])
+    assert free.tokens[: len(request.answer())] == request.answer()
+
+
+@pytest.fixture
+def surprised(monkeypatch):
+    """Everything takes more pages than was expected."""
+    monkeypatch.setattr(PageCounts, "while_read", lambda self, prompt: 1)
+    monkeypatch.setattr(PageCounts, "at_end", lambda self, tokens: 1)
+
+
+@pytest.mark.parametrize("policy", ["full", "random:ratio=0.9,window=8", "quest:ratio=0.5"])
+@pytest.mark.usefixtures("surprised")
+def test_where_pages_run_short_answers_are_paused_and_none_is_lost(policy):
+    served, questions = engine(policy, capacity=24), asked(6, longest=30)
+    questions = [(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)) for prompt, _ in questions]
+    requests, most = [served.submit(*question) for question in questions], 0
+    while served.busy:
+        served.step()
+        assert served.stats.pages <= served.stats.pool_pages
+        most = max(most, served.stats.paused)
+    assert most > 0
+    nothing_left(served)
+    assert [request.tokens for request in requests] == alone(served, questions)
+    assert {request.finish_reason for request in requests} == {"length"}
+
+
+@pytest.mark.usefixtures("surprised")
+def test_an_answer_that_can_go_no_further_ends_with_what_it_has():
+    served = engine(capacity=12)
+    long = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    first, other = served.submit([65] * 20, long), served.submit([66] * 100, SamplingParams(max_new_tokens=5))
+    run(served)
+    assert first.finish_reason == "capacity"
+    assert 5 < len(first.tokens) < 100
+    assert other.finish_reason == "capacity"
+    assert other.tokens == []
+    (whole,) = run(roomy := engine(), [roomy.submit([65] * 20, long)])
+    assert whole[: len(first.tokens)] == first.tokens
+
+
+@pytest.mark.usefixtures("surprised")
+def test_what_is_cancelled_leaves_at_once_and_others_go_on():
+    served = engine(capacity=24)
+    questions = [([65 + i] * 20, SamplingParams(max_new_tokens=40, ignore_eos=True)) for i in range(8)]
+    rng, ended, requests = np.random.default_rng(0), [], [served.submit(*question) for question in questions]
+    for turn in range(200):
+        served.step()
+        if turn % 6 == 3 and len(ended) < 6:
+            going = [request for request in requests if request.finish_reason is None]
+            ended.append(going[rng.integers(len(going))])
+            ended[-1].cancel()
+            served.step()
+            assert ended[-1].finish_reason == "abort"
+    run(served)
+    wanted = alone(served, questions)
+    for request, want in zip(requests, wanted, strict=True):
+        assert request.tokens == want[: len(request.tokens)]
+        assert (request in ended) != (request.tokens == want)
+
+
+def test_on_a_mesh_that_splits_heads():
+    questions = asked(4)
+    want = alone(engine(), questions)
+    with jax.set_mesh(make_mesh(tensor=2)):
+        split = tiny_model(vocab_size=len(byte_tokenizer()), qk_norm=False)
+    served = Engine(
+        split, None, slots=2, max_length=LONGEST, page_size=4, chunk=16, block=4, capacity=LONGEST
+    )
+    assert run(served, [served.submit(*question) for question in questions]) == want
+
+
+def test_what_cannot_be_served_is_refused_in_a_line():
+    served = engine(capacity=16)
+    with pytest.raises(UserError, match=r"a prompt of 100 tokens and an answer of 50 .* max_length=128"):
+        served.submit([1] * 100, SamplingParams(max_new_tokens=50))
+    with pytest.raises(CapacityError, match=r"is expected to take \d+ pages of the pool's"):
+        served.submit([1] * 100, SamplingParams(max_new_tokens=5))
+    with pytest.raises(UserError, match="prompt 0 is empty"):
+        served.submit([])
+    with pytest.raises(UserError, match="compacts while it decodes: .* when=position"):
+        engine("knorm:entries=16,when=overflow")
+    with jax.set_mesh(make_mesh(data=2)):
+        split = tiny_model(vocab_size=64, qk_norm=False)
+    with pytest.raises(UserError, match="the mesh may split heads alone"):
+        Engine(split)
+    nothing_left(served)
