@@ -13,19 +13,23 @@ from jaxtyping import Float
 
 from kvjax.cache import Cache
 from kvjax.checkpoints.published import find_gates
-from kvjax.errors import UserError, named_arguments, shown
+from kvjax.engine.engine import Engine
+from kvjax.engine.request import FinishReason, Request
+from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference.answers import Generation, LiveText
 from kvjax.inference.generate import GREEDY, generate, stream
 from kvjax.inference.prefill import CHUNK, prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model, load_tokenizer, read_config
-from kvjax.models.chat import is_chat, is_token_ids
+from kvjax.models.chat import is_chat, is_token_ids, token_rows
 from kvjax.models.decoder import Decoder, check_mesh
 from kvjax.models.folder import find_model
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.make import check_policy
 from kvjax.sampling_params import SamplingParams
 
+SLOTS = 64
+"""Answers that are made at once."""
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
 """A text, token ids, or the messages of a chat."""
 
@@ -39,8 +43,9 @@ class Output:
     text: str
     tokens: list[int]
     """Without the stop token."""
-    finish_reason: Literal["stop", "length"]
-    """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens."""
+    finish_reason: FinishReason
+    """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens. `capacity`: the pool of
+    stated capacity had no page for more of it."""
     kv_ratio: float
     """Entries that the cache held at the end, as a share of a full cache's."""
     logprobs: Float[np.ndarray, " t"] | None = None
@@ -70,6 +75,7 @@ class LLM:
             each device's memory (`30%`). By default the pool follows the policy's expected need.
         page_size: tokens per page; by default 64 on a TPU and 16 elsewhere and for a policy with a selection.
         chunk: prompt tokens that are read in one call.
+        slots: answers that are made at once. Where more are asked for, the others begin as soon as some have ended.
         force: accept gates and patterns that were made for another model of the same shape.
 
     Raises:
@@ -91,9 +97,11 @@ class LLM:
         capacity: int | str | None = None,
         page_size: int | None = None,
         chunk: int = CHUNK,
+        slots: int = SLOTS,
         force: bool = False,
     ):
         self.capacity, self.page_size, self.chunk = capacity, page_size, chunk
+        self.slots = whole_number("LLM", "slots", slots)
         if isinstance(model, Decoder):
             loading = {"mesh": mesh, "dtype": dtype, "max_length": max_length}
             if given := [name for name, value in loading.items() if value is not None]:
@@ -175,7 +183,7 @@ class LLM:
         context: Cache | None = None,
         stream: bool = False,
     ) -> list[Output] | Iterator[str]:
-        """Answer prompts, as one batch.
+        """Answer prompts, as one batch, or in `slots` that go from one answer to the next.
 
         Args:
             prompts: one prompt or a list of them.
@@ -201,7 +209,32 @@ class LLM:
             if len(asked) != 1 or not isinstance(sampling, SamplingParams) or sampling.n != 1:
                 raise UserError(f"LLM.generate: stream=True is for one answer, got {len(asked)} prompts")
             return self._pieces(asked, sampling, options)
+        params = [sampling] * len(asked) if isinstance(sampling, SamplingParams) else list(sampling)
+        if context is None and len(params) == len(asked) and self._takes_turns(params):
+            return self._in_turns(asked, params)
         return outputs(generate(self.model, asked, sampling, **options))
+
+    def _takes_turns(self, params: Sequence[Any]) -> bool:
+        """True for more answers than slots, unless the policy compacts all sequences together while decoding."""
+        if not all(isinstance(one, SamplingParams) for one in params):
+            return False
+        schedule = self.policy.schedule
+        together = (
+            self.policy.compacts_answers and schedule is not None and schedule.trigger.when != "position"
+        )
+        return sum(one.n for one in params) > self.slots and not together
+
+    def _in_turns(self, prompts: list[Any], params: list[SamplingParams]) -> list[Output]:
+        rows = token_rows(prompts, self.model.config.vocab_size, self.tokenizer)
+        longest = max(row.size + one.max_new_tokens for row, one in zip(rows, params, strict=True))
+        engine = Engine(
+            self.model, self.policy, tokenizer=self.tokenizer, slots=self.slots, max_length=longest,
+            capacity=self.capacity, page_size=self.page_size, chunk=self.chunk,
+        )  # fmt: skip
+        requests = [engine.submit(row, one) for row, one in zip(rows, params, strict=True)]
+        while engine.busy:
+            engine.step()
+        return [output_of(i, one) for i, asked in enumerate(requests) for one in asked]
 
     def _pieces(self, prompts: list[Any], sampling: SamplingParams, options: dict[str, Any]) -> Iterator[str]:
         live = LiveText(self.tokenizer, sampling.stop)
@@ -219,6 +252,18 @@ def listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, Mapping) or not hasattr(prompts, "__iter__"):
         raise UserError(f"prompts must be a text, token ids, a chat or a list of these, got {shown(prompts)}")
     return list(prompts)
+
+
+def output_of(prompt: int, request: Request) -> Output:
+    """Return the answer of a request that has ended."""
+    tokens, logprobs, alternatives = request.answer(), None, None
+    if request.sampling.logprobs is not None:
+        logprobs = np.concatenate([part.chosen for part in request.logprobs])[: len(tokens)]
+        alternatives = [place for part in request.logprobs for place in part.alternatives][: len(tokens)]
+    assert request.finish_reason is not None
+    return Output(
+        prompt, request.text, tokens, request.finish_reason, request.kv_ratio, logprobs, alternatives
+    )
 
 
 def outputs(found: Generation) -> list[Output]:

@@ -24,6 +24,7 @@ LAYERS = (
     {"kvjax.cache", "kvjax.policies"},
     {"kvjax.models"},
     {"kvjax.inference", "kvjax.tasks"},
+    {"kvjax.engine"},
     {"kvjax.llm", "kvjax.session"},
     {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert", "kvjax.export"},
     {"kvjax.plan"},

@@ -49,6 +49,24 @@ def test_prompts_are_texts_token_ids_or_chats_one_or_several(llm, model, tokeniz
         assert alone.text == out.text
 
 
+def test_more_answers_than_slots_take_turns(model, tokenizer):
+    prompts, few = [TEXT, [65, 66, 67], CHAT, "Why?"], LLM(model, tokenizer=tokenizer, slots=2)
+    each = [SHORT, SamplingParams(max_new_tokens=5, temperature=1.0, n=2, logprobs=1), SHORT, SHORT]
+    found, want = few.generate(prompts, each), LLM(model, tokenizer=tokenizer).generate(prompts, each)
+    assert [out.prompt for out in found] == [0, 1, 1, 2, 3]
+    for own, other in zip(found, want, strict=True):
+        assert (own.text, own.tokens, own.finish_reason) == (other.text, other.tokens, other.finish_reason)
+        assert own.kv_ratio == other.kv_ratio
+        assert (own.logprobs is not None) == (own.prompt == 1)
+        if own.logprobs is not None:
+            np.testing.assert_allclose(own.logprobs, other.logprobs, atol=1e-5)
+            assert [place.keys() for place in own.top_logprobs] == [
+                place.keys() for place in other.top_logprobs
+            ]
+    halved = LLM(model, "knorm:ratio=0.5", tokenizer=tokenizer, slots=2)
+    assert all(out.kv_ratio < 0.8 for out in halved.generate([TEXT, CHAT, TEXT], SHORT))
+
+
 def test_a_context_is_read_once_and_asked_often(model, tokenizer):
     """Every question is answered as if it were the only one, and the context stays as it was."""
     llm = LLM(model, "knorm:ratio=0.5", tokenizer=tokenizer)

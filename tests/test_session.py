@@ -44,9 +44,13 @@ def llm(model, tokenizer, policy):
     return LLM(model, policy, tokenizer=tokenizer)
 
 
+LETTERS = SamplingParams(max_new_tokens=33, logit_bias=dict.fromkeys(range(64, 90), 100.0))
+"""What is said is letters alone: a text of half characters has other tokens when it is read again."""
+
+
 def with_stops(model):
     """One whose answers end: a token that it says often ends them."""
-    said = generate(model, [np.arange(65, 97)], SamplingParams(max_new_tokens=33)).tokens[0]
+    said = generate(model, [np.arange(65, 97)], LETTERS).tokens[0]
     common = int(np.bincount(said[5:]).argmax())
     return dataclasses.replace(model.config, eos_ids=(common,))
 
@@ -118,12 +122,12 @@ def test_an_answer_that_ends_by_itself_is_closed_by_the_template(tokenizer):
     session = Session(LLM(model, tokenizer=tokenizer))
     ended = []
     for text in SAID:
-        session.say(text, SamplingParams(max_new_tokens=16))
+        session.say(text, LETTERS)
         prompt = tokenizer.apply_chat_template(
             session.messages[:-1], add_generation_prompt=True, tokenize=False
         )
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        whole = generate(model, [ids], SamplingParams(max_new_tokens=16), tokenizer=tokenizer)
+        whole = generate(model, [ids], LETTERS, tokenizer=tokenizer)
         ended += whole.finish_reasons
         assert session.messages[-1]["content"] == whole.texts[0]
     assert "stop" in ended

@@ -32,11 +32,10 @@ def filled(config: ModelConfig, dtype=jnp.float32, seed: int = 0) -> Decoder:
     """A decoder on the current mesh whose attention is uneven."""
     random, shapes = np.random.default_rng(seed), model_shapes(config, dtype)
 
-    def fill(shape):
-        norm = len(shape) < 3 and shape[0] != 128
-        return jnp.asarray(np.ones(shape) if norm else 0.2 * random.standard_normal(shape), dtype)
+    def fill(name, shape):
+        return jnp.asarray(np.ones(shape) if "norm" in name else 0.2 * random.standard_normal(shape), dtype)
 
-    own = {name: fill(x.shape) for name, x in sorted(shapes.own_arrays().items())}
+    own = {name: fill(name, x.shape) for name, x in sorted(shapes.own_arrays().items())}
     return jax.tree.map(lambda leaf, x: jax.device_put(x, leaf.sharding.spec), shapes, shapes.with_own(own))
 
 

@@ -18,10 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, CapacityError, device_bytes, not_finite
+from kvjax.cache import Cache, CapacityError, device_bytes, not_finite, ring_pages
 from kvjax.engine.pages import PageCounts
 from kvjax.engine.request import FinishReason, Request
-from kvjax.engine.rows import Copied, Row, copied_in, copied_out, freed, new_row, put_in, row_of, taken
+from kvjax.engine.rows import (
+    Copied,
+    Row,
+    copied_in,
+    copied_out,
+    forked,
+    freed,
+    new_row,
+    put_in,
+    row_of,
+    taken,
+)
 from kvjax.errors import UserError, named_arguments, whole_number
 from kvjax.inference.allocation import laid_out, layout_for
 from kvjax.inference.answers import AnswerLogprobs, stop_tokens_of
@@ -31,7 +42,7 @@ from kvjax.inference.eviction import recurring
 from kvjax.inference.forward import bucket, drop_observation_state
 from kvjax.inference.prefill import Steps, next_step, reading
 from kvjax.inference.sampler import Counts, Logprobs, Sampler, make_sampler
-from kvjax.mesh import BATCH, axis_size, put, use_mesh
+from kvjax.mesh import BATCH, SHARDS, axis_size, put, use_mesh
 from kvjax.models.chat import token_rows
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
@@ -54,6 +65,15 @@ class _Reading:
     """Tokens that are not read yet."""
 
 
+class _Fork(NamedTuple):
+    """A sequence at the end of a prompt, which nobody runs."""
+
+    tokens: Int[np.ndarray, " t"]
+    row: Row
+    logits: Array
+    """After the last token, [1 v]."""
+
+
 class _Paused(NamedTuple):
     """An answer whose sequence is in host memory."""
 
@@ -72,6 +92,8 @@ class EngineStats(NamedTuple):
     """Requests that are not begun, or whose prompt is being read."""
     paused: int
     """Answers in host memory."""
+    forks: int
+    """Ends of prompts that later prompts may go on from."""
     pages: int
     """Pages in use, on the device that has most of them in use."""
     pool_pages: int
@@ -84,6 +106,8 @@ class _Block(NamedTuple):
     """Who ran, by slot."""
     drawn: tuple[Array, Logprobs | None]
     tokens: int
+    changes: int
+    """Changes of the pages by anything but blocks, before it."""
     length: Array
     seen: Array
     free_count: Array
@@ -94,7 +118,7 @@ class Engine:
     """Answers requests that come and go at any time.
 
         engine = Engine(model, policy, tokenizer=tokenizer)
-        request = engine.submit("Why is the sky blue?")
+        (request,) = engine.submit("Why is the sky blue?")
         while request.finish_reason is None:
             engine.step()
         print(request.text)
@@ -159,7 +183,11 @@ class Engine:
                 head_dim=config.head_dim, tokens=self.max_length, dtype=model.embed.dtype, page_size=page_size,
                 capacity=capacity, free=None if capacity is None else device_bytes(free=True),
             )  # fmt: skip
+            self._reuses = host.schedule is None
             whole = laid_out(self._policy.read, self._layout, self._group)
+            if self._reuses:
+                others = put(np.zeros(whole.pages.free.shape, np.int32), SHARDS)
+                whole = dataclasses.replace(whole, pages=dataclasses.replace(whole.pages, others=others))
             self._pages = whole.pages
             self._empty = dataclasses.replace(whole, limit=self._layout.pages)
             self._recurring = recurring(host, whole)
@@ -176,6 +204,10 @@ class Engine:
         self._requests: list[Request | None] = [None] * self.slots
         self._waiting: collections.deque[Request] = collections.deque()
         self._paused: list[_Paused] = []
+        # those that were used last come last
+        self._forks: list[_Fork] = []
+        self._known_free: int | None = None
+        self._changes = 0
         self._reading: _Reading | None = None
         self._block: _Block | None = None
         self._sampler: Sampler | None = None
@@ -184,8 +216,8 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, prompt: Any, sampling: SamplingParams | None = None) -> list[Request] | Request:
-        """Queue a prompt: a text, token ids or a chat. Returns its request, or the n of it.
+    def submit(self, prompt: Any, sampling: SamplingParams | None = None) -> list[Request]:
+        """Queue a prompt: a text, token ids or a chat. Returns a request for each of its n answers.
 
         Raises:
             UserError: a prompt that is empty or no prompt, or longer with its answer than `max_length`.
@@ -215,7 +247,7 @@ class Engine:
             found.append(Request(row, sampling, number, self._arrivals, ends, self._tokenizer))
             self._arrivals += 1
         self._waiting.extend(found)
-        return found[0] if sampling.n == 1 else found
+        return found
 
     @property
     def busy(self) -> bool:
@@ -224,11 +256,21 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What it holds as of the last block that was looked at."""
+        """What it holds."""
         with use_mesh(self._model):
-            used = self._counted.held(*self._sequences()[:2])
+            used = self._layout.pages - self._free
         waiting = len(self._waiting) + (self._reading is not None)
-        return EngineStats(len(self._running_now), waiting, len(self._paused), used, self._layout.pages)
+        return EngineStats(
+            len(self._running_now), waiting, len(self._paused), len(self._forks), used, self._layout.pages
+        )
+
+    def forget(self) -> None:
+        """Free the pages of prompts that later ones could go on from."""
+        with use_mesh(self._model):
+            for fork in self._forks:
+                self._pages, _ = freed(self._pages, fork.row)
+            self._forks = []
+            self._changed()
 
     def step(self) -> None:
         """Take a turn."""
@@ -274,6 +316,7 @@ class Engine:
     def _clear(self, slot: int) -> None:
         """Free the pages of a slot."""
         self._pages, empty = freed(self._pages, taken(self._slots, np.int32(slot)))
+        self._changed()
         self._slots = put_in(self._slots, empty, np.int32(slot))
         self._running = self._with(self._running, slot, False)
         self._requests[slot] = None
@@ -312,37 +355,53 @@ class Engine:
         self._pages = dataclasses.replace(cache.pages, planes=self._pages.planes | cache.pages.planes)
         return row_of(cache)
 
+    def _changed(self) -> None:
+        """Note that pages were taken or freed by something else than a block."""
+        self._known_free, self._changes = None, self._changes + 1
+
     @property
     def _running_now(self) -> list[tuple[int, Request]]:
         return [(slot, one) for slot, one in enumerate(self._requests) if one is not None]
 
-    def _fits(self, tokens: int = 0, read: int = 0, other: Row | None = None) -> bool:
+    def _fits(
+        self, tokens: int = 0, read: int = 0, other: tuple[Row, int] | None = None, pages: int = 0
+    ) -> bool:
         """Return True if the pool has pages for so many more tokens of each running slot, after those of the block that
-        is on its way, for `read` tokens of the prompt that is being read, and for another sequence with as many more
-        tokens as the slots."""
+        is on its way, for `read` tokens of the prompt that is being read, for so many of another sequence, and so many
+        `pages` more. Forks that nobody runs make room."""
         more = np.zeros(self.slots, np.int64)
         for slot, _ in self._running_now:
             more[slot] = tokens
         if self._block is not None:
             for slot, request in self._block.requests:
                 more[slot] += self._block.tokens if self._requests[slot] is request else 0
-        return self._counted.fits(*self._sequences(more, read, other, tokens))
-
-    def _sequences(
-        self,
-        more: Int[np.ndarray, " b"] | None = None,
-        read: int = 0,
-        other: Row | None = None,
-        others: int = 0,
-    ) -> tuple[Int[np.ndarray, "l s k"], Int[np.ndarray, " s"], Int[np.ndarray, " s"]]:
-        """Return retained entries, tokens, and tokens that are to come, of the slots, of the prompt that is being read
-        and of another sequence."""
-        parts = [(self._length, self._seen, np.zeros(self.slots, np.int64) if more is None else more)]
-        for row, own in ((self._reading and self._reading.row, read), (other, others)):
+        parts = [(self._length, self._seen, more)]
+        for row, own in ((self._reading and self._reading.row, read), other or (None, 0)):
             if row is not None:
                 parts.append((np.asarray(row.layers.length), np.asarray(row.seen), np.array([own])))
-        length, seen, tokens = zip(*parts, strict=True)
-        return np.concatenate(length, 1), np.concatenate(seen), np.concatenate(tokens)
+        length, seen, more = zip(*parts, strict=True)
+        need = (
+            self._counted.more(np.concatenate(length, 1), np.concatenate(seen), np.concatenate(more)) + pages
+        )
+        while need > self._free and self._forks:
+            self._pages, _ = freed(self._pages, self._forks.pop(0).row)
+            self._changed()
+        return need <= self._free
+
+    @property
+    def _free(self) -> int:
+        """Free pages on the device that has fewest: after the last block that was looked at, or where anything else has
+        changed since, after all that was sent, which is then waited for."""
+        if self._known_free is None:
+            self._known_free = self._free_of(self._pages.free_count)
+        return self._known_free
+
+    def _free_of(self, count: Array) -> int:
+        found = np.asarray(count)
+        if (found < 0).any():
+            # pages are never short here: a number was not finite
+            raise not_finite(self._layout.dtype)
+        return int(found.min())
 
     # ---- prompts
 
@@ -351,11 +410,13 @@ class Engine:
         if not self._paused or (slot := self._vacant) is None:
             return
         request, copied, specs = self._paused[0]
-        if not self._fits(self.block, other=copied.row):
+        pages = self._counted.held(np.asarray(copied.row.layers.length), np.asarray(copied.row.seen))
+        if not self._fits(self.block, other=(copied.row, self.block), pages=pages):
             return
         self._paused.pop(0)
         self._look_at_block()
         self._pages, row = copied_in(self._pages, jax.tree.map(jax.device_put, copied, specs))
+        self._changed()
         self._join(slot, request, row, request.tokens[-1])
 
     @property
@@ -382,10 +443,12 @@ class Engine:
         now.left = max(0, now.left - size)
         cache, after = next_step(now.steps, self._cache(now.row))
         now.row = self._keep(cache)
+        self._changed()
         if after is not None:
-            self._reading = None
             self._counted.measure(np.asarray(cache.layers.length), now.request.prompt.size)
-            self._first(now, row_of(drop_observation_state(cache, self._policy.decode)), after)
+            if self._reuses and (fork := self._forked(now.row)) is not None:
+                self._forks.append(_Fork(now.request.prompt, fork, after))
+            self._begin_answer(row_of(drop_observation_state(cache, self._policy.decode)), after)
 
     def _begin(self) -> bool:
         """Begin with the next prompt, if there is a slot and its pages are expected to be free."""
@@ -393,20 +456,48 @@ class Engine:
         if not self._waiting or self._paused or (slot := self._vacant) is None or (self._crowded and running):
             return False
         request, counted = self._waiting[0], self._counted
-        used = counted.held(self._length, self._seen)
         growth = sum(
             max(0, counted.at_end(one.most) - counted.held(self._length[:, [i]], self._seen[[i]]))
             for i, one in running
         )
         need = max(counted.while_read(request.prompt.size), counted.at_end(request.most))
-        if running and used + growth + need > self._layout.pages:
+        if running and not self._fits(pages=growth + need):
             return False
         self._waiting.popleft()
         self._crowded = False
-        steps = reading(self._model, self._policy, [request.prompt], self.chunk, grows=False)
-        row = new_row(self._policy.read, self._layout, self._group)
-        self._reading = _Reading(request, slot, steps, row, request.prompt.size)
-        return True
+        row, request.cached, logits = self._beginning(request)
+        left = request.prompt[request.cached :]
+        steps = reading(self._model, self._policy, [left], self.chunk, grows=False)
+        self._reading = _Reading(request, slot, steps, row, left.size)
+        if logits is not None:
+            self._begin_answer(row, logits)
+        return logits is None
+
+    def _beginning(self, request: Request) -> tuple[Row, int, Array | None]:
+        """Return the sequence that a prompt goes on from, how many of its tokens that has read, and the logits after
+        them if these are all: the longest prompt so far with which it begins, or nothing."""
+        prompt = request.prompt
+        best = max(
+            (x for x in self._forks if np.array_equal(x.tokens, prompt[: x.tokens.size])),
+            key=lambda fork: fork.tokens.size, default=None,
+        )  # fmt: skip
+        if best is not None:
+            # used last, so that it is the last to make room
+            self._forks = [*(x for x in self._forks if x is not best), best]
+            if (row := self._forked(best.row)) is not None:
+                count = best.tokens.size
+                return row, count, best.logits if count == prompt.size else None
+        return new_row(self._policy.read, self._layout, self._group), 0, None
+
+    def _forked(self, row: Row) -> Row | None:
+        """Return a fork of a sequence; None where the pool has no pages for it."""
+        need = self._counted.copied(np.asarray(row.layers.length), np.asarray(row.seen))
+        if need > self._free:
+            return None
+        self._changed()
+        ring = ring_pages(self._layout.window, self._layout.page_size)
+        self._pages, new = forked(self._pages, row, ring, self._policy.host.rewritten)
+        return new
 
     def _put_back(self) -> None:
         """Stop reading, and wait again unless the request has ended."""
@@ -414,20 +505,22 @@ class Engine:
         request = self._reading.request
         self._pages, _ = freed(self._pages, self._reading.row)
         self._reading = None
+        self._changed()
         if request.finish_reason is None:
             self._waiting.appendleft(request)
 
-    def _first(self, now: _Reading, row: Row, logits: Array) -> None:
-        """Draw the first token of an answer, and put the sequence into its slot unless that ends it."""
-        request, one = now.request, [(0, now.request)]
-        sampler = _sampler(self._model, one, 1)
-        counts = _counts(sampler, one, self._model.config.vocab_size)
+    def _begin_answer(self, row: Row, logits: Array) -> None:
+        """Draw the first token after the prompt that was read, and put the sequence into its slot."""
+        assert self._reading is not None
+        request, slot, self._reading = self._reading.request, self._reading.slot, None
+        sampler = _sampler(self._model, [(0, request)], 1)
+        counts = _counts(sampler, [(0, request)], self._model.config.vocab_size)
         token, logprobs, _, _ = first_tokens(sampler, logits, put(np.ones(1, bool), BATCH), counts)
         request.extend([int(token[0])], _logprobs(request, jax.tree.map(lambda x: x[None], logprobs), 0, 1))
         self._look_at_block()
-        self._join(now.slot, request, row, int(token[0]))
+        self._join(slot, request, row, int(token[0]))
         if request.finish_reason is not None:
-            self._end(now.slot, request, request.finish_reason)
+            self._end(slot, request, request.finish_reason)
 
     # ---- blocks
 
@@ -451,7 +544,7 @@ class Engine:
         self._slots = self._keep(cache)
         self._made = self._made + np.int32(count)
         state = jax.tree.map(jnp.copy, (cache.layers.length, cache.seen, cache.pages.free_count))
-        return _Block(self._running_now, drawn, count, *state)
+        return _Block(self._running_now, drawn, count, self._changes, *state)
 
     def _look_at_block(self) -> None:
         """Wait for the block that is on its way, and look at its tokens."""
@@ -461,10 +554,7 @@ class Engine:
 
     def _look_at(self, block: _Block) -> None:
         """Give a block's tokens to their requests, and end those that are done."""
-        free = np.asarray(block.free_count)
-        if (free < 0).any():
-            # pages are never short here: a number was not finite
-            raise not_finite(self._layout.dtype)
+        self._known_free = self._free_of(block.free_count) if block.changes == self._changes else None
         tokens, length, seen = np.asarray(block.drawn[0]), np.asarray(block.length), np.asarray(block.seen)
         for slot, request in block.requests:
             if self._requests[slot] is not request:

@@ -25,15 +25,22 @@ class PageCounts:
         """Return the pages of sequences with so many retained entries and tokens."""
         return int(shard_pages(length, seen, self._layout.window, self._layout.page_size).max())
 
-    def fits(self, length: Lengths, seen: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> bool:
-        """Return True if the pool has pages for so many more tokens of each of all sequences that are in it, whatever
-        the policy retains of them."""
+    def more(self, length: Lengths, seen: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> int:
+        """Return the most pages that so many more tokens of each sequence may take, whatever the policy retains."""
         slots, most = self._layout.window - 1, self._policy.max_entries
         leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
         longer = length + leaving[:, None]
         if most is not None:
             longer = np.maximum(np.minimum(longer, most), length)
-        return self.held(longer, seen + tokens) <= self._layout.pages
+        sizes = self._layout.window, self._layout.page_size
+        return int((shard_pages(longer, seen + tokens, *sizes) - shard_pages(length, seen, *sizes)).max())
+
+    def copied(self, length: Lengths, seen: Int[np.ndarray, " b"]) -> int:
+        """Return the most pages that a fork of a sequence does not share with it (`kvjax.engine.rows.forked`)."""
+        if (newest := self._policy.rewritten) is not None:
+            page_size = self._layout.page_size
+            length = length - np.maximum(length - newest, 0) // page_size * page_size
+        return self.held(length, seen)
 
     def while_read(self, prompt: int) -> int:
         """Return the pages that a prompt of so many tokens is expected to take at the most while it is read."""

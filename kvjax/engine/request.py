@@ -36,6 +36,8 @@ class Request:
     finish_reason: FinishReason | None = None
     """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens. `capacity`: the pool has no
     page for its next token. `abort`: it was cancelled. None: it goes on."""
+    cached: int = 0
+    """Tokens of the prompt that an earlier prompt had read."""
     kv_ratio: float = 1.0
     """Entries that its cache holds, or held at the end, as a share of a full cache's."""
     cancelled: bool = False

@@ -87,14 +87,50 @@ def taken(slots: Row, slot: Int[Array, ""]) -> Row:
     return jax.shard_map(local, out_specs=_specs(slots))(slots, slot)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
+def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages, Row]:
+    """Return the pages, and a second sequence that goes on from the same tokens. It shares the first one's pages but
+    for those that either may write to, of which it has copies: those of the local window, which are the first `ring`
+    columns of a table, those of the `newest` retained entries (None: of all), and the one that the next entry comes to.
+    Enough pages must be free."""
+
+    def local(pages, row):
+        (none, page_size, _), layers = pages.pool.shape, row.layers
+        table = layers.page_table
+        column = jnp.arange(table.shape[-1])
+        first = jnp.maximum(layers.length - (newest or 0), 0) // page_size
+        own = (column < ring) | (column - ring >= first[..., None])
+        own = (table < none) & (own if newest is not None else True)
+        shared = (table < none) & ~own
+        flat = own.reshape(-1)
+        place = pages.free_count[0] - jnp.cumsum(flat, dtype=jnp.int32)
+        fresh = jnp.where(flat, pages.free[jnp.maximum(place, 0)], none)
+        old = table.reshape(-1)
+        contents = jax.tree.map(
+            lambda x: x.at[fresh].set(x.at[old].get(mode="clip"), mode="drop"), _contents(pages)
+        )
+        others = pages.others.at[jnp.where(shared, table, none)].add(1, mode="drop")
+        count = pages.free_count - flat.sum(dtype=jnp.int32)
+        pages = dataclasses.replace(pages, others=others, free_count=count, **contents)
+        table = jnp.where(own, fresh.reshape(table.shape), table)
+        return pages, row._replace(layers=dataclasses.replace(layers, page_table=table))
+
+    return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
-    """Return the pages without those of a sequence, and the sequence as an empty one."""
+    """Return the pages without those of a sequence that no other one holds, and the sequence as an empty one."""
 
     def local(pages, row):
         none, table = pages.pool.shape[0], row.layers.page_table
         page = table.reshape(-1)
-        back = page < none
+        back, others = page < none, pages.others
+        if others is not None:
+            held = others.at[page].get(mode="clip") > 0
+            others = others.at[jnp.where(held, page, none)].add(-1, mode="drop")
+            back &= ~held
+        page = jnp.where(back, page, none)
         place = pages.free_count[0] + jnp.cumsum(back, dtype=jnp.int32) - 1
         free = pages.free.at[jnp.where(back, place, none)].set(page, mode="drop")
         count = pages.free_count + back.sum(dtype=jnp.int32)
@@ -104,7 +140,7 @@ def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
             row.layers, page_table=jnp.full_like(table, none), length=jnp.zeros_like(row.layers.length)
         )
         row = Row(empty, jnp.zeros_like(row.seen), row.trail)
-        return dataclasses.replace(pages, free=free, free_count=count, bounds=bounds), row
+        return dataclasses.replace(pages, free=free, free_count=count, bounds=bounds, others=others), row
 
     return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
 

@@ -28,6 +28,7 @@ POLICIES = [
     "quest:ratio=0.5",
     Policy(Delayed(np.float32(1), np.int32(12), delay=3, biased=True), window=8),
 ]
+NAMES = [getattr(policy, "name", policy) for policy in POLICIES]
 
 
 @functools.cache
@@ -62,27 +63,34 @@ def run(engine, requests=(), most=1000):
 
 
 def nothing_left(engine):
-    assert engine.stats[:4] == (0, 0, 0, 0)
+    engine.forget()
+    assert engine.stats[:5] == (0, 0, 0, 0, 0)
+    assert engine._pages.others is None or not np.asarray(engine._pages.others).any()
     free = np.asarray(engine._pages.free_count)
     assert (free == engine.stats.pool_pages).all()
     free = np.sort(np.asarray(engine._pages.free).reshape(len(free), -1))
     assert (free == np.arange(engine.stats.pool_pages)).all()
 
 
+def submit(engine, questions):
+    return [request for question in questions for request in engine.submit(*question)]
+
+
 def alone(engine, questions):
-    return [run(engine, [engine.submit(*question)])[0] for question in questions]
+    return [run(engine, engine.submit(*question))[0] for question in questions]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: getattr(policy, "name", policy))
+@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 def test_answers_are_those_of_lone_runs(policy):
     served, questions, rng = engine(policy), asked(), np.random.default_rng(1)
     requests = []
     for question in questions:
-        requests.append(served.submit(*question))
+        requests += served.submit(*question)
         for _ in range(rng.integers(4)):
             served.step()
     together = run(served, requests)
     assert together == alone(served, questions)
+    assert len({token for tokens in together for token in tokens}) > 10
     for request, (_, sampling) in zip(requests, questions, strict=True):
         assert request.finish_reason == "length"
         assert len(request.tokens) == sampling.max_new_tokens
@@ -92,7 +100,7 @@ def test_answers_are_those_of_lone_runs(policy):
 @pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "random:ratio=0.4,window=8"])
 def test_answers_are_those_of_generate(policy):
     served, questions = engine(policy), asked(3)
-    found = run(served, [served.submit(*question) for question in questions])
+    found = run(served, submit(served, questions))
     for tokens, (prompt, sampling) in zip(found, questions, strict=True):
         want = generate(model(), [prompt], sampling, policy=make_policy(policy, model=model()), page_size=4)
         assert tokens == want.tokens[0].tolist()
@@ -109,7 +117,7 @@ def test_answers_are_drawn_as_asked_for():
         SamplingParams(**plain),
         SamplingParams(stop_token_ids=[int(x) for x in range(0, 256, 3)], max_new_tokens=12),
     ]
-    requests = [served.submit("Who is Emma?", one) for one in each]
+    requests = submit(served, [("Who is Emma?", one) for one in each])
     run(served)
     for request, one in zip(requests, each, strict=True):
         want = generate(model(), ["Who is Emma?"], one, tokenizer=tokenizer)
@@ -134,10 +142,11 @@ def test_the_answers_of_a_prompt_are_drawn_apart():
 
 def test_a_stop_text_ends_an_answer_and_is_not_part_of_it():
     served = engine()
-    free = served.submit("Who is Emma?", SamplingParams(max_new_tokens=30, ignore_eos=True))
+    (free,) = served.submit("Who is Emma?", SamplingParams(max_new_tokens=30, ignore_eos=True))
     run(served)
     stop = free.text[5:8]
-    request = served.submit("Who is Emma?", SamplingParams(max_new_tokens=30, ignore_eos=True, stop=(stop,)))
+    stopped = SamplingParams(max_new_tokens=30, ignore_eos=True, stop=(stop,))
+    (request,) = served.submit("Who is Emma?", stopped)
     run(served)
     assert (request.finish_reason, request.text) == ("stop", free.text[: free.text.index(stop)])
     assert free.tokens[: len(request.answer())] == request.answer()
@@ -155,7 +164,7 @@ def surprised(monkeypatch):
 def test_where_pages_run_short_answers_are_paused_and_none_is_lost(policy):
     served, questions = engine(policy, capacity=24), asked(6, longest=30)
     questions = [(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)) for prompt, _ in questions]
-    requests, most = [served.submit(*question) for question in questions], 0
+    requests, most = submit(served, questions), 0
     while served.busy:
         served.step()
         assert served.stats.pages <= served.stats.pool_pages
@@ -170,13 +179,13 @@ def test_where_pages_run_short_answers_are_paused_and_none_is_lost(policy):
 def test_an_answer_that_can_go_no_further_ends_with_what_it_has():
     served = engine(capacity=12)
     long = SamplingParams(max_new_tokens=100, ignore_eos=True)
-    first, other = served.submit([65] * 20, long), served.submit([66] * 100, SamplingParams(max_new_tokens=5))
+    first, other = submit(served, [([65] * 20, long), ([66] * 100, SamplingParams(max_new_tokens=5))])
     run(served)
     assert first.finish_reason == "capacity"
     assert 5 < len(first.tokens) < 100
     assert other.finish_reason == "capacity"
     assert other.tokens == []
-    (whole,) = run(roomy := engine(), [roomy.submit([65] * 20, long)])
+    (whole,) = alone(engine(), [([65] * 20, long)])
     assert whole[: len(first.tokens)] == first.tokens
 
 
@@ -184,7 +193,7 @@ def test_an_answer_that_can_go_no_further_ends_with_what_it_has():
 def test_what_is_cancelled_leaves_at_once_and_others_go_on():
     served = engine(capacity=24)
     questions = [([65 + i] * 20, SamplingParams(max_new_tokens=40, ignore_eos=True)) for i in range(8)]
-    rng, ended, requests = np.random.default_rng(0), [], [served.submit(*question) for question in questions]
+    rng, ended, requests = np.random.default_rng(0), [], submit(served, questions)
     for turn in range(200):
         served.step()
         if turn % 6 == 3 and len(ended) < 6:
@@ -200,6 +209,33 @@ def test_what_is_cancelled_leaves_at_once_and_others_go_on():
         assert (request in ended) != (request.tokens == want)
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+def test_a_prompt_goes_on_from_an_earlier_one_that_it_begins_with(policy):
+    """Where the policy decides token by token: the next turns of a conversation, and questions of one text."""
+    served = engine(policy)
+    causal = served._policy.host.schedule is None
+    text, short = list(range(3, 37)), SamplingParams(max_new_tokens=6, ignore_eos=True)
+    asked = [(text, short), ([*text, 7, 8, 9], short), ([*text, 9, 9], short), (text, short)]
+    answers, cached = [], []
+    for prompt, sampling in asked:
+        (request,) = served.submit(prompt, sampling)
+        while request.finish_reason is None:
+            served.step()
+        answers.append(request.tokens)
+        cached.append(request.cached)
+    following = [*asked[1][0], *answers[1], 5]
+    (request,) = served.submit(following, short)
+    while request.finish_reason is None:
+        served.step()
+    size = len(text)
+    assert [*cached, request.cached] == ([0, size, size, size, size + 3] if causal else [0] * 5)
+    run(served)
+    for (prompt, sampling), tokens in zip(
+        [*asked, (following, short)], [*answers, request.tokens], strict=True
+    ):
+        assert alone(engine(policy), [(prompt, sampling)]) == [tokens]
+
+
 def test_on_a_mesh_that_splits_heads():
     questions = asked(4)
     want = alone(engine(), questions)
@@ -208,7 +244,7 @@ def test_on_a_mesh_that_splits_heads():
     served = Engine(
         split, None, slots=2, max_length=LONGEST, page_size=4, chunk=16, block=4, capacity=LONGEST
     )
-    assert run(served, [served.submit(*question) for question in questions]) == want
+    assert run(served, submit(served, questions)) == want
 
 
 def test_what_cannot_be_served_is_refused_in_a_line():
