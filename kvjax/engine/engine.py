@@ -18,39 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, CapacityError, device_bytes, not_finite, ring_pages
+from kvjax.cache import CapacityError, device_bytes
+from kvjax.engine.drawing import InSlots, logprobs_of, sampler_of
 from kvjax.engine.pages import PageCounts
+from kvjax.engine.pool import After, Outside, Pool
 from kvjax.engine.request import FinishReason, Request
-from kvjax.engine.rows import (
-    Copied,
-    Row,
-    copied_in,
-    copied_out,
-    forked,
-    freed,
-    new_row,
-    put_in,
-    row_of,
-    taken,
-)
+from kvjax.engine.rows import Row
 from kvjax.errors import UserError, named_arguments, whole_number
-from kvjax.inference.allocation import laid_out, layout_for
-from kvjax.inference.answers import AnswerLogprobs, stop_tokens_of
+from kvjax.inference.allocation import layout_for
+from kvjax.inference.answers import stop_tokens_of
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.decode import decode_block, first_tokens
 from kvjax.inference.eviction import recurring
-from kvjax.inference.forward import bucket, drop_observation_state
+from kvjax.inference.forward import bucket
 from kvjax.inference.prefill import Steps, next_step, reading
-from kvjax.inference.sampler import Counts, Logprobs, Sampler, make_sampler
-from kvjax.mesh import BATCH, SHARDS, axis_size, put, use_mesh
+from kvjax.inference.sampler import Counts, Logprobs, Sampler
+from kvjax.mesh import BATCH, axis_size, put, use_mesh
 from kvjax.models.chat import token_rows
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
-from kvjax.sampling_params import MOST_ALTERNATIVES, SamplingParams
+from kvjax.sampling_params import SamplingParams
 
 CHUNK, BLOCK = 2048, 8
-STOPS, BIASES = 64, 512
-"""Space for stop tokens and biased tokens of a slot: fewer compile nothing new."""
 
 
 @dataclasses.dataclass
@@ -78,9 +67,7 @@ class _Paused(NamedTuple):
     """An answer whose sequence is in host memory."""
 
     request: Request
-    copied: Copied
-    specs: Copied
-    """How the arrays are split on devices."""
+    outside: Outside
 
 
 class EngineStats(NamedTuple):
@@ -102,16 +89,12 @@ class EngineStats(NamedTuple):
 class _Block(NamedTuple):
     """A block that was sent to the devices, whose tokens nobody has looked at yet."""
 
-    requests: list[tuple[int, Request]]
-    """Who ran, by slot."""
+    requests: InSlots
+    """Who ran."""
     drawn: tuple[Array, Logprobs | None]
     tokens: int
-    changes: int
-    """Changes of the pages by anything but blocks, before it."""
-    length: Array
-    seen: Array
-    free_count: Array
-    """After it: copies, since the cache is donated to the next one."""
+    """How many count."""
+    after: After
 
 
 class Engine:
@@ -177,28 +160,22 @@ class Engine:
                     f"Engine: policy {host.name} compacts while it decodes: sequences that come at any time do so with "
                     "when=position"
                 )
-            self._group = config.num_heads // config.num_kv_heads
-            self._layout = layout_for(
+            layout = layout_for(
                 host, batch=self.slots, layers=config.num_layers, kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim, tokens=self.max_length, dtype=model.embed.dtype, page_size=page_size,
                 capacity=capacity, free=None if capacity is None else device_bytes(free=True),
             )  # fmt: skip
+            # what is decided at a prompt's end, or by a question, cannot be gone on from by another one
             self._reuses = host.schedule is None
-            whole = laid_out(self._policy.read, self._layout, self._group)
-            if self._reuses:
-                others = put(np.zeros(whole.pages.free.shape, np.int32), SHARDS)
-                whole = dataclasses.replace(whole, pages=dataclasses.replace(whole.pages, others=others))
-            self._pages = whole.pages
-            self._empty = dataclasses.replace(whole, limit=self._layout.pages)
-            self._recurring = recurring(host, whole)
-            decoding = drop_observation_state(whole, self._policy.decode)
-            self._slots, self._lasting = row_of(decoding), set(decoding.pages.planes)
+            group = config.num_heads // config.num_kv_heads
+            self._pool = Pool(self._policy, layout, group, shares=self._reuses)
+            self._recurring = recurring(host, self._pool.slots())
             self._token, self._running = (
                 put(np.zeros(self.slots, dtype), BATCH) for dtype in (np.int32, bool)
             )
-        self._counted = PageCounts(host, self._layout)
+        self._counted = PageCounts(host, layout)
         # as of the last block that was looked at
-        self._length = np.zeros(self._slots.layers.length.shape, np.int64)
+        self._length = np.zeros((layout.layers, self.slots, layout.kv_heads), np.int64)
         self._seen = np.zeros(self.slots, np.int64)
         self._made = np.zeros(self.slots, np.int32)
         self._requests: list[Request | None] = [None] * self.slots
@@ -206,8 +183,6 @@ class Engine:
         self._paused: list[_Paused] = []
         # those that were used last come last
         self._forks: list[_Fork] = []
-        self._known_free: int | None = None
-        self._changes = 0
         self._reading: _Reading | None = None
         self._block: _Block | None = None
         self._sampler: Sampler | None = None
@@ -233,10 +208,10 @@ class Engine:
         tokens = row.size + sampling.max_new_tokens
         with use_mesh(self._model):
             need = max(self._counted.while_read(row.size), self._counted.at_end(tokens))
-        if need > self._layout.pages:
+        if need > (pages := self._pool.layout.pages):
             raise CapacityError(
-                f"a prompt of {row.size} tokens is expected to take {need} pages of the pool's {self._layout.pages}: "
-                "give a larger capacity"
+                f"a prompt of {row.size} tokens is expected to take {need} pages of the pool's {pages}: give a larger "
+                "capacity"
             )
         _, own = stop_tokens_of(sampling.stop, self._tokenizer)
         eos = () if sampling.ignore_eos else self._model.config.eos_ids
@@ -257,20 +232,16 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """What it holds."""
-        with use_mesh(self._model):
-            used = self._layout.pages - self._free
-        waiting = len(self._waiting) + (self._reading is not None)
-        return EngineStats(
-            len(self._running_now), waiting, len(self._paused), len(self._forks), used, self._layout.pages
-        )
+        pages, waiting = self._pool.layout.pages, len(self._waiting) + (self._reading is not None)
+        used = pages - self._pool.free
+        return EngineStats(len(self._running_now), waiting, len(self._paused), len(self._forks), used, pages)
 
     def forget(self) -> None:
         """Free the pages of prompts that later ones could go on from."""
         with use_mesh(self._model):
             for fork in self._forks:
-                self._pages, _ = freed(self._pages, fork.row)
+                self._pool.drop(fork.row)
             self._forks = []
-            self._changed()
 
     def step(self) -> None:
         """Take a turn."""
@@ -309,99 +280,59 @@ class Engine:
     def _end(self, slot: int, request: Request, reason: FinishReason) -> None:
         """End the answer of a slot, and free its pages."""
         request.finish_reason = reason
-        held = self._length[:, slot].mean() + min(self._seen[slot], self._layout.window - 1)
+        held = self._length[:, slot].mean() + min(self._seen[slot], self._pool.layout.window - 1)
         request.kv_ratio = float(held / max(1, self._seen[slot]))
         self._clear(slot)
 
     def _clear(self, slot: int) -> None:
         """Free the pages of a slot."""
-        self._pages, empty = freed(self._pages, taken(self._slots, np.int32(slot)))
-        self._changed()
-        self._slots = put_in(self._slots, empty, np.int32(slot))
+        self._pool.clear(slot)
         self._running = self._with(self._running, slot, False)
         self._requests[slot] = None
         self._length[:, slot], self._seen[slot], self._made[slot] = 0, 0, 0
 
     def _join(self, slot: int, request: Request, row: Row, token: int) -> None:
         """Put a sequence into a slot, whose answer goes on after `token`."""
-        self._slots = put_in(self._slots, row, np.int32(slot))
+        self._pool.put(slot, row)
         self._token = self._with(self._token, slot, token)
         self._running = self._with(self._running, slot, True)
         self._requests[slot], self._made[slot] = request, len(request.tokens)
         self._length[:, slot] = np.asarray(row.layers.length)[:, 0]
         self._seen[slot] = int(row.seen[0])
-        self._new_sampler()
+        drawing = sampler_of(self._model.config, self._running_now, self.slots)
+        self._sampler, self._token_counts = drawing
 
     def _with(self, x: Array, slot: int, value: int) -> Array:
         """Return the numbers of all slots with another one for this slot."""
         return jnp.where(put(np.arange(self.slots) == slot, BATCH), np.asarray(value, x.dtype), x)
 
-    def _new_sampler(self) -> None:
-        """Set up how tokens are drawn, for the requests that are there now."""
-        there = [(slot, one) for slot, one in enumerate(self._requests) if one is not None]
-        self._sampler = _sampler(self._model, there, self.slots)
-        self._token_counts = _counts(self._sampler, there, self._model.config.vocab_size)
-
-    def _cache(self, row: Row, planes: set[str] | None = None) -> Cache:
-        """Return sequences as a cache, with the planes of these names; None: with all."""
-        own = {name: x for name, x in self._pages.planes.items() if planes is None or name in planes}
-        pages = dataclasses.replace(self._pages, planes=own)
-        return dataclasses.replace(
-            self._empty, pages=pages, layers=row.layers, seen=row.seen, trail=row.trail
-        )
-
-    def _keep(self, cache: Cache) -> Row:
-        """Take the pages over from a cache that a program gave back. Returns the rest of it."""
-        self._pages = dataclasses.replace(cache.pages, planes=self._pages.planes | cache.pages.planes)
-        return row_of(cache)
-
-    def _changed(self) -> None:
-        """Note that pages were taken or freed by something else than a block."""
-        self._known_free, self._changes = None, self._changes + 1
-
     @property
-    def _running_now(self) -> list[tuple[int, Request]]:
+    def _running_now(self) -> InSlots:
         return [(slot, one) for slot, one in enumerate(self._requests) if one is not None]
 
-    def _fits(
-        self, tokens: int = 0, read: int = 0, other: tuple[Row, int] | None = None, pages: int = 0
-    ) -> bool:
+    def _fits(self, tokens: int = 0, read: int = 0, other: Outside | None = None, pages: int = 0) -> bool:
         """Return True if the pool has pages for so many more tokens of each running slot, after those of the block that
-        is on its way, for `read` tokens of the prompt that is being read, for so many of another sequence, and so many
-        `pages` more. Forks that nobody runs make room."""
+        is on its way, for `read` tokens of the prompt that is being read, for another sequence with as many tokens as
+        the slots, and for so many `pages` more. Forks make room."""
         more = np.zeros(self.slots, np.int64)
         for slot, _ in self._running_now:
             more[slot] = tokens
-        if self._block is not None:
-            for slot, request in self._block.requests:
-                more[slot] += self._block.tokens if self._requests[slot] is request else 0
+        for slot, request in () if self._block is None else self._block.requests:
+            if self._requests[slot] is request:
+                more[slot] += self._block.tokens  # pyright: ignore[reportOptionalMemberAccess]
         parts = [(self._length, self._seen, more)]
-        for row, own in ((self._reading and self._reading.row, read), other or (None, 0)):
-            if row is not None:
-                parts.append((np.asarray(row.layers.length), np.asarray(row.seen), np.array([own])))
+        if self._reading is not None:
+            row = self._reading.row
+            parts.append((np.asarray(row.layers.length), np.asarray(row.seen), np.array([read])))
+        if other is not None:
+            parts.append((*other.sizes, np.array([tokens])))
+            pages += self._counted.held(*other.sizes)
         length, seen, more = zip(*parts, strict=True)
-        need = (
-            self._counted.more(np.concatenate(length, 1), np.concatenate(seen), np.concatenate(more)) + pages
-        )
-        while need > self._free and self._forks:
-            self._pages, _ = freed(self._pages, self._forks.pop(0).row)
-            self._changed()
-        return need <= self._free
-
-    @property
-    def _free(self) -> int:
-        """Free pages on the device that has fewest: after the last block that was looked at, or where anything else has
-        changed since, after all that was sent, which is then waited for."""
-        if self._known_free is None:
-            self._known_free = self._free_of(self._pages.free_count)
-        return self._known_free
-
-    def _free_of(self, count: Array) -> int:
-        found = np.asarray(count)
-        if (found < 0).any():
-            # pages are never short here: a number was not finite
-            raise not_finite(self._layout.dtype)
-        return int(found.min())
+        length, seen, more = np.concatenate(length, 1), np.concatenate(seen), np.concatenate(more)
+        need = self._counted.more(length, seen, more) + pages
+        while need > self._pool.free and self._forks:
+            self._pool.drop(self._forks.pop(0).row)
+        return need <= self._pool.free
 
     # ---- prompts
 
@@ -409,15 +340,12 @@ class Engine:
         """Put the oldest paused answer into a slot again, if there is one and a place for it."""
         if not self._paused or (slot := self._vacant) is None:
             return
-        request, copied, specs = self._paused[0]
-        pages = self._counted.held(np.asarray(copied.row.layers.length), np.asarray(copied.row.seen))
-        if not self._fits(self.block, other=(copied.row, self.block), pages=pages):
+        request, outside = self._paused[0]
+        if not self._fits(self.block, other=outside):
             return
         self._paused.pop(0)
         self._look_at_block()
-        self._pages, row = copied_in(self._pages, jax.tree.map(jax.device_put, copied, specs))
-        self._changed()
-        self._join(slot, request, row, request.tokens[-1])
+        self._join(slot, request, self._pool.copy_in(outside), request.tokens[-1])
 
     @property
     def _vacant(self) -> int | None:
@@ -441,14 +369,13 @@ class Engine:
                 self._put_back()
             return
         now.left = max(0, now.left - size)
-        cache, after = next_step(now.steps, self._cache(now.row))
-        now.row = self._keep(cache)
-        self._changed()
+        cache, after = next_step(now.steps, self._pool.alone(now.row))
+        now.row = self._pool.keep(cache)
         if after is not None:
             self._counted.measure(np.asarray(cache.layers.length), now.request.prompt.size)
             if self._reuses and (fork := self._forked(now.row)) is not None:
                 self._forks.append(_Fork(now.request.prompt, fork, after))
-            self._begin_answer(row_of(drop_observation_state(cache, self._policy.decode)), after)
+            self._begin_answer(self._pool.decoding(cache), after)
 
     def _begin(self) -> bool:
         """Begin with the next prompt, if there is a slot and its pages are expected to be free."""
@@ -487,25 +414,19 @@ class Engine:
             if (row := self._forked(best.row)) is not None:
                 count = best.tokens.size
                 return row, count, best.logits if count == prompt.size else None
-        return new_row(self._policy.read, self._layout, self._group), 0, None
+        return self._pool.begin(), 0, None
 
     def _forked(self, row: Row) -> Row | None:
         """Return a fork of a sequence; None where the pool has no pages for it."""
         need = self._counted.copied(np.asarray(row.layers.length), np.asarray(row.seen))
-        if need > self._free:
-            return None
-        self._changed()
-        ring = ring_pages(self._layout.window, self._layout.page_size)
-        self._pages, new = forked(self._pages, row, ring, self._policy.host.rewritten)
-        return new
+        return self._pool.fork(row) if need <= self._pool.free else None
 
     def _put_back(self) -> None:
         """Stop reading, and wait again unless the request has ended."""
         assert self._reading is not None
         request = self._reading.request
-        self._pages, _ = freed(self._pages, self._reading.row)
+        self._pool.drop(self._reading.row)
         self._reading = None
-        self._changed()
         if request.finish_reason is None:
             self._waiting.appendleft(request)
 
@@ -513,10 +434,9 @@ class Engine:
         """Draw the first token after the prompt that was read, and put the sequence into its slot."""
         assert self._reading is not None
         request, slot, self._reading = self._reading.request, self._reading.slot, None
-        sampler = _sampler(self._model, [(0, request)], 1)
-        counts = _counts(sampler, [(0, request)], self._model.config.vocab_size)
+        sampler, counts = sampler_of(self._model.config, [(0, request)], 1)
         token, logprobs, _, _ = first_tokens(sampler, logits, put(np.ones(1, bool), BATCH), counts)
-        request.extend([int(token[0])], _logprobs(request, jax.tree.map(lambda x: x[None], logprobs), 0, 1))
+        request.extend([int(token[0])], logprobs_of(request, jax.tree.map(lambda x: x[None], logprobs), 0, 1))
         self._look_at_block()
         self._join(slot, request, row, int(token[0]))
         if request.finish_reason is not None:
@@ -535,16 +455,13 @@ class Engine:
     def _decode(self, count: int) -> _Block:
         """Send a block, of which the first `count` tokens are decoded, to the devices."""
         assert self._sampler is not None
-        cache = self._cache(self._slots, self._lasting)
         cache, drawn, (self._token, self._running, self._token_counts), _ = decode_block(
-            self._model, self._policy.decode, cache, self._token, self._running, self._sampler,
+            self._model, self._policy.decode, self._pool.slots(), self._token, self._running, self._sampler,
             put(self._made, BATCH), self._token_counts,
             count=self.block, limit=np.int32(count), recurring=self._recurring,
         )  # fmt: skip
-        self._slots = self._keep(cache)
         self._made = self._made + np.int32(count)
-        state = jax.tree.map(jnp.copy, (cache.layers.length, cache.seen, cache.pages.free_count))
-        return _Block(self._running_now, drawn, count, self._changes, *state)
+        return _Block(self._running_now, drawn, count, self._pool.decoded(cache))
 
     def _look_at_block(self) -> None:
         """Wait for the block that is on its way, and look at its tokens."""
@@ -554,13 +471,13 @@ class Engine:
 
     def _look_at(self, block: _Block) -> None:
         """Give a block's tokens to their requests, and end those that are done."""
-        self._known_free = self._free_of(block.free_count) if block.changes == self._changes else None
-        tokens, length, seen = np.asarray(block.drawn[0]), np.asarray(block.length), np.asarray(block.seen)
+        self._pool.looked_at(block.after)
+        tokens, length, seen, *_ = map(np.asarray, (block.drawn[0], *block.after))
         for slot, request in block.requests:
             if self._requests[slot] is not request:
                 continue
             self._length[:, slot], self._seen[slot] = length[:, slot], seen[slot]
-            found = _logprobs(request, block.drawn[1], slot, block.tokens)
+            found = logprobs_of(request, block.drawn[1], slot, block.tokens)
             request.extend(tokens[: block.tokens, slot].tolist(), found)
             if request.finish_reason is not None:
                 self._end(slot, request, request.finish_reason)
@@ -575,48 +492,7 @@ class Engine:
         if len(self._running_now) == 1:
             self._end(slot, youngest, "capacity")
             return
-        row = taken(self._slots, np.int32(slot))
-        count = bucket(self._counted.held(self._length[:, [slot]], self._seen[[slot]]))
-        copied = copied_out(self._pages, row, count)
-        specs = jax.tree.map(lambda x: x.sharding, copied)
-        self._paused.append(_Paused(youngest, jax.device_get(copied), specs))
+        pages = bucket(self._counted.held(self._length[:, [slot]], self._seen[[slot]]))
+        self._paused.append(_Paused(youngest, self._pool.copy_out(slot, pages)))
         self._paused.sort(key=lambda one: one.request.arrival)
         self._clear(slot)
-
-
-def _sampler(model: Decoder, requests: list[tuple[int, Request]], slots: int) -> Sampler:
-    """Return how tokens of these slots are drawn: greedily, or with everything that one may ask for."""
-    rows, params = [slot for slot, _ in requests], [one.sampling for _, one in requests]
-    numbers = [one.number for _, one in requests]
-    plain = all(
-        one.temperature == 0 and one.logprobs is None and not one.logit_bias and not one.penalized
-        for one in params
-    )
-    sampler = make_sampler(
-        params, numbers, model.config.eos_ids, model.config.vocab_size, rows, slots,
-        stops=STOPS, biases=0 if plain else BIASES,
-    )  # fmt: skip
-    if plain:
-        return sampler
-    return dataclasses.replace(sampler, greedy=False, penalized=True, alternatives=MOST_ALTERNATIVES)
-
-
-def _counts(sampler: Sampler, requests: list[tuple[int, Request]], vocabulary: int) -> Counts | None:
-    """Return the tokens of prompts and answers so far, where penalties may need them."""
-    if not sampler.penalized:
-        return None
-    answer, prompt = (np.zeros((len(sampler.stop), vocabulary), dtype) for dtype in (np.int32, bool))
-    for slot, request in requests:
-        prompt[slot, request.prompt] = True
-        np.add.at(answer[slot], request.tokens, 1)
-    return Counts(put(answer, BATCH, None), put(prompt, BATCH, None))
-
-
-def _logprobs(request: Request, found: Logprobs | None, slot: int, count: int) -> AnswerLogprobs | None:
-    """Return the log-probabilities of a request's first `count` tokens of a block, if it wants them."""
-    wanted = request.sampling.logprobs
-    if wanted is None or found is None:
-        return None
-    chosen, ids, values = (np.asarray(x)[:count, slot] for x in (found.chosen, found.tokens, found.values))
-    pairs = zip(ids[:, :wanted].tolist(), values[:, :wanted].tolist(), strict=True)
-    return AnswerLogprobs(chosen, [dict(zip(*pair, strict=True)) for pair in pairs])

@@ -43,11 +43,6 @@ def row_of(cache: Cache) -> Row:
     return Row(cache.layers, cache.seen, cache.trail)
 
 
-def with_row(cache: Cache, row: Row) -> Cache:
-    """Return the cache of one sequence over the pool of `cache`."""
-    return dataclasses.replace(cache, layers=row.layers, seen=row.seen, trail=row.trail)
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def new_row(view: View, layout: Layout, group: int) -> Row:
     """Return a sequence that has seen nothing, for a pool of this layout."""

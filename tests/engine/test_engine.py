@@ -65,10 +65,10 @@ def run(engine, requests=(), most=1000):
 def nothing_left(engine):
     engine.forget()
     assert engine.stats[:5] == (0, 0, 0, 0, 0)
-    assert engine._pages.others is None or not np.asarray(engine._pages.others).any()
-    free = np.asarray(engine._pages.free_count)
+    assert engine._pool._pages.others is None or not np.asarray(engine._pool._pages.others).any()
+    free = np.asarray(engine._pool._pages.free_count)
     assert (free == engine.stats.pool_pages).all()
-    free = np.sort(np.asarray(engine._pages.free).reshape(len(free), -1))
+    free = np.sort(np.asarray(engine._pool._pages.free).reshape(len(free), -1))
     assert (free == np.arange(engine.stats.pool_pages)).all()
 
 
@@ -234,6 +234,37 @@ def test_a_prompt_goes_on_from_an_earlier_one_that_it_begins_with(policy):
         [*asked, (following, short)], [*answers, request.tokens], strict=True
     ):
         assert alone(engine(policy), [(prompt, sampling)]) == [tokens]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("policy", ["full", "random:ratio=0.4,window=8"])
+def test_two_thousand_requests_of_all_kinds(policy):
+    """They come in bursts, share beginnings, are cancelled, and take more pages than there are. No page, slot or answer
+    is lost."""
+    served, rng = engine(policy, capacity=48, slots=4), np.random.default_rng(0)
+    texts = [rng.integers(0, 256, size).tolist() for size in (3, 20, 40)]
+    kinds = [
+        ([*texts[i % 3], *rng.integers(0, 256, rng.integers(1, 30)).tolist()], int(rng.integers(1, 24)))
+        for i in range(60)
+    ]
+    kinds = [(prompt, SamplingParams(max_new_tokens=new, ignore_eos=True)) for prompt, new in kinds]
+    wanted, requests, made = alone(served, kinds), [], 0
+    while made < 2000 or served.busy:
+        if made < 2000 and len(served._waiting) < 8 and rng.random() < 0.5:
+            for kind in rng.integers(60, size=rng.integers(1, 12)):
+                requests += [(kind, request) for request in served.submit(*kinds[kind])]
+                made += 1
+        served.step()
+        if rng.random() < 0.1 and requests:
+            requests[-rng.integers(1, min(len(requests), 12) + 1)][1].cancel()
+    nothing_left(served)
+    ended = [request.finish_reason for _, request in requests]
+    assert set(ended) <= {"length", "abort"}
+    assert ended.count("length") > 1500
+    for kind, request in requests:
+        want = wanted[kind][: len(request.tokens)]
+        assert request.tokens == want
+        assert request.finish_reason == "abort" or len(request.tokens) == kinds[kind][1].max_new_tokens
 
 
 def test_on_a_mesh_that_splits_heads():

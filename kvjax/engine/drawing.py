@@ -1,0 +1,48 @@
+"""How the tokens of the slots are drawn: by one of two programs, greedily or with everything that one may ask for."""
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.engine.request import Request
+from kvjax.inference.answers import AnswerLogprobs
+from kvjax.inference.sampler import Counts, Logprobs, Sampler, make_sampler
+from kvjax.mesh import BATCH, put
+from kvjax.models.config import ModelConfig
+from kvjax.sampling_params import MOST_ALTERNATIVES
+
+STOPS, BIASES = 64, 512
+"""Space for stop tokens and biased tokens of a slot: fewer compile nothing new."""
+InSlots = list[tuple[int, Request]]
+"""Requests, with their slots."""
+
+
+def sampler_of(config: ModelConfig, requests: InSlots, slots: int) -> tuple[Sampler, Counts | None]:
+    """Return the sampler of so many slots, and the tokens so far where penalties may need them."""
+    params = [one.sampling for _, one in requests]
+    plain = all(
+        one.temperature == 0 and one.logprobs is None and not one.logit_bias and not one.penalized
+        for one in params
+    )
+    sampler = make_sampler(
+        params, [one.number for _, one in requests], config.eos_ids, config.vocab_size, [slot for slot, _ in requests],
+        slots, stops=STOPS, biases=0 if plain else BIASES,
+    )  # fmt: skip
+    if plain:
+        return sampler, None
+    answer, prompt = (np.zeros((slots, config.vocab_size), dtype) for dtype in (np.int32, bool))
+    for slot, request in requests:
+        prompt[slot, request.prompt] = True
+        np.add.at(answer[slot], request.tokens, 1)
+    counts = Counts(put(answer, BATCH, None), put(prompt, BATCH, None))
+    return dataclasses.replace(sampler, greedy=False, penalized=True, alternatives=MOST_ALTERNATIVES), counts
+
+
+def logprobs_of(request: Request, found: Logprobs | None, slot: int, count: int) -> AnswerLogprobs | None:
+    """Return the log-probabilities of a request's first `count` tokens of a block [count b], if it wants them."""
+    wanted = request.sampling.logprobs
+    if wanted is None or found is None:
+        return None
+    chosen, ids, values = (np.asarray(x)[:count, slot] for x in (found.chosen, found.tokens, found.values))
+    pairs = zip(ids[:, :wanted].tolist(), values[:, :wanted].tolist(), strict=True)
+    return AnswerLogprobs(chosen, [dict(zip(*pair, strict=True)) for pair in pairs])

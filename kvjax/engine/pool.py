@@ -1,0 +1,168 @@
+"""The engine's pool of pages and its slots, on the devices. The host counts the free pages without waiting for a block
+that is on its way."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.cache import Cache, Layout, not_finite, ring_pages
+from kvjax.engine.rows import (
+    Copied,
+    Row,
+    copied_in,
+    copied_out,
+    forked,
+    freed,
+    new_row,
+    put_in,
+    row_of,
+    taken,
+)
+from kvjax.inference.allocation import laid_out
+from kvjax.inference.forward import drop_observation_state
+from kvjax.mesh import SHARDS, put
+from kvjax.policies.compiled import CompiledPolicy
+
+
+class Outside(NamedTuple):
+    """A sequence in host memory."""
+
+    copied: Copied
+    shardings: Copied
+    """How its arrays are split on devices."""
+
+    @property
+    def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
+        """Retained entries of its heads, and tokens."""
+        return np.asarray(self.copied.row.layers.length), np.asarray(self.copied.row.seen)
+
+
+class After(NamedTuple):
+    """What the slots hold after a block: copies, since the cache is donated to the next one."""
+
+    length: Int[Array, "l b k"]
+    seen: Int[Array, " b"]
+    free_count: Int[Array, " shards"]
+    changes: int
+    """Changes of the pool by anything but blocks, before it."""
+
+
+class Pool:
+    """Pages, and the sequences that hold them: those in slots, and rows that the engine keeps.
+
+    shares: True if sequences may hold pages together.
+    """
+
+    def __init__(self, policy: CompiledPolicy, layout: Layout, group: int, *, shares: bool):
+        self.layout = layout
+        self._policy, self._group = policy, group
+        whole = laid_out(policy.read, layout, group)
+        if shares:
+            others = put(np.zeros(whole.pages.free.shape, np.int32), SHARDS)
+            whole = dataclasses.replace(whole, pages=dataclasses.replace(whole.pages, others=others))
+        self._pages, self._form = whole.pages, dataclasses.replace(whole, limit=layout.pages)
+        decoding = drop_observation_state(whole, policy.decode)
+        self._slots, self._lasting = row_of(decoding), set(decoding.pages.planes)
+        self._free: int | None = None
+        self._changes = 0
+
+    @property
+    def free(self) -> int:
+        """Free pages on the device that has fewest: after the last block that was looked at, or where anything else has
+        changed since, after all that was sent, which is then waited for."""
+        if self._free is None:
+            self._free = self._count(self._pages.free_count)
+        return self._free
+
+    def _count(self, free: Array) -> int:
+        found = np.asarray(free)
+        if (found < 0).any():
+            # pages are never short here: a number was not finite
+            raise not_finite(self.layout.dtype)
+        return int(found.min())
+
+    def _changed(self) -> None:
+        self._free, self._changes = None, self._changes + 1
+
+    # ---- slots
+
+    def slots(self) -> Cache:
+        """Return all slots as a cache, to decode with. It is donated; `decoded` takes it back."""
+        return self._cache(self._slots, self._lasting)
+
+    def decoded(self, cache: Cache) -> After:
+        """Take the slots back after a block."""
+        self._slots = self._keep(cache)
+        length, seen, free = map(jnp.copy, (cache.layers.length, cache.seen, cache.pages.free_count))
+        return After(length, seen, free, self._changes)
+
+    def looked_at(self, after: After) -> None:
+        """Note what was free after a block, once that is done."""
+        self._free = self._count(after.free_count) if after.changes == self._changes else None
+
+    def put(self, slot: int, row: Row) -> None:
+        """Put a sequence into a slot."""
+        self._slots = put_in(self._slots, row, np.int32(slot))
+
+    def clear(self, slot: int) -> None:
+        """Free the pages of a slot."""
+        empty = self.drop(taken(self._slots, np.int32(slot)))
+        self._slots = put_in(self._slots, empty, np.int32(slot))
+
+    def copy_out(self, slot: int, pages: int) -> Outside:
+        """Return a copy of a slot's sequence, which has at most so many pages on a device, in host memory."""
+        copied = copied_out(self._pages, taken(self._slots, np.int32(slot)), pages)
+        return Outside(jax.device_get(copied), jax.tree.map(lambda x: x.sharding, copied))
+
+    # ---- sequences beside the slots
+
+    def begin(self) -> Row:
+        """Return a sequence that has seen nothing."""
+        return new_row(self._policy.read, self.layout, self._group)
+
+    def alone(self, row: Row) -> Cache:
+        """Return a sequence as a cache of its own over the pool, to read with. It is donated; `keep` takes it back."""
+        return self._cache(row)
+
+    def keep(self, cache: Cache) -> Row:
+        """Take the pages over from the cache of a sequence. Returns the sequence."""
+        self._changed()
+        return self._keep(cache)
+
+    def decoding(self, cache: Cache) -> Row:
+        """Return the sequence of a cache that was read, as slots hold it."""
+        return row_of(drop_observation_state(cache, self._policy.decode))
+
+    def copy_in(self, outside: Outside) -> Row:
+        """Return a sequence of host memory. Enough pages must be free."""
+        copied = jax.tree.map(jax.device_put, outside.copied, outside.shardings)
+        self._pages, row = copied_in(self._pages, copied)
+        self._changed()
+        return row
+
+    def fork(self, row: Row) -> Row:
+        """Return a second sequence that goes on from the same tokens. Enough pages must be free."""
+        ring = ring_pages(self.layout.window, self.layout.page_size)
+        self._pages, new = forked(self._pages, row, ring, self._policy.host.rewritten)
+        self._changed()
+        return new
+
+    def drop(self, row: Row) -> Row:
+        """Free the pages of a sequence. Returns an empty one."""
+        self._pages, empty = freed(self._pages, row)
+        self._changed()
+        return empty
+
+    def _cache(self, row: Row, planes: set[str] | None = None) -> Cache:
+        """Return sequences as a cache, with the planes of these names; None: with all."""
+        own = {name: x for name, x in self._pages.planes.items() if planes is None or name in planes}
+        rest: dict[str, Any] = row._asdict()
+        return dataclasses.replace(self._form, pages=dataclasses.replace(self._pages, planes=own), **rest)
+
+    def _keep(self, cache: Cache) -> Row:
+        self._pages = dataclasses.replace(cache.pages, planes=self._pages.planes | cache.pages.planes)
+        return row_of(cache)
