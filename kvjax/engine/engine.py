@@ -142,20 +142,16 @@ class Engine:
             for name, x in (("slots", slots), ("chunk", chunk), ("block", block))
         )
         config = model.config
-        self.max_length = (
-            config.longest if max_length is None else whole_number("Engine", "max_length", max_length)
-        )
+        longest = config.longest if max_length is None else max_length
+        self.max_length = whole_number("Engine", "max_length", longest)
         self._model, self._tokenizer = model, tokenizer
         with use_mesh(model):
             if axis_size("data", "fsdp", "sequence") > 1:
                 raise UserError("Engine: the mesh may split heads alone (tensor), not data, fsdp or sequence")
             self._policy = (policy or Policy()).compile(model)
             host = self._policy.host
-            if (
-                host.compacts_answers
-                and host.schedule is not None
-                and host.schedule.trigger.when != "position"
-            ):
+            trigger = None if host.schedule is None else host.schedule.trigger
+            if trigger is not None and trigger.while_decoding and trigger.when != "position":
                 raise UserError(
                     f"Engine: policy {host.name} compacts while it decodes: sequences that come at any time do so with "
                     "when=position"
@@ -163,7 +159,7 @@ class Engine:
             layout = layout_for(
                 host, batch=self.slots, layers=config.num_layers, kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim, tokens=self.max_length, dtype=model.embed.dtype, page_size=page_size,
-                capacity=capacity, free=None if capacity is None else device_bytes(free=True),
+                capacity=capacity, free=device_bytes(free=True),
             )  # fmt: skip
             # what is decided at a prompt's end, or by a question, cannot be gone on from by another one
             self._reuses = host.schedule is None
