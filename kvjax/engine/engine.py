@@ -10,6 +10,7 @@ answer is copied to host memory and goes on later, and an answer that is alone e
 """
 
 import collections
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from kvjax.inference.answers import stop_tokens_of
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.decode import decode_block, first_tokens
 from kvjax.inference.eviction import recurring
-from kvjax.inference.forward import bucket
+from kvjax.inference.forward import SIZES, bucket
 from kvjax.inference.prefill import Steps, next_step, reading
 from kvjax.inference.sampler import Counts, Logprobs, Sampler
 from kvjax.mesh import BATCH, axis_size, put, use_mesh
@@ -231,6 +232,26 @@ class Engine:
         pages, waiting = self._pool.layout.pages, len(self._waiting) + (self._reading is not None)
         used = pages - self._pool.free
         return EngineStats(len(self._running_now), waiting, len(self._paused), len(self._forks), used, pages)
+
+    def warm_up(self) -> None:
+        """Compile what requests will run, before the first one comes: prompts of every size that is compiled for, drawn
+        greedily and otherwise. A pause compiles for the size of what is paused, later."""
+        most = self.max_length - 2 * self.block
+        sizes = {min(size, most) for size in (*SIZES, self.chunk) if size <= self.chunk}
+        if self._policy.host.schedule is not None:
+            # compactions are compiled for the longest head cache
+            size = 1
+            while size < most:
+                sizes.add(size := min(bucket(size + 1), most))
+        drawn = SamplingParams(max_new_tokens=self.block + 2, temperature=1.0, logprobs=1, ignore_eos=True)
+        plain = SamplingParams(max_new_tokens=self.block + 2, ignore_eos=True)
+        for index, size in enumerate(sorted(sizes)):
+            for sampling in (plain, drawn) if index == 0 else (plain,):
+                with contextlib.suppress(CapacityError):
+                    self.submit(np.zeros(size, np.int32), sampling)
+                while self.busy:
+                    self.step()
+        self.forget()
 
     def forget(self) -> None:
         """Free the pages of prompts that later ones could go on from."""

@@ -236,6 +236,26 @@ def test_a_prompt_goes_on_from_an_earlier_one_that_it_begins_with(policy):
         assert alone(engine(policy), [(prompt, sampling)]) == [tokens]
 
 
+@pytest.mark.parametrize("policy", ["full", pytest.param("snapkv:ratio=0.5", marks=pytest.mark.thorough)])
+def test_warmed_up_it_compiles_nothing_more(policy, caplog):
+    served = engine(policy, slots=5)
+    questions = [
+        *asked(10, seed=5, longest=80),
+        ([5] * 9, SamplingParams(max_new_tokens=9, temperature=0.5, top_k=3)),
+    ]
+    ended = SamplingParams(max_new_tokens=9, stop_token_ids=range(20), logit_bias={3: 1.0}, logprobs=4)
+
+    def compiled():
+        return [record.message for record in caplog.records if record.message.startswith("Compiling")]
+
+    with jax.log_compiles():
+        served.warm_up()
+        assert compiled()
+        caplog.clear()
+        run(served, submit(served, [*questions, ("Who?", ended)]))
+        assert not compiled()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["full", "random:ratio=0.4,window=8"])
 def test_two_thousand_requests_of_all_kinds(policy):
