@@ -49,7 +49,7 @@ def reports(platform, which):
 
 def test_every_attention_is_a_kernel(reports, platform, which):
     kernels = {name: set(report["kernels"]) for name, report in reports.items()}
-    decode = {"paged_decode"} if platform == "tpu" else {"paged_decode", "paged_decode_merge"}
+    decode = {"paged_decode", "paged_decode_append" if platform == "tpu" else "paged_decode_merge"}
     forward = "vertical_slash" if platform == "tpu" else "vertical_slash_hopper"
     wanted = {
         "training": {forward, "vertical_slash_dq", "vertical_slash_dkv"},
