@@ -91,23 +91,25 @@ def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages
 
     def local(pages, row):
         (none, page_size, _), layers = pages.pool.shape, row.layers
-        table = layers.page_table
-        column = jnp.arange(table.shape[-1])
-        first = jnp.maximum(layers.length - (newest or 0), 0) // page_size
-        own = (column < ring) | (column - ring >= first[..., None])
-        own = (table < none) & (own if newest is not None else True)
-        shared = (table < none) & ~own
-        flat = own.reshape(-1)
-        place = pages.free_count[0] - jnp.cumsum(flat, dtype=jnp.int32)
-        fresh = jnp.where(flat, pages.free[jnp.maximum(place, 0)], none)
-        old = table.reshape(-1)
+        table, columns = layers.page_table, layers.page_table.shape[-1]
+        column = jnp.broadcast_to(jnp.arange(columns), table.shape)
+        if newest is not None:
+            first = ring + jnp.maximum(layers.length - newest, 0) // page_size
+            count = min(-(-newest // page_size) + 1, columns - ring)
+            column = jnp.concatenate([column[..., :ring], first[..., None] + jnp.arange(count)], -1)
+        old = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), 3)
+        own = (column < columns) & (old < none)
+        place = pages.free_count[0] - jnp.cumsum(own.reshape(-1), dtype=jnp.int32).reshape(own.shape)
+        fresh = jnp.where(own, pages.free[jnp.maximum(place, 0)], none)
         contents = jax.tree.map(
             lambda x: x.at[fresh].set(x.at[old].get(mode="clip"), mode="drop"), _contents(pages)
         )
-        others = pages.others.at[jnp.where(shared, table, none)].add(1, mode="drop")
-        count = pages.free_count - flat.sum(dtype=jnp.int32)
+        l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
+        shared = table.at[l, b, k, jnp.where(own, column, columns)].set(none, mode="drop")
+        others = pages.others.at[shared].add(1, mode="drop")
+        count = pages.free_count - own.sum(dtype=jnp.int32)
         pages = dataclasses.replace(pages, others=others, free_count=count, **contents)
-        table = jnp.where(own, fresh.reshape(table.shape), table)
+        table = table.at[l, b, k, jnp.where(own, column, columns)].set(fresh, mode="drop")
         return pages, row._replace(layers=dataclasses.replace(layers, page_table=table))
 
     return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
