@@ -38,7 +38,7 @@ from kvjax.sampling_params import SamplingParams
 OWN_FULL = "full"
 """kvjax's own pages under the full policy."""
 COLUMNS = "phase", "batch", "context", "path", "seconds", "ratio", "roofline", "fraction", "bytes", "kv_ratio"
-"""What of a row is printed."""
+"""The fields of a row that are printed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Timing(NamedTuple):
     bound: float
     """Seconds that it takes at least."""
     bytes: int | None = None
-    """Of the pages in use; None: the cache is a contiguous one."""
+    """Bytes of the pages in use; None: the cache is a contiguous one."""
     kv_ratio: float | None = None
     """Entries held, as a share of a full cache's."""
 
@@ -296,7 +296,7 @@ def prefills(
     matrices = sum(x.size for x in jax.tree.leaves(model.layers) if x.ndim == 3)
 
     def bound(policy: Any) -> float:
-        """Of the products, attention to the keys that each token sees included."""
+        """Return the seconds of the products, with attention to the keys that each token sees."""
         seen = context / 2
         if policy is not None:
             window = min(policy.window, context)

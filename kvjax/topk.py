@@ -15,8 +15,8 @@ TIES = "first", "out", "in"
 there is a place for every entry), or all stay."""
 
 BITS = 8
-"""Of the last place's score, that a step finds on an accelerator, where a step costs more than comparing with all of
-their values. On a CPU a step finds one."""
+"""Bits of the last place's score that a step finds on an accelerator, where a step costs more than comparing with all
+of their values. On a CPU a step finds one."""
 
 
 def top(

@@ -45,7 +45,7 @@ def llm(model, tokenizer, policy):
 
 
 LETTERS = SamplingParams(max_new_tokens=33, logit_bias=dict.fromkeys(range(64, 90), 100.0))
-"""What is said is letters alone: a text of half characters has other tokens when it is read again."""
+"""Answers are letters alone: a text of half characters has other tokens when it is read again."""
 
 
 def with_stops(model):

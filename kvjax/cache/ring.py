@@ -227,10 +227,10 @@ def slot_priority(
 
 
 class PlaceOfOne(NamedTuple):
-    """Where one token of each sequence is written, and where the token that leaves the local window for it goes."""
+    """Places of one token of each sequence, and of the token that leaves the local window for it."""
 
     append: Append
-    """Of the pool: the slot of the new token, and the place in the global region of the one that leaves."""
+    """The slot of the new token in the pool, and the place in the global region of the one that leaves."""
     stays: Bool[Array, "b k"]
     """True if the token that leaves the window is kept."""
     place: Int[Array, "b k"]

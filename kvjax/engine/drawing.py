@@ -1,4 +1,4 @@
-"""How the tokens of the slots are drawn: by one of two programs, greedily or with everything that one may ask for."""
+"""Samplers for the slots. Tokens are drawn by one of two programs, greedily or with everything that one may ask for."""
 
 import dataclasses
 

@@ -61,7 +61,7 @@ class _Fork(NamedTuple):
     tokens: Int[np.ndarray, " t"]
     row: Row
     logits: Array
-    """After the last token, [1 v]."""
+    """Logits after the last token, [1 v]."""
 
 
 class _Paused(NamedTuple):
@@ -72,7 +72,7 @@ class _Paused(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """What the engine holds now."""
+    """Sizes of what the engine holds."""
 
     running: int
     """Answers in slots."""
@@ -94,7 +94,7 @@ class _Block(NamedTuple):
     """Who ran."""
     drawn: tuple[Array, Logprobs | None]
     tokens: int
-    """How many count."""
+    """The number of tokens that count: the block's first ones."""
     after: After
 
 
@@ -228,7 +228,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What it holds."""
+        """Its requests and pages now."""
         pages, waiting = self._pool.layout.pages, len(self._waiting) + (self._reading is not None)
         used = pages - self._pool.free
         return EngineStats(len(self._running_now), waiting, len(self._paused), len(self._forks), used, pages)

@@ -1,5 +1,4 @@
-"""How many pages of the engine's pool sequences take: those that they have, may take at the most, and are expected to
-take."""
+"""Counts of pages of the engine's pool: those that sequences have, may take at the most, and are expected to take."""
 
 import numpy as np
 from jaxtyping import Float, Int

@@ -33,7 +33,7 @@ class Outside(NamedTuple):
 
     copied: Copied
     shardings: Copied
-    """How its arrays are split on devices."""
+    """Shardings of its arrays."""
 
     @property
     def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
@@ -42,7 +42,7 @@ class Outside(NamedTuple):
 
 
 class After(NamedTuple):
-    """What the slots hold after a block: copies, since the cache is donated to the next one."""
+    """Sizes of the slots after a block. They are copies, since the cache is donated to the next one."""
 
     length: Int[Array, "l b k"]
     seen: Int[Array, " b"]

@@ -29,9 +29,9 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     """The answer so far, its stop token included."""
     logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
-    """Of the tokens, part by part, where they were asked for."""
+    """The tokens' log-probabilities, part by part, if they were asked for."""
     text: str = ""
-    """Of the answer so far, without what may be half a character or the beginning of a stop text. Empty without a
+    """The answer so far, without what may be half a character or the beginning of a stop text. Empty without a
     tokenizer."""
     finish_reason: FinishReason | None = None
     """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens. `capacity`: the pool has no
@@ -45,11 +45,6 @@ class Request:
     def __post_init__(self):
         self._live = None if self.tokenizer is None else LiveText(self.tokenizer, self.sampling.stop)
         self._stops = () if self.tokenizer is None else stop_tokens_of(self.sampling.stop, self.tokenizer)[0]
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt and the answer."""
-        return self.prompt.size + len(self.tokens)
 
     @property
     def most(self) -> int:

@@ -18,7 +18,7 @@ from kvjax.policies.compiled import View
 
 
 class Row(NamedTuple):
-    """What is known of one sequence beside its pages."""
+    """A sequence without its pages."""
 
     layers: LayerCache
     seen: Int[Array, " 1"]

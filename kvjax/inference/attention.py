@@ -142,7 +142,7 @@ def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:
 
 
 class Attended(NamedTuple):
-    """What a call's tokens saw, and how they are written."""
+    """Attention's result for a call's tokens, and the function that writes them."""
 
     o: Float[Array, "b n t h"]
     """The output."""

@@ -10,13 +10,13 @@ from pallas_kernels.ordering import after
 
 
 class Append(NamedTuple):
-    """Where each row's token goes, and the entry that lies there before. Entries are counted through the pool, page by
+    """Places of each row's token and of the entry that lies there before. Entries are counted through the pool, page by
     page; an index past its last entry is nowhere. All others of a call are in pages of their own."""
 
     slot: Int[Array, "b k"]
     """The entry that becomes the token's."""
     moved: Int[Array, "b k"]
-    """Where the entry goes that was there."""
+    """The new place of the entry that was there."""
 
 
 def written(pool, append: Append | None, new, lse):

@@ -62,7 +62,7 @@ def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows
 
 
 def written(pool, append: Append | None, new, lse, interpret: Any):
-    """The same as `append.written`, in place."""
+    """Return what `append.written` does, written in place."""
     if append is None:
         return pool
     r, kv = append.slot.size, pool.shape[2]

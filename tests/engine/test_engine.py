@@ -211,7 +211,7 @@ def test_what_is_cancelled_leaves_at_once_and_others_go_on():
 
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 def test_a_prompt_goes_on_from_an_earlier_one_that_it_begins_with(policy):
-    """Where the policy decides token by token: the next turns of a conversation, and questions of one text."""
+    """If the policy decides token by token, so do the next turns of a conversation, and questions of one text."""
     served = engine(policy)
     causal = served._policy.host.schedule is None
     text, short = list(range(3, 37)), SamplingParams(max_new_tokens=6, ignore_eos=True)
