@@ -23,7 +23,7 @@ def sampler_of(config: ModelConfig, requests: InSlots, slots: int) -> tuple[Samp
     plain = all(
         one.temperature == 0 and one.logprobs is None and not one.logit_bias and not one.penalized
         for one in params
-    )
+    ) and all(one.constraint is None for _, one in requests)
     sampler = make_sampler(
         params, [one.number for _, one in requests], config.eos_ids, config.vocab_size, [slot for slot, _ in requests],
         slots, stops=STOPS, biases=0 if plain else BIASES,
@@ -36,6 +36,17 @@ def sampler_of(config: ModelConfig, requests: InSlots, slots: int) -> tuple[Samp
         np.add.at(answer[slot], request.tokens, 1)
     counts = Counts(put(answer, BATCH, None), put(prompt, BATCH, None))
     return dataclasses.replace(sampler, greedy=False, penalized=True, alternatives=MOST_ALTERNATIVES), counts
+
+
+def constrained(sampler: Sampler, requests: InSlots, vocabulary: int) -> Sampler:
+    """Return a sampler that draws from the tokens that the requests' constraints allow next."""
+    if all(one.constraint is None for _, one in requests):
+        return sampler
+    allowed = np.ones((sampler.top_k.shape[0], vocabulary), bool)
+    for slot, request in requests:
+        if request.constraint is not None:
+            allowed[slot] = request.constraint.allowed()
+    return dataclasses.replace(sampler, allowed=put(allowed, BATCH, None))
 
 
 def logprobs_of(request: Request, found: Logprobs | None, slot: int, count: int) -> AnswerLogprobs | None:

@@ -11,34 +11,41 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, Layout, not_finite, ring_pages
 from kvjax.engine.rows import (
-    Copied,
+    Contents,
     Row,
     copied_in,
     copied_out,
     forked,
     freed,
     new_row,
+    placed,
     put_in,
     row_of,
     taken,
 )
 from kvjax.inference.allocation import laid_out
 from kvjax.inference.forward import drop_observation_state
-from kvjax.mesh import SHARDS, put
+from kvjax.mesh import SHARDS, axis_size, put
 from kvjax.policies.compiled import CompiledPolicy
+
+PIECE = 4096
+"""Pages of a sequence that are copied out of the pool, or into it, at once."""
 
 
 class Outside(NamedTuple):
     """A sequence in host memory."""
 
-    copied: Copied
-    shardings: Copied
-    """Shardings of its arrays."""
+    row: Row
+    """The places in its table that hold pages hold any number."""
+    pieces: list[Contents]
+    """The contents of its pages, `PIECE` by `PIECE`, in the order of its table."""
+    shardings: Any
+    """Shardings of the arrays of `row` and of a piece."""
 
     @property
     def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
         """Retained entries of its heads, and tokens."""
-        return np.asarray(self.copied.row.layers.length), np.asarray(self.copied.row.seen)
+        return np.asarray(self.row.layers.length), np.asarray(self.row.seen)
 
 
 class After(NamedTuple):
@@ -52,21 +59,20 @@ class After(NamedTuple):
 
 
 class Pool:
-    """Pages, and the sequences that hold them: those in slots, and rows that the engine keeps.
+    """Pages, and the sequences that hold them, some of them together: those in slots, and rows that the engine
+    keeps."""
 
-    shares: True if sequences may hold pages together.
-    """
-
-    def __init__(self, policy: CompiledPolicy, layout: Layout, group: int, *, shares: bool):
+    def __init__(self, policy: CompiledPolicy, layout: Layout, group: int):
         self.layout = layout
         self._policy, self._group = policy, group
         whole = laid_out(policy.read, layout, group)
-        if shares:
-            others = put(np.zeros(whole.pages.free.shape, np.int32), SHARDS)
-            whole = dataclasses.replace(whole, pages=dataclasses.replace(whole.pages, others=others))
+        others = put(np.zeros(whole.pages.free.shape, np.int32), SHARDS)
+        whole = dataclasses.replace(whole, pages=dataclasses.replace(whole.pages, others=others))
         self._pages, self._form = whole.pages, dataclasses.replace(whole, limit=layout.pages)
         decoding = drop_observation_state(whole, policy.decode)
         self._slots, self._lasting = row_of(decoding), set(decoding.pages.planes)
+        table = layout.layers * layout.kv_heads * decoding.layers.page_table.shape[-1]
+        self._piece = min(PIECE, table // axis_size("tensor"))
         self._free: int | None = None
         self._changes = 0
 
@@ -113,10 +119,15 @@ class Pool:
         empty = self.drop(taken(self._slots, np.int32(slot)))
         self._slots = put_in(self._slots, empty, np.int32(slot))
 
-    def copy_out(self, slot: int, pages: int) -> Outside:
-        """Return a copy of a slot's sequence, which has at most so many pages on a device, in host memory."""
-        copied = copied_out(self._pages, taken(self._slots, np.int32(slot)), pages)
-        return Outside(jax.device_get(copied), jax.tree.map(lambda x: x.sharding, copied))
+    def copy_out(self, slot: int) -> Outside:
+        """Return a copy of a slot's sequence in host memory."""
+        row, pieces, shardings = taken(self._slots, np.int32(slot)), [], None
+        used = (np.asarray(row.layers.page_table) < self.layout.pages).sum((0, 1, 3))
+        for start in range(0, int(used.reshape(axis_size("tensor"), -1).sum(1).max()), self._piece):
+            piece = copied_out(self._pages, row, np.int32(start), self._piece)
+            shardings = jax.tree.map(lambda x: x.sharding, (row, piece))
+            pieces.append(jax.device_get(piece))
+        return Outside(jax.device_get(row), pieces, shardings)
 
     # ---- sequences beside the slots
 
@@ -124,9 +135,15 @@ class Pool:
         """Return a sequence that has seen nothing."""
         return new_row(self._policy.read, self.layout, self._group)
 
-    def alone(self, row: Row) -> Cache:
-        """Return a sequence as a cache of its own over the pool, to read with. It is donated; `keep` takes it back."""
-        return self._cache(row)
+    def alone(self, row: Row, *, continues: bool) -> Cache:
+        """Return a sequence as a cache of its own over the pool, to read with. It is donated; `keep` takes it back.
+
+        continues: True for a fork, which may hold pages with others.
+        """
+        if continues:
+            return self._cache(row, self._lasting)
+        cache = self._cache(row)
+        return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=None))
 
     def keep(self, cache: Cache) -> Row:
         """Take the pages over from the cache of a sequence. Returns the sequence."""
@@ -139,8 +156,11 @@ class Pool:
 
     def copy_in(self, outside: Outside) -> Row:
         """Return a sequence of host memory. Enough pages must be free."""
-        copied = jax.tree.map(jax.device_put, outside.copied, outside.shardings)
-        self._pages, row = copied_in(self._pages, copied)
+        of_row, of_piece = outside.shardings
+        self._pages, row = placed(self._pages, jax.tree.map(jax.device_put, outside.row, of_row))
+        for index, piece in enumerate(outside.pieces):
+            contents = jax.tree.map(jax.device_put, piece, of_piece)
+            self._pages = copied_in(self._pages, row, np.int32(index * self._piece), contents)
         self._changed()
         return row
 
@@ -164,5 +184,7 @@ class Pool:
         return dataclasses.replace(self._form, pages=dataclasses.replace(self._pages, planes=own), **rest)
 
     def _keep(self, cache: Cache) -> Row:
-        self._pages = dataclasses.replace(cache.pages, planes=self._pages.planes | cache.pages.planes)
+        planes, others = self._pages.planes | cache.pages.planes, cache.pages.others
+        others = self._pages.others if others is None else others
+        self._pages = dataclasses.replace(cache.pages, planes=planes, others=others)
         return row_of(cache)

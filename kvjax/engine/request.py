@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from kvjax.inference.answers import AnswerLogprobs, LiveText, cut, stop_tokens_of
 from kvjax.sampling_params import SamplingParams
@@ -13,9 +13,22 @@ from kvjax.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "capacity", "abort"]
 
 
+@runtime_checkable
+class Constraint(Protocol):
+    """What an answer must look like, such as a grammar."""
+
+    def allowed(self) -> Bool[np.ndarray, " v"]:
+        """Return which tokens may come next: at least one, if only one that ends the answer."""
+        ...
+
+    def take(self, token: int) -> None:
+        """Take the next token, which does not end the answer."""
+        ...
+
+
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One answer to one prompt. Made by `Engine.submit`."""
+    """One answer to one prompt, made by `Engine.submit`, or the reading of a context that has a name."""
 
     prompt: Int[np.ndarray, " t"]
     sampling: SamplingParams
@@ -26,6 +39,13 @@ class Request:
     ends: tuple[int, ...]
     """Tokens that end the answer."""
     tokenizer: Any = None
+    constraint: Constraint | None = None
+    context: str | None = None
+    """Name of the context that the prompt continues, or of the one that is read."""
+    kept: int = 0
+    """Tokens of the prompt at whose end later prompts may go on; 0: all."""
+    reads: bool = False
+    """True if a context is read, and nothing is answered."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     """The answer so far, its stop token included."""
     logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
@@ -34,8 +54,8 @@ class Request:
     """The answer so far, without what may be half a character or the beginning of a stop text. Empty without a
     tokenizer."""
     finish_reason: FinishReason | None = None
-    """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens. `capacity`: the pool has no
-    page for its next token. `abort`: it was cancelled. None: it goes on."""
+    """`stop`: a stop token or a stop text came, or a context is read. `length`: it has `max_new_tokens` tokens.
+    `capacity`: the pool has no page for its next token. `abort`: it was cancelled. None: it goes on."""
     cached: int = 0
     """Tokens of the prompt that an earlier prompt had read."""
     kv_ratio: float = 1.0
@@ -43,6 +63,7 @@ class Request:
     cancelled: bool = False
 
     def __post_init__(self):
+        self.kept = self.kept or self.prompt.size
         self._live = None if self.tokenizer is None else LiveText(self.tokenizer, self.sampling.stop)
         self._stops = () if self.tokenizer is None else stop_tokens_of(self.sampling.stop, self.tokenizer)[0]
 
@@ -61,6 +82,10 @@ class Request:
         stop = next((i + 1 for i, token in enumerate(tokens) if token in self.ends), None)
         new = list(tokens[: min(left, len(tokens) if stop is None else stop)])
         self.tokens += new
+        if self.constraint is not None:
+            for token in new:
+                if token not in self.ends:
+                    self.constraint.take(token)
         if logprobs is not None:
             self.logprobs.append(
                 AnswerLogprobs(logprobs.chosen[: len(new)], logprobs.alternatives[: len(new)])

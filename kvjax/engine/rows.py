@@ -29,13 +29,8 @@ AXES = 1, 0, 0
 """The axis of the sequences in the arrays of each of a row's parts."""
 
 
-class Copied(NamedTuple):
-    """A sequence outside the pool."""
-
-    row: Row
-    """The places in its table that hold pages hold any number."""
-    pages: Any
-    """The contents of its pages [n …], in the order of the table: of the pool, the bounds and the planes."""
+Contents = dict[str, Shaped[Array, "n ..."] | dict[str, Shaped[Array, "n ..."]] | None]
+"""The contents of pages: of the pool, the bounds and the planes."""
 
 
 def row_of(cache: Cache) -> Row:
@@ -142,45 +137,61 @@ def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
     return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def copied_out(pages: Pages, row: Row, count: int) -> Copied:
-    """Return a sequence with the contents of its pages, at most `count` of a shard."""
+@functools.partial(jax.jit, static_argnums=3)
+def copied_out(pages: Pages, row: Row, start: Int[Array, ""], count: int) -> Contents:
+    """Return the contents of `count` pages of a sequence on each shard, from the `start`-th on."""
+
+    def local(pages, row, start):
+        listed = _listed(row.layers.page_table, pages.pool.shape[0], start, count)
+        return jax.tree.map(lambda x: x.at[listed].get(mode="clip"), _contents(pages))
+
+    specs = jax.tree.map(lambda x: P(SHARDS, *(None,) * (x.ndim - 1)), _contents(pages))
+    return jax.shard_map(local, out_specs=specs)(pages, row, start)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copied_in(pages: Pages, row: Row, start: Int[Array, ""], contents: Contents) -> Pages:
+    """Return the pages with these contents in those of a sequence, from the `start`-th on."""
+
+    def local(pages, row, start, contents):
+        count = jax.tree.leaves(contents)[0].shape[0]
+        listed = _listed(row.layers.page_table, pages.pool.shape[0], start, count)
+        new = jax.tree.map(lambda x, new: x.at[listed].set(new, mode="drop"), _contents(pages), contents)
+        return dataclasses.replace(pages, **new)
+
+    return jax.shard_map(local, out_specs=_specs(pages))(pages, row, start, contents)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def placed(pages: Pages, row: Row) -> tuple[Pages, Row]:
+    """Return the pages without as many free ones as a sequence holds, and the sequence with these in its page table.
+    Enough of them must be free."""
 
     def local(pages, row):
         none, page = pages.pool.shape[0], row.layers.page_table.reshape(-1)
         used = page < none
-        place = jnp.where(used, jnp.cumsum(used) - 1, count)
-        listed = jnp.full(count, none, jnp.int32).at[place].set(page, mode="drop")
-        return jax.tree.map(lambda x: x.at[listed].get(mode="clip"), _contents(pages))
-
-    specs = jax.tree.map(lambda x: P(SHARDS, *(None,) * (x.ndim - 1)), _contents(pages))
-    return Copied(row, jax.shard_map(local, out_specs=specs)(pages, row))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def copied_in(pages: Pages, copied: Copied) -> tuple[Pages, Row]:
-    """Return the pages with those of a sequence that was copied out, and the sequence. Enough of them must be free."""
-
-    def local(pages, copied):
-        none, layers = pages.pool.shape[0], copied.row.layers
-        page = layers.page_table.reshape(-1)
-        used = page < none
         place = jnp.cumsum(used, dtype=jnp.int32) - 1
         taken = pages.free[jnp.maximum(pages.free_count[0] - 1 - place, 0)]
-        table = jnp.where(used, taken, none)
-        count = jax.tree.leaves(copied.pages)[0].shape[0]
-        listed = jnp.full(count, none, jnp.int32).at[jnp.where(used, place, count)].set(table, mode="drop")
-        contents = jax.tree.map(
-            lambda x, new: x.at[listed].set(new, mode="drop"), _contents(pages), copied.pages
-        )
-        layers = dataclasses.replace(layers, page_table=table.reshape(layers.page_table.shape))
+        table = jnp.where(used, taken, none).reshape(row.layers.page_table.shape)
         count = pages.free_count - used.sum(dtype=jnp.int32)
-        return dataclasses.replace(pages, free_count=count, **contents), copied.row._replace(layers=layers)
+        layers = dataclasses.replace(row.layers, page_table=table)
+        return dataclasses.replace(pages, free_count=count), row._replace(layers=layers)
 
-    return jax.shard_map(local, out_specs=_specs((pages, copied.row)))(pages, copied)
+    return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
 
 
-def _contents(pages: Pages) -> dict[str, Shaped[Array, "p ..."] | dict[str, Shaped[Array, "p ..."]] | None]:
+def _listed(
+    table: Int[Array, "l 1 k columns"], none: int, start: Int[Array, ""], count: int
+) -> Int[Array, " count"]:
+    """Return `count` pages of a table from the `start`-th on, in its order; `none` where it has fewer."""
+    page = table.reshape(-1)
+    used = page < none
+    place = jnp.cumsum(used) - 1 - start
+    place = jnp.where(used & (place >= 0), place, count)
+    return jnp.full(count, none, jnp.int32).at[place].set(page, mode="drop")
+
+
+def _contents(pages: Pages) -> Contents:
     return {"pool": pages.pool, "bounds": pages.bounds, "planes": pages.planes}
 
 

@@ -112,9 +112,7 @@ def read(
     cache = new_cache(model, policy, rows, max(room, behind), page_size, capacity)
     check_length(model, rows, room)
     steps = reading(model, policy, rows, chunk, implementation, room=room, observers=observers)
-    after = None
-    while after is None:
-        cache, after = next_step(steps, cache)
+    cache, after = _finished(steps, cache)
     return resize_after_prompt(host, cache, room), after
 
 
@@ -129,6 +127,14 @@ def next_step(steps: Steps, cache: Cache) -> tuple[Cache, Float[Array, "b v"] | 
         return end.value
 
 
+def _finished(steps: Steps, cache: Cache) -> tuple[Cache, Float[Array, "b v"]]:
+    """Return the cache (donated) after all steps of `reading`, and the logits after each row."""
+    after = None
+    while after is None:
+        cache, after = next_step(steps, cache)
+    return cache, after
+
+
 def reading(
     model: Decoder,
     policy: CompiledPolicy,
@@ -139,23 +145,32 @@ def reading(
     room: int = 0,
     observers: Sequence[Int[np.ndarray, " _"]] | None = None,
     grows: bool = True,
+    continues: bool = False,
 ) -> Steps:
     """Return the steps in which prompts are read, for `next_step`: calls of at most `chunk` tokens with the compactions
     that follow them, and one at the prompts' end.
 
-    grows: as of `feed`. The other arguments are those of `read`.
+    Args:
+        grows: as of `feed`.
+        continues: True if the rows continue a prompt whose end was read before. Only policies that compact while
+            decoding then compact again.
+
+    The other arguments are those of `read`.
     """
-    steps = _steps(model, policy, rows, chunk, implementation, room, observers, grows)
+    steps = _steps(model, policy, rows, chunk, implementation, room, observers, grows, continues)
     next(steps)
     return steps
 
 
-def _steps(model, policy, rows, chunk, implementation, room, observers, grows) -> Steps:
+def _steps(model, policy, rows, chunk, implementation, room, observers, grows, continues) -> Steps:
     """The coroutine that is sent the cache and gives it back after each step."""
     host, schedule, longest = policy.host, policy.host.schedule, max(row.size for row in rows)
+    if continues and not host.compacts_answers:
+        schedule = None
     run = functools.partial(
-        feed, model, host, policy.read, chunk=chunk, implementation=implementation, room=room, grows=grows
-    )
+        feed, model, host, policy.extend if continues else policy.read,
+        chunk=chunk, implementation=implementation, room=room, grows=grows,
+    )  # fmt: skip
 
     def parts(size: int) -> Iterator[tuple[int, list[Int[np.ndarray, " _"]], int]]:
         for start in range(0, longest, size):
@@ -204,8 +219,7 @@ def extend(
     check_length(model, rows, room, cache)
     cache = copy_for_question(policy.host, cache, max(row.size for row in rows), room)
     cache = drop_observation_state(cache, policy.decode)
-    cache, after = feed(model, policy.host, policy.extend, cache, rows, chunk, implementation, room=room)
-    return eviction.at_end(model, policy, cache, len(rows)), after
+    return _finished(reading(model, policy, rows, chunk, implementation, room=room, continues=True), cache)
 
 
 @named_arguments()

@@ -40,6 +40,8 @@ class Sampler:
     """Tokens of an answer, at most."""
     key: jax.Array
     """Random keys [b]."""
+    allowed: Bool[Array, "b v"] | None = None
+    """Which tokens may come next; None: all."""
     greedy: bool = static(default=False)
     """True if every sequence takes its most likely token."""
     penalized: bool = static(default=False)
@@ -180,6 +182,8 @@ def draw(
     logits = _biased(sampler, logits)
     if counts is not None:
         logits = _penalized(sampler, logits, counts)
+    if sampler.allowed is not None:
+        logits = jnp.where(sampler.allowed, logits, -jnp.inf)
     likely = jnp.argmax(logits, -1).astype(jnp.int32)
     if sampler.greedy:
         return likely

@@ -10,8 +10,8 @@ from kvjax.cache import CapacityError
 from kvjax.engine import Engine
 from kvjax.engine.pages import PageCounts
 from kvjax.errors import UserError
-from kvjax.inference import generate
-from kvjax.mesh import make_mesh
+from kvjax.inference import generate, prefill
+from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.inference.delayed import Delayed
@@ -236,6 +236,71 @@ def test_a_prompt_goes_on_from_an_earlier_one_that_it_begins_with(policy):
         assert alone(engine(policy), [(prompt, sampling)]) == [tokens]
 
 
+@pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "h2o:entries=24,when=position,every=8"])
+def test_a_context_is_read_and_asked_by_its_name(policy):
+    """Also where its end decides what is kept of it. Each question is asked as if it were the only one."""
+    served, text = engine(policy), "It was a dark and stormy night; the rain fell in torrents."
+    short = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    read = served.read_context("night", text)
+    with pytest.raises(UserError, match="a context 'night' was read before"):
+        served.read_context("night", text)
+    with pytest.raises(UserError, match="no context 'night' was read"):
+        served.submit("Who?", short, context="night")
+    while read.finish_reason is None:
+        served.step()
+    questions = ["Who?", "When?", "Why does it rain?"]
+    requests = [request for one in questions for request in served.submit(one, short, context="night")]
+    for _ in range(500):
+        served.step()
+    made = make_policy(policy, model=model())
+    held = prefill(model(), [text], policy=made, tokenizer=byte_tokenizer(), page_size=4)
+    for request, question in zip(requests, questions, strict=True):
+        want = generate(
+            model(),
+            [question],
+            short,
+            tokenizer=byte_tokenizer(),
+            policy=make_policy(policy, model=model()),
+            cache=held,
+        )
+        assert request.tokens == want.tokens[0].tolist()
+        assert request.cached == read.prompt.size
+    late = served.submit("Where?", short, context="night")
+    served.forget("night")
+    with pytest.raises(UserError, match="no context 'night' was read"):
+        served.forget("night")
+    run(served)
+    assert late[0].finish_reason == "abort"
+
+
+class Cycle:
+    """Allows the tokens of a text in turn, again and again."""
+
+    def __init__(self, text):
+        self._tokens, self._place = byte_tokenizer()(text)["input_ids"], 0
+
+    def allowed(self):
+        allowed = np.zeros(len(byte_tokenizer()), bool)
+        allowed[self._tokens[self._place % len(self._tokens)]] = True
+        return allowed
+
+    def take(self, token):
+        assert token == self._tokens[self._place % len(self._tokens)]
+        self._place += 1
+
+
+def test_a_constraint_says_which_tokens_come_and_leaves_other_answers_alone():
+    served, questions = engine(), asked(4)
+    questions = [(prompt, SamplingParams(max_new_tokens=15, ignore_eos=True)) for prompt, _ in questions]
+    requests = submit(served, questions[:2])
+    drawn = SamplingParams(max_new_tokens=10, ignore_eos=True, temperature=1.0, n=2)
+    held = served.submit("Say it.", drawn, constraint=lambda: Cycle("abc"))
+    requests += submit(served, questions[2:])
+    together = run(served, requests)
+    assert [request.text for request in held] == ["abcabcabca"] * 2
+    assert together == alone(served, questions)
+
+
 @pytest.mark.parametrize("policy", ["full", pytest.param("snapkv:ratio=0.5", marks=pytest.mark.thorough)])
 def test_warmed_up_it_compiles_nothing_more(policy, caplog):
     served = engine(policy, slots=5)
@@ -249,10 +314,16 @@ def test_warmed_up_it_compiles_nothing_more(policy, caplog):
         return [record.message for record in caplog.records if record.message.startswith("Compiling")]
 
     with jax.log_compiles():
-        served.warm_up()
+        served.warm_up(constrained=True)
         assert compiled()
         caplog.clear()
-        run(served, submit(served, [*questions, ("Who?", ended)]))
+        requests = submit(served, [*questions, ("Who?", ended)])
+        requests += served.submit("Say it.", ended, constraint=lambda: Cycle("abc"))
+        for _ in range(10):
+            served.step()
+        with use_mesh(model()):
+            served._pause(served._slots.running[0][0])
+        run(served, requests)
         assert not compiled()
 
 
@@ -302,7 +373,7 @@ def test_what_cannot_be_served_is_refused_in_a_line():
     served = engine(capacity=16)
     with pytest.raises(UserError, match=r"a prompt of 100 tokens and an answer of 50 .* max_length=128"):
         served.submit([1] * 100, SamplingParams(max_new_tokens=50))
-    with pytest.raises(CapacityError, match=r"is expected to take \d+ pages of the pool's"):
+    with pytest.raises(CapacityError, match=r"is expected to take \d+ pages, and the pool has 144"):
         served.submit([1] * 100, SamplingParams(max_new_tokens=5))
     with pytest.raises(UserError, match="prompt 0 is empty"):
         served.submit([])

@@ -1,0 +1,85 @@
+"""Sequences at the ends of prompts, from which later prompts go on."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.engine.pages import PageCounts
+from kvjax.engine.pool import Pool
+from kvjax.engine.request import Request
+from kvjax.engine.rows import Row
+
+
+class Fork(NamedTuple):
+    """A sequence that nobody runs. It shares its retained pages with those that it was made from or for."""
+
+    tokens: Int[np.ndarray, " t"]
+    """Those it has read."""
+    row: Row
+    logits: Array
+    """Logits after the last token, [1 v]."""
+
+
+class Forks:
+    """The ends of prompts. Those that are named stay until they are dropped; of the others at most so many stay, those
+    that were used last, until their pages are needed."""
+
+    def __init__(self, pool: Pool, counted: PageCounts, most: int):
+        self._pool, self._counted, self._most = pool, counted, most
+        # those that were used last come last
+        self._unnamed: list[Fork] = []
+        self.named: dict[str, Fork] = {}
+
+    def __len__(self) -> int:
+        return len(self._unnamed) + len(self.named)
+
+    def keep(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array) -> None:
+        """Keep a fork of a sequence, if the pool has pages for it."""
+        if (own := self.copy(row)) is not None:
+            self._unnamed.append(Fork(tokens, own, logits))
+        if len(self._unnamed) > self._most:
+            self._drop_oldest()
+
+    def name(self, request: Request, row: Row, logits: Array) -> None:
+        """Keep the sequence of a context that was read under its name."""
+        assert request.context is not None
+        self.named[request.context] = Fork(request.prompt, row, logits)
+        request.finish_reason = "stop"
+
+    @property
+    def named_pages(self) -> int:
+        """Pages of those that are named."""
+        rows = [fork.row for fork in self.named.values()]
+        return sum(self._counted.held(np.asarray(row.layers.length), np.asarray(row.seen)) for row in rows)
+
+    def longest(self, prompt: Int[np.ndarray, " t"]) -> Fork | None:
+        """Return the longest one with which a prompt begins."""
+        fits = [x for x in self._unnamed if np.array_equal(x.tokens, prompt[: x.tokens.size])]
+        found = max(fits, key=lambda fork: fork.tokens.size, default=None)
+        if found is not None:
+            self._unnamed = [*(x for x in self._unnamed if x is not found), found]
+        return found
+
+    def copy(self, row: Row) -> Row | None:
+        """Return a fork of a sequence; None where the pool has no pages for it."""
+        need = self._counted.copied(np.asarray(row.layers.length), np.asarray(row.seen))
+        return self._pool.fork(row) if need <= self._pool.free else None
+
+    def make_room(self, pages: int) -> bool:
+        """Drop unnamed ones while fewer pages than these are free. Returns True if they are free now."""
+        while pages > self._pool.free and self._unnamed:
+            self._drop_oldest()
+        return pages <= self._pool.free
+
+    def _drop_oldest(self) -> None:
+        self._pool.drop(self._unnamed.pop(0).row)
+
+    def drop(self, name: str) -> None:
+        """Free the pages of a named one."""
+        self._pool.drop(self.named.pop(name).row)
+
+    def drop_unnamed(self) -> None:
+        """Free the pages of all that have no name."""
+        while self._unnamed:
+            self._drop_oldest()

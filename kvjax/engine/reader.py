@@ -1,0 +1,126 @@
+"""The prompt that is being read, a chunk a turn, as a cache of one sequence over the engine's pool."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.engine.forks import Fork, Forks
+from kvjax.engine.pages import PageCounts
+from kvjax.engine.pool import Pool
+from kvjax.engine.request import Request
+from kvjax.engine.rows import Row
+from kvjax.inference.prefill import Steps, next_step, reading
+from kvjax.models.decoder import Decoder
+from kvjax.policies.compiled import CompiledPolicy
+from kvjax.policies.schedule import Schedule
+
+
+class Reader:
+    """Reads the prompt of one request after another.
+
+    Without a schedule a prompt is read up to the end that is kept, from which later prompts may go on, and then to its
+    own end. What a schedule decides at a prompt's end, or by a question, holds for that prompt alone.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        policy: CompiledPolicy,
+        pool: Pool,
+        forks: Forks,
+        counted: PageCounts,
+        chunk: int,
+    ):
+        self._model, self._policy, self._pool, self._forks, self._counted = (
+            model,
+            policy,
+            pool,
+            forks,
+            counted,
+        )
+        self._chunk = chunk
+        self.reuses = policy.host.schedule is None
+        """True if the ends of prompts are kept."""
+        self.request: Request | None = None
+        """The request whose prompt is being read."""
+        self._row: Row
+        self._parts: Iterator[Int[np.ndarray, " _"]]
+        self._steps: Steps
+        self._left = 0
+        self._continues = False
+
+    @property
+    def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
+        """Retained entries of the sequence's heads, and tokens."""
+        return np.asarray(self._row.layers.length), np.asarray(self._row.seen)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that the next step runs."""
+        behind = 0 if self._schedule is None else self._schedule.read_behind
+        return min(self._size, self._left) + behind
+
+    @property
+    def _schedule(self) -> Schedule | None:
+        host = self._policy.host
+        return None if self._continues and not host.compacts_answers else host.schedule
+
+    @property
+    def _size(self) -> int:
+        schedule = self._schedule
+        in_chunks = schedule is not None and schedule.trigger.in_chunks
+        return schedule.trigger.chunk if in_chunks else self._chunk  # pyright: ignore[reportOptionalMemberAccess]
+
+    def begin(self, request: Request, fork: Fork | None) -> tuple[Row, Array] | None:
+        """Begin with a request's prompt, after the tokens of a fork. Returns the sequence and the logits after it if
+        there is nothing to read."""
+        row = None if fork is None else self._forks.copy(fork.row)
+        request.cached = 0 if row is None or fork is None else fork.tokens.size
+        prompt, start = request.prompt, request.cached
+        if fork is not None and row is not None and start == prompt.size:
+            return row, fork.logits
+        self.request, self._row, self._continues = (
+            request,
+            self._pool.begin() if row is None else row,
+            row is not None,
+        )
+        middle = request.kept if self.reuses and request.kept > start else prompt.size
+        self._parts = iter([x for x in (prompt[start:middle], prompt[middle:]) if x.size])
+        self._next_part()
+        return None
+
+    def _next_part(self) -> bool:
+        """Begin with the next part of the prompt, if there is one."""
+        part = next(self._parts, None)
+        if part is not None:
+            self._steps = reading(
+                self._model, self._policy, [part], self._chunk, grows=False, continues=self._continues
+            )
+            self._left = part.size
+        return part is not None
+
+    def step(self) -> tuple[Row, Array] | None:
+        """Read a piece. Returns the sequence and the logits after it once the whole prompt is read, which is then no
+        longer here."""
+        request = self.request
+        assert request is not None
+        size = self._size
+        cache, after = next_step(self._steps, self._pool.alone(self._row, continues=self._continues))
+        self._row, self._left = self._pool.keep(cache), max(0, self._left - size)
+        if after is None:
+            return None
+        self._row, self._continues = self._pool.decoding(cache), True
+        length, seen = self.sizes
+        self._counted.measure(length, int(seen[0]))
+        if self.reuses and not request.reads and seen[0] == request.kept:
+            self._forks.keep(request.prompt[: request.kept], self._row, after)
+        if self._next_part():
+            return None
+        self.request = None
+        return self._row, after
+
+    def drop(self) -> None:
+        """Read no further, and free the pages."""
+        self._pool.drop(self._row)
+        self.request = None
