@@ -26,7 +26,7 @@ LAYERS = (
     {"kvjax.inference", "kvjax.tasks"},
     {"kvjax.engine"},
     {"kvjax.llm", "kvjax.session"},
-    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert", "kvjax.export"},
+    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert", "kvjax.export", "kvjax.serve"},
     {"kvjax.plan"},
     {"kvjax.__main__"},
 )

@@ -153,6 +153,7 @@ class Engine:
         *,
         context: str | None = None,
         constraint: Callable[[], Constraint] | None = None,
+        score: bool = False,
     ) -> list[Request]:
         """Queue a prompt: a text, token ids or a chat. Returns a request for each of its n answers.
 
@@ -160,10 +161,11 @@ class Engine:
             context: name of a context that was read (`read_context`), which the prompt continues.
             constraint: makes what an answer must look like. While such an answer is decoded, all are decoded token by
                 token.
+            score: find the log-probabilities of the prompt's own tokens, too (`Request.prompt_logprobs`).
 
         Raises:
             UserError: a prompt that is empty or no prompt, or longer with its answer than `max_length`; a context that
-                was not read.
+                was not read; `score` under a policy that decides after the prompt was read.
             CapacityError: it is expected not to fit into the pool, even alone.
         """
         sampling, before = sampling or SamplingParams(), np.zeros(0, np.int32)
@@ -171,6 +173,14 @@ class Engine:
             if context not in self._forks.named:
                 raise UserError(f"no context {shown(context)} was read")
             before = self._forks.named[context].tokens
+        host = self._policy.host
+        if score and context is not None:
+            raise UserError("a prompt that continues a context is not scored")
+        if score and (host.schedule is not None or host.selection is not None):
+            raise UserError(
+                f"policy {host.name} acts once a prompt is read, so the log-probabilities of the prompt's tokens would "
+                "be those of a full cache"
+            )
         part = "whole" if context is None else "end"
         (row,) = token_rows([prompt], self._model.config.vocab_size, self._tokenizer, part)
         row = np.concatenate([before, row])
@@ -186,12 +196,35 @@ class Engine:
         return [
             self._queued(
                 Request(
-                    row, sampling, number, self._arrivals + number, ends, self._tokenizer,
-                    None if constraint is None else constraint(), context,
+                    row, sampling, number, self._arrivals, ends, self._tokenizer,
+                    None if constraint is None else constraint(), context, scores=score,
                 )
             )
             for number in range(sampling.n)
         ]  # fmt: skip
+
+    def longest_answer(self, prompt: int, context: str | None = None) -> int:
+        """Return the most tokens that an answer to a prompt of so many tokens may have, after a context if it continues
+        one."""
+        fork = None if context is None else self._forks.named.get(context)
+        return self.max_length - prompt - (0 if fork is None else fork.tokens.size)
+
+    def holds(self, tokens: int) -> tuple[int, int]:
+        """Return how many requests of so many tokens, prompt and answer, are expected to fit into the pool at once, and
+        how many would with a full cache in pages of as many bytes."""
+        layout, pages = self._pool.layout, self._pool.layout.pages
+        full = np.full((layout.layers, 1, layout.kv_heads), max(0, tokens - layout.window + 1))
+        with use_mesh(self._model):
+            each, read = self._counted.at_end(tokens), self._counted.while_read(tokens)
+            whole = self._counted.held(full, np.array([tokens]))
+        others = max(0, pages - read) // each
+        return min(others + (read <= pages), pages // each), pages // whole
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool's keys and values, on each device."""
+        layout = self._pool.layout
+        return layout.pages * layout.page_size * 2 * layout.head_dim * np.dtype(layout.dtype).itemsize
 
     @named_arguments(where="Engine.read_context")
     def read_context(self, name: str, prompt: Any) -> Request:
@@ -428,7 +461,7 @@ class Engine:
             return None
         self._waiting.popleft()
         self._crowded = False
-        if request.reads:
+        if request.reads or request.scores:
             fork = None
         elif request.context is None:
             fork = self._forks.longest(request.prompt)

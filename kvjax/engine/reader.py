@@ -11,6 +11,7 @@ from kvjax.engine.pool import Pool
 from kvjax.engine.request import Request
 from kvjax.engine.rows import Row
 from kvjax.inference.prefill import Steps, next_step, reading
+from kvjax.inference.scoring import scoring
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.schedule import Schedule
@@ -94,11 +95,18 @@ class Reader:
         """Begin with the next part of the prompt, if there is one."""
         part = next(self._parts, None)
         if part is not None:
-            self._steps = reading(
-                self._model, self._policy, [part], self._chunk, grows=False, continues=self._continues
-            )
+            self._steps = self._steps_of(part)
             self._left = part.size
         return part is not None
+
+    def _steps_of(self, part: Int[np.ndarray, " _"]) -> Steps:
+        request, chunk = self.request, self._chunk
+        assert request is not None
+        if request.scores:
+            found, likely = request.prompt_logprobs, request.sampling.logprobs or 0
+            found.clear()
+            return scoring(self._model, self._policy, part, chunk, likely, found)
+        return reading(self._model, self._policy, [part], chunk, grows=False, continues=self._continues)
 
     def step(self) -> tuple[Row, Array] | None:
         """Read a piece. Returns the sequence and the logits after it once the whole prompt is read, which is then no
@@ -113,7 +121,7 @@ class Reader:
         self._row, self._continues = self._pool.decoding(cache), True
         length, seen = self.sizes
         self._counted.measure(length, int(seen[0]))
-        if self.reuses and not request.reads and seen[0] == request.kept:
+        if self.reuses and not request.reads and not request.scores and seen[0] == request.kept:
             self._forks.keep(request.prompt[: request.kept], self._row, after)
         if self._next_part():
             return None

@@ -46,6 +46,10 @@ class Request:
     """Tokens of the prompt at whose end later prompts may go on; 0: all."""
     reads: bool = False
     """True if a context is read, and nothing is answered."""
+    scores: bool = False
+    """True if the prompt's own tokens are scored."""
+    prompt_logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
+    """Log-probabilities of the prompt's tokens but the first, part by part, if it is scored."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     """The answer so far, its stop token included."""
     logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)

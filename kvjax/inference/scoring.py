@@ -1,0 +1,93 @@
+"""The log-probabilities of a prompt's own tokens, as the policy has the model read them."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int
+
+from kvjax.cache import Cache
+from kvjax.inference.answers import AnswerLogprobs
+from kvjax.inference.forward import forward, padded, pieces
+from kvjax.inference.prefill import Steps
+from kvjax.mesh import P
+from kvjax.models.decoder import Decoder
+from kvjax.policies.compiled import CompiledPolicy, View
+
+TOGETHER = 16
+"""Tokens whose logits are in memory at once."""
+
+
+def scoring(
+    model: Decoder,
+    policy: CompiledPolicy,
+    row: Int[np.ndarray, " t"],
+    chunk: int,
+    alternatives: int,
+    found: list[AnswerLogprobs],
+) -> Steps:
+    """Return the steps in which a prompt is read and its tokens are scored, for `kvjax.inference.prefill.next_step`.
+
+    Args:
+        chunk: tokens in one call, at most.
+        alternatives: most likely tokens at each place.
+        found: to which the log-probabilities of all tokens but the first are added.
+    """
+    steps = _steps(model, policy, row, chunk, alternatives, found)
+    next(steps)
+    return steps
+
+
+def _steps(model, policy, row, chunk, alternatives, found) -> Steps:
+    """The coroutine that is sent the cache and gives it back after each step."""
+    cache, start, last = (yield None), 0, None
+    for count, size in pieces(row.size, chunk):
+        if start:
+            cache = yield cache
+        tokens, valid = padded([row[start : start + count]], size)
+        following, _ = padded([row[start + 1 : start + 1 + count]], size)
+        cache, last, chosen, ids, values = _scored(
+            model, policy.read, cache, tokens, following, valid, max(1, alternatives)
+        )
+        start += count
+        counted = min(count, row.size - start + count - 1)
+        pairs = zip(
+            ids[:counted, :alternatives].tolist(), values[:counted, :alternatives].tolist(), strict=True
+        )
+        likely = [dict(zip(*pair, strict=True)) for pair in pairs]
+        found.append(AnswerLogprobs(np.asarray(chosen[:counted]), likely))
+    assert last is not None
+    return cache, last
+
+
+@functools.partial(jax.jit, donate_argnums=2, static_argnums=6)
+def _scored(
+    model: Decoder,
+    view: View,
+    cache: Cache,
+    tokens: Int[Array, "1 t"],
+    following: Int[Array, "1 t"],
+    valid: Int[Array, " 1"],
+    alternatives: int,
+) -> tuple[Cache, Float32[Array, "1 v"], Float32[Array, " t"], Int[Array, "t m"], Float32[Array, "t m"]]:
+    """Return the cache after a call, the logits after its last token, and after each token the log-probability of the
+    one that follows, with the most likely tokens and theirs."""
+    cache, hidden, _ = forward(model, view, cache, tokens, valid)
+    hidden = jax.sharding.reshard(hidden, P(None, None, None))
+    together = math.gcd(hidden.shape[1], TOGETHER)
+    parts = hidden.reshape(-1, 1, together, hidden.shape[-1])
+
+    def some(part):
+        hidden, target = part
+        logits = jax.sharding.reshard(model.logits(hidden), P(None, None, None))[0]
+        norm = jax.nn.logsumexp(logits, -1, keepdims=True)
+        own = jnp.take_along_axis(logits, target[:, None], 1) - norm
+        values, ids = jax.lax.top_k(logits, min(alternatives, logits.shape[-1]))
+        return own[:, 0], ids.astype(jnp.int32), values - norm
+
+    following = jax.sharding.reshard(following, P(None, None)).reshape(-1, together)
+    chosen, ids, values = (x.reshape(-1, *x.shape[2:]) for x in jax.lax.map(some, (parts, following)))
+    last = jax.lax.dynamic_slice_in_dim(hidden, valid[0] - 1, 1, 1)
+    return cache, model.logits(last)[:, 0], chosen, ids, values

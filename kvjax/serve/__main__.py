@@ -1,0 +1,104 @@
+"""`python -m kvjax.serve`: an OpenAI-compatible server of one model, whose cache is what a policy keeps."""
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
+from kvjax.errors import UserError, shown_bytes
+
+KEY = "KVJAX_API_KEY"
+LENGTHS = 2048, 8192, 32768, 131072
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """Serve a model through OpenAI's API: chats and completions, streamed or whole. An API key is asked for if the
+    environment variable KVJAX_API_KEY has one."""
+
+    model: str = "builtin"
+    """A model folder, a GGUF file, a hub id, or `builtin`."""
+    policy: str = "full"
+    """What to keep: methods joined by +, each with its arguments, such as snapkv:ratio=0.25 or
+    wgkv+quest:ratio=0.5. `python -m kvjax.policies` lists them."""
+    gates: str | None = None
+    """What was trained for the policy: a training run's --out or the folder that it exported, a file of the method's
+    authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin`, what comes with the built-in model."""
+    name: str | None = None
+    """The model's name in requests; by default that of its folder or file."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 lets other machines in."""
+    port: int = 8000
+    """Port to listen on."""
+    slots: int = 16
+    """Answers that are decoded at once."""
+    max_length: int | None = None
+    """Tokens of the longest prompt with its answer; by default what the model declares."""
+    capacity: str | None = None
+    """The pool's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%). By default what the
+    slots are expected to need, each at --max-length."""
+    page_size: int | None = None
+    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection."""
+    chunk: int = 2048
+    """Prompt tokens that are read between two blocks of decoding."""
+    queue: int = 64
+    """Requests that wait beside those in slots. More are refused with status 429."""
+    force: bool = False
+    """Take gates and patterns that were made for another model of the same shape."""
+    mesh: MeshShape = MeshShape()
+    """Devices, along tensor alone: tensor=4."""
+    dtype: str | None = None
+    """float32, bfloat16 or float16; by default that of the weights."""
+
+
+def run(config: ServeConfig) -> None:
+    """Serve until SIGTERM or the keyboard ends it. Raises UserError for what a person can mend."""
+    if missing := [
+        x for x in ("starlette", "uvicorn", "prometheus_client") if not importlib.util.find_spec(x)
+    ]:
+        raise UserError(f"the server needs {', '.join(missing)}: pip install 'kvjax[serve]'")
+    mesh = start(config.mesh)
+
+    import uvicorn
+
+    from kvjax.cache import parse_capacity
+    from kvjax.engine import Engine
+    from kvjax.llm import LLM
+    from kvjax.serve.app import Server
+
+    llm = LLM(
+        config.model, config.policy, gates=config.gates, mesh=mesh, dtype=config.dtype, max_length=config.max_length,
+        force=config.force,
+    )  # fmt: skip
+    capacity = None if config.capacity is None else parse_capacity(config.capacity)
+    engine = Engine(
+        llm.model, llm.policy, tokenizer=llm.tokenizer, slots=config.slots, max_length=config.max_length,
+        capacity=capacity, page_size=config.page_size, chunk=config.chunk,
+    )  # fmt: skip
+    grammar = None
+    if importlib.util.find_spec("llguidance"):
+        from kvjax.serve.grammar import Grammars
+
+        grammar = Grammars(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_ids).schema
+    name = config.name or Path(config.model).name
+    server = Server(
+        engine, llm.tokenizer, name, queue=config.queue, key=os.environ.get(KEY) or None, grammar=grammar
+    )
+    print(
+        f"{name} with {llm.policy.name}: {shown_bytes(engine.pool_bytes)} of keys and values on each device."
+    )
+    for tokens in sorted({min(x, engine.max_length) for x in LENGTHS}):
+        kept, full = engine.holds(tokens)
+        print(f"  Requests of {tokens:,} tokens at once: {kept}, with a full cache {full}.")
+    print(f"Compiling, then listening on http://{config.host}:{config.port}/v1", flush=True)
+    uvicorn.run(server.app, host=config.host, port=config.port, log_level="warning", timeout_keep_alive=30)
+
+
+def main() -> None:
+    """Run the command."""
+    run(parse_command(ServeConfig))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,369 @@
+"""The routes of the server. Everything here runs on one asyncio loop; `Worker` runs the engine."""
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as Call
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvjax.chat_template import templated, token_ids
+from kvjax.engine import Constraint, Engine
+from kvjax.errors import UserError, shown
+from kvjax.models.chat import encode
+from kvjax.serve.answer_parser import AnswerParser
+from kvjax.serve.body import Asked, read_chat, read_completion
+from kvjax.serve.metrics import Metrics
+from kvjax.serve.reply import ChatChoice, Choice, Reply, event, usage
+from kvjax.serve.worker import Answer, Worker
+
+LARGEST_BODY = 32 << 20
+"""Bytes of a request's body."""
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+class Refused(Exception):
+    """A request that gets an error as its reply."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", **headers: str):
+        super().__init__(message)
+        self.status, self.kind = status, kind
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+class Server:
+    """The application.
+
+    Args:
+        engine: what answers. A thread that this object starts owns it from then on.
+        tokenizer: the model's.
+        name: of the model, by which requests name it.
+        queue: requests that wait beside those in slots. More are refused with 429.
+        key: the API key that requests must bring; None: none.
+        grammar: makes constraints to JSON schemas; None: answers cannot have formats.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        name: str,
+        *,
+        queue: int,
+        key: str | None = None,
+        grammar: Callable[[Any], Callable[[], Constraint]] | None = None,
+    ):
+        self._tokenizer, self._name, self._key, self._grammar = tokenizer, name, key, grammar
+        self._most, self._max_length = engine.slots + queue, engine.max_length
+        self._metrics = Metrics()
+        self.worker = Worker(engine, self._metrics)
+        self._open = 0
+        routes = [
+            ("/v1/chat/completions", self.chat, "POST"),
+            ("/v1/completions", self.completion, "POST"),
+            ("/v1/models", self.models, "GET"),
+            ("/v1/contexts", self.read_context, "POST"),
+            ("/v1/contexts/{name}", self.drop_context, "DELETE"),
+            ("/health", self.health, "GET"),
+            ("/metrics", self.metrics, "GET"),
+        ]
+        self.app = Starlette(
+            routes=[
+                Route(path, self._answering(handler), methods=[method]) for path, handler, method in routes
+            ],
+            lifespan=self._lifespan,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        engine, constrained = self.worker.engine, self._grammar is not None
+        self.worker.start(functools.partial(engine.warm_up, constrained=constrained))
+        yield
+        await run_in_threadpool(self.worker.stop)
+
+    # ---- routes
+
+    async def chat(self, call: Call) -> Response:
+        """Answer a chat."""
+        body = await self._body(call)
+        asked = read_chat(body)
+        with self._entered(asked.n) as leave:
+            row, begun = await run_in_threadpool(self._chat_prompt, asked)
+            answers = await self._submit(asked, [row])
+            names = None if asked.tools is None else asked.tools.names
+            choices = [
+                ChatChoice(index, answer, self._tokenizer, AnswerParser(names, thinking=begun))
+                for index, answer in enumerate(answers)
+            ]
+            return await self._reply(call, Reply("chat.completion", self._name), asked, choices, leave)
+
+    async def completion(self, call: Call) -> Response:
+        """Continue prompts."""
+        asked = read_completion(await self._body(call))
+        with self._entered(asked.n * len(asked.prompts)) as leave:
+            rows = await run_in_threadpool(lambda: [self._text_prompt(x, asked) for x in asked.prompts])
+            answers = await self._submit(asked, rows)
+            choices = [
+                Choice(index, answer, self._tokenizer, echo=asked.echo, most=asked.most)
+                for index, answer in enumerate(answers)
+            ]
+            return await self._reply(call, Reply("text_completion", self._name), asked, choices, leave)
+
+    async def models(self, _: Call) -> Response:
+        """List the one model."""
+        model = {"id": self._name, "object": "model", "owned_by": "kvjax", "max_model_len": self._max_length}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def read_context(self, call: Call) -> Response:
+        """Read a context and keep it under a name."""
+        body = await self._body(call)
+        if not isinstance(body, dict) or not isinstance(name := body.get("name"), str) or not name:
+            raise UserError('expected {"name": …, "prompt": …} or {"name": …, "messages": […]}')
+        if unknown := body.keys() - {"name", "prompt", "messages", "model"}:
+            raise UserError(f"Unrecognized request argument supplied: {min(unknown)}")
+        prompt = body.get("prompt", body.get("messages"))
+        with self._entered(1):
+            row = await run_in_threadpool(encode, self._tokenizer, prompt, "beginning")
+            answers = await self.worker.submit(lambda engine: [engine.read_context(name, row)])
+            await self._unless_gone(call, self._ended(answers[0]))
+        return JSONResponse({"name": name, "object": "context", "tokens": len(row)})
+
+    async def drop_context(self, call: Call) -> Response:
+        """Free the pages of a context."""
+        name = call.path_params["name"]
+        await self.worker.call(lambda engine: engine.forget(name))
+        return JSONResponse({"name": name, "object": "context", "deleted": True})
+
+    async def health(self, _: Call) -> Response:
+        """Say whether requests are answered."""
+        well = self.worker.ready and self.worker.failure is None
+        return JSONResponse({"status": "ok" if well else "not ready"}, 200 if well else 503)
+
+    async def metrics(self, _: Call) -> Response:
+        """Return the metrics."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    # ---- requests
+
+    def _answering(self, handler: Handler) -> Handler:
+        """Return a route that replies to what is refused, as OpenAI's API does."""
+
+        async def route(call: Call) -> Response:
+            try:
+                if call.url.path.startswith("/v1/"):
+                    self._check(call)
+                return await handler(call)
+            except UserError as error:
+                refused = Refused(400, str(error))
+            except Refused as error:
+                refused = error
+            return JSONResponse(_error(str(refused), refused.kind), refused.status, refused.headers)
+
+        return route
+
+    def _check(self, call: Call) -> None:
+        given = call.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if self._key is not None and not hmac.compare_digest(given, self._key.encode()):
+            raise Refused(401, "Incorrect API key provided", "authentication_error")
+        if self.worker.failure is not None:
+            raise Refused(500, f"the engine has failed: {self.worker.failure}", "server_error")
+        if not self.worker.ready:
+            raise Refused(503, "the model is being compiled", "server_error", Retry_After="10")
+
+    async def _body(self, call: Call) -> Any:
+        """Return a request's body, once it names this model, if it names one."""
+        if self._open >= self._most:
+            # before anything of it is read
+            self._full()
+        parts, size = [], 0
+        async for part in call.stream():
+            parts.append(part)
+            if (size := size + len(part)) > LARGEST_BODY:
+                raise Refused(413, f"the body has more than {LARGEST_BODY:,} bytes")
+        try:
+            body = json.loads(b"".join(parts))
+        except (ValueError, RecursionError):
+            raise UserError("the body is no JSON") from None
+        if isinstance(body, dict) and body.get("model", self._name) != self._name:
+            raise Refused(404, f"The model {shown(body['model'])} does not exist: this is {self._name}")
+        return body
+
+    def _full(self) -> None:
+        self._metrics.refused.inc()
+        raise Refused(429, f"{self._most} requests run or wait already", "rate_limit_error", Retry_After="1")
+
+    @contextlib.contextmanager
+    def _entered(self, answers: int) -> Iterator[contextlib.ExitStack]:
+        """Count answers that are made. Who takes the stack over (`pop_all`) counts them out, by closing it."""
+        if self._open + answers > self._most:
+            self._full()
+
+        def leave() -> None:
+            self._open -= answers
+
+        self._open += answers
+        with contextlib.ExitStack() as stack:
+            stack.callback(leave)
+            yield stack
+
+    def _chat_prompt(self, asked: Asked) -> tuple[list[int], bool]:
+        """Return the tokens of a chat's prompt, and whether it ends where the model thinks."""
+        if asked.context is not None:
+            (message, *others) = asked.messages
+            if others or message["role"] != "user":
+                raise UserError(
+                    "with a context, messages must be one message of the user, which continues it"
+                )
+            return encode(self._tokenizer, message["content"], "end"), False
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise UserError("the model has no chat template: use /v1/completions")
+        tools = None if asked.tools is None else asked.tools.definitions
+        text = templated(self._tokenizer, asked.messages, **{"tools": tools, **asked.template})
+        return token_ids(self._tokenizer, text), text.rstrip().endswith("<think>")
+
+    def _text_prompt(self, prompt: str | list[int], asked: Asked) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if asked.context is not None:
+            return encode(self._tokenizer, prompt, "end")
+        return token_ids(self._tokenizer, prompt, add_special_tokens=True)
+
+    async def _submit(self, asked: Asked, rows: list[list[int]]) -> list[Answer]:
+        """Return the answers to all prompts, the n of a prompt one after another."""
+        constraint = None
+        if asked.schema is not None:
+            if self._grammar is None:
+                raise UserError(
+                    "answers with a format need llguidance where the server runs: pip install kvjax[serve]"
+                )
+            constraint = await run_in_threadpool(self._grammar, asked.schema)
+
+        def submit(engine: Engine) -> list[Any]:
+            found = []
+            for row in rows:
+                most = engine.longest_answer(len(row), asked.context) if asked.most is None else asked.most
+                sampling = asked.sampling(max(1, most))
+                for _ in range(asked.n // sampling.n):
+                    found += engine.submit(
+                        row, sampling, context=asked.context, constraint=constraint, score=asked.scores
+                    )
+            return found
+
+        return await self.worker.submit(submit)
+
+    # ---- replies
+
+    async def _reply(
+        self, call: Call, reply: Reply, asked: Asked, choices: list[Any], leave: contextlib.ExitStack
+    ) -> Response:
+        if asked.stream:
+            return _Events(self._events(reply, asked, choices), choices, leave.pop_all())
+        try:
+            pieces = await self._unless_gone(call, asyncio.gather(*map(self._pieces, choices)))
+        finally:
+            for choice in choices:
+                choice.answer.request.cancel()
+        found = [choice.whole(own) for choice, own in zip(choices, pieces, strict=True)]
+        return JSONResponse(reply.whole(found, usage([choice.answer.request for choice in choices], asked.n)))
+
+    async def _pieces(self, choice: Choice) -> list[dict[str, Any]]:
+        """Return all pieces of an answer."""
+        pieces = []
+        async with contextlib.aclosing(choice.answer.updates()) as updates:
+            async for update in updates:
+                _check_ended(update.finish_reason)
+                pieces += choice.pieces(update)
+        return pieces
+
+    async def _ended(self, answer: Answer) -> None:
+        """Wait for the end of what is only read."""
+        async with contextlib.aclosing(answer.updates()) as updates:
+            async for update in updates:
+                if update.finish_reason == "capacity":
+                    raise UserError("the pool has no pages for this context")
+
+    async def _events(self, reply: Reply, asked: Asked, choices: list[Any]) -> AsyncIterator[str]:
+        """Yield the events of a stream."""
+        if isinstance(choices[0], ChatChoice):
+            delta = {"role": "assistant", "content": ""}
+            for choice in choices:
+                yield reply.event(
+                    [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
+                )
+        pieces: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def forward(choice: Choice) -> None:
+            try:
+                async for update in choice.answer.updates():
+                    _check_ended(update.finish_reason)
+                    await pieces.put(choice.pieces(update))
+                await pieces.put(None)
+            except Exception as error:
+                await pieces.put(error)
+
+        running, tasks = len(choices), [asyncio.ensure_future(forward(choice)) for choice in choices]
+        try:
+            while running:
+                piece = await pieces.get()
+                if isinstance(piece, Exception):
+                    yield event(_error(str(piece), "server_error"))
+                    return
+                running -= piece is None
+                for one in piece or ():
+                    yield reply.event([one])
+        finally:
+            for task in tasks:
+                task.cancel()
+        if asked.include_usage:
+            yield reply.event([], usage([choice.answer.request for choice in choices], asked.n))
+        yield "data: [DONE]\n\n"
+
+    async def _unless_gone(self, call: Call, work: Awaitable[Any]) -> Any:
+        """Return what the work returns, unless the client goes away first; the work is then cancelled."""
+
+        async def gone() -> None:
+            while (await call.receive())["type"] != "http.disconnect":
+                pass
+
+        working, going = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+        try:
+            await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Refused(499, "the client went away")
+            return working.result()
+        finally:
+            working.cancel()
+            going.cancel()
+
+
+class _Events(StreamingResponse):
+    """A stream of events. However it ends, its answers end with it."""
+
+    def __init__(self, events: AsyncIterator[str], choices: list[Choice], leave: contextlib.ExitStack):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._choices, self._leave = choices, leave
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for choice in self._choices:
+                choice.answer.request.cancel()
+            self._leave.close()
+
+
+def _check_ended(reason: str | None) -> None:
+    if reason == "abort":
+        raise Refused(409, "the context of this request was dropped")
+
+
+def _error(message: str, kind: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -1,0 +1,287 @@
+"""What requests ask for, read from their JSON bodies. The names are OpenAI's; those that OpenAI's API does not have are
+vLLM's, and `context` is ours."""
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from kvjax.errors import UserError, nearest, one_of, shown
+from kvjax.models.chat import is_token_ids
+from kvjax.sampling_params import SamplingParams
+
+SAMPLING = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "stop_token_ids": (), "ignore_eos": False,
+}  # fmt: skip
+"""Those that are passed on, with their defaults."""
+SHARED = {
+    "model",
+    "stream",
+    "stream_options",
+    "n",
+    "seed",
+    "stop",
+    "logit_bias",
+    "logprobs",
+    "max_tokens",
+    "context",
+}
+UNUSED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
+"""Those of OpenAI's that change nothing here."""
+CHAT = {
+    "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
+    "response_format", "chat_template_kwargs", "reasoning_effort",
+}  # fmt: skip
+COMPLETION = {"prompt", "echo"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """The tools that an answer may call."""
+
+    definitions: list[dict[str, Any]]
+    """As the chat template takes them."""
+    choice: Literal["auto", "required"] = "auto"
+
+    @property
+    def names(self) -> list[str]:
+        return [one["function"]["name"] for one in self.definitions]
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The JSON schema of a call."""
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": one["function"]["name"]},
+                    "arguments": one["function"].get("parameters") or {"type": "object"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for one in self.definitions
+        ]
+        return {"anyOf": calls}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a request asks for."""
+
+    sampling: Callable[[int], SamplingParams]
+    """Makes the sampling parameters, given the most tokens that an answer may have."""
+    most: int | None
+    """The most tokens of an answer; None: as many as fit."""
+    n: int
+    stream: bool
+    include_usage: bool
+    context: str | None
+    prompts: list[Any] = dataclasses.field(default_factory=list)
+    """Of a completion: texts and lists of token ids."""
+    echo: bool = False
+    scores: bool = False
+    """True if the prompts' own tokens are scored, too."""
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Of a chat."""
+    tools: Tools | None = None
+    schema: Any = None
+    """The JSON schema of the answer, if it has one."""
+    template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further variables of the chat template."""
+
+
+def read_chat(body: Any) -> Asked:
+    """Return what the body of a chat completion asks for.
+
+    Raises:
+        UserError: anything that is wrong about it.
+    """
+    body = _object(body, SHARED | CHAT | SAMPLING.keys() | UNUSED)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"messages must be a list of messages, got {shown(messages)}")
+    most = body.get("max_completion_tokens", body.get("max_tokens"))
+    wanted = body.get("logprobs") or False
+    one_of("request", "logprobs", wanted, (True, False))
+    if not wanted and body.get("top_logprobs"):
+        raise UserError("top_logprobs needs logprobs=true")
+    template = body.get("chat_template_kwargs") or {}
+    if not isinstance(template, Mapping) or "messages" in template:
+        raise UserError(f"chat_template_kwargs must be an object, got {shown(template)}")
+    if effort := body.get("reasoning_effort"):
+        template = {"reasoning_effort": effort, **template}
+    tools, schema = _tools(body), _schema(body.get("response_format"))
+    if tools is not None and tools.choice == "required":
+        if schema is not None:
+            raise UserError("response_format and a tool_choice that requires a call exclude each other")
+        schema = tools.call
+    return Asked(
+        **_shared(body, most, (body.get("top_logprobs") or 0) if wanted else None),
+        messages=[_message(one) for one in messages], tools=tools, schema=schema, template=template,
+    )  # fmt: skip
+
+
+def read_completion(body: Any) -> Asked:
+    """Return what the body of a completion asks for.
+
+    Raises:
+        UserError: anything that is wrong about it.
+    """
+    body = _object(body, SHARED | COMPLETION | SAMPLING.keys() | UNUSED)
+    prompt = body.get("prompt")
+    prompts = [prompt] if isinstance(prompt, str) or is_token_ids(prompt) else prompt
+    if (
+        not isinstance(prompts, list)
+        or not all(isinstance(x, str) or is_token_ids(x) for x in prompts)
+        or not prompts
+    ):
+        raise UserError(f"prompt must be a text, token ids or a list of these, got {shown(prompt)}")
+    one_of("request", "echo", echo := body.get("echo") or False, (True, False))
+    most = body.get("max_tokens")
+    asked = Asked(
+        **_shared(body, 16 if most is None else most, body.get("logprobs"), least=0 if echo else 1),
+        prompts=prompts, echo=echo, scores=echo and body.get("logprobs") is not None,
+    )  # fmt: skip
+    if echo and (asked.stream or asked.context is not None):
+        raise UserError("echo is not for streams and not for prompts that continue a context")
+    return asked
+
+
+def _object(body: Any, known: set[str]) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise UserError(f"the body must be a JSON object, got {shown(body)}")
+    for name in body:
+        if name not in known:
+            near = "".join(f": did you mean {x}?" for x in nearest(name, known)[:1])
+            raise UserError(f"Unrecognized request argument supplied: {name}{near}")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _shared(body: dict[str, Any], most: Any, logprobs: Any, least: int = 1) -> dict[str, Any]:
+    """Return the fields of `Asked` that chats and completions share."""
+    for name in ("stream", "ignore_eos"):
+        one_of("request", name, body.get(name, False), (True, False))
+    options, context = body.get("stream_options", {}), body.get("context")
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise UserError(f"stream_options must be {{'include_usage': true}}, got {shown(options)}")
+    if context is not None and not isinstance(context, str):
+        raise UserError(f"context must be the name of a context, got {shown(context)}")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < least):
+        raise UserError(
+            f"the most tokens of an answer must be a whole number of at least {least}, got {shown(most)}"
+        )
+    n, seed, bias = body.get("n", 1), body.get("seed"), body.get("logit_bias", {})
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 128:
+        raise UserError(f"n must be a whole number from 1 to 128, got {shown(n)}")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise UserError(f"seed must be a whole number, got {shown(seed)}")
+    if not isinstance(bias, dict) or not all(token.isdecimal() for token in bias):
+        raise UserError(f"logit_bias must be an object of token ids and numbers, got {shown(bias)}")
+    stop = body.get("stop", ())
+    named = {name: body.get(name, default) for name, default in SAMPLING.items()} | {
+        "seed": secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF,
+        "stop": (stop,) if isinstance(stop, str) else stop,
+        "logit_bias": {int(token): value for token, value in bias.items()},
+        "logprobs": logprobs,
+    }
+    # equal answers are sampled one by one
+    named["n"] = n if named["temperature"] else 1
+    SamplingParams(**named)
+    return {
+        "sampling": lambda most: SamplingParams(max_new_tokens=most, **named),
+        "most": most,
+        "n": n,
+        "stream": body.get("stream", False),
+        "include_usage": bool(options.get("include_usage")),
+        "context": context,
+    }
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates take it."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise UserError(
+            f"a message must be an object with a role, one of {', '.join(ROLES)}, got {shown(message)}"
+        )
+    role, content = message["role"], message.get("content")
+    if isinstance(content, list):
+        texts = [
+            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        ]
+        if len(texts) < len(content):
+            raise UserError(f"a message's content must be text, got parts of another kind: {shown(content)}")
+        content = "".join(texts)
+    calls = message.get("tool_calls")
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise UserError(f"a message's content must be text or a list of text parts, got {shown(content)}")
+    found = message | {"role": "system" if role == "developer" else role, "content": content}
+    if calls is not None:
+        found["tool_calls"] = [_called(call) for call in calls] if isinstance(calls, list) else _called(calls)
+    return found
+
+
+def _called(call: Any) -> dict[str, Any]:
+    """Return a call of an earlier turn with its arguments as an object, as templates show them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f"tool_calls must be a list of calls of functions, got {shown(call)}")
+    arguments = function.get("arguments", "{}")
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        parsed = arguments
+    return call | {"function": function | {"arguments": parsed}}
+
+
+def _tools(body: dict[str, Any]) -> Tools | None:
+    """Return the tools that may be called; None: none."""
+    tools, choice = body.get("tools"), body.get("tool_choice", "auto")
+    if tools is None or tools == []:
+        if choice not in ("auto", "none"):
+            raise UserError("tool_choice needs tools")
+        return None
+    if not isinstance(tools, list):
+        raise UserError(f"tools must be a list of tools, got {shown(tools)}")
+    for one in tools:
+        function = one.get("function") if isinstance(one, dict) and one.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(
+                f"a tool must be {{'type': 'function', 'function': {{'name': …}}}}, got {shown(one)}"
+            )
+    if choice == "none":
+        return None
+    if choice in ("auto", "required"):
+        return Tools(tools, choice)
+    name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+    if not (named := [one for one in tools if one["function"]["name"] == name]):
+        raise UserError(f"tool_choice must be none, auto, required or one of the tools, got {shown(choice)}")
+    return Tools(named, "required")
+
+
+def _schema(wanted: Any) -> Any:
+    """Return the JSON schema of a response format; None: there is none."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = wanted.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+        raise UserError(
+            f"response_format must be text, json_object or a json_schema with a schema, got {shown(wanted)}"
+        )
+    return schema["schema"]

@@ -1,0 +1,172 @@
+"""The thread that owns the engine. All else about the server runs on one asyncio loop."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple, TypeVar
+
+from kvjax.engine import Engine, Request
+from kvjax.engine.request import FinishReason
+from kvjax.inference.answers import AnswerLogprobs
+from kvjax.serve.metrics import Metrics
+
+T = TypeVar("T")
+
+
+class Update(NamedTuple):
+    """What came of an answer in a turn."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[AnswerLogprobs]
+    finish_reason: FinishReason | None
+
+
+class Answer:
+    """A request as the loop sees it: its updates, one after another, until it ends."""
+
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
+        self.request, self.arrived = request, time.monotonic()
+        self._loop = loop
+        self._updates: asyncio.Queue[Update | BaseException] = asyncio.Queue()
+        # the worker's: what the loop was sent so far
+        self._sent = (0, 0, 0)
+        self.last: float | None = None
+        """Time of its last token."""
+
+    def send(self) -> int:
+        """Send the loop what is new. Called by the worker. Returns the number of new tokens."""
+        request, (text, tokens, parts) = self.request, self._sent
+        self._sent = len(request.text), len(request.tokens), len(request.logprobs)
+        if self._sent == (text, tokens, parts) and request.finish_reason is None:
+            return 0
+        update = Update(
+            request.text[text:], request.tokens[tokens:], request.logprobs[parts:], request.finish_reason
+        )
+        self.put(update)
+        return len(update.tokens)
+
+    def put(self, update: Update | BaseException) -> None:
+        """Have the loop receive an update, or an error that ends the answer."""
+        self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        """Yield the updates. Who goes away before the end cancels the request."""
+        ended = False
+        try:
+            while not ended:
+                update = await self._updates.get()
+                if isinstance(update, BaseException):
+                    ended = True
+                    raise update
+                ended = update.finish_reason is not None
+                yield update
+        finally:
+            if not ended:
+                self.request.cancel()
+
+
+class Worker:
+    """Runs an engine's turns in a thread of its own, while there is something to do."""
+
+    def __init__(self, engine: Engine, metrics: Metrics):
+        self.engine, self._metrics = engine, metrics
+        self.ready = False
+        """True once everything is compiled."""
+        self.failure: BaseException | None = None
+        """What ended the thread, if it was an error."""
+        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._answers: list[Answer] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, prepare: Callable[[], None]) -> None:
+        """Start the thread, which first prepares the engine."""
+        self._calls.put(prepare)
+        self._calls.put(lambda: setattr(self, "ready", True))
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the turn that it is in, or with the process if it still compiles."""
+        self._calls.put(None)
+        if self.ready:
+            self._thread.join()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Return what a function of the engine returns, or raise what it raises. The worker calls it."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                found = function(self.engine)
+            except Exception as error:
+                loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, found, None)
+
+        if self.failure is not None:
+            raise self.failure
+        self._calls.put(run)
+        return await future
+
+    async def submit(self, function: Callable[[Engine], list[Request]]) -> list[Answer]:
+        """Return the answers to what a function submits to the engine."""
+        loop = asyncio.get_running_loop()
+
+        def submitted(engine: Engine) -> list[Answer]:
+            answers = [Answer(request, loop) for request in function(engine)]
+            self._answers += answers
+            return answers
+
+        call = asyncio.ensure_future(self.call(submitted))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            for answer in await call:
+                answer.request.cancel()
+            raise
+
+    def _run(self) -> None:
+        try:
+            while self._called():
+                if self.engine.busy:
+                    self.engine.step()
+                self._send()
+        except BaseException as error:
+            self.failure = error
+            for answer in self._answers:
+                answer.put(error)
+
+    def _called(self) -> bool:
+        """Call what is to be called, and wait for it while there is nothing else to do. Returns False at the end."""
+        while True:
+            try:
+                call = self._calls.get(block=not self.engine.busy)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+
+    def _send(self) -> None:
+        """Send what is new of all answers, and forget those that ended."""
+        now, stats = time.monotonic(), self.engine.stats
+        for answer in self._answers:
+            if (new := answer.send()) > 0:
+                self._metrics.came(answer.request, new, now - answer.arrived, now - (answer.last or now))
+                answer.last = now
+            if answer.request.finish_reason is not None:
+                self._metrics.ended(answer.request, now - answer.arrived)
+        self._answers = [one for one in self._answers if one.request.finish_reason is None]
+        self._metrics.holds(stats)
+
+
+def _settle(future: asyncio.Future, value: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
