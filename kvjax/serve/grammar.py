@@ -12,6 +12,8 @@ from jaxtyping import Bool
 from kvjax.engine import Constraint
 from kvjax.errors import UserError
 
+FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON is written as Python's json does: where any white space may come, small models write nothing else."""
 LONGEST = 1 << 16
 """Characters of a JSON schema."""
 
@@ -36,7 +38,7 @@ class Grammars:
             UserError: a schema that is none, or that llguidance has no grammar for.
         """
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"the JSON schema cannot be used ({error})") from None
         if len(grammar) > LONGEST:

@@ -1,0 +1,95 @@
+"""A server of the tiny model on loopback, in this process."""
+
+import contextlib
+import functools
+import http.client
+import json
+import threading
+import time
+
+import openai
+import uvicorn
+
+from kvjax.engine import Engine
+from kvjax.policies import make_policy
+from kvjax.serve.app import Server
+from kvjax.serve.grammar import Grammars
+from tests.tasks.model_tokenizers import byte_tokenizer
+from tests.tiny_models import tiny_model
+
+NAME = "tiny"
+
+
+@functools.cache
+def model():
+    return tiny_model(vocab_size=len(byte_tokenizer()), qk_norm=False, eos_ids=(257,))
+
+
+@functools.cache
+def grammar():
+    return Grammars(byte_tokenizer(), len(byte_tokenizer()), (257,)).schema
+
+
+class Running:
+    """A server with its address."""
+
+    def __init__(self, policy="full", *, queue=64, key=None, wait=True, **sizes):
+        made = make_policy(policy, model=model())
+        sizes = {
+            "slots": 3,
+            "max_length": 256,
+            "page_size": 4,
+            "chunk": 64,
+            "block": 4,
+            "capacity": 256,
+        } | sizes
+        self.engine = Engine(model(), made, tokenizer=byte_tokenizer(), **sizes)
+        self.server = Server(self.engine, byte_tokenizer(), NAME, queue=queue, key=key, grammar=grammar())
+        self._uvicorn = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_level="warning"))
+        self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
+        self._thread.start()
+        while not self._uvicorn.started:
+            time.sleep(0.01)
+        self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        while wait and self.ask("GET", "/health")[0] != 200:
+            assert self.server.worker.failure is None
+            time.sleep(0.05)
+
+    def ask(self, method, path, body=None, **headers):
+        """Return the status, the headers and the text of a reply."""
+        call = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(call):
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            call.request(method, path, data, headers)
+            reply = call.getresponse()
+            return reply.status, reply.headers, reply.read().decode()
+
+    def refused(self, path, body, method="POST", **headers):
+        """Return the status and the message of a refusal."""
+        status, _, text = self.ask(method, path, body, **headers)
+        return status, json.loads(text)["error"]["message"]
+
+    def client(self, key="none"):
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120)
+
+    def stop(self):
+        self._uvicorn.should_exit = True
+        self._thread.join()
+
+    def settled(self):
+        """Wait until nothing runs. Returns what the engine holds then."""
+        for _ in range(1000):
+            if not self.engine.busy:
+                break
+            time.sleep(0.01)
+        return self.engine.stats
+
+
+@contextlib.contextmanager
+def running(*args, **options):
+    server = Running(*args, **options)
+    try:
+        yield server
+    finally:
+        server.stop()

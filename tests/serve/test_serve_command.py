@@ -1,0 +1,72 @@
+"""`python -m kvjax.serve` from its first line to its last."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvjax.cli.launch import parse_command
+from kvjax.errors import UserError
+from kvjax.serve.__main__ import ServeConfig, run
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def ask(port, path, body=None):
+    call = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(call):
+        call.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        reply = call.getresponse()
+        return reply.status, reply.read().decode()
+
+
+@pytest.mark.slow
+def test_it_says_what_fits_serves_and_drains_at_sigterm():
+    port = free_port()
+    options = (
+        f"--port {port} --policy streaming_llm:sink=4,window=252 --slots 2 --max-length 1024 --chunk 256".split()
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvjax.serve", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"KVJAX_API_KEY": ""},
+    )  # fmt: skip
+    try:
+        ready = False
+        while not ready:
+            assert process.poll() is None, process.communicate()
+            with contextlib.suppress(ConnectionRefusedError):
+                ready = ask(port, "/health")[0] == 200
+            time.sleep(0.2)
+        body = {"prompt": "Once upon a time", "max_tokens": 300, "logit_bias": {"0": -100}}
+        with socket.create_connection(("127.0.0.1", port)) as call:
+            text = json.dumps(body)
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+            call.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
+            while "kvjax_requests_running 1.0" not in ask(port, "/metrics")[1]:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            reply = b"".join(iter(lambda: call.recv(1 << 16), b""))
+        assert json.loads(reply.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+        out, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "Requests of 1,024 tokens at once: 2, with a full cache 0." in out
+    assert f"listening on http://127.0.0.1:{port}/v1" in out
+    assert "Traceback" not in errors
+
+
+def test_what_is_missing_is_said_in_a_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
+    with pytest.raises(UserError, match=r"the server needs uvicorn: pip install 'kvjax\[serve\]'"):
+        run(parse_command(ServeConfig, []))

@@ -1,0 +1,297 @@
+"""The server as its clients see it: OpenAI's own client, and raw requests where that client would not send them."""
+
+import concurrent.futures
+import json
+import re
+import socket
+import threading
+import time
+
+import numpy as np
+import openai
+import pytest
+
+from kvjax.engine import Engine
+from kvjax.inference import generate, logits
+from kvjax.sampling_params import SamplingParams
+from tests.serve.running import NAME, model, running
+from tests.tasks.model_tokenizers import byte_tokenizer
+
+ON = {"on": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": ON, "required": ["on"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "light", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "light", "parameters": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with running() as server:
+        yield server
+
+
+def said(text):
+    return [{"role": "user", "content": text}]
+
+
+def chat(client, text, **options):
+    return client.chat.completions.create(
+        **{"model": NAME, "messages": said(text), "temperature": 0} | options
+    )
+
+
+def streamed(client, text, **options):
+    """Return the text and the finish reason of a streamed chat."""
+    pieces = [piece for piece in chat(client, text, stream=True, **options) if piece.choices]
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    return text, pieces[-1].choices[0].finish_reason
+
+
+def kinds(client):
+    """Return many kinds of requests, each of which gives the same answer whenever it is asked."""
+
+    def completed(prompt, **options):
+        found = client.completions.create(**{"model": NAME, "prompt": prompt, "temperature": 0} | options)
+        return [choice.model_dump() for choice in found.choices], found.usage.completion_tokens
+
+    def chatted(text, **options):
+        found = chat(client, text, **options)
+        return [choice.model_dump() for choice in found.choices], found.usage.completion_tokens
+
+    def called(text):
+        (choice,) = chat(client, text, tools=[TOOL], tool_choice="required", max_tokens=60).choices
+        (call,) = choice.message.tool_calls
+        return choice.finish_reason, call.function.name, json.loads(call.function.arguments)
+
+    for i in range(5):
+        text = "Who is there? " * i + str(i)
+        yield chatted, (text,), {"max_tokens": 10 + i}
+        yield chatted, (text,), {"max_tokens": 8, "logprobs": True, "top_logprobs": 3}
+        yield chatted, (text,), {"max_completion_tokens": 8, "temperature": 1.0, "seed": i, "n": 2}
+        yield streamed, (client, text), {"max_tokens": 20}
+        yield streamed, (client, text), {"max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 7}
+        yield chatted, (text,), {"max_tokens": 30, "stop": ["a", "e"], "frequency_penalty": 1.0}
+        yield chatted, (text,), {"max_tokens": 30, "response_format": FORMAT}
+        yield called, (text,), {}
+        yield completed, ([text, "And who " * 5],), {"max_tokens": 9}
+        yield completed, (list(range(3 + i)),), {"max_tokens": 5, "logprobs": 2}
+        yield completed, (text,), {"max_tokens": 1, "echo": True, "logprobs": 1}
+        ours = {"top_k": 5, "ignore_eos": True}
+        yield completed, (text,), {"max_tokens": 12, "extra_body": ours, "seed": i, "temperature": 2.0}
+
+
+def test_sixty_requests_at_once_get_the_answers_that_they_get_alone(served):
+    client = served.client()
+    asked = list(kinds(client))
+    assert len(asked) == 60
+    with concurrent.futures.ThreadPoolExecutor(20) as threads:
+        futures = [threads.submit(function, *given, **options) for function, given, options in asked]
+        together = [future.result() for future in futures]
+    for (function, given, options), found in zip(asked, together, strict=True):
+        assert function(*given, **options) == found
+    stats = served.settled()
+    assert stats[:3] == (0, 0, 0)
+
+
+def test_answers_are_those_of_generate(served):
+    client, tokenizer = served.client(), byte_tokenizer()
+    greedy = SamplingParams(max_new_tokens=20)
+    want = generate(model(), [said("Who is Emma?")], greedy, tokenizer=tokenizer)
+    found = chat(client, "Who is Emma?", max_tokens=20)
+    assert found.choices[0].message.content == want.texts[0]
+    assert found.choices[0].finish_reason == want.finish_reasons[0]
+    assert streamed(client, "Who is Emma?", max_tokens=20)[0] == want.texts[0]
+    text = client.completions.create(model=NAME, prompt="Who is Emma?", temperature=0, max_tokens=20)
+    want = generate(model(), [tokenizer("Who is Emma?")["input_ids"]], greedy, tokenizer=tokenizer)
+    assert text.choices[0].text == want.texts[0]
+
+
+def test_usage_counts_prompts_once_and_says_what_was_read_before(served):
+    client = served.client()
+    text = "A conversation that nobody had before."
+    first = chat(client, text, max_tokens=6, n=2).usage
+    again = list(chat(client, text, max_tokens=6, stream=True, stream_options={"include_usage": True}))[
+        -1
+    ].usage
+    size = len(byte_tokenizer().apply_chat_template(said(text), add_generation_prompt=True)["input_ids"])
+    assert first.prompt_tokens == again.prompt_tokens == size
+    assert first.completion_tokens == 12
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert again.prompt_tokens_details.cached_tokens == size
+
+
+def test_a_prompts_own_tokens_are_scored(served):
+    row = byte_tokenizer()("Who is Emma?")["input_ids"]
+    (choice,) = (
+        served.client()
+        .completions.create(model=NAME, prompt=row, echo=True, logprobs=2, max_tokens=0, temperature=0)
+        .choices
+    )
+    found = logits(model(), [row])[0]
+    norm = np.log(np.exp(found).sum(-1))
+    want = found[np.arange(len(row) - 1), row[1:]] - norm[:-1]
+    assert choice.text == "Who is Emma?"
+    assert choice.logprobs.token_logprobs[0] is None
+    np.testing.assert_allclose(choice.logprobs.token_logprobs[1:], want, rtol=1e-4, atol=1e-5)
+    assert choice.logprobs.text_offset == list(range(len(row)))
+    top = max(choice.logprobs.top_logprobs[-1].values())
+    np.testing.assert_allclose(top, found[-2].max() - norm[-2], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
+    hello = said("Hello")
+    wrong = [
+        ({"messages": hello, "temprature": 1}, "Unrecognized request argument supplied: temprature"),
+        ({"messages": []}, "messages must be a list of messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "a message must be an object with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
+        ({"messages": hello, "temperature": -1}, "temperature"),
+        ({"messages": hello, "max_tokens": 0}, "at least 1"),
+        ({"messages": hello, "max_tokens": 1000}, "are longer than max_length=256"),
+        ({"messages": hello, "n": 500}, "n must be a whole number from 1 to 128"),
+        ({"messages": hello, "top_logprobs": 3}, "top_logprobs needs logprobs=true"),
+        ({"messages": hello, "logprobs": True, "top_logprobs": 30}, "logprobs"),
+        ({"messages": hello, "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"messages": hello, "response_format": {"type": "xml"}}, "response_format must be"),
+        ({"messages": hello, "response_format": FORMAT | {"json_schema": {"schema": {"type": "x"}}}}, "schema"),
+        ({"messages": hello, "tools": [{"type": "function"}]}, "a tool must be"),
+        ({"messages": hello, "tool_choice": "required"}, "tool_choice needs tools"),
+        ({"messages": hello, "context": "nobody's"}, "no context \"nobody's\" was read"),
+        ([], "the body must be a JSON object"),
+    ]  # fmt: skip
+    for body, message in wrong:
+        status, found = served.refused("/v1/chat/completions", body)
+        assert (status, message in found) == (400, True), (body, found)
+    for body, message in (
+        ({}, "prompt must be"),
+        ({"prompt": [[1], "a", 3]}, "prompt must be"),
+        ({"prompt": [999]}, "vocabulary"),
+    ):
+        status, found = served.refused("/v1/completions", body)
+        assert (status, message in found) == (400, True), (body, found)
+    assert served.refused("/v1/chat/completions", b"{")[0] == 400
+    assert served.refused("/v1/chat/completions", b"[" * 100_000)[0] == 400
+    assert served.refused("/v1/chat/completions", {"model": "gpt-4", "messages": hello})[0] == 404
+    assert served.ask("GET", "/v1/chat/completions")[0] == 405
+    assert served.settled()[:3] == (0, 0, 0)
+
+
+def test_known_fields_that_change_nothing_are_taken(served):
+    body = {
+        "messages": said("Hi"),
+        "max_tokens": 2,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "stop": None,
+    }
+    assert served.ask("POST", "/v1/chat/completions", body)[0] == 200
+
+
+def test_content_in_parts_and_all_roles(served):
+    messages = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "Is the "}, {"type": "text", "text": "light on?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "light", "arguments": "{\"on\": true}"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "yes"},
+    ]  # fmt: skip
+    found = served.client().chat.completions.create(
+        model=NAME, messages=messages, max_tokens=4, temperature=0
+    )
+    plain = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Is the light on?"},
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "content": "yes"},
+    ]
+    want = generate(model(), [plain], SamplingParams(max_new_tokens=4), tokenizer=byte_tokenizer())
+    assert found.choices[0].message.content == want.texts[0]
+
+
+def test_a_client_that_goes_away_frees_its_slot(served):
+    for stream in (True, False):
+        body = json.dumps(
+            {"messages": said("Go on"), "max_tokens": 200, "stream": stream, "logit_bias": {"257": -100}}
+        )
+        with socket.create_connection(("127.0.0.1", served.port)) as call:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            call.sendall((head + body).encode())
+            while served.engine.stats.running == 0:
+                time.sleep(0.005)
+        stats = served.settled()
+        assert stats.running == 0
+        assert served.server._open == 0
+    ended = re.search(r'kvjax_requests_total{finish_reason="abort"} (\d+)', served.ask("GET", "/metrics")[2])
+    assert int(ended[1]) >= 2
+
+
+def test_metrics_tell_what_operators_want_to_know(served):
+    chat(served.client(), "Hello", max_tokens=9)
+    text = served.ask("GET", "/metrics")[2]
+    for name in ("requests_running", "requests_waiting", "requests_paused", "pool_pages_used", "pool_pages",
+                 "generation_tokens_total", "time_to_first_token_seconds_count", "time_between_tokens_seconds_sum",
+                 "kv_ratio_sum"):  # fmt: skip
+        assert re.search(rf"^kvjax_{name} [\d.e+-]+$", text, re.MULTILINE), name
+
+
+def test_models_are_listed(served):
+    (found,) = served.client().models.list().data
+    assert found.id == NAME
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A server with an eviction, one slot, hardly a queue, and a key."""
+    with running("snapkv:ratio=0.5", slots=1, queue=1, key="secret") as server:
+        yield server
+
+
+def test_a_key_is_asked_for(small):
+    with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
+        chat(small.client("guessed"), "Hello", max_tokens=3)
+    assert chat(small.client("secret"), "Hello", max_tokens=3).choices
+    assert small.ask("GET", "/health")[0] == 200
+
+
+def test_a_full_queue_refuses_before_anything_is_done(small):
+    client, long = small.client("secret"), {"max_tokens": 150, "logit_bias": {"257": -100}}
+    first, second = (chat(client, "Go on", stream=True, **long) for _ in range(2))
+    with pytest.raises(openai.RateLimitError) as refused:
+        chat(client, "And me?", max_tokens=3)
+    assert int(refused.value.response.headers["retry-after"]) > 0
+    first.close()
+    second.close()
+    small.settled()
+    assert chat(client, "And me?", max_tokens=3).choices
+
+
+def test_a_context_is_read_under_a_name_and_asked(small):
+    client, key = small.client("secret"), {"Authorization": "Bearer secret"}
+    text = "It was a dark and stormy night; the rain fell in torrents."
+    status, _, found = small.ask("POST", "/v1/contexts", {"name": "night", "prompt": text}, **key)
+    assert (status, json.loads(found)["name"]) == (200, "night")
+    assert small.refused("/v1/contexts", {"name": "night", "prompt": text}, **key)[0] == 400
+    answers = [chat(client, "Who?", max_tokens=6, extra_body={"context": "night"}) for _ in range(2)]
+    assert answers[0].choices == answers[1].choices
+    assert answers[0].usage.prompt_tokens_details.cached_tokens == json.loads(found)["tokens"]
+    assert small.ask("DELETE", "/v1/contexts/night", **key)[0] == 200
+    assert small.refused("/v1/contexts/night", None, "DELETE", **key)[0] == 400
+
+
+def test_scores_of_a_prompt_are_refused_where_they_would_be_a_full_caches(small):
+    with pytest.raises(openai.BadRequestError, match="would be those of a full cache"):
+        small.client("secret").completions.create(
+            model=NAME, prompt="Who?", echo=True, logprobs=1, max_tokens=0
+        )
+
+
+def test_until_everything_is_compiled_requests_are_turned_away(monkeypatch):
+    ready = threading.Event()
+    monkeypatch.setattr(Engine, "warm_up", lambda self, constrained: ready.wait())
+    with running(wait=False) as server:
+        assert server.ask("GET", "/health")[0] == 503
+        status, headers, _ = server.ask("POST", "/v1/chat/completions", {"messages": said("Hi")})
+        assert (status, headers["Retry-After"]) == (503, "10")
+        ready.set()
+        while server.ask("GET", "/health")[0] != 200:
+            time.sleep(0.01)
