@@ -34,9 +34,7 @@ def ask(port, path, body=None):
 @pytest.mark.slow
 def test_it_says_what_fits_serves_and_drains_at_sigterm():
     port = free_port()
-    options = (
-        f"--port {port} --policy streaming_llm:sink=4,window=252 --slots 2 --max-length 1024 --chunk 256".split()
-    )
+    options = f"--port {port} --policy streaming_llm:sink=4,window=252 --slots 2 --max-length 1024 --chunk 256".split()
     process = subprocess.Popen(
         [sys.executable, "-m", "kvjax.serve", *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"KVJAX_API_KEY": ""},

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -237,6 +238,13 @@ def test_metrics_tell_what_operators_want_to_know(served):
 def test_models_are_listed(served):
     (found,) = served.client().models.list().data
     assert found.id == NAME
+
+
+def test_the_documented_client_runs(served, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(block.replace(":8000", f":{served.port}"), {})
+    assert capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
