@@ -303,3 +303,60 @@ def test_until_everything_is_compiled_requests_are_turned_away(monkeypatch):
         ready.set()
         while server.ask("GET", "/health")[0] != 200:
             time.sleep(0.01)
+
+
+@pytest.mark.thorough
+def test_two_thousand_clients_come_and_go():
+    """Some go away before their answer. Nothing is lost or left, memory stays what it was, and all answers are right."""
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 256, size).tolist() for size in (3, 40, 90)]
+    asked = [
+        {
+            "prompt": [*texts[i % 3], *rng.integers(0, 256, rng.integers(1, 60)).tolist()],
+            "max_tokens": int(rng.integers(1, 40)),
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": bool(i % 2),
+        }
+        for i in range(40)
+    ]
+
+    def said_in(reply, stream):
+        if not stream:
+            return json.loads(reply)["choices"][0]["text"]
+        events = [json.loads(line[6:]) for line in reply.splitlines() if line.startswith("data: {")]
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    def go_away(server, body, after):
+        text = json.dumps(body)
+        with socket.create_connection(("127.0.0.1", server.port)) as call:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(text)}\r\n\r\n"
+            call.sendall((head + text).encode())
+            time.sleep(after)
+
+    def memory():
+        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+    with running(queue=1000, capacity=96) as server:
+        ask = lambda body: server.ask("POST", "/v1/completions", body)  # noqa: E731
+        wanted = [said_in(ask(body)[2], body["stream"]) for body in asked]
+        kinds, away, grown = rng.integers(40, size=2000), rng.random(2000), []
+        with concurrent.futures.ThreadPoolExecutor(24) as threads:
+            for start in range(0, 2000, 500):
+                answers = {
+                    i: threads.submit(ask, asked[kinds[i]])
+                    if away[i] > 0.1
+                    else threads.submit(go_away, server, asked[kinds[i]], away[i])
+                    for i in range(start, start + 500)
+                }
+                for i, answer in answers.items():
+                    if away[i] > 0.1:
+                        status, _, reply = answer.result()
+                        assert status == 200
+                        assert said_in(reply, asked[kinds[i]]["stream"]) == wanted[kinds[i]]
+                grown.append(memory())
+        stats = server.settled()
+        assert (stats[:3], server.server._open) == ((0, 0, 0), 0)
+        assert grown[-1] - grown[1] < 64
+        server.engine.forget()
+        assert server.engine.stats.pages == 0
