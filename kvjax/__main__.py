@@ -9,6 +9,7 @@ from kvjax.errors import UserError, nearest
 COMMANDS = {
     "generate": "continue a prompt with the cache that a policy keeps",
     "train": "train gates, scorers or masks for a model",
+    "serve": "answer OpenAI's API over HTTP",
     "evaluate": "compare policies: scores against what their caches held",
     "plan": "what training or serving would take of chips that are not here",
     "export": "the trained parameters of a run's checkpoint",

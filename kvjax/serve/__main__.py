@@ -3,10 +3,11 @@
 import dataclasses
 import importlib.util
 import os
+import socket
 from pathlib import Path
 
 from kvjax.cli.launch import MeshShape, parse_command, run_command, start
-from kvjax.errors import UserError, shown_bytes
+from kvjax.errors import UserError, shown_bytes, whole_number
 
 KEY = "KVJAX_API_KEY"
 LENGTHS = 2048, 8192, 32768, 131072
@@ -58,6 +59,12 @@ def run(config: ServeConfig) -> None:
         x for x in ("starlette", "uvicorn", "prometheus_client") if not importlib.util.find_spec(x)
     ]:
         raise UserError(f"the server needs {', '.join(missing)}: pip install 'kvjax[serve]'")
+    if config.mesh.count > config.mesh.tensor:
+        raise UserError(f"--mesh {config.mesh}: a server's mesh may split heads alone, such as tensor=4")
+    whole_number("serve", "--slots", config.slots)
+    whole_number("serve", "--queue", config.queue, 0)
+    whole_number("serve", "--port", config.port, 0, 65535)
+    listening = _listening(config.host, config.port)
     mesh = start(config.mesh)
 
     import uvicorn
@@ -92,7 +99,19 @@ def run(config: ServeConfig) -> None:
         kept, full = engine.holds(tokens)
         print(f"  Requests of {tokens:,} tokens at once: {kept}, with a full cache {full}.")
     print(f"Compiling, then listening on http://{config.host}:{config.port}/v1", flush=True)
-    uvicorn.run(server.app, host=config.host, port=config.port, log_level="warning", timeout_keep_alive=30)
+    uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_keep_alive=30)).run([listening])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address, before anything that takes time."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host {host} --port {port}: {error}") from None
+    return found
 
 
 def main() -> None:

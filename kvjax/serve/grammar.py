@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from kvjax.engine import Constraint
 from kvjax.errors import UserError
 
-FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON is written as Python's json does: where any white space may come, small models write nothing else."""
 LONGEST = 1 << 16
 """Characters of a JSON schema."""

@@ -68,3 +68,18 @@ def test_what_is_missing_is_said_in_a_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
     with pytest.raises(UserError, match=r"the server needs uvicorn: pip install 'kvjax\[serve\]'"):
         run(parse_command(ServeConfig, []))
+
+
+def test_what_cannot_be_served_is_refused_before_anything_takes_time():
+    def refused(*options):
+        with pytest.raises(UserError) as error:
+            run(parse_command(ServeConfig, options))
+        return str(error.value)
+
+    assert "a server's mesh may split heads alone" in refused("--mesh", "8")
+    assert "must be a whole number" in refused("--slots", "0")
+    assert "--port 99999" in refused("--port", "99999")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "already in use" in refused("--port", str(taken.getsockname()[1]))

@@ -307,7 +307,7 @@ def test_until_everything_is_compiled_requests_are_turned_away(monkeypatch):
 
 @pytest.mark.thorough
 def test_two_thousand_clients_come_and_go():
-    """Some go away before their answer. Nothing is lost or left, memory stays what it was, and all answers are right."""
+    """Some go away before their answer. Nothing is lost or left, memory stays as it was, and all answers are right."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 256, size).tolist() for size in (3, 40, 90)]
     asked = [
