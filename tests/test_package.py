@@ -112,7 +112,7 @@ def test_every_command_is_named_and_tried():
     assert set(tried.split(",")) == set(COMMANDS)
 
 
-MODULES = "generate", "train", "evaluate", "plan", "export", "convert", "policies"
+MODULES = "generate", "train", "serve", "evaluate", "plan", "export", "convert", "policies"
 
 
 def test_what_is_shown_of_a_cache_and_of_answers_is_short():
