@@ -7,10 +7,10 @@
 Names are imported when first used, so that `import kvjax` and `--help` cost nothing.
 
 Folders: cache, policies, models, inference, engine, tasks, train, serve, evaluate, plan, checkpoints, cli, builtin.
-Commands: train, export, evaluate, serve, generate, plan, convert, policies. Files: llm: `LLM`; session: conversations; sampling_params:
-`SamplingParams`; topk: selection of the best scores; struct: dataclasses that are pytrees; mesh: devices; errors,
-files: a user's mistakes, writing whole files; hub: files of the Hugging Face hub; chat_template, chat_worker: what a
-chat template puts around a text; plugins: what other packages bring.
+Commands: train, export, evaluate, serve, generate, plan, convert, policies. Files: llm: `LLM`; session: conversations;
+sampling_params: `SamplingParams`; topk: selection of the best scores; struct: dataclasses that are pytrees; mesh:
+devices; errors, files: a user's mistakes, writing whole files; hub: files of the Hugging Face hub; chat_template,
+chat_worker: what a chat template puts around a text; plugins: what other packages bring.
 """
 
 import importlib

@@ -1,5 +1,6 @@
 """`python -m kvjax.serve`: an OpenAI-compatible server of one model, whose cache is what a policy keeps."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -106,10 +107,12 @@ def _listening(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address, before anything that takes time."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except (OSError, OverflowError) as error:
+        with contextlib.ExitStack() as stack:
+            found = stack.enter_context(socket.socket(family, kind, protocol))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            stack.pop_all()
+    except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error}") from None
     return found
 
