@@ -154,6 +154,7 @@ class Engine:
         context: str | None = None,
         constraint: Callable[[], Constraint] | None = None,
         score: bool = False,
+        kept: int | None = None,
     ) -> list[Request]:
         """Queue a prompt: a text, token ids or a chat. Returns a request for each of its n answers.
 
@@ -162,6 +163,8 @@ class Engine:
             constraint: makes what an answer must look like. While such an answer is decoded, all are decoded token by
                 token.
             score: find the log-probabilities of the prompt's own tokens, too (`Request.prompt_logprobs`).
+            kept: the number of the prompt's tokens with which later prompts may begin; None: all. A chat template that
+                shows earlier turns otherwise makes it fewer (`kvjax.models.chat.turns_end`).
 
         Raises:
             UserError: a prompt that is empty or no prompt, or longer with its answer than `max_length`; a context that
@@ -197,7 +200,8 @@ class Engine:
             self._queued(
                 Request(
                     row, sampling, number, self._arrivals, ends, self._tokenizer,
-                    None if constraint is None else constraint(), context, scores=score,
+                    None if constraint is None else constraint(), context, row.size if kept is None else kept,
+                    scores=score,
                 )
             )
             for number in range(sampling.n)

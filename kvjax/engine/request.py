@@ -43,7 +43,7 @@ class Request:
     context: str | None = None
     """Name of the context that the prompt continues, or of the one that is read."""
     kept: int = 0
-    """Tokens of the prompt at whose end later prompts may go on; 0: all."""
+    """Tokens of the prompt, after which later prompts may go on."""
     reads: bool = False
     """True if a context is read, and nothing is answered."""
     scores: bool = False
@@ -67,7 +67,6 @@ class Request:
     cancelled: bool = False
 
     def __post_init__(self):
-        self.kept = self.kept or self.prompt.size
         self._live = None if self.tokenizer is None else LiveText(self.tokenizer, self.sampling.stop)
         self._stops = () if self.tokenizer is None else stop_tokens_of(self.sampling.stop, self.tokenizer)[0]
 

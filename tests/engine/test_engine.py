@@ -236,6 +236,26 @@ def test_a_prompt_goes_on_from_an_earlier_one_that_it_begins_with(policy):
         assert alone(engine(policy), [(prompt, sampling)]) == [tokens]
 
 
+@pytest.mark.parametrize("policy", ["full", "random:ratio=0.4,window=8"])
+def test_a_prompt_goes_on_from_the_end_that_an_earlier_one_kept(policy):
+    """The beginning of an answer's turn is not part of what chat templates show of earlier turns."""
+    served, turns, short = (
+        engine(policy),
+        list(range(3, 33)),
+        SamplingParams(max_new_tokens=6, ignore_eos=True),
+    )
+    prompts, found = ([*turns, 1, 2], [*turns, 9, 8, 7, 1, 2], [*turns, 1, 2]), []
+    for prompt in prompts:
+        (request,) = served.submit(prompt, short, kept=len(prompt) - 2)
+        while request.finish_reason is None:
+            served.step()
+        found.append(request)
+    assert [request.cached for request in found] == [0, 30, 30]
+    run(served)
+    questions = [(prompt, short) for prompt in prompts]
+    assert [request.tokens for request in found] == alone(engine(policy), questions)
+
+
 @pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "h2o:entries=24,when=position,every=8"])
 def test_a_context_is_read_and_asked_by_its_name(policy):
     """Also where its end decides what is kept of it. Each question is asked as if it were the only one."""
