@@ -202,6 +202,8 @@ class Server:
     @contextlib.contextmanager
     def _entered(self, answers: int) -> Iterator[contextlib.ExitStack]:
         """Count answers that are made. Who takes the stack over (`pop_all`) counts them out, by closing it."""
+        if answers > self._most:
+            raise UserError(f"{answers} answers are more than the {self._most} that may run and wait")
         if self._open + answers > self._most:
             self._full()
 
