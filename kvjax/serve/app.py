@@ -17,7 +17,7 @@ from starlette.routing import Route
 from kvjax.chat_template import templated, token_ids
 from kvjax.engine import Constraint, Engine
 from kvjax.errors import UserError, shown
-from kvjax.models.chat import encode
+from kvjax.models.chat import encode, kept_turns
 from kvjax.serve.answer_parser import AnswerParser
 from kvjax.serve.body import Asked, read_chat, read_completion
 from kvjax.serve.metrics import Metrics
@@ -95,8 +95,8 @@ class Server:
         body = await self._body(call)
         asked = read_chat(body)
         with self._entered(asked.n) as leave:
-            row, begun = await run_in_threadpool(self._chat_prompt, asked)
-            answers = await self._submit(asked, [row])
+            row, kept, begun = await run_in_threadpool(self._chat_prompt, asked)
+            answers = await self._submit(asked, [row], kept)
             names = None if asked.tools is None else asked.tools.names
             choices = [
                 ChatChoice(index, answer, self._tokenizer, AnswerParser(names, thinking=begun))
@@ -215,20 +215,23 @@ class Server:
             stack.callback(leave)
             yield stack
 
-    def _chat_prompt(self, asked: Asked) -> tuple[list[int], bool]:
-        """Return the tokens of a chat's prompt, and whether it ends where the model thinks."""
+    def _chat_prompt(self, asked: Asked) -> tuple[list[int], int | None, bool]:
+        """Return the tokens of a chat's prompt, how many of them later prompts may begin with, and whether it ends
+        where the model thinks."""
         if asked.context is not None:
             (message, *others) = asked.messages
             if others or message["role"] != "user":
                 raise UserError(
                     "with a context, messages must be one message of the user, which continues it"
                 )
-            return encode(self._tokenizer, message["content"], "end"), False
+            return encode(self._tokenizer, message["content"], "end", **asked.template), None, False
         if not getattr(self._tokenizer, "chat_template", None):
             raise UserError("the model has no chat template: use /v1/completions")
         tools = None if asked.tools is None else asked.tools.definitions
-        text = templated(self._tokenizer, asked.messages, **{"tools": tools, **asked.template})
-        return token_ids(self._tokenizer, text), text.rstrip().endswith("<think>")
+        options = {"tools": tools, **asked.template}
+        text = templated(self._tokenizer, asked.messages, **options)
+        kept = kept_turns(self._tokenizer, asked.messages, **options)
+        return token_ids(self._tokenizer, text), kept, text.rstrip().endswith("<think>")
 
     def _text_prompt(self, prompt: str | list[int], asked: Asked) -> list[int]:
         if not isinstance(prompt, str):
@@ -237,7 +240,7 @@ class Server:
             return encode(self._tokenizer, prompt, "end")
         return token_ids(self._tokenizer, prompt, add_special_tokens=True)
 
-    async def _submit(self, asked: Asked, rows: list[list[int]]) -> list[Answer]:
+    async def _submit(self, asked: Asked, rows: list[list[int]], kept: int | None = None) -> list[Answer]:
         """Return the answers to all prompts, the n of a prompt one after another."""
         constraint = None
         if asked.schema is not None:
@@ -254,7 +257,12 @@ class Server:
                 sampling = asked.sampling(max(1, most))
                 for _ in range(asked.n // sampling.n):
                     found += engine.submit(
-                        row, sampling, context=asked.context, constraint=constraint, score=asked.scores
+                        row,
+                        sampling,
+                        context=asked.context,
+                        constraint=constraint,
+                        score=asked.scores,
+                        kept=kept,
                     )
             return found
 
@@ -301,6 +309,9 @@ class Server:
                 )
         pieces: asyncio.Queue[Any] = asyncio.Queue()
 
+        def so_far() -> dict[str, Any]:
+            return usage([choice.answer.request for choice in choices], asked.n)
+
         async def forward(choice: Choice) -> None:
             try:
                 async for update in choice.answer.updates():
@@ -319,12 +330,12 @@ class Server:
                     return
                 running -= piece is None
                 for one in piece or ():
-                    yield reply.event([one])
+                    yield reply.event([one], so_far() if asked.usage_in_pieces else None)
         finally:
             for task in tasks:
                 task.cancel()
         if asked.include_usage:
-            yield reply.event([], usage([choice.answer.request for choice in choices], asked.n))
+            yield reply.event([], so_far())
         yield "data: [DONE]\n\n"
 
     async def _unless_gone(self, call: Call, work: Awaitable[Any]) -> Any:

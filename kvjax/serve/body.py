@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from kvjax.chat_template import template_options
 from kvjax.errors import UserError, nearest, one_of, shown
 from kvjax.models.chat import is_token_ids
 from kvjax.sampling_params import SamplingParams
@@ -38,6 +39,7 @@ UNUSED = {
     "prompt_cache_retention",
 }
 """Those of OpenAI's that change nothing here."""
+STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
 CHAT = {
     "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
     "response_format", "chat_template_kwargs", "reasoning_effort",
@@ -87,6 +89,8 @@ class Asked:
     n: int
     stream: bool
     include_usage: bool
+    usage_in_pieces: bool
+    """True if all pieces of a stream say how many tokens there are so far."""
     context: str | None
     prompts: list[Any] = dataclasses.field(default_factory=list)
     """Of a completion: texts and lists of token ids."""
@@ -117,9 +121,7 @@ def read_chat(body: Any) -> Asked:
     one_of("request", "logprobs", wanted, (True, False))
     if not wanted and body.get("top_logprobs"):
         raise UserError("top_logprobs needs logprobs=true")
-    template = body.get("chat_template_kwargs") or {}
-    if not isinstance(template, Mapping) or "messages" in template:
-        raise UserError(f"chat_template_kwargs must be an object, got {shown(template)}")
+    template = template_options("request", body.get("chat_template_kwargs"))
     if effort := body.get("reasoning_effort"):
         template = {"reasoning_effort": effort, **template}
     tools, schema = _tools(body), _schema(body.get("response_format"))
@@ -174,7 +176,7 @@ def _shared(body: dict[str, Any], most: Any, logprobs: Any, least: int = 1) -> d
     for name in ("stream", "ignore_eos"):
         one_of("request", name, body.get(name, False), (True, False))
     options, context = body.get("stream_options", {}), body.get("context")
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+    if not isinstance(options, dict) or options.keys() - STREAM_OPTIONS:
         raise UserError(f"stream_options must be {{'include_usage': true}}, got {shown(options)}")
     if context is not None and not isinstance(context, str):
         raise UserError(f"context must be the name of a context, got {shown(context)}")
@@ -205,6 +207,7 @@ def _shared(body: dict[str, Any], most: Any, logprobs: Any, least: int = 1) -> d
         "n": n,
         "stream": body.get("stream", False),
         "include_usage": bool(options.get("include_usage")),
+        "usage_in_pieces": bool(options.get("continuous_usage_stats")),
         "context": context,
     }
 
