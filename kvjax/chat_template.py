@@ -58,7 +58,7 @@ def template_options(where: str, options: Any) -> dict[str, Any]:
     if (
         not isinstance(options, Mapping)
         or not all(isinstance(x, str) for x in options)
-        or "messages" in options
+        or {"messages", "tokenizer"} & options.keys()
     ):
         raise UserError(
             f"{where}: chat_template_kwargs must be a mapping of names to values, got {shown(options)}"

@@ -5,13 +5,14 @@ import dataclasses
 import numpy as np
 
 from kvjax.engine.request import Request
+from kvjax.errors import UserError
 from kvjax.inference.answers import AnswerLogprobs
 from kvjax.inference.sampler import Counts, Logprobs, Sampler, make_sampler
 from kvjax.mesh import BATCH, put
 from kvjax.models.config import ModelConfig
-from kvjax.sampling_params import MOST_ALTERNATIVES
+from kvjax.sampling_params import MOST_ALTERNATIVES, SamplingParams
 
-STOPS, BIASES = 64, 512
+STOPS, BIASES = 256, 512
 """Space for stop tokens and biased tokens of a slot: fewer compile nothing new."""
 InSlots = list[tuple[int, Request]]
 """Requests, with their slots."""
@@ -36,6 +37,20 @@ def sampler_of(config: ModelConfig, requests: InSlots, slots: int) -> tuple[Samp
         np.add.at(answer[slot], request.tokens, 1)
     counts = Counts(put(answer, BATCH, None), put(prompt, BATCH, None))
     return dataclasses.replace(sampler, greedy=False, penalized=True, alternatives=MOST_ALTERNATIVES), counts
+
+
+def check_space(sampling: SamplingParams, ends: tuple[int, ...], vocabulary: int) -> None:
+    """Raise UserError for tokens outside the vocabulary, or more of them than slots have space for."""
+    for what, ids, most in (
+        ("stop tokens", ends, STOPS),
+        ("tokens in logit_bias", sampling.logit_bias, BIASES),
+    ):
+        if len(ids) > most:
+            raise UserError(f"sampling: {len(ids)} {what}, expected at most {most}")
+        if ids and (largest := max(ids)) >= vocabulary:
+            raise UserError(
+                f"sampling: {what} have id {largest}, the model's vocabulary is 0 … {vocabulary - 1}"
+            )
 
 
 def constrained(sampler: Sampler, requests: InSlots, vocabulary: int) -> Sampler:

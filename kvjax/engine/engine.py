@@ -9,6 +9,7 @@ expected to take are free. Where pages run short all the same, a prompt that is 
 answer is copied to host memory and goes on later, and an answer that is alone ends.
 """
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -19,7 +20,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from kvjax.cache import CapacityError, device_bytes
-from kvjax.engine.forks import Forks
+from kvjax.engine.drawing import check_space
+from kvjax.engine.forks import Fork, Forks
 from kvjax.engine.pages import PageCounts
 from kvjax.engine.pool import Outside, Pool
 from kvjax.engine.reader import Reader
@@ -59,6 +61,8 @@ class EngineStats(NamedTuple):
 
 class _Anything:
     """The constraint that allows every token."""
+
+    error = None
 
     def __init__(self, vocabulary: int):
         self._all = np.ones(vocabulary, bool)
@@ -117,7 +121,7 @@ class Engine:
         config = model.config
         longest = config.longest if max_length is None else max_length
         self.max_length = whole_number("Engine", "max_length", longest)
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self.vocabulary = model, tokenizer, config.vocab_size
         with use_mesh(model):
             if axis_size("data", "fsdp", "sequence") > 1:
                 raise UserError("Engine: the mesh may split heads alone (tensor), not data, fsdp or sequence")
@@ -164,7 +168,7 @@ class Engine:
                 token.
             score: find the log-probabilities of the prompt's own tokens, too (`Request.prompt_logprobs`).
             kept: the number of the prompt's tokens with which later prompts may begin; None: all. A chat template that
-                shows earlier turns otherwise makes it fewer (`kvjax.models.chat.turns_end`).
+                shows earlier turns otherwise makes it fewer (`kvjax.models.chat.kept_turns`).
 
         Raises:
             UserError: a prompt that is empty or no prompt, or longer with its answer than `max_length`; a context that
@@ -193,9 +197,10 @@ class Engine:
                 f"{self.max_length}"
             )
         _, own = stop_tokens_of(sampling.stop, self._tokenizer)
-        eos = () if sampling.ignore_eos else self._model.config.eos_ids
-        ends = (*eos, *sampling.stop_token_ids, *own)
-        sampling = dataclasses.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *own))
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *own)))
+        sampling = dataclasses.replace(sampling, stop_token_ids=stops)
+        ends = (*(() if sampling.ignore_eos else self._model.config.eos_ids), *stops)
+        check_space(sampling, ends, self._model.config.vocab_size)
         return [
             self._queued(
                 Request(
@@ -209,9 +214,17 @@ class Engine:
 
     def longest_answer(self, prompt: int, context: str | None = None) -> int:
         """Return the most tokens that an answer to a prompt of so many tokens may have, after a context if it continues
-        one."""
+        one, and is expected to find pages for; at least 1."""
         fork = None if context is None else self._forks.named.get(context)
-        return self.max_length - prompt - (0 if fork is None else fork.tokens.size)
+        size = prompt + (0 if fork is None else fork.tokens.size)
+        with use_mesh(self._model):
+            pages = self._pool.layout.pages - self._forks.named_pages
+            most = bisect.bisect_right(
+                range(1, self.max_length - size + 1),
+                pages,
+                key=lambda most: self._need(size, size + most - 1, fork),
+            )
+        return max(1, most)
 
     def holds(self, tokens: int) -> tuple[int, int]:
         """Return how many requests of so many tokens, prompt and answer, are expected to fit into the pool at once, and
@@ -254,7 +267,7 @@ class Engine:
 
     def _queued(self, request: Request) -> Request:
         with use_mesh(self._model):
-            need, pages = self._need(request), self._pool.layout.pages - self._forks.named_pages
+            need, pages = self._need_of(request), self._pool.layout.pages - self._forks.named_pages
         if need > pages:
             raise CapacityError(
                 f"a prompt of {request.prompt.size} tokens is expected to take {need} pages, and the pool has {pages} "
@@ -264,15 +277,19 @@ class Engine:
         self._waiting.append(request)
         return request
 
-    def _need(self, request: Request) -> int:
+    def _need_of(self, request: Request) -> int:
         """Return the pages that a request is expected to take."""
-        counted, size = self._counted, request.prompt.size
-        if request.reads or request.context is None:
-            return max(counted.while_read(size), counted.at_end(request.most))
-        if (fork := self._forks.named.get(request.context)) is None:
-            return 0
-        length, seen = np.asarray(fork.row.layers.length), np.asarray(fork.row.seen)
-        return counted.copied(length, seen) + counted.more(length, seen, request.most - seen)
+        continued = (
+            None if request.reads or request.context is None else self._forks.named.get(request.context)
+        )
+        return self._need(request.prompt.size, request.most, continued)
+
+    def _need(self, prompt: int, most: int, context: Fork | None) -> int:
+        """Return the pages that a prompt of so many tokens is expected to take, with its answer at `most` tokens."""
+        if context is None:
+            return max(self._counted.while_read(prompt), self._counted.at_end(most))
+        length, seen = np.asarray(context.row.layers.length), np.asarray(context.row.seen)
+        return self._counted.copied(length, seen) + self._counted.more(length, seen, most - seen)
 
     def forget(self, context: str | None = None) -> None:
         """Free the pages of a context, whose prompts end if they were not read yet; None: those of all ends of prompts
@@ -310,35 +327,49 @@ class Engine:
 
         constrained: True if answers will have constraints.
         """
-        most = self.max_length - 2 * self.block
+        answer = min(2 * self.block, self.max_length - 1)
+        most = self.max_length - answer
         sizes = {min(size, most) for size in (*SIZES, self.chunk) if size <= self.chunk}
-        if self._policy.host.schedule is not None:
+        host = self._policy.host
+        if host.schedule is not None:
             # compactions are compiled for the longest head cache
             size = 1
             while size < most:
                 sizes.add(size := min(bucket(size + 1), most))
-        plain = SamplingParams(max_new_tokens=2 * self.block, ignore_eos=True)
+        plain = SamplingParams(max_new_tokens=answer, ignore_eos=True)
         drawn = dataclasses.replace(plain, temperature=1.0, logprobs=1)
         vocabulary = self._model.config.vocab_size
-        anything = (lambda: _Anything(vocabulary)) if constrained else None
+        others: list[tuple[SamplingParams, Any]] = [(drawn, None)]
+        if constrained:
+            others.append((drawn, lambda: _Anything(vocabulary)))
         context = None
         if not self._reader.reuses:
             self.read_context(context := "warm_up", [0])
             self._run()
-        for index, size in enumerate(sorted(sizes)):
-            prompt = np.zeros(size, np.int32)
-            kinds: list[tuple[SamplingParams, str | None, Any]] = [(plain, None, None)]
-            if index == 0:
-                kinds += [(drawn, None, None), (drawn, None, anything)]
-            if context is not None and size < most:
-                kinds.append((plain, context, None))
-            for sampling, of, constraint in kinds:
-                with contextlib.suppress(CapacityError):
-                    self.submit(prompt, sampling, context=of, constraint=constraint)
-                self._run(pausing=index == 0)
+        for size in sorted(sizes):
+            self._try(np.zeros(size, np.int32), plain, pausing=True)
+            for sampling, constraint in others:
+                self._try(np.zeros(size, np.int32), sampling, constraint=constraint)
+            others = []
+            self.forget()
+            if size < most:
+                # what goes on from an earlier prompt
+                if context is None:
+                    self._try([0], plain)
+                rest = np.zeros(size if context is not None else size + 1, np.int32)
+                self._try(rest, plain, context=context)
+            if host.schedule is None and host.selection is None:
+                self._try(np.zeros(size, np.int32), plain, score=True)
+            self.forget()
         if context is not None:
             self.forget(context)
-        self.forget()
+        self._counted.reset()
+
+    def _try(self, prompt: Any, sampling: SamplingParams, *, pausing: bool = False, **options: Any) -> None:
+        """Answer a prompt, unless it does not fit."""
+        with contextlib.suppress(CapacityError):
+            self.submit(prompt, sampling, **options)
+        self._run(pausing)
 
     def _run(self, pausing: bool = False) -> None:
         """Take turns until nothing is left to do. With `pausing`, the first answer is paused once."""
@@ -427,9 +458,15 @@ class Engine:
         if not self._paused or len(self._slots.vacant) <= (self._reader.request is not None):
             return
         request, outside = self._paused[0]
-        if self._fits(self.block, other=outside):
+        # nothing that ends will make room
+        alone = not self._slots.running and self._reader.request is None
+        if self._fits(1 if alone else self.block, other=outside):
             self._paused.pop(0)
             self._slots.join(request, self._pool.copy_in(outside))
+        elif alone:
+            self._paused.pop(0)
+            length, seen = outside.sizes
+            request.end("capacity", length, int(seen[0]), self._pool.layout.window)
 
     # ---- prompts
 
@@ -460,7 +497,7 @@ class Engine:
         if not self._slots.vacant and not request.reads:
             return None
         growth = sum(max(0, counted.at_end(one.most) - self._slots.held(counted, i)) for i, one in running)
-        fits = self._fits(pages=growth + self._need(request))
+        fits = self._fits(pages=growth + self._need_of(request))
         if running and not fits:
             return None
         self._waiting.popleft()

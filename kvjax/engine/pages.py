@@ -62,6 +62,10 @@ class PageCounts:
                 found = float(length.mean()) / expected
                 self._share += MEASURED * (max(found * MARGIN, 0.1) - self._share)
 
+    def reset(self) -> None:
+        """Forget what was learned."""
+        self._share = MARGIN
+
     def _of(self, entries: Float[np.ndarray, "#l #k"], tokens: int) -> int:
         layout = self._layout
         ring = min(tokens, layout.window - 1)

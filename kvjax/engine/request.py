@@ -21,6 +21,11 @@ class Constraint(Protocol):
         """Return which tokens may come next: at least one, if only one that ends the answer."""
         ...
 
+    @property
+    def error(self) -> str | None:
+        """Why nothing more is allowed but the end of the answer; None where that is as it should be."""
+        ...
+
     def take(self, token: int) -> None:
         """Take the next token, which does not end the answer."""
         ...
@@ -51,7 +56,7 @@ class Request:
     prompt_logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
     """Log-probabilities of the prompt's tokens but the first, part by part, if it is scored."""
     tokens: list[int] = dataclasses.field(default_factory=list)
-    """The answer so far, its stop token included."""
+    """The answer so far, with its stop token, and without its stop text once that has ended it."""
     logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
     """The tokens' log-probabilities, part by part, if they were asked for."""
     text: str = ""
@@ -100,13 +105,16 @@ class Request:
         if self._live is None:
             return
         self.text += self._live.more([token for token in new if token not in self.ends])
-        if self._stops and cut(np.array(self.tokens), self.tokenizer, self._stops) is not None:
-            self.finish_reason = "stop"
+        if self._stops and (found := cut(np.array(self.tokens), self.tokenizer, self._stops)) is not None:
+            self.tokens, self.finish_reason = self.tokens[: found[0]], "stop"
         if self.finish_reason is not None:
             self.text += self._live.end()
 
     def answer(self) -> list[int]:
-        """Return the answer's tokens, without the stop token or the stop text that ended it."""
-        tokens = self.tokens[:-1] if self.tokens and self.tokens[-1] in self.ends else self.tokens
-        found = cut(np.array(tokens), self.tokenizer, self._stops) if self._stops else None
-        return tokens if found is None else tokens[: found[0]]
+        """Return the answer's tokens, without the stop token that ended it."""
+        return self.tokens[:-1] if self.tokens and self.tokens[-1] in self.ends else self.tokens
+
+    def end(self, reason: FinishReason, length: Int[np.ndarray, "..."], seen: int, window: int) -> None:
+        """Note why it ended, and what its cache held then: so many retained entries of each head, of `seen` tokens."""
+        self.finish_reason = reason
+        self.kv_ratio = float((length.mean() + min(seen, window - 1)) / max(1, seen))

@@ -127,9 +127,7 @@ class Slots:
         """End the answer of a slot, and free its pages."""
         request = self._requests[slot]
         assert request is not None
-        request.finish_reason = reason
-        held = self.length[:, slot].mean() + min(self.seen[slot], self._pool.layout.window - 1)
-        request.kv_ratio = float(held / max(1, self.seen[slot]))
+        request.end(reason, self.length[:, slot], int(self.seen[slot]), self._pool.layout.window)
         self._clear(slot)
 
     def pause(self, slot: int) -> Paused:

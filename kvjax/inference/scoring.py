@@ -15,6 +15,7 @@ from kvjax.inference.prefill import Steps
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, View
+from kvjax.sampling_params import MOST_ALTERNATIVES
 
 TOGETHER = 16
 """Tokens whose logits are in memory at once."""
@@ -32,7 +33,7 @@ def scoring(
 
     Args:
         chunk: tokens in one call, at most.
-        alternatives: most likely tokens at each place.
+        alternatives: most likely tokens at each place that are wanted.
         found: to which the log-probabilities of all tokens but the first are added.
     """
     steps = _steps(model, policy, row, chunk, alternatives, found)
@@ -48,21 +49,20 @@ def _steps(model, policy, row, chunk, alternatives, found) -> Steps:
             cache = yield cache
         tokens, valid = padded([row[start : start + count]], size)
         following, _ = padded([row[start + 1 : start + 1 + count]], size)
-        cache, last, chosen, ids, values = _scored(
-            model, policy.read, cache, tokens, following, valid, max(1, alternatives)
-        )
+        cache, last, chosen, ids, values = _scored(model, policy.read, cache, tokens, following, valid)
+        chosen, ids, values = map(np.asarray, (chosen, ids, values))
+        counted = min(count, row.size - start - 1)
         start += count
-        counted = min(count, row.size - start + count - 1)
         pairs = zip(
             ids[:counted, :alternatives].tolist(), values[:counted, :alternatives].tolist(), strict=True
         )
         likely = [dict(zip(*pair, strict=True)) for pair in pairs]
-        found.append(AnswerLogprobs(np.asarray(chosen[:counted]), likely))
+        found.append(AnswerLogprobs(chosen[:counted], likely))
     assert last is not None
     return cache, last
 
 
-@functools.partial(jax.jit, donate_argnums=2, static_argnums=6)
+@functools.partial(jax.jit, donate_argnums=2)
 def _scored(
     model: Decoder,
     view: View,
@@ -70,7 +70,6 @@ def _scored(
     tokens: Int[Array, "1 t"],
     following: Int[Array, "1 t"],
     valid: Int[Array, " 1"],
-    alternatives: int,
 ) -> tuple[Cache, Float32[Array, "1 v"], Float32[Array, " t"], Int[Array, "t m"], Float32[Array, "t m"]]:
     """Return the cache after a call, the logits after its last token, and after each token the log-probability of the
     one that follows, with the most likely tokens and theirs."""
@@ -84,7 +83,7 @@ def _scored(
         logits = jax.sharding.reshard(model.logits(hidden), P(None, None, None))[0]
         norm = jax.nn.logsumexp(logits, -1, keepdims=True)
         own = jnp.take_along_axis(logits, target[:, None], 1) - norm
-        values, ids = jax.lax.top_k(logits, min(alternatives, logits.shape[-1]))
+        values, ids = jax.lax.top_k(logits, min(MOST_ALTERNATIVES, logits.shape[-1]))
         return own[:, 0], ids.astype(jnp.int32), values - norm
 
     following = jax.sharding.reshard(following, P(None, None)).reshape(-1, together)

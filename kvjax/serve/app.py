@@ -5,6 +5,7 @@ import contextlib
 import functools
 import hmac
 import json
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -15,17 +16,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvjax.chat_template import templated, token_ids
-from kvjax.engine import Constraint, Engine
-from kvjax.errors import UserError, shown
-from kvjax.models.chat import encode, kept_turns
+from kvjax.engine import Constraint, Engine, Request
+from kvjax.errors import UserError, check_unicode, shown
+from kvjax.models.chat import encode, kept_turns, token_rows
 from kvjax.serve.answer_parser import AnswerParser
-from kvjax.serve.body import Asked, read_chat, read_completion
+from kvjax.serve.body import Asked, read_chat, read_completion, read_message
 from kvjax.serve.metrics import Metrics
 from kvjax.serve.reply import ChatChoice, Choice, Reply, event, usage
-from kvjax.serve.worker import Answer, Worker
+from kvjax.serve.worker import Answer, Failed, Update, Worker
 
-LARGEST_BODY = 32 << 20
+LARGEST_BODY = 8 << 20
 """Bytes of a request's body."""
+STALLED = 60
+"""Seconds after which a client that reads nothing of its stream is one that went away."""
 Handler = Callable[[Call], Awaitable[Response]]
 
 
@@ -61,7 +64,9 @@ class Server:
         grammar: Callable[[Any], Callable[[], Constraint]] | None = None,
     ):
         self._tokenizer, self._name, self._key, self._grammar = tokenizer, name, key, grammar
-        self._most, self._max_length = engine.slots + queue, engine.max_length
+        self._most = engine.slots + queue
+        self._vocabulary = engine.vocabulary
+        self._model = {"id": name, "object": "model", "owned_by": "kvjax", "max_model_len": engine.max_length}
         self._metrics = Metrics()
         self.worker = Worker(engine, self._metrics)
         self._open = 0
@@ -69,14 +74,16 @@ class Server:
             ("/v1/chat/completions", self.chat, "POST"),
             ("/v1/completions", self.completion, "POST"),
             ("/v1/models", self.models, "GET"),
+            ("/v1/models/{name:path}", self.model, "GET"),
             ("/v1/contexts", self.read_context, "POST"),
-            ("/v1/contexts/{name}", self.drop_context, "DELETE"),
+            ("/v1/contexts/{name:path}", self.drop_context, "DELETE"),
             ("/health", self.health, "GET"),
             ("/metrics", self.metrics, "GET"),
         ]
         self.app = Starlette(
             routes=[
-                Route(path, self._answering(handler), methods=[method]) for path, handler, method in routes
+                Route(path, self._answering(handler, path.startswith("/v1/")), methods=[method])
+                for path, handler, method in routes
             ],
             lifespan=self._lifespan,
         )
@@ -99,7 +106,12 @@ class Server:
             answers = await self._submit(asked, [row], kept)
             names = None if asked.tools is None else asked.tools.names
             choices = [
-                ChatChoice(index, answer, self._tokenizer, AnswerParser(names, thinking=begun))
+                ChatChoice(
+                    index,
+                    answer,
+                    self._tokenizer,
+                    AnswerParser(names, thinking=begun and asked.schema is None),
+                )
                 for index, answer in enumerate(answers)
             ]
             return await self._reply(call, Reply("chat.completion", self._name), asked, choices, leave)
@@ -118,8 +130,12 @@ class Server:
 
     async def models(self, _: Call) -> Response:
         """List the one model."""
-        model = {"id": self._name, "object": "model", "owned_by": "kvjax", "max_model_len": self._max_length}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, call: Call) -> Response:
+        """Describe the one model."""
+        self._check_name(call.path_params["name"])
+        return JSONResponse(self._model)
 
     async def read_context(self, call: Call) -> Response:
         """Read a context and keep it under a name."""
@@ -128,9 +144,13 @@ class Server:
             raise UserError('expected {"name": …, "prompt": …} or {"name": …, "messages": […]}')
         if unknown := body.keys() - {"name", "prompt", "messages", "model"}:
             raise UserError(f"Unrecognized request argument supplied: {min(unknown)}")
-        prompt = body.get("prompt", body.get("messages"))
+        prompt = body.get("prompt")
+        if isinstance(messages := body.get("messages"), list):
+            prompt = [read_message(one) for one in messages]
         with self._entered(1):
-            row = await run_in_threadpool(encode, self._tokenizer, prompt, "beginning")
+            (row,) = await run_in_threadpool(
+                token_rows, [prompt], self._vocabulary, self._tokenizer, "beginning"
+            )
             answers = await self.worker.submit(lambda engine: [engine.read_context(name, row)])
             await self._unless_gone(call, self._ended(answers[0]))
         return JSONResponse({"name": name, "object": "context", "tokens": len(row)})
@@ -152,30 +172,43 @@ class Server:
 
     # ---- requests
 
-    def _answering(self, handler: Handler) -> Handler:
-        """Return a route that replies to what is refused, as OpenAI's API does."""
+    def _answering(self, handler: Handler, checked: bool) -> Handler:
+        """Return a route that replies to what is refused, as OpenAI's API does. A checked one needs the key and the
+        engine."""
 
         async def route(call: Call) -> Response:
             try:
-                if call.url.path.startswith("/v1/"):
+                if checked:
                     self._check(call)
                 return await handler(call)
             except UserError as error:
                 refused = Refused(400, str(error))
             except Refused as error:
                 refused = error
+            except Failed as error:
+                refused = Refused(500, str(error), "server_error")
+            except Exception as error:
+                traceback.print_exc()
+                refused = Refused(500, f"{type(error).__name__} in the server", "server_error")
             return JSONResponse(_error(str(refused), refused.kind), refused.status, refused.headers)
 
         return route
 
     def _check(self, call: Call) -> None:
-        given = call.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if self._key is not None and not hmac.compare_digest(given, self._key.encode()):
-            raise Refused(401, "Incorrect API key provided", "authentication_error")
+        if self._key is not None:
+            scheme, _, given = call.headers.get("authorization", "").partition(" ")
+            # headers come as latin-1
+            right = hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode())
+            if not right or scheme.lower() != "bearer":
+                raise Refused(401, "Incorrect API key provided", "authentication_error")
         if self.worker.failure is not None:
-            raise Refused(500, f"the engine has failed: {self.worker.failure}", "server_error")
+            raise Failed(self.worker.failure)
         if not self.worker.ready:
             raise Refused(503, "the model is being compiled", "server_error", Retry_After="10")
+
+    def _check_name(self, name: Any) -> None:
+        if name != self._name:
+            raise Refused(404, f"The model {shown(name)} does not exist: this is {self._name}")
 
     async def _body(self, call: Call) -> Any:
         """Return a request's body, once it names this model, if it names one."""
@@ -191,8 +224,8 @@ class Server:
             body = json.loads(b"".join(parts))
         except (ValueError, RecursionError):
             raise UserError("the body is no JSON") from None
-        if isinstance(body, dict) and body.get("model", self._name) != self._name:
-            raise Refused(404, f"The model {shown(body['model'])} does not exist: this is {self._name}")
+        if isinstance(body, dict) and body.get("model") is not None:
+            self._check_name(body["model"])
         return body
 
     def _full(self) -> None:
@@ -236,6 +269,7 @@ class Server:
     def _text_prompt(self, prompt: str | list[int], asked: Asked) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
+        check_unicode(prompt)
         if asked.context is not None:
             return encode(self._tokenizer, prompt, "end")
         return token_ids(self._tokenizer, prompt, add_special_tokens=True)
@@ -250,20 +284,26 @@ class Server:
                 )
             constraint = await run_in_threadpool(self._grammar, asked.schema)
 
-        def submit(engine: Engine) -> list[Any]:
-            found = []
-            for row in rows:
-                most = engine.longest_answer(len(row), asked.context) if asked.most is None else asked.most
-                sampling = asked.sampling(max(1, most))
-                for _ in range(asked.n // sampling.n):
-                    found += engine.submit(
-                        row,
-                        sampling,
-                        context=asked.context,
-                        constraint=constraint,
-                        score=asked.scores,
-                        kept=kept,
+        def submit(engine: Engine) -> list[Request]:
+            found: list[Request] = []
+            options = {
+                "context": asked.context,
+                "constraint": constraint,
+                "score": asked.scores,
+                "kept": kept,
+            }
+            try:
+                for row in rows:
+                    most = (
+                        engine.longest_answer(len(row), asked.context) if asked.most is None else asked.most
                     )
+                    sampling = asked.sampling(max(1, most))
+                    for _ in range(asked.n // sampling.n):
+                        found += engine.submit(row, sampling, **options)
+            except Exception:
+                for one in found:
+                    one.cancel()
+                raise
             return found
 
         return await self.worker.submit(submit)
@@ -288,7 +328,7 @@ class Server:
         pieces = []
         async with contextlib.aclosing(choice.answer.updates()) as updates:
             async for update in updates:
-                _check_ended(update.finish_reason)
+                _check_ended(choice.answer.request, update)
                 pieces += choice.pieces(update)
         return pieces
 
@@ -315,7 +355,7 @@ class Server:
         async def forward(choice: Choice) -> None:
             try:
                 async for update in choice.answer.updates():
-                    _check_ended(update.finish_reason)
+                    _check_ended(choice.answer.request, update)
                     await pieces.put(choice.pieces(update))
                 await pieces.put(None)
             except Exception as error:
@@ -354,6 +394,7 @@ class Server:
         finally:
             working.cancel()
             going.cancel()
+            await asyncio.gather(working, going, return_exceptions=True)
 
 
 class _Events(StreamingResponse):
@@ -365,17 +406,25 @@ class _Events(StreamingResponse):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send it."""
+
+        async def sent(message: Any) -> None:
+            # a client that reads nothing does not hold up the server's end
+            await asyncio.wait_for(send(message), STALLED)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, sent)
         finally:
             for choice in self._choices:
                 choice.answer.request.cancel()
             self._leave.close()
 
 
-def _check_ended(reason: str | None) -> None:
-    if reason == "abort":
+def _check_ended(request: Request, update: Update) -> None:
+    """Raise Refused for an answer that ended otherwise than answers do."""
+    if update.finish_reason == "abort":
         raise Refused(409, "the context of this request was dropped")
+    if update.finish_reason is not None and request.constraint is not None and request.constraint.error:
+        raise Refused(400, f"the answer's format cannot be followed: {request.constraint.error}")
 
 
 def _error(message: str, kind: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@ vLLM's, and `context` is ours."""
 
 import dataclasses
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -31,6 +32,7 @@ SHARED = {
 }
 UNUSED = {
     "user",
+    "verbosity",
     "metadata",
     "store",
     "service_tier",
@@ -45,7 +47,29 @@ CHAT = {
     "response_format", "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
 COMPLETION = {"prompt", "echo"}
+STOPS, LONGEST_STOP = 16, 256
+"""Texts that end an answer, and characters of each: all are looked for between blocks."""
+DEFINITIONS = "$defs", "definitions"
+"""Keys of a JSON schema's parts that others name."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def _prefixed(schema: Any, prefix: str) -> Any:
+    """Return a JSON schema with a prefix before the names of its definitions."""
+    if isinstance(schema, list):
+        return [_prefixed(one, prefix) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in DEFINITIONS and isinstance(value, dict):
+            value = {f"{prefix}{name}": _prefixed(one, prefix) for name, one in value.items()}
+        elif key == "$ref" and isinstance(value, str):
+            value = re.sub(r"^(#/(?:\$defs|definitions)/)", rf"\g<1>{prefix}", value)
+        else:
+            value = _prefixed(value, prefix)
+        found[key] = value
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +87,17 @@ class Tools:
     @property
     def call(self) -> dict[str, Any]:
         """The JSON schema of a call."""
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": one["function"]["name"]},
-                    "arguments": one["function"].get("parameters") or {"type": "object"},
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for one in self.definitions
-        ]
-        return {"anyOf": calls}
+        calls, shared = [], {}
+        for index, one in enumerate(self.definitions):
+            arguments = _prefixed(one["function"].get("parameters") or {"type": "object"}, f"tool{index}.")
+            # they are found from the schema's root
+            for key in DEFINITIONS:
+                shared.setdefault(key, {}).update(arguments.pop(key, {}))
+            call = {"name": {"const": one["function"]["name"]}, "arguments": arguments}
+            calls.append(
+                {"type": "object", "properties": call, "required": [*call], "additionalProperties": False}
+            )
+        return {"anyOf": calls} | shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +150,13 @@ def read_chat(body: Any) -> Asked:
     if tools is not None and tools.choice == "required":
         if schema is not None:
             raise UserError("response_format and a tool_choice that requires a call exclude each other")
-        schema = tools.call
+        try:
+            schema = tools.call
+        except RecursionError:
+            raise UserError("the parameters of the tools are nested too deeply") from None
     return Asked(
         **_shared(body, most, (body.get("top_logprobs") or 0) if wanted else None),
-        messages=[_message(one) for one in messages], tools=tools, schema=schema, template=template,
+        messages=[read_message(one) for one in messages], tools=tools, schema=schema, template=template,
     )  # fmt: skip
 
 
@@ -164,11 +189,12 @@ def read_completion(body: Any) -> Asked:
 def _object(body: Any, known: set[str]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise UserError(f"the body must be a JSON object, got {shown(body)}")
+    body = {name: value for name, value in body.items() if value is not None}
     for name in body:
         if name not in known:
             near = "".join(f": did you mean {x}?" for x in nearest(name, known)[:1])
             raise UserError(f"Unrecognized request argument supplied: {name}{near}")
-    return {name: value for name, value in body.items() if value is not None}
+    return body
 
 
 def _shared(body: dict[str, Any], most: Any, logprobs: Any, least: int = 1) -> dict[str, Any]:
@@ -189,12 +215,19 @@ def _shared(body: dict[str, Any], most: Any, logprobs: Any, least: int = 1) -> d
         raise UserError(f"n must be a whole number from 1 to 128, got {shown(n)}")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise UserError(f"seed must be a whole number, got {shown(seed)}")
-    if not isinstance(bias, dict) or not all(token.isdecimal() for token in bias):
+    if not isinstance(bias, dict) or not all(token.isdecimal() and len(token) < 10 for token in bias):
         raise UserError(f"logit_bias must be an object of token ids and numbers, got {shown(bias)}")
     stop = body.get("stop", ())
+    stop = (stop,) if isinstance(stop, str) else stop
+    if (
+        not isinstance(stop, list | tuple)
+        or len(stop) > STOPS
+        or any(len(str(x)) > LONGEST_STOP for x in stop)
+    ):
+        raise UserError(f"stop must be at most {STOPS} texts of at most {LONGEST_STOP} characters")
     named = {name: body.get(name, default) for name, default in SAMPLING.items()} | {
         "seed": secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF,
-        "stop": (stop,) if isinstance(stop, str) else stop,
+        "stop": stop,
         "logit_bias": {int(token): value for token, value in bias.items()},
         "logprobs": logprobs,
     }
@@ -212,8 +245,8 @@ def _shared(body: dict[str, Any], most: Any, logprobs: Any, least: int = 1) -> d
     }
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """Return a message as chat templates take it."""
+def read_message(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates take it. Raises UserError for what is none."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise UserError(
             f"a message must be an object with a role, one of {', '.join(ROLES)}, got {shown(message)}"
@@ -269,7 +302,8 @@ def _tools(body: dict[str, Any]) -> Tools | None:
         return None
     if choice in ("auto", "required"):
         return Tools(tools, choice)
-    name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
     if not (named := [one for one in tools if one["function"]["name"] == name]):
         raise UserError(f"tool_choice must be none, auto, required or one of the tools, got {shown(choice)}")
     return Tools(named, "required")

@@ -53,9 +53,12 @@ class _Grammar:
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int, ends: tuple[int, ...]):
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
+        self.error: str | None = None
         self._bits = llguidance.numpy.allocate_token_bitmask(1, vocabulary)
 
     def allowed(self) -> Bool[np.ndarray, " v"]:
+        if self._matcher.is_error():
+            self.error = self._matcher.get_error()
         if self._matcher.is_stopped() or self._matcher.is_error():
             allowed = np.zeros(self._vocabulary, bool)
             allowed[list(self._ends)] = True
@@ -64,4 +67,5 @@ class _Grammar:
         return np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")[: self._vocabulary].astype(bool)
 
     def take(self, token: int) -> None:
-        self._matcher.consume_token(token)
+        if self.error is None:
+            self._matcher.consume_token(token)

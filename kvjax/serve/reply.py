@@ -63,6 +63,7 @@ class Choice:
         self.index, self.answer, self._tokenizer = index, answer, tokenizer
         self._echo, self._echoed, self._most = echo, False, most
         self._tokens, self._place = 0, 0
+        self._held: list[Scored] = []
 
     def pieces(self, update: Update) -> list[dict[str, Any]]:
         """Return what is sent of an update, as choices of a piece."""
@@ -86,9 +87,12 @@ class Choice:
 
     def _scored(self, update: Update) -> list[Scored]:
         """Return the new tokens that are part of the answer."""
-        found = _zipped(update.tokens, update.logprobs)
+        found, request = self._held + _zipped(update.tokens, update.logprobs), self.answer.request
         if update.finish_reason is not None:
-            found = found[: max(0, len(self.answer.request.answer()) - self._tokens)]
+            found = found[: max(0, len(request.answer()) - self._tokens)]
+        elif request.sampling.stop:
+            # those of a stop text are no part of it
+            self._held, found = found, []
         self._tokens += len(found)
         return found
 

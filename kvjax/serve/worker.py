@@ -1,9 +1,11 @@
 """The thread that owns the engine. All else about the server runs on one asyncio loop."""
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
+import traceback
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +15,13 @@ from kvjax.inference.answers import AnswerLogprobs
 from kvjax.serve.metrics import Metrics
 
 T = TypeVar("T")
+
+
+class Failed(Exception):
+    """The engine has failed, and answers nothing more."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(f"the engine has failed: {error}")
 
 
 class Update(NamedTuple):
@@ -100,15 +109,18 @@ class Worker:
 
         def run() -> None:
             try:
+                if self.failure is not None:
+                    raise Failed(self.failure)
                 found = function(self.engine)
             except Exception as error:
                 loop.call_soon_threadsafe(_settle, future, None, error)
             else:
                 loop.call_soon_threadsafe(_settle, future, found, None)
 
-        if self.failure is not None:
-            raise self.failure
         self._calls.put(run)
+        if self.failure is not None:
+            # nobody may be there to call it
+            raise Failed(self.failure)
         return await future
 
     async def submit(self, function: Callable[[Engine], list[Request]]) -> list[Answer]:
@@ -136,8 +148,14 @@ class Worker:
                 self._send()
         except BaseException as error:
             self.failure = error
+            traceback.print_exc()
             for answer in self._answers:
-                answer.put(error)
+                answer.put(Failed(error))
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    call = self._calls.get(block=False)
+                    if call is not None:
+                        call()
 
     def _called(self) -> bool:
         """Call what is to be called, and wait for it while there is nothing else to do. Returns False at the end."""

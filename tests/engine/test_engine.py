@@ -175,6 +175,25 @@ def test_where_pages_run_short_answers_are_paused_and_none_is_lost(policy):
     assert {request.finish_reason for request in requests} == {"length"}
 
 
+@pytest.mark.parametrize("capacity", [26, 27, 31])
+def test_a_paused_answer_that_will_never_fit_again_ends(capacity, monkeypatch):
+    """What it shared with its context is its own when it comes back."""
+    monkeypatch.setattr(Engine, "_need", lambda *_: 1)
+    served = engine(capacity=capacity)
+    served.read_context("long", [65] * 40)
+    while served.busy:
+        served.step()
+    most = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    requests = [one for i in range(3) for one in served.submit([66 + i] * 20, most, context="long")]
+    for _ in range(1000):
+        served.step()
+    assert {request.finish_reason for request in requests} <= {"length", "capacity"}
+    served.forget("long")
+    (last,) = served.submit([70] * 20, SamplingParams(max_new_tokens=5, ignore_eos=True))
+    run(served)
+    assert last.finish_reason == "length"
+
+
 @pytest.mark.usefixtures("surprised")
 def test_an_answer_that_can_go_no_further_ends_with_what_it_has():
     served = engine(capacity=12)
@@ -296,6 +315,8 @@ def test_a_context_is_read_and_asked_by_its_name(policy):
 class Cycle:
     """Allows the tokens of a text in turn, again and again."""
 
+    error = None
+
     def __init__(self, text):
         self._tokens, self._place = byte_tokenizer()(text)["input_ids"], 0
 
@@ -323,7 +344,7 @@ def test_a_constraint_says_which_tokens_come_and_leaves_other_answers_alone():
 
 @pytest.mark.parametrize("policy", ["full", pytest.param("snapkv:ratio=0.5", marks=pytest.mark.thorough)])
 def test_warmed_up_it_compiles_nothing_more(policy, caplog):
-    served = engine(policy, slots=5)
+    served = engine(policy, slots=5, chunk=64)
     questions = [
         *asked(10, seed=5, longest=80),
         ([5] * 9, SamplingParams(max_new_tokens=9, temperature=0.5, top_k=3)),
@@ -339,6 +360,8 @@ def test_warmed_up_it_compiles_nothing_more(policy, caplog):
         caplog.clear()
         requests = submit(served, [*questions, ("Who?", ended)])
         requests += served.submit("Say it.", ended, constraint=lambda: Cycle("abc"))
+        if policy == "full":
+            requests += served.submit("Say it, do.", ended, score=True)
         for _ in range(10):
             served.step()
         with use_mesh(model()):

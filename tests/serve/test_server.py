@@ -158,6 +158,14 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
         ({"messages": hello, "tool_choice": "required"}, "tool_choice needs tools"),
         ({"messages": hello, "context": "nobody's"}, "no context \"nobody's\" was read"),
         ([], "the body must be a JSON object"),
+        ({"messages": hello, "logit_bias": {"300": 1}}, "the model's vocabulary is 0 … 257"),
+        ({"messages": hello, "logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        ({"messages": hello, "stop_token_ids": [300]}, "the model's vocabulary is 0 … 257"),
+        ({"messages": hello, "stop_token_ids": list(range(257))}, "258 stop tokens, expected at most 256"),
+        ({"messages": hello, "stop": "z" * 100_000}, "stop must be at most 16 texts of at most 256"),
+        ({"messages": hello, "tools": [TOOL], "tool_choice": {"function": 5}}, "tool_choice must be"),
+        ({"messages": hello, "chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs"),
+        ({"messages": hello, "n": 100}, "100 answers are more than the 67 that may run and wait"),
     ]  # fmt: skip
     for body, message in wrong:
         status, found = served.refused("/v1/chat/completions", body)
@@ -166,6 +174,8 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
         ({}, "prompt must be"),
         ({"prompt": [[1], "a", 3]}, "prompt must be"),
         ({"prompt": [999]}, "vocabulary"),
+        ({"prompt": "\ud800"}, "must be Unicode text"),
+        ({"prompt": ["hello", "x" * 250], "max_tokens": 200}, "are longer than max_length=256"),
     ):
         status, found = served.refused("/v1/completions", body)
         assert (status, message in found) == (400, True), (body, found)
@@ -174,6 +184,29 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
     assert served.refused("/v1/chat/completions", {"model": "gpt-4", "messages": hello})[0] == 404
     assert served.ask("GET", "/v1/chat/completions")[0] == 405
     assert served.settled()[:3] == (0, 0, 0)
+
+
+def test_the_definitions_of_tools_are_found(served):
+    switch = {"type": "object", "properties": {"state": {"$ref": "#/$defs/State"}}, "required": ["state"]}
+    states = {"$defs": {"State": {"enum": ["on", "off"]}}, "additionalProperties": False}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": switch | states}} for name in ("a", "b")
+    ]
+    (choice,) = chat(served.client(), "Go", tools=tools, tool_choice="required", max_tokens=60).choices
+    (call,) = choice.message.tool_calls
+    assert call.function.name in ("a", "b")
+    assert json.loads(call.function.arguments)["state"] in ("on", "off")
+
+
+def test_log_probabilities_and_usage_stop_where_the_text_does(served):
+    client, options = served.client(), {"max_tokens": 30, "logprobs": True}
+    whole = chat(client, "Who is Emma?", **options).choices[0]
+    stop = whole.message.content[7:9]
+    cut = chat(client, "Who is Emma?", stop=stop, **options)
+    text = cut.choices[0].message.content
+    assert text == whole.message.content[: whole.message.content.index(stop)]
+    assert "".join(one.token for one in cut.choices[0].logprobs.content) == text
+    assert cut.usage.completion_tokens == len(cut.choices[0].logprobs.content)
 
 
 def test_known_fields_that_change_nothing_are_taken(served):
@@ -291,6 +324,33 @@ def test_scores_of_a_prompt_are_refused_where_they_would_be_a_full_caches(small)
         small.client("secret").completions.create(
             model=NAME, prompt="Who?", echo=True, logprobs=1, max_tokens=0
         )
+
+
+def test_an_engine_that_fails_is_told_and_keeps_nobody_waiting(monkeypatch, capsys):
+    """Neither those whose answers it makes nor those who come."""
+    with running() as server:
+        assert server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+
+        def fail(engine):
+            time.sleep(0.5)
+            raise RuntimeError("no more memory")
+
+        monkeypatch.setattr(Engine, "step", fail)
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            asked = []
+            for _ in range(4):
+                asked.append(threads.submit(server.refused, "/v1/completions", {"prompt": "a"}))
+                time.sleep(0.2)
+            found = [one.result(timeout=20) for one in asked]
+        assert found == [(500, "the engine has failed: no more memory")] * 4
+        assert server.ask("GET", "/health")[0] == 503
+        assert server.server._open == 0
+    assert "no more memory" in capsys.readouterr().err
+
+
+def test_the_key_is_asked_for_whatever_the_host_is_called(small):
+    for host in ("x/?", "x/y#", "x"):
+        assert small.ask("POST", "/v1/completions", {"prompt": "a"}, Host=host)[0] == 401
 
 
 def test_until_everything_is_compiled_requests_are_turned_away(monkeypatch):
