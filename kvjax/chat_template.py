@@ -50,22 +50,6 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) ->
         ) from None
 
 
-def template_options(where: str, options: Any) -> dict[str, Any]:
-    """Return further variables of a chat template. Raises UserError for what is no mapping of them; `where` says whose
-    they are."""
-    if options is None:
-        return {}
-    if (
-        not isinstance(options, Mapping)
-        or not all(isinstance(x, str) for x in options)
-        or {"messages", "tokenizer"} & options.keys()
-    ):
-        raise UserError(
-            f"{where}: chat_template_kwargs must be a mapping of names to values, got {shown(options)}"
-        )
-    return dict(options)
-
-
 def default_template(named: Any) -> str:
     """The template of a tokenizer's `chat_template`: the only one, or the one that is named `default`.
 
@@ -117,19 +101,6 @@ def between(tokenizer: Any, **options: Any) -> str:
             "the tokenizer's chat template does not show the turns of a conversation exactly once"
         )
     return parts[2]
-
-
-def keeps_turns(tokenizer: Any, **options: Any) -> bool:
-    """Return True if the template shows a user's turn and its answer, with what was thought, as they were read and
-    made, once there is a later turn. Templates of thinking models do not."""
-    answer = f"<think>\n{PLACE}\n</think>\n\n{PLACE}"
-    first = CONVERSATION[:1]
-    try:
-        before = templated(tokenizer, first, **options)
-        answered = [*first, {"role": "assistant", "content": answer}, CONVERSATION[2]]
-        return templated(tokenizer, answered, **options).startswith(before + answer)
-    except UserError:
-        return False
 
 
 def opening(tokenizer: Any) -> tuple[int, ...]:

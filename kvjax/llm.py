@@ -9,10 +9,9 @@ from typing import Any, Literal, overload
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from kvjax.cache import Cache
-from kvjax.chat_template import template_options
 from kvjax.checkpoints.published import find_gates
 from kvjax.engine.engine import Engine
 from kvjax.engine.request import FinishReason, Request
@@ -22,7 +21,7 @@ from kvjax.inference.generate import GREEDY, generate, stream
 from kvjax.inference.prefill import CHUNK, prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model, load_tokenizer, read_config
-from kvjax.models.chat import Part, is_chat, is_token_ids, token_rows
+from kvjax.models.chat import is_chat, is_token_ids, token_rows
 from kvjax.models.decoder import Decoder, check_mesh
 from kvjax.models.folder import find_model
 from kvjax.policies import Policy, make_policy
@@ -77,7 +76,6 @@ class LLM:
         page_size: tokens per page; by default 64 on a TPU and 16 elsewhere and for a policy with a selection.
         chunk: prompt tokens that are read in one call.
         slots: answers that are made at once. Where more are asked for, the others begin as soon as some have ended.
-        chat_template_kwargs: further variables of the chat template, such as `{"enable_thinking": False}` for Qwen3.
         force: accept gates and patterns that were made for another model of the same shape.
 
     Raises:
@@ -100,11 +98,9 @@ class LLM:
         page_size: int | None = None,
         chunk: int = CHUNK,
         slots: int = SLOTS,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         force: bool = False,
     ):
         self.capacity, self.page_size, self.chunk = capacity, page_size, chunk
-        self.chat_template_kwargs = template_options("LLM", chat_template_kwargs)
         self.slots = whole_number("LLM", "slots", slots)
         if isinstance(model, Decoder):
             loading = {"mesh": mesh, "dtype": dtype, "max_length": max_length}
@@ -151,7 +147,7 @@ class LLM:
         """
         return prefill(
             self.model,
-            self._rows(listed(prompts), "beginning"),
+            listed(prompts),
             max_new_tokens=max_new_tokens,
             capacity=self.capacity,
             page_size=self.page_size,
@@ -209,7 +205,6 @@ class LLM:
             options |= {"capacity": self.capacity, "page_size": self.page_size}
         else:
             options |= {"cache": context, "share": True}
-        asked = self._rows(asked, "whole" if context is None else "end")
         if stream:
             if len(asked) != 1 or not isinstance(sampling, SamplingParams) or sampling.n != 1:
                 raise UserError(f"LLM.generate: stream=True is for one answer, got {len(asked)} prompts")
@@ -229,11 +224,8 @@ class LLM:
         )
         return sum(one.n for one in params) > self.slots and not together
 
-    def _rows(self, prompts: list[Any], part: Part) -> list[Int[np.ndarray, " _"]]:
-        vocabulary = self.model.config.vocab_size
-        return token_rows(prompts, vocabulary, self.tokenizer, part, **self.chat_template_kwargs)
-
-    def _in_turns(self, rows: list[Int[np.ndarray, " _"]], params: list[SamplingParams]) -> list[Output]:
+    def _in_turns(self, prompts: list[Any], params: list[SamplingParams]) -> list[Output]:
+        rows = token_rows(prompts, self.model.config.vocab_size, self.tokenizer)
         longest = max(row.size + one.max_new_tokens for row, one in zip(rows, params, strict=True))
         engine = Engine(
             self.model, self.policy, tokenizer=self.tokenizer, slots=self.slots, max_length=longest,

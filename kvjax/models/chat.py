@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.chat_template import PLACE, around, keeps_turns, templated, token_ids
+from kvjax.chat_template import PLACE, around, templated, token_ids
 from kvjax.errors import UserError, check_unicode, shown
 
 Prompts = Iterable[Any]
@@ -33,7 +33,7 @@ def listed(prompts: Prompts) -> list[Any]:
 
 
 def token_rows(
-    prompts: Prompts, vocabulary: int, tokenizer: Any = None, part: Part = "whole", **options: Any
+    prompts: Prompts, vocabulary: int, tokenizer: Any = None, part: Part = "whole"
 ) -> list[Int[np.ndarray, " _"]]:
     """Return prompts as arrays of token ids.
 
@@ -41,7 +41,6 @@ def token_rows(
         vocabulary: size of the model's.
         tokenizer: for texts and chats.
         part: that of texts, where the tokenizer has a chat template.
-        options: further variables of the chat template.
 
     Raises UserError for texts without a tokenizer, and for prompts that are empty or no token ids of the vocabulary.
     """
@@ -57,7 +56,7 @@ def token_rows(
     rows = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str) or is_chat(prompt):
-            prompt = encode(tokenizer, prompt, part, **options)
+            prompt = encode(tokenizer, prompt, part)
         try:
             rows.append(row := np.asarray(prompt))
         except ValueError:
@@ -79,9 +78,9 @@ def token_rows(
     return rows
 
 
-def encode(tokenizer: Any, prompt: Any, part: Part = "whole", **options: Any) -> list[int]:
+def encode(tokenizer: Any, prompt: Any, part: Part = "whole") -> list[int]:
     """Return the tokens of a text, which is a user's turn where there is a chat template, or of a chat's messages
-    (`{"role": …, "content": …}`), of which the last is the user's. `options` are further variables of the template.
+    (`{"role": …, "content": …}`), of which the last is the user's.
 
     Raises UserError for what is neither, and for messages without a template or as an end.
     """
@@ -92,7 +91,7 @@ def encode(tokenizer: Any, prompt: Any, part: Part = "whole", **options: Any) ->
         if not has_template:
             return token_ids(tokenizer, prompt, **{} if part == "end" else {"add_special_tokens": True})
         if part == "end":
-            return token_ids(tokenizer, prompt + around(tokenizer, **options)[1])
+            return token_ids(tokenizer, prompt + around(tokenizer)[1])
     else:
         messages = _messages(prompt)
         if not has_template:
@@ -105,23 +104,8 @@ def encode(tokenizer: Any, prompt: Any, part: Part = "whole", **options: Any) ->
             )
     if part == "beginning":
         last = messages[-1] | {"content": messages[-1]["content"] + PLACE}
-        return token_ids(tokenizer, around(tokenizer, [*messages[:-1], last], **options)[0])
-    return token_ids(tokenizer, templated(tokenizer, messages, **options))
-
-
-def kept_turns(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> int:
-    """Return how many tokens of a chat's prompt a prompt with later turns begins with: all, or where the template does
-    not show an answer as it was made, those before the answer's turn is begun."""
-    whole = token_ids(tokenizer, templated(tokenizer, messages, **options))
-    if keeps_turns(tokenizer, **options):
-        return len(whole)
-    turns = token_ids(
-        tokenizer, templated(tokenizer, messages, **{**options, "add_generation_prompt": False})
-    )
-    same = zip(whole, turns, strict=False)
-    return next(
-        (place for place, (one, other) in enumerate(same) if one != other), min(len(whole), len(turns))
-    )
+        return token_ids(tokenizer, around(tokenizer, [*messages[:-1], last])[0])
+    return token_ids(tokenizer, templated(tokenizer, messages))
 
 
 def is_chat(prompt: Any) -> bool:
