@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
@@ -21,7 +22,7 @@ from kvjax.inference.generate import GREEDY, generate, stream
 from kvjax.inference.prefill import CHUNK, prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model, load_tokenizer, read_config
-from kvjax.models.chat import is_chat, is_token_ids, token_rows
+from kvjax.models.chat import Part, is_chat, is_token_ids, token_rows
 from kvjax.models.decoder import Decoder, check_mesh
 from kvjax.models.folder import find_model
 from kvjax.policies import Policy, make_policy
@@ -76,6 +77,7 @@ class LLM:
         page_size: tokens per page; by default 64 on a TPU and 16 elsewhere and for a policy with a selection.
         chunk: prompt tokens that are read in one call.
         slots: answers that are made at once. Where more are asked for, the others begin as soon as some have ended.
+        chat_template_kwargs: variables of the tokenizer's chat template, such as `{"enable_thinking": False}`.
         force: accept gates and patterns that were made for another model of the same shape.
 
     Raises:
@@ -98,10 +100,12 @@ class LLM:
         page_size: int | None = None,
         chunk: int = CHUNK,
         slots: int = SLOTS,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         force: bool = False,
     ):
         self.capacity, self.page_size, self.chunk = capacity, page_size, chunk
         self.slots = whole_number("LLM", "slots", slots)
+        self.chat_template_kwargs = _template_variables(chat_template_kwargs)
         if isinstance(model, Decoder):
             loading = {"mesh": mesh, "dtype": dtype, "max_length": max_length}
             if given := [name for name, value in loading.items() if value is not None]:
@@ -131,6 +135,11 @@ class LLM:
     def _options(self) -> dict[str, Any]:
         return {"policy": self.policy, "tokenizer": self.tokenizer, "chunk": self.chunk}
 
+    def _rows(self, prompts: Any, part: Part) -> list[np.ndarray]:
+        """Return prompts as token ids, rendered with `chat_template_kwargs`."""
+        size = self.model.config.vocab_size
+        return token_rows(listed(prompts), size, self.tokenizer, part, **self.chat_template_kwargs)
+
     @named_arguments(where="LLM.prefill")
     def prefill(self, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int = 0) -> Cache:
         """Read contexts and keep what the policy keeps of them.
@@ -147,7 +156,7 @@ class LLM:
         """
         return prefill(
             self.model,
-            listed(prompts),
+            self._rows(prompts, "beginning"),
             max_new_tokens=max_new_tokens,
             capacity=self.capacity,
             page_size=self.page_size,
@@ -199,7 +208,7 @@ class LLM:
             UserError: a prompt that is empty or no prompt, a token id outside the vocabulary, `stream` for several
                 answers. CapacityError: `capacity` is too small.
         """
-        asked = listed(prompts)
+        asked = self._rows(prompts, "whole" if context is None else "end")
         options = self._options
         if context is None:
             options |= {"capacity": self.capacity, "page_size": self.page_size}
@@ -224,8 +233,7 @@ class LLM:
         )
         return sum(one.n for one in params) > self.slots and not together
 
-    def _in_turns(self, prompts: list[Any], params: list[SamplingParams]) -> list[Output]:
-        rows = token_rows(prompts, self.model.config.vocab_size, self.tokenizer)
+    def _in_turns(self, rows: list[np.ndarray], params: list[SamplingParams]) -> list[Output]:
         longest = max(row.size + one.max_new_tokens for row, one in zip(rows, params, strict=True))
         engine = Engine(
             self.model, self.policy, tokenizer=self.tokenizer, slots=self.slots, max_length=longest,
@@ -236,13 +244,31 @@ class LLM:
             engine.step()
         return [output_of(i, one) for i, asked in enumerate(requests) for one in asked]
 
-    def _pieces(self, prompts: list[Any], sampling: SamplingParams, options: dict[str, Any]) -> Iterator[str]:
+    def _pieces(
+        self, rows: list[np.ndarray], sampling: SamplingParams, options: dict[str, Any]
+    ) -> Iterator[str]:
         live = LiveText(self.tokenizer, sampling.stop)
-        for block in stream(self.model, prompts, sampling, **options):
+        for block in stream(self.model, rows, sampling, **options):
             if piece := live.more(block.tokens[0].tolist()):
                 yield piece
         if piece := live.end():
             yield piece
+
+
+def _template_variables(given: Any) -> dict[str, Any]:
+    """Return `chat_template_kwargs` as a dict. Raises UserError for what cannot be passed on to a template, and for the
+    variables that are set for each prompt."""
+    own = "messages", "add_generation_prompt"
+    try:
+        found = {} if given is None else given
+        if isinstance(found, Mapping) and all(isinstance(name, str) and name not in own for name in found):
+            return json.loads(json.dumps(dict(found)))
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise UserError(
+        f"LLM: chat_template_kwargs must be a mapping of names, other than {' and '.join(own)}, to JSON values, got "
+        f"{shown(given)}"
+    )
 
 
 def listed(prompts: Any) -> list[Any]:

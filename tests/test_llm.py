@@ -112,6 +112,21 @@ def test_pieces_of_a_stream_are_the_text_of_the_answer(llm):
     assert cut.text == whole.text[: whole.text.index(stop)]
 
 
+def test_variables_of_the_chat_template_hold_for_every_call(model):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template += "{{ '' if thinks | default(true) else '<none>' }}"
+    llm = LLM(model, tokenizer=tokenizer, slots=1, chat_template_kwargs={"thinks": False})
+    # the same texts from a tokenizer whose template has no such variable
+    fixed = byte_tokenizer()
+    fixed.chat_template += "<none>"
+    want = [out.text for out in LLM(model, tokenizer=fixed).generate([TEXT, CHAT], SHORT)]
+    assert [llm.generate(prompt, SHORT)[0].text for prompt in (TEXT, CHAT)] == want
+    assert [out.text for out in llm.generate([TEXT, CHAT], SHORT)] == want
+    assert "".join(llm.generate(CHAT, SHORT, stream=True)) == want[1]
+    context = llm.prefill(TEXT[:5])
+    assert llm.generate(TEXT[5:], SHORT, context=context)[0].text == want[0]
+
+
 def test_gates_come_from_a_folder(model, tokenizer, tmp_path):
     gates = tiny_gates(model)
     save_gates(tmp_path / "gates", gates, {"tau": 0.5, "window": 6})
@@ -135,6 +150,13 @@ def test_what_cannot_be_is_one_line(llm, model, tmp_path, monkeypatch):
     for call, says in (
         (lambda: LLM(model), "a model that was loaded before needs tokenizer="),
         (lambda: LLM(model, tokenizer=llm.tokenizer, dtype="bfloat16"), "got dtype with a loaded model"),
+        (lambda: LLM(model, chat_template_kwargs=["a"]), r"chat_template_kwargs must be a .* got \['a'\]"),
+        (
+            lambda: LLM(model, chat_template_kwargs={1: True}),
+            "chat_template_kwargs must be a .* got {1: True}",
+        ),
+        (lambda: LLM(model, chat_template_kwargs={"a": object}), "JSON values, got {'a': <class"),
+        (lambda: LLM(model, chat_template_kwargs={"messages": []}), "other than messages and add_generation"),
         (lambda: LLM((model, llm.tokenizer)), "a model is the path of a folder"),
         (lambda: LLM((model, llm.tokenizer), "wgkv", gates="builtin"), "a model is the path of a folder"),
         (lambda: LLM(builtin_model("test_model"), "snapk:ratio=0.5"), "nearest.*: snapkv"),
