@@ -8,12 +8,15 @@ import numpy as np
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.chat_template import templated, token_ids
+from kvjax.chat_template import keeps_turns, templated, token_ids
 from kvjax.errors import UserError, check_unicode, named_arguments, shown, warn
 from kvjax.inference.answers import stop_tokens_of, whole_answers
 from kvjax.inference.generate import GREEDY, stream
+from kvjax.inference.prefill import extend, prefill
 from kvjax.inference.saving import read_cache, write_cache
 from kvjax.llm import LLM
+from kvjax.mesh import use_mesh
+from kvjax.models.chat import turns_end
 from kvjax.sampling_params import SamplingParams
 
 TURNS = "turns"
@@ -29,6 +32,10 @@ class Session:
 
     Each turn reads what the chat template adds to the turns before, behind what the cache holds, and the policy goes on
     as in one long text. Without a template a conversation is one text.
+
+    Templates of thinking models cut the thoughts out of earlier answers. With such a template the cache ends with the
+    user's last turn, and the next turn reads the answer as the template then shows it. If a template changes anything
+    else that was read, the conversation is read again from its beginning.
 
     Args:
         llm: model, tokenizer and policy. A policy that compacts at a prompt's end compacts the first turn alone, with a
@@ -54,15 +61,16 @@ class Session:
                 stacklevel=2,
             )
         self.cache: Cache | None = None
-        """Cache of the conversation; None before the first turn."""
+        """Cache that the next turn goes on from; None before the first turn."""
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         """Who said what so far."""
         if system and not self._templated:
             raise UserError("Session: system= needs a tokenizer with a chat template, and this one has none")
         self.tokens: list[int] = []
-        """All tokens so far, of which the cache has read all but perhaps the last."""
+        """Tokens that the next turn goes on from, of which the cache has read all but perhaps the last."""
         self._parts: list[str] = []
-        """The text so far: in turn what the template says, and an answer."""
+        """Text of the tokens, if these include the last answer: in turn what the template says, and an answer."""
+        self._keeps_turns = keeps_turns(llm.tokenizer, **llm.chat_template_kwargs)
 
     @property
     def _templated(self) -> bool:
@@ -83,15 +91,12 @@ class Session:
         """Return the model's answer to a turn.
 
         Raises:
-            UserError: no text, several answers, a stop text that is no token, or a chat template that shows earlier
-                turns otherwise once there is a later one; the conversation is then as it was.
+            UserError: no text, several answers, a stop text that is no token, or a chat template that does not take the
+                turn; the conversation is then as it was.
         """
         if not isinstance(text, str) or not text:
             raise UserError(f"Session.say: expected a text, got {shown(text)}")
         check_unicode(text)
-        new = self._next(text)
-        ids = token_ids(self.llm.tokenizer, new, add_special_tokens=not (self._templated or self._parts))
-        read = 0 if self.cache is None else int(np.asarray(self.cache.seen)[0])
         if not isinstance(sampling, SamplingParams) or sampling.n != 1:
             raise UserError(
                 f"Session.say: sampling must be one SamplingParams with n=1, got {shown(sampling)}"
@@ -101,41 +106,67 @@ class Session:
                 f"Session.say: stop must be tokens of the tokenizer, got {shown(list(stop))}: a longer text is found "
                 "when the cache has read more"
             )
-        tokens, blocks, llm = self.tokens + ids, [], self.llm
-        options = {"policy": llm.policy, "tokenizer": llm.tokenizer, "chunk": llm.chunk, "cache": self.cache}
-        if self.cache is None:
+        llm, blocks = self.llm, []
+        messages = [*self.messages, {"role": "user", "content": text}]
+        whole = "".join(self._parts) + text
+        if self._templated:
+            whole = templated(llm.tokenizer, messages, **llm.chat_template_kwargs)
+        shown_before = self._shown_before(whole) if self._keeps_turns else 0
+        if self._parts and not shown_before:
+            self._keeps_turns = False
+        begins = not (self._templated or shown_before)
+        new = token_ids(llm.tokenizer, whole[shown_before:], add_special_tokens=begins)
+        tokens = self.tokens + new if shown_before else new
+        end = len(tokens) - 1  # at least one token has to be read for an answer
+        if not self._keeps_turns:
+            end = min(end, turns_end(llm.tokenizer, messages, **llm.chat_template_kwargs))
+        cache, read = self.cache, 0 if self.cache is None else int(np.asarray(self.cache.seen)[0])
+        if read > end or tokens[:read] != self.tokens[:read]:
+            cache, read = None, 0
+        if read < end and not self._keeps_turns:
+            cache, read = self._read(cache, tokens[read:end]), end
+        options = {"policy": llm.policy, "tokenizer": llm.tokenizer, "chunk": llm.chunk, "cache": cache}
+        if cache is None:
             options |= {"capacity": llm.capacity, "page_size": llm.page_size}
         for block in stream(llm.model, [np.asarray(tokens[read:])], sampling, **options):
             blocks.append(block)
-        cache = blocks[-1].cache
-        eos, sizes = llm.model.config.eos_ids, caches.stats(cache, 1)
+        after = blocks[-1].cache
+        eos, sizes = llm.model.config.eos_ids, caches.stats(after, 1)
         found = whole_answers(blocks, [sampling], [0], sizes, eos, llm.tokenizer)
         assert found.texts is not None
         answer, said = found.tokens[0].tolist(), found.texts[0]
-        self.cache, self.tokens = cache, tokens + answer
-        self._parts += [new, said]
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
+        if self._keeps_turns or cache is None:
+            self.cache, self.tokens = after, tokens + answer
+            before = self._parts if shown_before else []
+            self._parts = [*before, whole[shown_before:], said]
+        else:
+            self.cache, self.tokens, self._parts = cache, tokens[:read], []
+        self.messages = [*messages, {"role": "assistant", "content": said}]
         return said
 
-    def _next(self, text: str) -> str:
-        """Return what a user's turn adds to the text so far."""
-        if not self._templated:
-            return text
-        whole = templated(self.llm.tokenizer, [*self.messages, {"role": "user", "content": text}])
-        if not self._parts:
-            return whole
-        # an answer may be shown without the white space around it
+    def _shown_before(self, whole: str) -> int:
+        """Return how many characters of the text to be answered are the text so far, which may be shown without the
+        white space around an answer; 0 if they are not."""
         place = 0
         for index, part in enumerate(self._parts):
             forms = (part, part.strip()) if index % 2 else (part,)
             form = next((x for x in forms if whole.startswith(x, place)), None)
             if form is None:
-                raise UserError(
-                    "Session.say: the tokenizer's chat template shows earlier turns otherwise once there is a later "
-                    f"one, from {shown(whole[place : place + 40])} on, and the cache has read them as they were"
-                )
+                return 0
             place += len(form)
-        return whole[place:]
+        return place
+
+    def _read(self, cache: Cache | None, new: list[int]) -> Cache:
+        """Return a copy of the cache that has read new tokens, or a new cache that has."""
+        llm, rows = self.llm, [np.asarray(new)]
+        if cache is None:
+            own = {"capacity": llm.capacity, "page_size": llm.page_size, "chunk": llm.chunk}
+            return prefill(llm.model, rows, policy=llm.policy, **own)
+        with use_mesh(llm.model):
+            compiled = llm.policy.compile(llm.model)
+            cache, _ = extend(llm.model, compiled, cache, rows, 0, llm.chunk, None)
+            caches.check(cache, llm.policy.name)
+        return cache
 
     def fork(self) -> "Session":
         """Another conversation that begins as this one did so far. They share what the model remembers of it, and

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.errors import UserError
-from kvjax.inference import generate, prefill, stream
+from kvjax.inference import allocation, generate, prefill, stream
 from kvjax.inference.saving import save_cache
 from kvjax.llm import LLM
 from kvjax.policies import make_policy
@@ -150,34 +150,118 @@ def test_without_a_template_a_conversation_is_one_text(model, policy):
 
 
 @pytest.mark.parametrize(
-    ("template", "goes_on"),
+    ("template", "times"),
     [
-        (CHAT_TEMPLATE, True),  # which trims what was said
-        (CHAT_TEMPLATE.replace("{% for m", "{{ messages | length }}{% for m"), False),
+        (CHAT_TEMPLATE, 1),  # which trims what was said
+        (CHAT_TEMPLATE.replace("{% for m", "{{ messages | length }}{% for m"), len(SAID)),
         (
             CHAT_TEMPLATE.replace(
                 "{{ m['content'] | trim }}",
                 "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'][:2] }}",
             ),
-            False,
+            1,
         ),
+        # the template's probe has neither an answer without thoughts nor a W
+        (
+            CHAT_TEMPLATE.replace(
+                "{{ m['c", "{{ '' if '<think>' in m['content'] or loop.index != 2 else '!' }}{{ m['c"
+            ),
+            2,
+        ),
+        (CHAT_TEMPLATE.replace("trim }}", "trim | replace('W', messages | length) }}"), len(SAID)),
     ],
 )
-def test_a_template_that_changes_what_was_read_is_refused_and_nothing_is_lost(
-    model, policy, template, goes_on
-):
+def test_a_template_that_changes_what_was_read_has_it_read_afresh(model, template, times, new_caches):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    session = Session(LLM(model, policy, tokenizer=tokenizer))
+    llm = LLM(model, tokenizer=tokenizer)
+    session = Session(llm)
+    for text in SAID:
+        answer = session.say(text, LETTERS)
+    assert len(new_caches) == times
+    assert llm.generate(session.messages[:-1], LETTERS)[0].text == answer
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Qwen3's template in short."""
+
+
+@pytest.fixture
+def new_caches(monkeypatch):
+    """A list with an item for each new cache that something was read into."""
+    made, own = [], allocation.empty_cache
+    monkeypatch.setattr(allocation, "empty_cache", lambda *a, **k: made.append(a) or own(*a, **k))
+    return made
+
+
+@pytest.fixture
+def thinking():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    return tokenizer
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+@pytest.mark.parametrize("admits", [False, True])
+def test_thoughts_of_earlier_turns_are_cut_as_the_template_cuts_them(
+    model, policy, thinking, admits, variables, tmp_path, new_caches
+):
+    """Each answer is that of all messages read at once, though only the first turn is read into a new cache."""
+    llm = LLM(model, policy if admits else "full", tokenizer=thinking, chat_template_kwargs=variables)
+    session = Session(llm, system="Brief.")
+    for index, text in enumerate(SAID):
+        new_caches.clear()
+        answer = session.say(text, LETTERS)
+        assert len(new_caches) == (index == 0)
+        assert llm.generate(session.messages[:-1], LETTERS)[0].text == answer
+        # the model is too small to think
+        session.messages[-1]["content"] = f"<think>\nhm\n</think>\n\n{answer}"
+        shown = thinking.apply_chat_template(session.messages[:-1], tokenize=False)
+        assert thinking.decode(session.tokens) == shown
+        assert "hm" not in shown
+        assert session.stats.tokens.tolist() == [len(session.tokens)]
+        if index == 0:
+            session.save(tmp_path)
+            others = Session.load(tmp_path, llm), session.fork()
+    for other in others:
+        assert session.messages[4]["content"].endswith(other.say(SAID[1], LETTERS))
+    assert len(new_caches) == 1  # that of LLM.generate
+
+
+def test_a_policy_goes_on_compressing_where_thoughts_are_cut(model, thinking):
+    session = Session(LLM(model, "r_kv:entries=40,when=every,every=8", tokenizer=thinking))
+    for text in SAID:
+        session.say(text, SHORT)
+        session.messages[-1]["content"] = "<think>\nhm\n</think>\n\nYes."
+        assert session.stats.entries.max() <= 40
+    assert session.stats.tokens > 60
+
+
+def test_a_failed_turn_leaves_the_conversation_as_it_was(model, thinking, monkeypatch):
+    session = Session(LLM(model, tokenizer=thinking))
     session.say(SAID[0], SHORT)
-    before = session.tokens[:], session.messages[:]
-    if goes_on:
-        session.say(SAID[1], SHORT)
-        return
-    with pytest.raises(UserError, match="shows earlier turns otherwise once there is a later one") as caught:
-        session.say(SAID[1], SHORT)
-    assert "\n" not in str(caught.value)
-    assert (session.tokens, session.messages) == before
+    before = session.cache, session.tokens, session.messages[:]
+    monkeypatch.setattr("kvjax.session.whole_answers", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.say(SAID[2], SHORT)
+    assert (session.cache, session.tokens, session.messages) == before
+
+
+def test_a_saved_conversation_goes_on_with_another_form_of_the_template(model, thinking, tokenizer, tmp_path):
+    """What was saved with one template is checked against the other, in both directions."""
+    for first, second in ((thinking, tokenizer), (tokenizer, thinking)):
+        session = Session(LLM(model, tokenizer=first))
+        session.say(SAID[0], LETTERS)
+        session.save(tmp_path)
+        llm = LLM(model, tokenizer=second)
+        loaded = Session.load(tmp_path, llm)
+        answer = loaded.say(SAID[1], LETTERS)
+        assert llm.generate(loaded.messages[:-1], LETTERS)[0].text == answer
 
 
 def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, monkeypatch):
