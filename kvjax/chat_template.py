@@ -27,7 +27,7 @@ _REASONING = "reasoning_content", "thinking", "reasoning"
 """The keys of a message's reasoning. Templates read the first."""
 
 
-def templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+def templated(tokenizer: Any, messages: list[dict[str, Any]], /, **options: Any) -> str:
     """Return the text that the chat template makes of the messages, as `apply_chat_template` does. The model's turn is
     begun unless the options say otherwise.
 
@@ -48,6 +48,22 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) ->
         raise UserError(
             f"the tokenizer's chat template does not take these messages (of {roles}): {error}"
         ) from None
+
+
+def template_variables(where: str, given: Any) -> dict[str, Any]:
+    """Return `chat_template_kwargs` as a dict. Raises UserError for what cannot be passed on to a template, and for the
+    variables that are set for each prompt. `where` says whose they are."""
+    own = "messages", "add_generation_prompt"
+    try:
+        found = {} if given is None else given
+        if isinstance(found, Mapping) and all(isinstance(name, str) and name not in own for name in found):
+            return json.loads(json.dumps(dict(found)))
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise UserError(
+        f"{where}: chat_template_kwargs must be a mapping of names, other than {' and '.join(own)}, to JSON values, "
+        f"got {shown(given)}"
+    )
 
 
 def default_template(named: Any) -> str:
@@ -77,7 +93,9 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning} | message | {_REASONING[0]: reasoning}
 
 
-def around(tokenizer: Any, messages: list[dict[str, Any]] | None = None, **options: Any) -> tuple[str, str]:
+def around(
+    tokenizer: Any, messages: list[dict[str, Any]] | None = None, /, **options: Any
+) -> tuple[str, str]:
     """What the template shows before and after `PLACE` in these messages, or as a user's only one.
 
     Raises UserError if it does not show it exactly once.
@@ -101,6 +119,22 @@ def between(tokenizer: Any, **options: Any) -> str:
             "the tokenizer's chat template does not show the turns of a conversation exactly once"
         )
     return parts[2]
+
+
+def keeps_turns(tokenizer: Any, /, **options: Any) -> bool:
+    """Return True if a turn and its answer, thinking included, are still shown as they were rendered and generated once
+    a later turn follows, apart from white space before the answer. It is True without a template, and False for one
+    that does not take three turns."""
+    if not getattr(tokenizer, "chat_template", None):
+        return True
+    user = {"role": "user", "content": PLACE}
+    answer = f"<think>\n{PLACE}\n</think>\n\n{PLACE}"
+    try:
+        first = templated(tokenizer, [user], **options)
+        later = templated(tokenizer, [user, {"role": "assistant", "content": answer}, user], **options)
+    except UserError:
+        return False
+    return later.startswith(first) and later[len(first) :].lstrip().startswith(answer)
 
 
 def opening(tokenizer: Any) -> tuple[int, ...]:

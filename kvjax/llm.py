@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
@@ -13,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.cache import Cache
+from kvjax.chat_template import template_variables
 from kvjax.checkpoints.published import find_gates
 from kvjax.engine.engine import Engine
 from kvjax.engine.request import FinishReason, Request
@@ -105,7 +105,7 @@ class LLM:
     ):
         self.capacity, self.page_size, self.chunk = capacity, page_size, chunk
         self.slots = whole_number("LLM", "slots", slots)
-        self.chat_template_kwargs = _template_variables(chat_template_kwargs)
+        self.chat_template_kwargs = template_variables("LLM", chat_template_kwargs)
         if isinstance(model, Decoder):
             loading = {"mesh": mesh, "dtype": dtype, "max_length": max_length}
             if given := [name for name, value in loading.items() if value is not None]:
@@ -253,22 +253,6 @@ class LLM:
                 yield piece
         if piece := live.end():
             yield piece
-
-
-def _template_variables(given: Any) -> dict[str, Any]:
-    """Return `chat_template_kwargs` as a dict. Raises UserError for what cannot be passed on to a template, and for the
-    variables that are set for each prompt."""
-    own = "messages", "add_generation_prompt"
-    try:
-        found = {} if given is None else given
-        if isinstance(found, Mapping) and all(isinstance(name, str) and name not in own for name in found):
-            return json.loads(json.dumps(dict(found)))
-    except (TypeError, ValueError, RecursionError):
-        pass
-    raise UserError(
-        f"LLM: chat_template_kwargs must be a mapping of names, other than {' and '.join(own)}, to JSON values, got "
-        f"{shown(given)}"
-    )
 
 
 def listed(prompts: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from kvjax.llm import LLM
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from kvjax.session import Session
-from tests.tasks.model_tokenizers import CHAT_TEMPLATE, byte_tokenizer
+from tests.tasks.model_tokenizers import CHAT_TEMPLATE, THINKING, byte_tokenizer
 from tests.tiny_models import tiny_gates, tiny_model
 
 SAID = "Who?", "When?", "Why?"
@@ -180,15 +180,6 @@ def test_a_template_that_changes_what_was_read_has_it_read_afresh(model, templat
         answer = session.say(text, LETTERS)
     assert len(new_caches) == times
     assert llm.generate(session.messages[:-1], LETTERS)[0].text == answer
-
-
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and '</think>' in m.content %}"
-    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-"""Qwen3's template in short."""
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ class Engine:
                 token.
             score: find the log-probabilities of the prompt's own tokens, too (`Request.prompt_logprobs`).
             kept: the number of the prompt's tokens with which later prompts may begin; None: all. A chat template that
-                shows earlier turns otherwise makes it fewer (`kvjax.models.chat.kept_turns`).
+                shows earlier turns otherwise makes it fewer (`kvjax.models.chat.turns_end`).
 
         Raises:
             UserError: a prompt that is empty or no prompt, or longer with its answer than `max_length`; a context that

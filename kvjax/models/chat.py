@@ -33,7 +33,7 @@ def listed(prompts: Prompts) -> list[Any]:
 
 
 def token_rows(
-    prompts: Prompts, vocabulary: int, tokenizer: Any = None, part: Part = "whole"
+    prompts: Prompts, vocabulary: int, tokenizer: Any = None, part: Part = "whole", /, **options: Any
 ) -> list[Int[np.ndarray, " _"]]:
     """Return prompts as arrays of token ids.
 
@@ -41,6 +41,7 @@ def token_rows(
         vocabulary: size of the model's.
         tokenizer: for texts and chats.
         part: that of texts, where the tokenizer has a chat template.
+        options: variables of the chat template, such as `enable_thinking`.
 
     Raises UserError for texts without a tokenizer, and for prompts that are empty or no token ids of the vocabulary.
     """
@@ -56,7 +57,7 @@ def token_rows(
     rows = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str) or is_chat(prompt):
-            prompt = encode(tokenizer, prompt, part)
+            prompt = encode(tokenizer, prompt, part, **options)
         try:
             rows.append(row := np.asarray(prompt))
         except ValueError:
@@ -78,9 +79,9 @@ def token_rows(
     return rows
 
 
-def encode(tokenizer: Any, prompt: Any, part: Part = "whole") -> list[int]:
+def encode(tokenizer: Any, prompt: Any, part: Part = "whole", /, **options: Any) -> list[int]:
     """Return the tokens of a text, which is a user's turn where there is a chat template, or of a chat's messages
-    (`{"role": …, "content": …}`), of which the last is the user's.
+    (`{"role": …, "content": …}`), of which the last is the user's. The options are variables of the template.
 
     Raises UserError for what is neither, and for messages without a template or as an end.
     """
@@ -91,7 +92,7 @@ def encode(tokenizer: Any, prompt: Any, part: Part = "whole") -> list[int]:
         if not has_template:
             return token_ids(tokenizer, prompt, **{} if part == "end" else {"add_special_tokens": True})
         if part == "end":
-            return token_ids(tokenizer, prompt + around(tokenizer)[1])
+            return token_ids(tokenizer, prompt + around(tokenizer, **options)[1])
     else:
         messages = _messages(prompt)
         if not has_template:
@@ -104,8 +105,15 @@ def encode(tokenizer: Any, prompt: Any, part: Part = "whole") -> list[int]:
             )
     if part == "beginning":
         last = messages[-1] | {"content": messages[-1]["content"] + PLACE}
-        return token_ids(tokenizer, around(tokenizer, [*messages[:-1], last])[0])
-    return token_ids(tokenizer, templated(tokenizer, messages))
+        return token_ids(tokenizer, around(tokenizer, [*messages[:-1], last], **options)[0])
+    return token_ids(tokenizer, templated(tokenizer, messages, **options))
+
+
+def turns_end(tokenizer: Any, prompt: Any, /, **options: Any) -> int:
+    """Return how many of the first tokens of `encode` do not depend on the generation prompt, which is what a template
+    shows after the last turn where the model is to answer."""
+    both = [encode(tokenizer, prompt, "whole", **options, add_generation_prompt=x) for x in (True, False)]
+    return next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
 
 
 def is_chat(prompt: Any) -> bool:

@@ -15,10 +15,10 @@ from starlette.requests import Request as Call
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvjax.chat_template import templated, token_ids
+from kvjax.chat_template import keeps_turns, templated, token_ids
 from kvjax.engine import Constraint, Engine, Request
 from kvjax.errors import UserError, check_unicode, shown
-from kvjax.models.chat import encode, kept_turns, token_rows
+from kvjax.models.chat import encode, token_rows, turns_end
 from kvjax.serve.answer_parser import AnswerParser
 from kvjax.serve.body import Asked, read_chat, read_completion, read_message
 from kvjax.serve.metrics import Metrics
@@ -263,8 +263,10 @@ class Server:
         tools = None if asked.tools is None else asked.tools.definitions
         options = {"tools": tools, **asked.template}
         text = templated(self._tokenizer, asked.messages, **options)
-        kept = kept_turns(self._tokenizer, asked.messages, **options)
-        return token_ids(self._tokenizer, text), kept, text.rstrip().endswith("<think>")
+        row, begun, kept = token_ids(self._tokenizer, text), text.rstrip().endswith("<think>"), None
+        if not keeps_turns(self._tokenizer, **options):
+            kept = turns_end(self._tokenizer, asked.messages, **options)
+        return row, kept, begun
 
     def _text_prompt(self, prompt: str | list[int], asked: Asked) -> list[int]:
         if not isinstance(prompt, str):

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from kvjax.chat_template import template_options
+from kvjax.chat_template import template_variables
 from kvjax.errors import UserError, nearest, one_of, shown
 from kvjax.models.chat import is_token_ids
 from kvjax.sampling_params import SamplingParams
@@ -143,7 +143,7 @@ def read_chat(body: Any) -> Asked:
     one_of("request", "logprobs", wanted, (True, False))
     if not wanted and body.get("top_logprobs"):
         raise UserError("top_logprobs needs logprobs=true")
-    template = template_options("request", body.get("chat_template_kwargs"))
+    template = template_variables("request", body.get("chat_template_kwargs"))
     if effort := body.get("reasoning_effort"):
         template = {"reasoning_effort": effort, **template}
     tools, schema = _tools(body), _schema(body.get("response_format"))

@@ -8,7 +8,8 @@ from kvjax import chat_template
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.models import load_tokenizer
-from kvjax.models.chat import encode
+from kvjax.models.chat import encode, token_rows, turns_end
+from tests.tasks.model_tokenizers import byte_tokenizer, smol_tokenizer, spaced_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}"
@@ -46,6 +47,62 @@ def test_a_beginning_leaves_the_turn_open_for_its_end(templated):
     assert templated.decode(opened + closed) == (
         "[system]Be short.\n[user]def f(x):\n    return\n[assistant]"
     )
+
+
+THINKS = TEMPLATE.replace(
+    "[assistant]{% endif", "[assistant]{{ '' if thinks | default(true) else '<none>' }}{% endif"
+)
+
+
+def test_variables_reach_the_template(plain):
+    plain.chat_template = THINKS
+    assert plain.decode(encode(plain, "hello", "whole", thinks=False)) == "[user]hello\n[assistant]<none>"
+    assert plain.decode(encode(plain, "hello", "end", thinks=False)) == "hello\n[assistant]<none>"
+    for part in ("whole", "beginning"):
+        (row,) = token_rows([CHAT], len(plain), plain, part, thinks=False)
+        assert row.tolist() == encode(plain, CHAT, part, thinks=False)
+
+
+@pytest.mark.parametrize("kind", [byte_tokenizer, smol_tokenizer, spaced_tokenizer])
+def test_templates_without_thinking_keep_turns(kind):
+    tokenizer = kind()
+    assert chat_template.keeps_turns(tokenizer)
+    tokenizer.chat_template = None
+    assert chat_template.keeps_turns(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "keeps"),
+    [
+        (THINKS, {}, True),
+        (THINKS, {"thinks": False}, False),
+        (
+            TEMPLATE.replace("{{ m['content']", "{{ ' ' if m['role'] == 'assistant' }}{{ m['content']"),
+            {},
+            True,
+        ),
+        (TEMPLATE.replace("| trim", ".split('</think>')[-1]"), {}, False),
+        ("{{ messages | length }}" + TEMPLATE, {}, False),
+        (
+            TEMPLATE + "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}",
+            {},
+            False,
+        ),
+    ],
+)
+def test_a_template_keeps_turns_if_it_shows_them_again_as_they_were(plain, template, variables, keeps):
+    plain.chat_template = template
+    assert chat_template.keeps_turns(plain, **variables) == keeps
+
+
+def test_turns_end_before_the_generation_prompt(plain):
+    plain.chat_template = THINKS
+    for variables in ({}, {"thinks": False}):
+        ids = encode(plain, CHAT, "whole", **variables)
+        end = turns_end(plain, CHAT, **variables)
+        assert plain.decode(ids[:end]) == "[system]Be short.\n[user]def f(x):\n"
+    plain.chat_template = None
+    assert turns_end(plain, "def f(") == len(encode(plain, "def f("))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def grammar():
 class Running:
     """A server with its address."""
 
-    def __init__(self, policy="full", *, queue=64, key=None, wait=True, **sizes):
+    def __init__(self, policy="full", *, queue=64, key=None, wait=True, tokenizer=None, **sizes):
         made = make_policy(policy, model=model())
         sizes = {
             "slots": 3,
@@ -43,8 +43,9 @@ class Running:
             "block": 4,
             "capacity": 256,
         } | sizes
-        self.engine = Engine(model(), made, tokenizer=byte_tokenizer(), **sizes)
-        self.server = Server(self.engine, byte_tokenizer(), NAME, queue=queue, key=key, grammar=grammar())
+        tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
+        self.engine = Engine(model(), made, tokenizer=tokenizer, **sizes)
+        self.server = Server(self.engine, tokenizer, NAME, queue=queue, key=key, grammar=grammar())
         self._uvicorn = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_level="warning"))
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
         self._thread.start()

@@ -16,7 +16,7 @@ from kvjax.engine import Engine
 from kvjax.inference import generate, logits
 from kvjax.sampling_params import SamplingParams
 from tests.serve.running import NAME, model, running
-from tests.tasks.model_tokenizers import byte_tokenizer
+from tests.tasks.model_tokenizers import THINKING, byte_tokenizer
 
 ON = {"on": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": ON, "required": ["on"], "additionalProperties": False}
@@ -120,6 +120,22 @@ def test_usage_counts_prompts_once_and_says_what_was_read_before(served):
     assert again.prompt_tokens_details.cached_tokens == size
 
 
+def test_a_conversation_goes_on_where_the_template_cuts_thoughts():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    with running(tokenizer=tokenizer) as server:
+        client, messages, prompts = server.client(), [], []
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"Question {turn}?"})
+            options = {"max_tokens": 6, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+            found = client.chat.completions.create(model=NAME, messages=messages, **options).usage
+            prompts.append(found)
+            messages.append({"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."})
+    cached = [found.prompt_tokens_details.cached_tokens for found in prompts]
+    begun = len("<|im_start|>assistant\n<think>\n\n</think>\n\n") - len("<|im_start|>") + 1
+    assert cached == [0, *(found.prompt_tokens - begun for found in prompts[:2])]
+
+
 def test_a_prompts_own_tokens_are_scored(served):
     row = byte_tokenizer()("Who is Emma?")["input_ids"]
     (choice,) = (
@@ -164,7 +180,7 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
         ({"messages": hello, "stop_token_ids": list(range(257))}, "258 stop tokens, expected at most 256"),
         ({"messages": hello, "stop": "z" * 100_000}, "stop must be at most 16 texts of at most 256"),
         ({"messages": hello, "tools": [TOOL], "tool_choice": {"function": 5}}, "tool_choice must be"),
-        ({"messages": hello, "chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs"),
+        ({"messages": hello, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
         ({"messages": hello, "n": 100}, "100 answers are more than the 67 that may run and wait"),
     ]  # fmt: skip
     for body, message in wrong:
