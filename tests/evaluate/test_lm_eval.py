@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its dependencies warn of each other
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.api.registry import get_model
+    from lm_eval.tasks import TaskManager
 
     from kvjax.evaluate.lm_eval import KVJaxLM
 
@@ -199,6 +200,8 @@ def test_the_harness_evaluates_a_local_task(harness, tmp_path):
         "doc_to_target": "{{label}}",
         "metric_list": [{"metric": "acc"}],
     }
+    (tmp_path / "local.yaml").write_text(json.dumps(task))
     assert get_model("kvjax") is KVJaxLM
-    results = lm_eval.simple_evaluate(model=one, tasks=[task], bootstrap_iters=0)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    results = lm_eval.simple_evaluate(model=one, tasks=["local"], task_manager=manager, bootstrap_iters=0)
     assert results["results"]["local"]["acc,none"] == 7 / 8
