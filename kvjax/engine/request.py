@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "capacity", "abort"]
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What an answer must look like, such as a grammar."""
+    """A rule for which tokens an answer may have, such as a grammar."""
 
     def allowed(self) -> Bool[np.ndarray, " v"]:
         """Return which tokens may come next: at least one, if only one that ends the answer."""

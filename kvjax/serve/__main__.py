@@ -22,11 +22,11 @@ class ServeConfig:
     model: str = "builtin"
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     policy: str = "full"
-    """What to keep: methods joined by +, each with its arguments, such as snapkv:ratio=0.25 or
+    """The policy: methods joined by +, each with its arguments, such as snapkv:ratio=0.25 or
     wgkv+quest:ratio=0.5. `python -m kvjax.policies` lists them."""
     gates: str | None = None
-    """What was trained for the policy: a training run's --out or the folder that it exported, a file of the method's
-    authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin`, what comes with the built-in model."""
+    """The trained parameters of the policy: a training run's --out or the folder that it exported, a file of the
+    method's authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin`, what comes with the built-in model."""
     name: str | None = None
     """The model's name in requests; by default that of its folder or file."""
     host: str = "127.0.0.1"

@@ -1,5 +1,5 @@
-"""What requests ask for, read from their JSON bodies. The names are OpenAI's; those that OpenAI's API does not have are
-vLLM's, and `context` is ours."""
+"""Requests, read from their JSON bodies. The names are OpenAI's; those that OpenAI's API does not have are vLLM's, and
+`context` is ours."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ class Tools:
     """The tools that an answer may call."""
 
     definitions: list[dict[str, Any]]
-    """As the chat template takes them."""
+    """The tools' definitions, in the form that the chat template takes."""
     choice: Literal["auto", "required"] = "auto"
 
     @property
@@ -102,7 +102,7 @@ class Tools:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request asks for."""
+    """A chat or completion that was asked for."""
 
     sampling: Callable[[int], SamplingParams]
     """Makes the sampling parameters, given the most tokens that an answer may have."""
@@ -115,12 +115,12 @@ class Asked:
     """True if all pieces of a stream say how many tokens there are so far."""
     context: str | None
     prompts: list[Any] = dataclasses.field(default_factory=list)
-    """Of a completion: texts and lists of token ids."""
+    """Texts and lists of token ids, if it is a completion."""
     echo: bool = False
     scores: bool = False
     """True if the prompts' own tokens are scored, too."""
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Of a chat."""
+    """Messages, if it is a chat."""
     tools: Tools | None = None
     schema: Any = None
     """The JSON schema of the answer, if it has one."""
@@ -294,7 +294,11 @@ def _tools(body: dict[str, Any]) -> Tools | None:
         raise UserError(f"tools must be a list of tools, got {shown(tools)}")
     for one in tools:
         function = one.get("function") if isinstance(one, dict) and one.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not _is_schema(function.get("parameters"))
+        ):
             raise UserError(
                 f"a tool must be {{'type': 'function', 'function': {{'name': …}}}}, got {shown(one)}"
             )
@@ -307,6 +311,13 @@ def _tools(body: dict[str, Any]) -> Tools | None:
     if not (named := [one for one in tools if one["function"]["name"] == name]):
         raise UserError(f"tool_choice must be none, auto, required or one of the tools, got {shown(choice)}")
     return Tools(named, "required")
+
+
+def _is_schema(parameters: Any) -> bool:
+    """Return True for an object whose definitions are objects, or for none."""
+    if not isinstance(parameters, dict):
+        return parameters is None
+    return all(isinstance(parameters.get(key, {}), dict) for key in DEFINITIONS)
 
 
 def _schema(wanted: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What answers are sent as: OpenAI's JSON objects, whole or in pieces."""
+"""Answers as OpenAI's JSON objects, whole or in pieces."""
 
 import itertools
 import json

@@ -25,7 +25,7 @@ class Failed(Exception):
 
 
 class Update(NamedTuple):
-    """What came of an answer in a turn."""
+    """The part of an answer that a turn brought."""
 
     text: str
     tokens: list[int]
@@ -85,7 +85,7 @@ class Worker:
         self.ready = False
         """True once everything is compiled."""
         self.failure: BaseException | None = None
-        """What ended the thread, if it was an error."""
+        """The error that ended the thread, if one did."""
         self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._answers: list[Answer] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -170,7 +170,7 @@ class Worker:
 
     def _send(self) -> None:
         """Send what is new of all answers, and forget those that ended."""
-        now, stats = time.monotonic(), self.engine.stats
+        now = time.monotonic()
         for answer in self._answers:
             if (new := answer.send()) > 0:
                 self._metrics.came(answer.request, new, now - answer.arrived, now - (answer.last or now))
@@ -178,7 +178,8 @@ class Worker:
             if answer.request.finish_reason is not None:
                 self._metrics.ended(answer.request, now - answer.arrived)
         self._answers = [one for one in self._answers if one.request.finish_reason is None]
-        self._metrics.holds(stats)
+        # last, since this may wait for the devices
+        self._metrics.holds(self.engine.stats)
 
 
 def _settle(future: asyncio.Future, value: Any, error: BaseException | None) -> None:

@@ -81,7 +81,7 @@ class Running:
     def settled(self):
         """Wait until nothing runs. Returns what the engine holds then."""
         for _ in range(1000):
-            if not self.engine.busy:
+            if not self.engine.busy and not self.server.worker._answers:
                 break
             time.sleep(0.01)
         return self.engine.stats

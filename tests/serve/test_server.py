@@ -154,6 +154,24 @@ def test_a_prompts_own_tokens_are_scored(served):
     np.testing.assert_allclose(top, found[-2].max() - norm[-2], rtol=1e-4, atol=1e-5)
 
 
+def tool_of(parameters):
+    return {"type": "function", "function": {"name": "light", "parameters": parameters}}
+
+
+def test_no_prompt_runs_on_where_a_later_one_is_refused(served, monkeypatch):
+    submitted, own = [], Engine.submit
+
+    def submit(engine, *prompt, **options):
+        submitted.extend(found := own(engine, *prompt, **options))
+        return found
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    body = {"prompt": ["hello", "you", "x" * 250], "max_tokens": 200, "ignore_eos": True}
+    assert served.refused("/v1/completions", body)[0] == 400
+    assert [request.cancelled for request in submitted] == [True, True]
+    served.settled()
+
+
 def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
     hello = said("Hello")
     wrong = [
@@ -171,6 +189,8 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
         ({"messages": hello, "response_format": {"type": "xml"}}, "response_format must be"),
         ({"messages": hello, "response_format": FORMAT | {"json_schema": {"schema": {"type": "x"}}}}, "schema"),
         ({"messages": hello, "tools": [{"type": "function"}]}, "a tool must be"),
+        ({"messages": hello, "tools": [tool_of([1])], "tool_choice": "required"}, "a tool must be"),
+        ({"messages": hello, "tools": [tool_of({"$defs": 5})], "tool_choice": "required"}, "a tool must be"),
         ({"messages": hello, "tool_choice": "required"}, "tool_choice needs tools"),
         ({"messages": hello, "context": "nobody's"}, "no context \"nobody's\" was read"),
         ([], "the body must be a JSON object"),
