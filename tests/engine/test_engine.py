@@ -348,6 +348,8 @@ def test_warmed_up_it_compiles_nothing_more(policy, caplog):
     questions = [
         *asked(10, seed=5, longest=80),
         ([5] * 9, SamplingParams(max_new_tokens=9, temperature=0.5, top_k=3)),
+        ([5] * 9 + [6] * 3, SamplingParams(max_new_tokens=9)),
+        ([5] * 9 + [7] * 40, SamplingParams(max_new_tokens=9)),
     ]
     ended = SamplingParams(max_new_tokens=9, stop_token_ids=range(20), logit_bias={3: 1.0}, logprobs=4)
 

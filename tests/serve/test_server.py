@@ -15,6 +15,7 @@ import pytest
 from kvjax.engine import Engine
 from kvjax.inference import generate, logits
 from kvjax.sampling_params import SamplingParams
+from kvjax.serve.body import read_chat
 from tests.serve.running import NAME, model, running
 from tests.tasks.model_tokenizers import THINKING, byte_tokenizer
 
@@ -223,26 +224,39 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
 
 
 def test_the_definitions_of_tools_are_found(served):
+    """Also where two tools have different ones of one name."""
     switch = {"type": "object", "properties": {"state": {"$ref": "#/$defs/State"}}, "required": ["state"]}
-    states = {"$defs": {"State": {"enum": ["on", "off"]}}, "additionalProperties": False}
+    states = {"a": ["on", "off"], "b": ["up", "down"]}
     tools = [
-        {"type": "function", "function": {"name": name, "parameters": switch | states}} for name in ("a", "b")
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": switch | {"$defs": {"State": {"enum": own}}, "additionalProperties": False},
+            },
+        }
+        for name, own in states.items()
     ]
     (choice,) = chat(served.client(), "Go", tools=tools, tool_choice="required", max_tokens=60).choices
     (call,) = choice.message.tool_calls
-    assert call.function.name in ("a", "b")
-    assert json.loads(call.function.arguments)["state"] in ("on", "off")
+    assert json.loads(call.function.arguments)["state"] in states[call.function.name]
+    schema = read_chat({"messages": said("Go"), "tools": tools, "tool_choice": "required"}).schema
+    for one, own in zip(schema["anyOf"], states.values(), strict=True):
+        place = one["properties"]["arguments"]["properties"]["state"]["$ref"].removeprefix("#/$defs/")
+        assert schema["$defs"][place] == {"enum": own}
 
 
 def test_log_probabilities_and_usage_stop_where_the_text_does(served):
     client, options = served.client(), {"max_tokens": 30, "logprobs": True}
     whole = chat(client, "Who is Emma?", **options).choices[0]
-    stop = whole.message.content[7:9]
-    cut = chat(client, "Who is Emma?", stop=stop, **options)
-    text = cut.choices[0].message.content
-    assert text == whole.message.content[: whole.message.content.index(stop)]
-    assert "".join(one.token for one in cut.choices[0].logprobs.content) == text
-    assert cut.usage.completion_tokens == len(cut.choices[0].logprobs.content)
+    # some of them begin in one block and end in the next
+    for place in range(4, 9):
+        stop = whole.message.content[place : place + 2]
+        cut = chat(client, "Who is Emma?", stop=stop, **options)
+        text = cut.choices[0].message.content
+        assert text == whole.message.content[: whole.message.content.index(stop)]
+        assert "".join(one.token for one in cut.choices[0].logprobs.content) == text
+        assert cut.usage.completion_tokens == len(cut.choices[0].logprobs.content)
 
 
 def test_known_fields_that_change_nothing_are_taken(served):
