@@ -176,6 +176,7 @@ def test_where_pages_run_short_answers_are_paused_and_none_is_lost(policy):
 
 
 @pytest.mark.parametrize("capacity", [26, 27, 31])
+@pytest.mark.usefixtures("surprised")
 def test_a_paused_answer_that_will_never_fit_again_ends(capacity, monkeypatch):
     """The pages that it shared with its context are its own when it comes back."""
     monkeypatch.setattr(Engine, "_need", lambda *_: 1)
