@@ -1,8 +1,11 @@
-"""Natural text to train gates on and to evaluate them with, from Debian packages: novels, manuals, a glossary.
+"""Natural text and source code to train gates on and to evaluate them with, from Debian packages: novels, manuals, a
+glossary, Python libraries.
 
     pip install '.[text]' && mkdir packages && (cd packages && apt-get download r-cran-janeaustenr jargon-text git-doc \
-        debian-reference-en debian-policy debian-faq python3.11-doc developers-reference)
-    python train/real_text.py --packages packages --out text
+        debian-reference-en debian-policy debian-faq python3.11-doc developers-reference python3-jinja2 \
+        python3-werkzeug python3-requests python3-networkx python3-boltons python3-click python3-more-itertools \
+        python3-toolz)
+    python -m train.real_text --packages packages --out text --code
 
 Nothing is installed: the packages are unpacked (with dpkg-deb) and read. No held-out work is trained on, in no part.
 """
@@ -15,16 +18,20 @@ import subprocess
 import tempfile
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvjax.cli.launch import parse_command, run_command
 from kvjax.errors import UserError
 from kvjax.files import write_text
+from train.code_records import code_records
 
 DOC = "usr/share/doc"
 PYTHON = f"{DOC}/python3.11/html/_sources"
 NOVELS = "usr/lib/R/site-library/janeaustenr/data/Rdata"
+LIBRARIES = "usr/lib/python3/dist-packages"
+CODE = "code"
+"""The folder of the records of source code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Work:
     pattern: str = ""
     novel: str = ""
     heldout: bool = False
+    code: bool = False
 
 
 WORKS = {
@@ -58,12 +66,26 @@ WORKS = {
         "developers-reference", "usr/share/developers-reference/developers-reference.txt.gz", heldout=True
     ),
     "python_howto": Work("python3.11-doc", f"{PYTHON}/howto/*.rst.txt", heldout=True),
+    "jinja2": Work("python3-jinja2", f"{LIBRARIES}/jinja2/*.py", code=True),
+    "werkzeug": Work("python3-werkzeug", f"{LIBRARIES}/werkzeug/*.py", code=True),
+    "requests": Work("python3-requests", f"{LIBRARIES}/requests/*.py", code=True),
+    "networkx": Work("python3-networkx", f"{LIBRARIES}/networkx/algorithms/*.py", code=True),
+    "boltons": Work("python3-boltons", f"{LIBRARIES}/boltons/*.py", heldout=True, code=True),
+    "click": Work("python3-click", f"{LIBRARIES}/click/*.py", heldout=True, code=True),
+    "more_itertools": Work(
+        "python3-more-itertools", f"{LIBRARIES}/more_itertools/*.py", heldout=True, code=True
+    ),
+    "toolz": Work("python3-toolz", f"{LIBRARIES}/toolz/*.py", heldout=True, code=True),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Write pieces of natural text: OUT/train and OUT/heldout, a file a piece, and OUT/sources.json."""
+    """Write pieces of natural text: OUT/train and OUT/heldout, a file a piece, and OUT/sources.json.
+
+    With --code, OUT/train also has pieces of source code, and OUT/code has functions to find in the code of other
+    libraries, for kvjax.evaluate --tasks scbench_repoqa --data scbench=OUT/code.
+    """
 
     packages: Path
     """Folder of the downloaded .deb files."""
@@ -73,6 +95,10 @@ class TextConfig:
     """Of the pieces to train on, in turn and at least: whole paragraphs, some 1,500 and 3,000 tokens."""
     heldout_characters: tuple[int, ...] = (24_000,)
     """Of the held-out pieces."""
+    code: bool = False
+    """Also read the libraries."""
+    code_characters: int = 9_000
+    """Of the contexts of source code, at most: some 2,500 tokens."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -81,12 +107,13 @@ def main(args: list[str] | None = None) -> None:
     if config.out.exists():
         raise UserError(f"--out {config.out} already exists")
     check_rdata()
-    archives = find_archives(config.packages)
+    works = {name: work for name, work in WORKS.items() if config.code or not work.code}
+    archives = find_archives(config.packages, works.values())
     with tempfile.TemporaryDirectory() as unpacked:
         for package, archive in archives.items():
             unpack(archive, Path(unpacked) / package)
-        texts = {name: read(work, Path(unpacked) / work.package) for name, work in WORKS.items()}
-    counts = {name: write(config, name, text) for name, text in texts.items()}
+        files = {name: read(work, Path(unpacked) / work.package) for name, work in works.items()}
+    counts = {name: write(config, name, texts) for name, texts in files.items()}
     sources = {
         name: {
             "package": archives[work.package].name,
@@ -94,12 +121,14 @@ def main(args: list[str] | None = None) -> None:
             "pieces": counts[name],
             "heldout": work.heldout,
         }
-        for name, work in WORKS.items()
+        for name, work in works.items()
     }
     write_text(config.out / "sources.json", json.dumps(sources, indent=2) + "\n")
     for part in ("train", "heldout"):
-        files = list((config.out / part).iterdir())
-        print(f"{config.out / part}: {len(files)} pieces, {sum(f.stat().st_size for f in files):,} bytes")
+        written = list((config.out / part).iterdir())
+        print(f"{config.out / part}: {len(written)} pieces, {sum(f.stat().st_size for f in written):,} bytes")
+    if config.code:
+        print(f"{config.out / CODE}: {sum(counts[name] for name in works if is_asked(works[name]))} records")
 
 
 def check_rdata() -> None:
@@ -112,10 +141,15 @@ def check_rdata() -> None:
         ) from None
 
 
-def find_archives(folder: Path) -> dict[str, Path]:
+def is_asked(work: Work) -> bool:
+    """Return whether a work becomes records of functions to find."""
+    return work.code and work.heldout
+
+
+def find_archives(folder: Path, works: Iterable[Work]) -> dict[str, Path]:
     """Package -> its .deb file. Raises UserError if one is missing or there twice."""
     found = {}
-    for package in sorted({work.package for work in WORKS.values()}):
+    for package in sorted({work.package for work in works}):
         archives = list(folder.glob(f"{package}_*.deb"))
         if len(archives) != 1:
             raise UserError(
@@ -139,17 +173,17 @@ def unpack(archive: Path, to: Path) -> None:
         raise UserError(f"{archive}: cannot be unpacked ({why}): get it again") from None
 
 
-def read(work: Work, root: Path) -> str:
-    """The text of a work in an unpacked package."""
+def read(work: Work, root: Path) -> list[str]:
+    """The texts of a work's files in an unpacked package."""
     if work.novel:
-        return novel(root / NOVELS, work.novel)
+        return [novel(root / NOVELS, work.novel)]
     files = sorted(root.glob(work.pattern))
     if not files:
         raise UserError(f"package {work.package} holds no {work.pattern}: another version of it?")
-    return "\n\n".join(
+    return [
         (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).decode()
         for file in files
-    )
+    ]
 
 
 def novel(database: Path, name: str) -> str:
@@ -177,13 +211,19 @@ def pieces(text: str, characters: Sequence[int]) -> Iterator[str]:
             held, size, wanted = [], 0, next(least)
 
 
-def write(config: TextConfig, name: str, text: str) -> int:
-    """A work's pieces as files; returns how many."""
-    heldout = WORKS[name].heldout
-    folder = config.out / ("heldout" if heldout else "train")
+def write(config: TextConfig, name: str, texts: Sequence[str]) -> int:
+    """Write a work's pieces or records. Returns how many there are."""
+    work = WORKS[name]
+    folder = config.out / (CODE if is_asked(work) else "heldout" if work.heldout else "train")
     folder.mkdir(parents=True, exist_ok=True)
+    if is_asked(work):
+        records = list(code_records(texts, name, config.code_characters))
+        with (folder / "scbench_repoqa.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(f"{record}\n" for record in records)
+        return len(records)
+    sizes = config.heldout_characters if work.heldout else config.characters
     count = 0
-    for piece in pieces(text, config.heldout_characters if heldout else config.characters):
+    for piece in pieces("\n\n".join(texts), sizes):
         (folder / f"{name}-{count:03}.txt").write_text(piece)
         count += 1
     return count

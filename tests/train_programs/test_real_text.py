@@ -2,12 +2,17 @@
 
 import gzip
 import itertools
+import json
 import sys
 from types import ModuleType
 
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.tasks.prompt import PromptEncoder
+from kvjax.tasks.scbench import scbench_examples
+from tests.tasks.model_tokenizers import byte_tokenizer
+from train.code_records import QUESTIONS, code_records, units
 from train.real_text import WORKS, Work, find_archives, main, pieces, read
 
 
@@ -31,7 +36,7 @@ def test_files_are_read_in_order_packed_or_not(tmp_path):
     (tmp_path / "doc").mkdir()
     (tmp_path / "doc" / "b.txt").write_text("second")
     (tmp_path / "doc" / "a.txt.gz").write_bytes(gzip.compress(b"first"))
-    assert read(Work("some", "doc/*"), tmp_path) == "first\n\nsecond"
+    assert read(Work("some", "doc/*"), tmp_path) == ["first", "second"]
     with pytest.raises(UserError, match=r"package some holds no doc/\*\.rst: another version of it\?"):
         read(Work("some", "doc/*.rst"), tmp_path)
 
@@ -72,4 +77,52 @@ def test_a_missing_package_is_named_with_the_command_that_gets_it(tmp_path):
     for package in packages[:-1]:
         (tmp_path / f"{package}_1_all.deb").touch()
     with pytest.raises(UserError, match=f"expected 1: apt-get download {packages[-1]}"):
-        find_archives(tmp_path)
+        find_archives(tmp_path, WORKS.values())
+
+
+FUNCTION = '''def {name}(values):
+    """Return the {name} of some values, counted from the smallest.
+
+    More is said here.
+    """
+    result = sorted(values)
+    # a comment
+    return result[{number}]
+'''
+
+
+def module(functions: int) -> str:
+    names = [f"rank{number}" for number in range(functions)]
+    return '"""A module."""\n\nimport os\n\n\n' + "\n\n".join(
+        FUNCTION.format(name=name, number=number) for number, name in enumerate(names)
+    )
+
+
+def test_a_module_s_statements_lose_their_docstrings():
+    found = units(module(1) + "\n\n@property\ndef described(self):\n    return 1\n")
+    code = "def rank0(values):\n    result = sorted(values)\n    # a comment\n    return result[0]"
+    assert [unit.code for unit in found] == [
+        "import os",
+        code,
+        "@property\ndef described(self):\n    return 1",
+    ]
+    name, own, description = found[1].function
+    assert (name, own) == ("rank0", code)
+    assert description == "Return the rank0 of some values, counted from the smallest."
+    assert [unit.function for unit in found[::2]] == [None, None]
+
+
+def test_records_of_code_are_examples_of_the_suite(tmp_path):
+    own = list(code_records([module(12), module(QUESTIONS - 1)], "some", characters=700))
+    contexts = [json.loads(record)["context"] for record in own]
+    # a function has 84 characters or more, so that seven fit; too few are left of each module
+    assert len(contexts) == 1
+    assert len(contexts[0]) <= 700
+    (tmp_path / "scbench_repoqa.jsonl").write_text("\n".join(own))
+    (example,) = scbench_examples("scbench_repoqa", tmp_path, "each", PromptEncoder(byte_tokenizer()))
+    assert [question.kind for question in example.questions] == ["scbench_repoqa"] * QUESTIONS
+    for question in example.questions:
+        (answer,) = question.expected
+        assert answer in example.context
+        assert '"""' not in answer
+        assert question.scoring(f"```python\n{answer}\n```", (answer,)) == 1

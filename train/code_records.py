@@ -1,0 +1,111 @@
+"""Functions to find in source code, as records of SCBench's RepoQA (arXiv:2412.10319): each question describes a
+function of the context, and the answer is the function, to the letter.
+
+The descriptions are the first paragraphs of the functions' docstrings. The context is the source without any docstring.
+"""
+
+import ast
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+QUESTIONS = 5
+"""Questions of a record."""
+LINES = range(4, 21)
+"""Lines that a function in question may have: a shorter one says little, a longer one takes long to repeat."""
+DESCRIBED = range(40, 400)
+"""Characters that its description may have."""
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+"""What may have a docstring."""
+
+
+class Function(NamedTuple):
+    """A function of a module."""
+
+    name: str
+    code: str
+    description: str
+
+
+class Unit(NamedTuple):
+    """A statement of a module, without docstrings."""
+
+    code: str
+    function: Function | None
+    """What may be asked about it."""
+
+
+def code_records(modules: Sequence[str], repo: str, characters: int) -> Iterator[str]:
+    """Yield JSON lines for `kvjax.tasks.scbench`.
+
+    A record's context is consecutive statements of a module, of at most `characters` in all. One with fewer than
+    `QUESTIONS` functions to ask about is left out. The functions asked about are spread over the context.
+
+    Args:
+        modules: Python source.
+        repo: the name of the package.
+        characters: of a context.
+    """
+    for module in modules:
+        for context in contexts(units(module), characters):
+            found = [unit.function for unit in context if unit.function is not None]
+            if len(found) < QUESTIONS:
+                continue
+            step = len(found) / QUESTIONS
+            asked = [found[int((number + 0.5) * step)] for number in range(QUESTIONS)]
+            yield json.dumps(
+                {
+                    "context": "\n\n\n".join(unit.code for unit in context) + "\n\n",
+                    "repo": repo,
+                    "lang": "python",
+                    "multi_turns": [
+                        {
+                            "input": f"**Function Description:**\n{one.description}\n",
+                            "answer": one.code,
+                            "name": one.name,
+                        }
+                        for one in asked
+                    ],
+                }
+            )
+
+
+def units(module: str) -> list[Unit]:
+    """Return a module's statements as they are written, comments between them left out."""
+    tree, lines = ast.parse(module), module.splitlines()
+    dropped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, Documented) and ast.get_docstring(node) is not None and len(node.body) > 1:
+            docstring = node.body[0]
+            assert docstring.end_lineno is not None
+            dropped |= set(range(docstring.lineno, docstring.end_lineno + 1))
+    found = []
+    for node in tree.body:
+        assert node.end_lineno is not None
+        decorators = getattr(node, "decorator_list", [])
+        start = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        kept = [lines[at - 1] for at in range(start, node.end_lineno + 1) if at not in dropped]
+        if code := "\n".join(kept).strip("\n"):
+            found.append(Unit(code, _function(node, code)))
+    return found
+
+
+def _function(node: ast.stmt, code: str) -> Function | None:
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list or code.count("\n") + 1 not in LINES:
+        return None
+    description = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    if len(description) not in DESCRIBED or ">>>" in description:
+        return None
+    return Function(node.name, code, description)
+
+
+def contexts(found: Sequence[Unit], characters: int) -> Iterator[list[Unit]]:
+    """Yield runs of consecutive units of at most `characters` each; a longer unit is left out."""
+    held: list[Unit] = []
+    for unit in found:
+        if sum(len(one.code) + 3 for one in [*held, unit]) > characters:
+            yield held
+            held = []
+        if len(unit.code) <= characters:
+            held.append(unit)
+    yield held
