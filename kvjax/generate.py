@@ -142,7 +142,7 @@ def run(config: GenerateConfig) -> None:
     params, eos = [sampling] * sampling.n, llm.model.config.eos_ids
     found = whole_answers(blocks, params, [0] * sampling.n, sizes, eos, tokenizer)
     for index, own in enumerate(found.texts or ()):
-        print(for_terminal(live.rest(own) if live is not None else f"[{index + 1}] {own}"), flush=True)
+        print(for_terminal(live.end() if live is not None else f"[{index + 1}] {own}"), flush=True)
         if found.logprobs is not None:
             chosen = found.logprobs[index].chosen.tolist()
             print(logprob_lines(tokenizer, found.tokens[index].tolist(), chosen))

@@ -105,10 +105,12 @@ class Request:
         if self._live is None:
             return
         self.text += self._live.more([token for token in new if token not in self.ends])
-        if self._stops and (found := cut(np.array(self.tokens), self.tokenizer, self._stops)) is not None:
-            self.tokens, self.finish_reason = self.tokens[: found[0]], "stop"
         if self.finish_reason is not None:
             self.text += self._live.end()
+        if self._live.stopped:
+            found = cut(np.array(self.tokens), self.tokenizer, self._stops)
+            self.tokens = self.tokens if found is None else self.tokens[: found[0]]
+            self.finish_reason = "stop"
 
     def answer(self) -> list[int]:
         """Return the answer's tokens, without the stop token that ended it."""

@@ -2,6 +2,7 @@
 blocks."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -195,30 +196,48 @@ def decoded(tokenizer: Any, tokens: Sequence[int] | Int[np.ndarray, " t"]) -> st
 
 
 class LiveText:
-    """An answer's text as it grows, without what may be half a character or the beginning of a stop text."""
+    """An answer's text as it grows, without what may be half a character or the beginning of a stop text.
+
+    Each part is decoded behind the part before it, so that a long answer is not decoded again for every block.
+    """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]):
         self._tokenizer, self._stop = tokenizer, stop_tokens_of(stop, tokenizer)[0]
-        self._tokens: list[int] = []
-        self._shown = ""
+        self._tail: list[int] = []
+        """The last part whose text is known, and the tokens after it."""
+        self._known = 0
+        """Tokens of the tail whose text is known."""
+        self._held = ""
+        """Text that is known and not shown."""
+        self.stopped = False
+        """Whether a stop text has come."""
 
     def more(self, tokens: Sequence[int]) -> str:
         """Return what can be shown now that these tokens have come."""
-        self._tokens += tokens
+        self._tail += tokens
+        new = self._new_text()
         # a character may still lack bytes that the next tokens bring
-        text = decoded(self._tokenizer, self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-        place = stop_place(text, self._stop)
-        return self.rest(text[: final_length(text, self._stop) if place is None else place])
-
-    def rest(self, text: str) -> str:
-        """Return what was not shown yet of `text`, the whole answer or its beginning."""
-        if not text.startswith(self._shown):
-            return ""
-        new, self._shown = text[len(self._shown) :], text
-        return new
+        if new and not new.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._held += new
+            self._tail, self._known = self._tail[self._known :], len(self._tail) - self._known
+        return self._shown(final_length(self._held, self._stop))
 
     def end(self) -> str:
         """Return what was held back, once no more tokens come."""
-        text = decoded(self._tokenizer, self._tokens)
-        place = stop_place(text, self._stop)
-        return self.rest(text if place is None else text[:place])
+        self._held += self._new_text()
+        return self._shown(len(self._held))
+
+    def _new_text(self) -> str:
+        known, text = (decoded(self._tokenizer, x) for x in (self._tail[: self._known], self._tail))
+        # what comes may change what is known: some tokenizers drop the space before a full stop
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, text, strict=False))
+        return text[sum(1 for _ in same) :]
+
+    def _shown(self, count: int) -> str:
+        """Return the first characters of what is held, up to a stop text, after which nothing is shown."""
+        if self.stopped:
+            return ""
+        if (place := stop_place(self._held, self._stop)) is not None:
+            self.stopped, count = True, place
+        text, self._held = self._held[:count], self._held[count:]
+        return text

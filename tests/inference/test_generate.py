@@ -10,13 +10,14 @@ from kvjax import cache as caches
 from kvjax import inference
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
-from kvjax.inference.answers import final_length, stop_place, stop_tokens_of
+from kvjax.inference.answers import LiveText, decoded, final_length, stop_place, stop_tokens_of
 from kvjax.inference.decode import decode_block
 from kvjax.inference.forward import last_logits
 from kvjax.mesh import make_mesh
 from kvjax.models import load
 from kvjax.policies import Adaptive, Entries, Policy, Schedule, SnapKV
 from kvjax.sampling_params import SamplingParams
+from tests.tasks.model_tokenizers import byte_tokenizer, smol_tokenizer, spaced_tokenizer
 from tests.tiny_models import policies_for, tiny_model
 
 
@@ -231,3 +232,38 @@ def test_what_may_begin_a_stop_text_is_not_shown():
     assert final_length("a line E", ["\n\n", "END"]) == 7
     assert final_length("a line", ["\n\n", "END"]) == 6
     assert stop_place("x END y\n\n", ["\n\n", "END"]) == 2
+
+
+TEXT = "He said: “it’s 3.5 € – no 🙂🙂, really”.\n\n  Then  he left 👩‍👩‍👧. The end , you see ."
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer, spaced_tokenizer])
+@pytest.mark.parametrize("stop", [(), ("🙂, r",), ("left", "\n\n\n")])
+def test_text_that_is_shown_in_parts_is_the_whole_answer_s(make, stop):
+    tokenizer, rng = make(), np.random.default_rng(0)
+    tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    whole = decoded(tokenizer, tokens)
+    place = stop_place(whole, stop)
+    for _ in range(20):
+        live, parts, start = LiveText(tokenizer, stop), [], 0
+        while start < len(tokens):
+            size = int(rng.integers(1, 9))
+            parts.append(live.more(tokens[start : start + size]))
+            start += size
+        assert "".join([*parts, live.end()]) == whole[:place]
+        assert live.stopped == (place is not None)
+
+
+def test_a_long_answer_is_not_decoded_again_for_every_part():
+    class Counting:
+        decoded = 0
+
+        def decode(self, tokens, **_):
+            self.decoded += len(tokens)
+            return "x" * len(tokens)
+
+    tokenizer = Counting()
+    live = LiveText(tokenizer, ())
+    for _ in range(1000):
+        live.more([1] * 8)
+    assert tokenizer.decoded < 4 * 8000
