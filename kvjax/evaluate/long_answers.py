@@ -59,7 +59,7 @@ def measure_drawn(
     rows = [(index, draw) for index in range(len(problems)) for draw in range(drawing.draws)]
     for group in groups(rows, manner.batch):
         _add(tally, model, policy, problems, group, drawing, manner)
-    return dataclasses.replace(tally.total(), drawn=tally.drawn(drawing.draws))
+    return dataclasses.replace(tally.total(), interval=None, drawn=tally.drawn(drawing.draws))
 
 
 def write_answers(

@@ -20,6 +20,7 @@ from kvjax.cli.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy
+from kvjax.evaluate.interval import mean_interval
 from kvjax.evaluate.joint_eviction import JointEviction, own_planes
 from kvjax.inference.eviction import at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
@@ -73,6 +74,8 @@ class Measurement:
 
     score: float
     """Mean over the answers, from 0 to 1."""
+    interval: tuple[float, float] | None
+    """Its 95% interval; None: it is that of `drawn`."""
     by_kind: dict[str, float]
     """The same by kind of question."""
     answers: int
@@ -238,6 +241,10 @@ class Tally:
     def __init__(self):
         self._scores: dict[str, list[float]] = defaultdict(list)
         self._outputs: list[list[Tokens]] = []
+        self._right: list[float] = []
+        """Sum of the scores of each context."""
+        self._counts: list[int] = []
+        """Number of scores of each context."""
         self._log_likelihood, self._given = 0.0, 0
         self._footprints: list[tuple[float, float, float]] = []
         self._entries: list[Float[np.ndarray, "l k"]] = []
@@ -272,6 +279,8 @@ class Tally:
         sizes = caches.stats(cache, count)
         local = np.minimum(sizes.tokens, policy.window - 1)
         self._outputs += [[] for _ in range(count)]
+        self._right += [0.0] * count
+        self._counts += [0] * count
         self._entries.append(sizes.entries.sum(1))
         self._retained = self._retained + (sizes.entries - local[:, None]).sum(1)
         self._left += int((sizes.tokens - local).sum())
@@ -285,12 +294,17 @@ class Tally:
     ) -> None:
         """Add answers to a question of each context of the group that was added last. `log`: from the context's first
         token on."""
-        group = self._outputs[-len(questions) :]
         for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
             if question is NO_QUESTION:
                 continue
-            group[row].append(one.tokens)
-            self._scores[question.kind].append(0.0 if one.cut else question.score(one.tokens))
+            context = row - len(questions)
+            score = 0.0 if one.cut else question.score(one.tokens)
+            # every token of a given text is an answer
+            count = question.answer_tokens if question.given else 1
+            self._outputs[context].append(one.tokens)
+            self._right[context] += count * score
+            self._counts[context] += count
+            self._scores[question.kind].append(score)
             if question.concluded is not None:
                 self._cut += one.cut
                 self._without += not one.cut and question.concluded(one.tokens) is None
@@ -308,6 +322,7 @@ class Tally:
         footprint, footprint_held, peak = np.mean(self._footprints, 0)
         return Measurement(
             score=float(np.mean(everything)),
+            interval=mean_interval(self._right, self._counts),
             by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
             answers=self._answers + self._given,
             perplexity=math.exp(-self._log_likelihood / self._given) if self._given else None,

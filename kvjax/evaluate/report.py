@@ -1,6 +1,5 @@
 """report.md, pareto.png, mean.png and the maps of kept entries, from the results of results.jsonl."""
 
-import math
 import platform
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -182,16 +181,22 @@ def _overviews(results: Sequence[Result], dense: Mapping[tuple[str, int], Result
     """A table for each length that has several tasks: all of them side by side, the policies of one budget together."""
     tables = []
     contests = any(result.drawn is not None for result in results)
-    ahead = " relative recovery |" if contests else ""
-    beside = " Relative recovery is that of the mean." if contests else ""
+    ahead = "relative recovery" if contests else "capped"
+    beside = (
+        "Relative recovery is that of the mean."
+        if contests
+        else "The mean is given with its 95% interval. Capped is the mean with every task counted up to the full "
+        "cache's score at most."
+    )
     for context, tasks, rows in _across(results):
+        full = next((own for own in rows.values() if any(one is not None and one.is_full for one in own)), [])
         lines = [
             f"## All tasks, {context} tokens",
             "Scores in percent as below, the text's with its perplexity; mean, footprint and MiB of a context: means "
-            f"over the tasks.{beside}",
+            f"over the tasks. {beside}",
             "",
-            f"| policy | budget | {' | '.join(tasks)} | mean |{ahead} footprint | MiB |",
-            "|---" * (len(tasks) + 5 + contests) + "|",
+            f"| policy | budget | {' | '.join(tasks)} | mean | {ahead} | footprint | MiB |",
+            "|---" * (len(tasks) + 6) + "|",
         ]
         for row in sorted(rows, key=lambda row: _order(rows[row])):
             own = rows[row]
@@ -199,16 +204,32 @@ def _overviews(results: Sequence[Result], dense: Mapping[tuple[str, int], Result
             size = np.mean([result.bytes for result in known]) / 2**20
             footprint = np.mean([result.footprint for result in known])
             scores = " | ".join("" if result is None else _score(result) for result in own)
-            mean = (
-                f"{100 * np.mean([result.score for result in known]):.1f}" if len(known) == len(tasks) else ""
-            )
-            found = recovery(known, dense) if len(known) == len(tasks) else None
-            recovered = f" {_shown(found)} |" if contests else ""
+            mean = against = ""
+            if len(known) == len(tasks):
+                mean = _mean_score(known)
+                against = _shown(recovery(known, dense)) if contests else _capped(known, full)
             lines.append(
-                f"| {row[0]} | {known[0].at} | {scores} | {mean} |{recovered} {footprint:.2f} | {size:.1f} |"
+                f"| {row[0]} | {known[0].at} | {scores} | {mean} | {against} | {footprint:.2f} | {size:.1f} |"
             )
         tables.append("\n".join(lines))
     return tables
+
+
+def _mean_score(results: Sequence[Result]) -> str:
+    """Return the mean over tasks in percent, and half of its 95% interval."""
+    mean = f"{100 * np.mean([result.score for result in results]):.1f}"
+    widths = [result.interval[1] - result.interval[0] for result in results if result.interval is not None]
+    if len(widths) < len(results):
+        return mean
+    return f"{mean} ± {50 * np.linalg.norm(widths) / len(widths):.1f}"
+
+
+def _capped(results: Sequence[Result], full: Sequence[Result | None]) -> str:
+    """Return the mean over tasks in percent, each counted up to the full cache's score; "–": it was not measured."""
+    pairs = list(zip(results, full, strict=False))
+    if len(pairs) < len(results) or any(whole is None for _, whole in pairs):
+        return "–"
+    return f"{100 * np.mean([min(own.score, whole.score) for own, whole in pairs if whole is not None]):.1f}"
 
 
 def _scores(config: EvaluateConfig, results: list[Result]) -> str:
@@ -218,8 +239,8 @@ def _scores(config: EvaluateConfig, results: list[Result]) -> str:
     most = max(result.samples for result in results)
     lines = [
         f"## {first.task}, {first.context} tokens",
-        f"{first.metric}{'' if first.perplexity is None else ' (and perplexity)'}; {most} answers a cell: were they "
-        f"independent, a 95% interval would reach {_interval(most):.0f} points up and down at most.",
+        f"{first.metric}{'' if first.perplexity is None else ' (and perplexity)'}; {most} answers a cell. Brackets "
+        "have 95% intervals, for which answers about one context are as alike as they were.",
         "",
         "| policy | "
         + " | ".join(f"{budget:g}" for budget in budgets)
@@ -239,12 +260,6 @@ def _scores(config: EvaluateConfig, results: list[Result]) -> str:
         crossing = str(critical_footprint(points, full, CRITICAL_SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
     return "\n".join([*lines, *_thresholds(results, full), *_commands(config, results)])
-
-
-def _interval(answers: int) -> float:
-    """Half of a 95% interval of the mean of so many independent scores from 0 to 1, in percent: at most this (where
-    half of them are 0 and half 1)."""
-    return 100 * 1.96 * 0.5 / math.sqrt(answers)
 
 
 def _thresholds(results: Sequence[Result], full: float | None) -> list[str]:
@@ -293,7 +308,10 @@ def _score(result: Result) -> str:
 
 
 def _score_and_footprint(result: Result) -> str:
-    return f"{_score(result)} at {result.footprint:.2f}"
+    if result.interval is None:
+        return f"{_score(result)} at {result.footprint:.2f}"
+    low, high = result.interval
+    return f"{_score(result)} [{100 * low:.0f}–{100 * high:.0f}] at {result.footprint:.2f}"
 
 
 def _choices(results: Sequence[Result]) -> list[str]:

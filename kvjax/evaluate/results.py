@@ -102,6 +102,8 @@ class Result:
     """Description of what was chosen on calibration contexts."""
     drawn: Drawn | None = None
     """Draws of a contest's answers."""
+    interval: tuple[float, float] | None = None
+    """The score's 95% interval; None: the score has that of `drawn`."""
 
     @property
     def key(self) -> tuple[str, float, str, int]:
@@ -170,6 +172,9 @@ def result_of(
         tau=own_tau(candidate.policy),
         choice=candidate.choice,
         drawn=found.drawn,
+        interval=None
+        if found.interval is None
+        else (round(found.interval[0], 6), round(found.interval[1], 6)),
     )
 
 
@@ -296,8 +301,12 @@ def _result(line: str, at: str) -> Result:
     missing = [name for name in needed if name not in values]
     if missing:
         raise UserError(f"{at} has no field `{missing[0]}`")
-    drawn = values.get("drawn")
-    return Result(**{name: values[name] for name in needed}, drawn=None if drawn is None else Drawn(**drawn))
+    drawn, interval = values.get("drawn"), values.get("interval")
+    return Result(
+        **{name: values[name] for name in needed},
+        drawn=None if drawn is None else Drawn(**drawn),
+        interval=None if interval is None else tuple(interval),
+    )
 
 
 def _page_size(config: EvaluateConfig) -> int | str:

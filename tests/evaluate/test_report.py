@@ -30,16 +30,17 @@ def test_the_report_says_what_was_done(evaluated, capsys):
     cells = {(c["policy"], c["budget"]): c for c in lines(folder) if c["task"] == "needle"}
     for (policy, budget), cell in cells.items():
         if policy == "snapkv":
-            assert f"{100 * cell['score']:.1f} at {cell['footprint']:.2f}" in report
+            low, high = cell["interval"]
+            interval = f"[{100 * low:.0f}–{100 * high:.0f}]"
+            assert f"{100 * cell['score']:.1f} {interval} at {cell['footprint']:.2f}" in report
             assert f"| snapkv | {budget:g} | " in report
     for cell in lines(folder):
         if cell["task"] == "text":
-            shown = f"{100 * cell['score']:.1f} ({cell['perplexity']:.2f}) at {cell['footprint']:.2f}"
-            assert shown in report
+            assert f"{100 * cell['score']:.1f} ({cell['perplexity']:.2f}) [" in report
     for said in (
         "**Question-independent**", "## needle, 126 tokens", "## text, 126 tokens",
         "next tokens that are the full cache's", "(and perplexity)", "90% at",
-        "48 answers a cell: were they independent, a 95% interval would reach 14 points", "chunks of 32 tokens",
+        "48 answers a cell. Brackets have 95% intervals, for", "chunks of 32 tokens",
         "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
     ):  # fmt: skip
         assert said in report, said
@@ -110,19 +111,24 @@ def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path,
         for line in table.split("\n## ")[0].splitlines()
         if line.startswith("| ")
     ]
-    assert rows[0] == ["policy", "budget", "needle", "text", "mean", "footprint", "MiB"]
+    assert rows[0] == ["policy", "budget", "needle", "text", "mean", "capped", "footprint", "MiB"]
     assert [row[:2] for row in rows[1:]] == [
         ["full", "1"],
         *([name, budget] for budget in ("0.25", "0.5") for name in POLICIES[1:]),
     ]
     found = {(c["policy"], c["budget"], c["task"]): c for c in lines(folder)}
     means = drawn["mean.png"]["mean of 2 tasks, 126 tokens"]
-    for policy, budget, needle, text, mean, footprint, mib in rows[1:]:
+    for policy, budget, needle, text, mean, capped, footprint, mib in rows[1:]:
         own = [found[policy, float(budget), task] for task in ("needle", "text")]
         assert needle == f"{100 * own[0]['score']:.1f}"
         assert text == f"{100 * own[1]['score']:.1f} ({own[1]['perplexity']:.2f})"
         assert footprint == f"{(own[0]['footprint'] + own[1]['footprint']) / 2:.2f}"
+        mean, _, half = mean.partition(" ± ")
         assert mean == f"{50 * (own[0]['score'] + own[1]['score']):.1f}"
+        widths = [cell["interval"][1] - cell["interval"][0] for cell in own]
+        assert half == f"{25 * sum(width**2 for width in widths) ** 0.5:.1f}"
+        full = [found["full", 1.0, task]["score"] for task in ("needle", "text")]
+        assert capped == f"{50 * sum(min(x['score'], most) for x, most in zip(own, full, strict=True)):.1f}"
         assert any(
             (f"{x:.2f}", f"{100 * score:.1f}") == (footprint, mean) for x, _, score in means[policy]
         ), policy
@@ -155,4 +161,4 @@ def test_nothing_right_has_no_critical_footprint(arguments, evaluated, tmp_path)
     about, _, needle, text, *_ = (folder / "report.md").read_text().split("\n## ")
     assert "–: the full cache answered nothing" in about
     assert needle.count("| – |") == len(POLICIES) - 1
-    assert "–" not in text
+    assert "| – |" not in text
