@@ -26,6 +26,27 @@ def file_rows(file: Path, option: str, task: str | None = None) -> Iterator[Row]
     return _parquet_rows(file, option, task)
 
 
+def json_rows(file: Path, option: str) -> Iterator[Row]:
+    """The rows of a .json file, which is a list of objects. Raises UserError, which names the option, if it is none."""
+    rows = load_json(file, option)
+    if not isinstance(rows, list):
+        raise UserError(f"{option} {file}: expected a JSON list of objects")
+    for index, row in enumerate(rows):
+        at = f"{option} {file}: [{index}]"
+        if not isinstance(row, dict):
+            raise UserError(f"{at}: expected an object, got {str(row)[:60]}")
+        yield at, row
+
+
+def load_json(file: Path, option: str) -> Any:
+    """A .json file's value. Raises UserError, which names the option, for a file that cannot be read."""
+    text = read_text(file, option)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{option} {file}: is not JSON ({error})") from None
+
+
 def jsonl_rows(text: str, where: str) -> Iterator[Row]:
     """The rows of a text of JSON objects, one a line. Raises UserError for a line that is none."""
     for number, line in enumerate(text.split("\n"), 1):

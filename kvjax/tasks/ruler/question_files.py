@@ -1,11 +1,10 @@
 """SQuAD's and HotpotQA's files, as they are published, for the two question tasks."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError, check_unicode
-from kvjax.files import read_text
+from kvjax.tasks.datasets import load_json
 from kvjax.tasks.ruler.questions import DataQuestion, QuestionAnswering
 
 
@@ -18,7 +17,9 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
     """
     documents: dict[str, int] = {}
     questions = []
-    for i, article in enumerate(_field(_load(file, "--data squad"), "data", list, f"--data squad {file}:")):
+    for i, article in enumerate(
+        _field(load_json(file, "--data squad"), "data", list, f"--data squad {file}:")
+    ):
         at = f"--data squad {file}: data[{i}]"
         places = []
         paragraphs = _field(article, "paragraphs", list, at)
@@ -47,7 +48,7 @@ def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
     """
     documents: dict[str, int] = {}
     questions = []
-    entries = _load(file, "--data hotpotqa")
+    entries = load_json(file, "--data hotpotqa")
     if not isinstance(entries, list):
         raise UserError(f"--data hotpotqa {file}: expected a JSON list of questions")
     for i, entry in enumerate(entries):
@@ -63,14 +64,6 @@ def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
         given = dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts)
         questions.append(DataQuestion(question.strip(), (answer,), tuple(given)))
     return _task(name, f"--data hotpotqa {file}", documents, questions)
-
-
-def _load(file: Path, option: str) -> Any:
-    text = read_text(file, option)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{option} {file}: is not JSON ({error})") from None
 
 
 def _field(record: Any, name: str, kind: type, at: str) -> Any:
