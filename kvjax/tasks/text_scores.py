@@ -26,10 +26,11 @@ def f1(answer: Sequence[Hashable], true: Sequence[Hashable]) -> float:
 
 def words_f1(answer: str, true: str) -> float:
     """F1 of the words, as SQuAD scores it: in lower case, without punctuation and articles."""
-    return f1(_words(answer), _words(true))
+    return f1(bare_words(answer), bare_words(true))
 
 
-def _words(text: str) -> list[str]:
+def bare_words(text: str) -> list[str]:
+    """The words in lower case, without punctuation and articles, as SQuAD compares them."""
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return ARTICLES.sub(" ", bare).split()
 
