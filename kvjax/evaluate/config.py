@@ -64,8 +64,8 @@ class EvaluateConfig:
     tasks: tuple[str, ...] = ("needle", "copy", "text")
     """needle, by depth; documents: questions about a text of one's own; text: how it goes on; recall and copy (built-in
     model, which has a text of its own, too); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1, qa_2;
-    LongBench's, SCBench's and LongProc's: longbench_qasper, …, scbench_kv, …, longproc_countdown_0.5k, …. Or contests,
-    answered at length: aime_2024, aime_2025, hmmt_feb_2025, hmmt_nov_2025."""
+    those of LongBench, SCBench, HELMET and LongProc: longbench_qasper, …, scbench_kv, …, helmet_kilt_nq, …,
+    longproc_countdown_0.5k, …. Or contests, answered at length: aime_2024, aime_2025, hmmt_feb_2025, hmmt_nov_2025."""
     context: tuple[int, ...] = (1024,)
     """Tokens of a context with a question and its answer, of a contest's problem with its answer."""
     samples: int = 192
@@ -95,7 +95,8 @@ class EvaluateConfig:
     qa_2): the datasets' JSON files. ruler: RULER's own samples instead of samples made here, a folder with a .jsonl or
     .parquet file for each task or for all, or a hub dataset with a configuration for each length (simonjegou/ruler).
     longbench, scbench, contests: a folder of files named like the tasks, or a hub dataset; longbench also its data.zip,
-    contests also a file; by default their own on the hub. longproc: the folder data of princeton-pli/LongProc."""
+    contests also a file; by default their own on the hub. helmet: the folder of HELMET's unpacked data.tar.gz.
+    longproc: the folder data of princeton-pli/LongProc."""
     turns: str = TURNS[0]
     """SCBench's questions of a context: each by itself (`each`), or after those before it, with their true answers
     (`golden`) or what the model said (`own`)."""

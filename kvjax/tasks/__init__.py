@@ -4,9 +4,9 @@ sample: what every task gives, a context with its questions as token ids. vocabu
 tokens and text; tasks of them are recall, needle, copy and text; hide: how they hide things in text; mixture: all of
 them, to train on. prompt: samples that are written as text, for any tokenizer, as those of ruler and
 document_questions (of documents, cut into passages). contests, contest_answers: AIME and HMMT, answered at length.
-longbench, scbench, longproc: the benchmarks in their published form; text_scores: what they score texts by; benchmark:
-samples of them, long contexts cut in the middle. datasets: files of published data. suite: what a task gives an
-evaluation; registry: every task by its name; own: those that are none of a benchmark; documents: questions about a
+longbench, scbench, helmet, longproc: the benchmarks in their published form; text_scores: what they score texts by;
+benchmark: samples of them, long contexts cut in the middle. datasets: files of published data. suite: what a task gives
+an evaluation; registry: every task by its name; own: those that are none of a benchmark; documents: questions about a
 user's texts. splits: which samples are compared, and which calibrated on.
 """
 

@@ -117,12 +117,12 @@ def hub_splits(name: str, option: str, configuration: str | None = None) -> list
     return [(one, splits["test" if "test" in splits else next(iter(splits))]) for one, splits in found]
 
 
-def hub_file(name: str, file: str, option: str) -> Path:
+def hub_file(name: str, file: str, option: str, revision: str | None = None) -> Path:
     """A file of a hub data set, as it is kept here. Raises UserError, which names the option, if it cannot be had."""
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset"))
+        return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision))
     except Exception as error:  # the hub's client raises dozens of kinds
         raise UserError(
             f"{option}: {file} of {name} cannot be had from the hub ({_reason(error)}); name a folder of its files"
@@ -153,6 +153,14 @@ def row_text(row: Mapping[str, Any], name: str, at: str) -> str:
         raise UserError(f"{at}: expected `{name}` to be a string, got {str(text)[:60]}")
     check_unicode(text, f"{at}: `{name}`")
     return text
+
+
+def row_objects(row: Mapping[str, Any], name: str, at: str) -> list[Row]:
+    """A field that is a list of objects, one at least, each with its place. Raises UserError if it is none."""
+    objects = row_field(row, name, at)
+    if not isinstance(objects, list) or not objects or not all(isinstance(one, dict) for one in objects):
+        raise UserError(f"{at}: expected `{name}` to be a list of objects, got {str(objects)[:60]}")
+    return [(f"{at}, `{name}` {number}", one) for number, one in enumerate(objects, 1)]
 
 
 def row_texts(row: Mapping[str, Any], name: str, at: str, *, single: bool = False) -> tuple[str, ...]:

@@ -147,6 +147,17 @@ class PromptEncoder:
             stops=True,
         )
 
+    def without_end(self, text: str, count: int) -> str:
+        """Return a text without its last `count` tokens; the empty text if it has no more."""
+        if self._callable:
+            encoding = self._tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            offsets = encoding["offset_mapping"]
+        else:
+            offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return text[: offsets[-count][0]] if count < len(offsets) else ""
+
     def _ids(self, text: str, add_special_tokens: bool = False) -> Tokens:
         if self._callable:
             encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)

@@ -3,10 +3,10 @@
 import difflib
 
 from kvjax.errors import UserError
-from kvjax.tasks import contests, longbench, longproc, own, ruler, scbench
+from kvjax.tasks import contests, helmet, longbench, longproc, own, ruler, scbench
 from kvjax.tasks.suite import Dataset, Inputs, Suite
 
-SUITES = (own.SUITE, ruler.SUITE, contests.SUITE, longbench.SUITE, scbench.SUITE, longproc.SUITE)
+SUITES = tuple(one.SUITE for one in (own, ruler, contests, longbench, scbench, helmet, longproc))
 TASKS: dict[str, Suite] = {name: suite for suite in SUITES for name in suite.tasks}
 
 

@@ -169,3 +169,11 @@ def test_what_a_model_says_is_scored_as_text(plain, chat):
         assert asked.score(np.array(split, np.int32)) == 1
         assert sample.separable
         assert not PromptEncoder(tokenizer)(Example("", (question(),))).separable
+
+
+def test_a_text_loses_its_last_tokens(plain, chat):
+    text = "Nine grey owls sit on the branches."
+    for encode in (PromptEncoder(plain), PromptEncoder(chat)):
+        ids = plain.encode(text, add_special_tokens=False).ids
+        assert plain.encode(encode.without_end(text, 3), add_special_tokens=False).ids == ids[:-3]
+        assert encode.without_end(text, len(ids)) == encode.without_end(text, 99) == ""

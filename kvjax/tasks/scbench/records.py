@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.errors import UserError
-from kvjax.tasks.datasets import Row, folder_rows, hub_rows, is_hub_name, row_field, row_text, row_texts
+from kvjax.tasks.datasets import (
+    Row,
+    folder_rows,
+    hub_rows,
+    is_hub_name,
+    row_field,
+    row_objects,
+    row_text,
+    row_texts,
+)
 from kvjax.tasks.prompt import Example, ExampleQuestion, PromptEncoder, Scoring
 from kvjax.tasks.scbench.code import LANGUAGES
 from kvjax.tasks.scbench.scores import LETTERS, choice, first_number, function_match
@@ -85,11 +94,8 @@ def _context(row: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _turns(row: Mapping[str, Any], name: str, at: str) -> list[Turn]:
-    turns = row_field(row, "multi_turns", at)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
-        raise UserError(f"{at}: expected `multi_turns` to be a list of objects, got {str(turns)[:60]}")
     task, found = TASKS[name], []
-    for number, turn in enumerate(turns[:MOST], 1):
+    for number, (_, turn) in enumerate(row_objects(row, "multi_turns", at)[:MOST], 1):
         where = f"{at}, turn {number}"
         kind = name if isinstance(task.reserved, int) else row_text(turn, "task", where)
         if not isinstance(task.reserved, int) and kind not in task.reserved:

@@ -117,7 +117,7 @@ def test_where_rows_are_found(tmp_path, monkeypatch):
     assert found(archive) == wanted
     asked = []
 
-    def downloaded(name, file, repo_type):
+    def downloaded(name, file, repo_type, revision):
         asked.append((name, file, repo_type))
         return str(archive)
 

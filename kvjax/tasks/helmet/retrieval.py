@@ -1,0 +1,163 @@
+"""HELMET's tasks with records in its data.tar.gz: needles and values to recall (RULER, JSON KV), questions about
+retrieved passages (KILT) and rankings of passages (MS MARCO).
+
+The prompts are the published ones, with the demonstrations in their contexts.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvjax.errors import UserError, whole_number
+from kvjax.tasks.datasets import Row, row_field, row_objects, row_text, row_texts
+from kvjax.tasks.helmet.draws import SHOTS, demonstrations, drawn_first, row_key, shuffled
+from kvjax.tasks.helmet.records import LENGTHS, Files, Prompt, Prompts
+from kvjax.tasks.helmet.scores import ranking_gain, substring_match
+from kvjax.tasks.prompt import all_present
+
+RARE = 1000
+"""PopQA's questions are about subjects with fewer views."""
+PASSAGE = "Document (Title: {title}): {text}"
+
+
+def ruler(files: Files, folder: str, several: bool = False) -> Prompts:
+    """Return the prompts of a RULER task, which ask for the `several` or the only value of a needle."""
+    rows = files.rows(f"ruler/{folder}/validation_{LENGTHS[files.size]}.jsonl")
+    return [partial(_ruler_prompt, row, several) for row in shuffled(rows)]
+
+
+def _ruler_prompt(row: Row, several: bool) -> Prompt:
+    at, fields = row
+    kind, asked = row_text(fields, "type_needle_v", at), row_text(fields, "query", at)
+    some, are, all_the = ("Some", "are", "are all the") if several else ("A", "is", "is the")
+    about = f"for {asked} mentioned in the provided text"
+    return Prompt(
+        f"{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. I will quiz "
+        f"you about the {kind} afterwards.\n",
+        row_text(fields, "context", at),
+        "\n",
+        f"What {all_the} special magic {kind} {about}?",
+        f"\nThe special magic {kind} {about} {are}",
+        row_texts(fields, "answer" if "answer" in fields else "outputs", at),
+        all_present,
+    )
+
+
+def json_kv(files: Files) -> Prompts:
+    """Return the prompts that ask for the value of a key in a JSON object."""
+    rows = files.rows(f"json_kv/test_k{(50, 105, 220, 440, 900, 1800)[files.size]}_dep6.jsonl")
+    return [partial(_json_kv_prompt, row) for row in shuffled(rows)]
+
+
+def _json_kv_prompt(row: Row) -> Prompt:
+    at, fields = row
+    shown = row_field(fields, "demos", at)
+    pairs = shown[:SHOTS] if isinstance(shown, list) else []
+    if not pairs or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise UserError(f"{at}: expected `demos` to be a list of keys and values, got {str(shown)[:60]}")
+    demos = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in pairs)
+    task = "Extract the value corresponding to the specified key in the JSON object below."
+    return Prompt(
+        "",
+        row_text(fields, "context", at),
+        f"\n\n{task}\n\n{demos}",
+        f"Key: {row_text(fields, 'question', at)}",
+        "\nCorresponding value:",
+        row_texts(fields, "answer", at, single=True),
+        substring_match,
+    )
+
+
+def kilt(files: Files, test: str, demos: str, rare: bool = False) -> Prompts:
+    """Return the prompts that ask questions about passages. `rare`: only PopQA's questions about subjects that
+    are rarely looked up; its demonstrations are other questions of the same split."""
+    passages = (20, 50, 105, 220, 440, 1000)[files.size]
+    rows, shown = files.rows(f"kilt/{test.format(passages)}.jsonl"), files.rows(f"kilt/{demos}.jsonl")
+    if rare:
+        rows, shown = ([row for row in own if _is_rare(row)] for own in (rows, shown))
+    key = "id" if any("id" in fields for _, fields in rows) else "question"
+    ordered, _ = drawn_first(rows, key)
+    return [partial(_kilt_prompt, row, key, shown, rare) for row in ordered]
+
+
+def _is_rare(row: Row) -> bool:
+    at, fields = row
+    return whole_number(at, "`s_pop`", row_field(fields, "s_pop", at), 0) < RARE
+
+
+def _kilt_prompt(row: Row, key: str, shown: Sequence[Row], rare: bool) -> Prompt:
+    others = [one for one in shown if row_key(one, key) != row_key(row, key)] if rare else shown
+    demos = "".join(
+        f"{_passages(at, one, PASSAGE)}\n\nQuestion: {row_text(one, 'question', at)}\n"
+        f"Answer: {row_texts(one, 'answers', at)[0]}\n\n"
+        for at, one in demonstrations(row, others, key)
+    )
+    at, fields = row
+    return Prompt(
+        "Use the given documents to write a concise and short answer to the question. Write your answer in the "
+        f"following format:\nAnswer: [answer]\n\n{demos}",
+        _passages(at, fields, PASSAGE),
+        "\n\n",
+        f"Question: {row_text(fields, 'question', at)}",
+        "\nAnswer:",
+        row_texts(fields, "answers", at),
+        substring_match,
+    )
+
+
+def _passages(at: str, fields: Mapping[str, Any], template: str) -> str:
+    """Return a record's passages, each as the template has its fields."""
+    names = [name for name in ("id", "title", "text") if f"{{{name}}}" in template]
+    return "\n\n".join(
+        template.format(**{name: row_text(one, name, where) for name in names})
+        for where, one in row_objects(fields, "ctxs", at)
+    )
+
+
+def msmarco(files: Files) -> Prompts:
+    """Return the prompts that ask for a ranking of passages."""
+    passages = (14, 50, 130, 285, 600, 1000)[files.size]
+    rows = files.rows(f"msmarco/test_reranking_data_k{passages}_dep3.jsonl")
+    shown = files.rows("msmarco/test_reranking_data_k10_dep3.jsonl")
+    ordered, drawn = drawn_first(rows, "qid")
+    evaluated = sum(row_key(row, "qid") in drawn for row in rows)
+    if len(shown) > 2 * evaluated:
+        shown = [row for row in shown if row_key(row, "qid") not in drawn]
+    return [partial(_msmarco_prompt, row, shown) for row in ordered]
+
+
+def _msmarco_prompt(row: Row, shown: Sequence[Row]) -> Prompt:
+    at, fields = row
+    labels = _labels(at, fields)
+    titled = "title" in row_objects(fields, "ctxs", at)[0][1]
+    template = f"[ID: {{id}}] {PASSAGE if titled else 'Document: {text}'}"
+    others = [one for one in shown if row_key(one, "qid") != row_key(row, "qid")]
+    demos = "".join(
+        f"{_passages(where, one, template)}\n\nQuery: {row_text(one, 'query', where)}\n"
+        f"Ranking: {_true_ranking(_labels(where, one))}\n\n"
+        for where, one in demonstrations(row, others, "qid")
+    )
+    return Prompt(
+        "You are provided with a list of documents, each indicated by their ID. Rank each document based on their "
+        "relevance to the question in descending order from most relelvant to least relevant texts. Include all "
+        "documents in the rankings. Write your answer using the unique IDs, with the following format:\n"
+        f"Ranking: ID3 > ID1 > ID2\n\n{demos}",
+        _passages(at, fields, template),
+        "\n\n",
+        f"Query: {row_text(fields, 'query', at)}",
+        "\nRanking:",
+        (_true_ranking(labels),),
+        ranking_gain(dict(labels)),
+    )
+
+
+def _labels(at: str, fields: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the ids of the passages, each with its relevance."""
+    return [
+        (row_text(one, "id", where), whole_number(where, "`label`", row_field(one, "label", where), 0))
+        for where, one in row_objects(fields, "ctxs", at)
+    ]
+
+
+def _true_ranking(labels: Sequence[tuple[str, int]]) -> str:
+    return " > ".join(name for name, _ in sorted(labels, key=lambda pair: -pair[1]))
