@@ -220,6 +220,12 @@ def start(shape: MeshShape) -> Mesh:
     return make_mesh(**dataclasses.asdict(shape))
 
 
+def start_without_devices() -> Mesh:
+    """Return a mesh of one CPU device, whatever this machine has, for work on shapes alone."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    return start(MeshShape())
+
+
 def has_accelerator() -> bool:
     """Whether this machine shows a device node of a GPU or a TPU."""
     return any(glob.glob(pattern) for pattern in ACCELERATOR_NODES)

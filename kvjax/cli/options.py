@@ -37,7 +37,8 @@ def find_config(name: str) -> Path:
     for candidate in (Path(name), packaged):
         if is_there(candidate, "--config") and not candidate.is_dir():
             return candidate
-    known = ", ".join(sorted(path.stem for path in packaged_configs().glob("*.yaml")))
+    own = packaged_configs()
+    known = ", ".join(sorted(str(path.relative_to(own).with_suffix("")) for path in own.rglob("*.yaml")))
     raise UserError(f"--config {name}: there is no such file; kvjax comes with {known}")
 
 

@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from kvjax.cli.launch import run_command, start
+from kvjax.cli.launch import run_command, start, start_without_devices
 from kvjax.errors import printable
 from kvjax.evaluate.config import parse
 
@@ -11,7 +11,7 @@ from kvjax.evaluate.config import parse
 def main(args: list[str] | None = None) -> None:
     """Measure what is not measured yet, then write the report."""
     config = parse(args)
-    mesh = start(config.mesh)
+    mesh = start_without_devices() if config.dry_run else start(config.mesh)
 
     # jax and the rest come only once the command line is known to be good
     import jax
@@ -31,6 +31,12 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.models.folder import find_model
     from kvjax.models.loading import model_shapes
 
+    if config.dry_run:
+        from kvjax.evaluate.dry_run import dry_run
+
+        with jax.set_mesh(mesh):
+            print(printable(dry_run(config)))
+        return
     config = with_gates(config, print)
     check_policies(config)
     with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):

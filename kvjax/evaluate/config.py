@@ -51,7 +51,7 @@ class EvaluateConfig:
     out: Path
     """Folder of results.jsonl, report.md and the pictures."""
     config: str | None = None
-    """A YAML file of these options, under the command line."""
+    """A YAML file of these options, or the name of one that comes with kvjax (papers/kvpop), under the command line."""
     model: str = BUILTIN
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
@@ -121,6 +121,9 @@ class EvaluateConfig:
     the full cache, so that all budgets run one program."""
     page_size: int | None = None
     """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection."""
+    dry_run: bool = False
+    """Only check the options against the model's shape, and say how much would be measured: without weights, data or
+    network, in seconds. For a model of a known shape (as in kvjax.plan) or a folder with its config.json."""
     force: bool = False
     """Take gates that were made for another model of the same shape."""
     dtype: str | None = None

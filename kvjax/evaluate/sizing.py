@@ -18,7 +18,7 @@ from kvjax.errors import UserError
 from kvjax.evaluate.calibrated import SINKS, narrowest, sink_and_window, whole_heads
 from kvjax.evaluate.compared import Compared, answers_contests, budget_argument, compared
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.gates import by_lambda, described, gates_for, most_selective, own_gates_by_lambda
+from kvjax.evaluate.gates import described, gates_for, most_selective, own_gates_by_lambda
 from kvjax.evaluate.sized_tasks import SizedTask
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer
@@ -274,5 +274,3 @@ def check_policies(config: EvaluateConfig) -> None:
                 else f"--policies {one.label} evicts while it answers at length, which is measured on contests: "
                 f"{', '.join(task for task, suite in TASKS.items() if suite.drawn)}"
             )
-        if one.own_tau and len(found := gates_for(config, one)) > 1:
-            by_lambda(found)

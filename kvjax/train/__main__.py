@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 def main(args: list[str] | None = None) -> None:
     """Train, then report."""
     config = parse(args)
+    if config.dry_run:
+        from kvjax.train.dry_run import dry_run
+
+        print(dry_run(config))
+        return
     # the model's and the data's libraries come only once the command line is known to be good
     import jax
 

@@ -20,7 +20,7 @@ SAVED = "config.yaml"
 """What a run was told, in its folder."""
 MAY_CHANGE = {
     *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tasks"),
-    *("tensorboard", "out", "resume", "config"),
+    *("tensorboard", "out", "resume", "config", "dry_run"),
 }
 """What a resumed run may be told anew; of the batch and the mesh, what keeps the sequences of an update."""
 
@@ -172,7 +172,9 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
         config.out.mkdir(parents=True, exist_ok=True)
         whole = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
         if write:
-            write_values(config.out / SAVED, whole, omit=("config", "out", "resume"), new=not config.resume)
+            write_values(
+                config.out / SAVED, whole, omit=("config", "out", "resume", "dry_run"), new=not config.resume
+            )
     except FileExistsError:
         raise UserError(f"--out {config.out} already holds a run, started just now: start again") from None
     except OSError as error:

@@ -25,6 +25,7 @@ from kvjax.cli.launch import start
 from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
+from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import own_values
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.models.shapes import check_longest, check_mesh
@@ -72,9 +73,6 @@ def check(config: Recipe) -> None:
     """Refuse what can be seen to fail before a device is used. Raises UserError."""
     folder = find_model(config.model)
     model = read_config(folder)
-    check_mesh(config.mesh, model)
-    for phase in config.phases():
-        phase.check_model(model)
     if config.data == "builtin" and not speaks_builtin(folder):
         raise UserError(
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
@@ -90,6 +88,14 @@ def check(config: Recipe) -> None:
         task_samples(config, 1)
     if config.tensorboard:
         check_tensorboard()
+    check_shape(config, model)
+
+
+def check_shape(config: Recipe, model: ModelConfig) -> None:
+    """Refuse options that do not go with a model of that shape. Raises UserError."""
+    check_mesh(config.mesh, model)
+    for phase in config.phases():
+        phase.check_model(model)
     most = max(phase.most_tokens for phase in config.phases())
     said = f"--lengths {most}: more tokens"
     check_longest(model, most, said if config.unit == "sequences" else f"contexts of {most:,} tokens: more")
@@ -204,9 +210,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
     if (own := config.collect()) is not None:
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         return model, rows, own, rows.total * sum(phase.steps for phase in phases)
-    lengths = np.concatenate(
-        [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
-    )
+    lengths = step_lengths(phases)
     last = phases[-1]
     wanted = Wanted(
         config.data,
@@ -221,6 +225,13 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
     data = config.open_data(wanted)
     model = load_model(config.model, dtype=config.dtype, max_length=longest)
     return model, rows, lambda *_: data, rows.total * int(lengths.sum())
+
+
+def step_lengths(phases: Sequence[Recipe]) -> Int[np.ndarray, " steps"]:
+    """Return the length of the sequences of every update of a run."""
+    return np.concatenate(
+        [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
+    )
 
 
 @contextlib.contextmanager

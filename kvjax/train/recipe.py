@@ -100,6 +100,9 @@ class Recipe(abc.ABC):
     """Of the initial values, of what a loss draws, of the order of the data and of the report's tasks."""
     out: Path | None = None
     """Folder of the run: checkpoints, metrics, exports, report. By default runs/train-1, or the next number."""
+    dry_run: bool = False
+    """Only check the options against the model's shape, and say how much would be trained: without weights, data or
+    network, in seconds. For a model of a known shape (as in kvjax.plan) or a folder with its config.json."""
     resume: bool = False
     """Go on from the last checkpoint in --out (by default the newest in runs/)."""
     checkpoint_every: int = 250

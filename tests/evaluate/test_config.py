@@ -12,8 +12,7 @@ from kvjax.evaluate.sizing import check_policies
 from kvjax.tasks.registry import TASKS
 from kvjax.train.config import parse as parse_training
 
-CLAIMS = sorted(f"claims/{path.stem}" for path in (packaged_configs() / "claims").glob("*.yaml"))
-PACKAGED = [*sorted(path.stem for path in packaged_configs().glob("evaluate-*.yaml")), *CLAIMS]
+PACKAGED = sorted(f"{path.parent.name}/{path.stem}" for path in packaged_configs().glob("*/*.yaml"))
 
 
 def test_defaults_are_the_documented():
@@ -55,11 +54,13 @@ def test_every_packaged_comparison_is_of_known_policies_and_tasks(name, tmp_path
     assert set(config.tasks) <= set(TASKS)
 
 
-@pytest.mark.parametrize("name", CLAIMS)
-def test_the_commands_of_a_claim_s_comments_parse(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", PACKAGED)
+def test_the_commands_in_a_comparison_s_comments_parse(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     comments = (packaged_configs() / f"{name}.yaml").read_text()
-    commands = re.findall(r"python -m kvjax\.(\w+) (.*)", comments.replace("$S", "0"))
+    # a claim's $S is a seed; a paper's variables are a sparsity ($S), a λ ($L) and a number of entries ($B)
+    comments = re.sub(r"\$[SL]\b", "0" if name.startswith("claims") else "0.5", comments).replace("$B", "512")
+    commands = re.findall(r"python -m kvjax\.(\w+) (.*)", comments)
     evaluated = 0
     for program, rest in commands:
         if program == "train":

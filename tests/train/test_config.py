@@ -14,7 +14,7 @@ from kvjax.train.data import draw_step_lengths
 from kvjax.train.loop import check, plan, train
 from kvjax.train.recipes import duo_attention, find_recipe, prulong
 
-PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml") if "evaluate-" not in path.stem)
+PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,27 @@
+"""`--dry-run` of a training: its options against the model's shape, and how much it would train."""
+
+import jax
+
+from kvjax.cli.launch import start_without_devices
+from kvjax.models.loading import model_shapes
+from kvjax.models.shapes import find_shape
+from kvjax.train.loop import check_shape, plan, step_lengths
+from kvjax.train.recipe import Recipe
+
+
+def dry_run(config: Recipe) -> str:
+    """Check a training without weights, data or network, and return what it would train.
+
+    Raises:
+        UserError: options that do not go with the model, or a model of no known shape.
+    """
+    shape = find_shape(config.model).config
+    check_shape(config, shape)
+    tokens = config.rows * int(step_lengths(config.phases()).sum())
+    with jax.set_mesh(start_without_devices()):
+        params = jax.eval_shape(config.init, model_shapes(shape))
+    trained = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return (
+        f"{config.method} for {config.model}: {shape.num_layers} layers × {shape.num_kv_heads} KV heads; weights and "
+        f"data ({config.data}) were not read\n{plan(config, 0, tokens, trained)}"
+    )

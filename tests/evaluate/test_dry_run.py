@@ -1,0 +1,91 @@
+"""`--dry-run`: a wrong configuration is one line, and a right one says how much it would measure."""
+
+import pytest
+
+from kvjax.cli.options import packaged_configs
+from kvjax.errors import UserError
+from kvjax.evaluate.__main__ import main
+
+PAPERS = sorted(f"papers/{path.stem}" for path in (packaged_configs() / "papers").glob("*.yaml"))
+CLAIMS = ["claims/fast_kvzip", "claims/oraclekv", "claims/prulong"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a dry run loads nothing")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvjax.hub.fetch", refuse)
+    monkeypatch.setattr("kvjax.models.folder.fetch", refuse)
+    monkeypatch.setattr("kvjax.models.load_model", refuse)
+    monkeypatch.setattr("kvjax.evaluate.sized_tasks.sized_tasks", refuse)
+
+
+@pytest.mark.parametrize("name", [*PAPERS, *CLAIMS])
+def test_every_comparison_passes(name, tmp_path, capsys):
+    main(["--config", name, "--out", str(tmp_path / "run"), "--dry-run"])
+    shown = capsys.readouterr().out
+    assert "weights and data were not read" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_it_says_how_much_would_be_measured(capsys):
+    """A prompt-end eviction is read once for all its budgets and with the full cache, one by chunks for each budget."""
+    args = [
+        "--policies",
+        "full",
+        "snapkv",
+        "snapkv:when=chunk",
+        "--budgets",
+        "0.2",
+        "0.4",
+        "--tasks",
+        "vt",
+        "cwe",
+    ]
+    args += ["--model", "Qwen/Qwen3-8B", "--context", "4096", "8192", "--samples", "10", "--mesh", "8"]
+    main([*args, "--out", "run", "--dry-run"])
+    assert capsys.readouterr().out == (
+        "Qwen/Qwen3-8B: 36 layers × 8 KV heads; weights and data were not read\n"
+        "3 policies, 5 with their budgets, × 2 tasks × lengths of 4,096, 8,192 tokens: 20 results of 10 answers\n"
+        "at most 737,280 tokens to read, each of at most 40 contexts up to 3 times\n"
+    )
+
+
+def test_gates_that_are_not_there_yet_are_named(capsys):
+    args = ["--model", "llama-3.1-8b", "--policies", "full", "wgkv", "fast_kvzip", "--tasks", "vt"]
+    main([*args, "--gates", "one/gates", "two/gates", "--out", "run", "--dry-run"])
+    assert "gates not there yet: one/gates, two/gates; " in (shown := capsys.readouterr().out)
+    assert shown.endswith("names are checked for wgkv, fast_kvzip\n")
+    assert "3 policies, 7 with their budgets," in shown
+    with pytest.raises(UserError, match="--policies wgkv needs --gates of wgkv"):
+        main([*args, "--out", "run", "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--policies", "snap_kv"], "unknown method 'snap_kv'; the nearest known: snapkv"),
+        (["--policies", "wgkv:taw=1"], "wgkv has no argument 'taw'"),
+        (["--policies", "kvzip:ratio=1.5"], "kvzip:ratio=1.5 at 1 of 60000 tokens: .* got 1.5"),
+        (["--budgets", "0.00005"], "does not hold"),
+        (
+            ["--tasks", "longbench_qaspar"],
+            "unknown task 'longbench_qaspar'; the nearest known: longbench_qasper",
+        ),
+        (
+            ["--tasks", "aime_2024"],
+            "whatever the budget; aime_2024 is for those that evict while they answer",
+        ),
+        (["--mesh", "1x3"], "tensor axis of 3 does not divide the model's kv heads"),
+        (
+            ["--model", "someone/unknown-9b"],
+            "--model someone/unknown-9b: no such folder here, and of no known shape",
+        ),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line(args, message, tmp_path):
+    with pytest.raises(UserError, match=message) as error:
+        main(["--config", "papers/oraclekv-llama-3.1-8b", "--out", "run", "--dry-run", *args])
+    assert "\n" not in str(error.value)
