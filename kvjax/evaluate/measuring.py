@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -22,13 +22,14 @@ from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.interval import mean_interval
 from kvjax.evaluate.joint_eviction import JointEviction, own_planes
-from kvjax.inference.eviction import at_prompt_end
+from kvjax.inference.eviction import TokenRows, at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.inference.forward import drop_observation_state, feed
 from kvjax.inference.prefill import CHUNK, prefill
+from kvjax.inference.reread import reread
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import BIAS
+from kvjax.policies.base import BIAS, Reconstruction
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.policy import Policy
@@ -139,18 +140,49 @@ def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner
 
 
 def compact(
-    model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
+    model: Decoder,
+    policy: Policy,
+    reading: Reading,
+    group: Sequence[Sample],
+    watch: Stopwatch,
+    *,
+    reconstructed: bool = False,
 ) -> Reading:
-    """A copy of what was read without compaction, compacted as the policy does at the prompt's end."""
+    """A copy of what was read without compaction, compacted as the policy does at the prompt's end.
+
+    reconstructed: True for what `reconstruct` returned.
+    """
     if policy.schedule is None:
         return dataclasses.replace(reading, cache=jax.tree.map(jnp.copy, reading.cache))
-    watch.lap()
     observers = _observers(policy, group)
-    with use_mesh(model), footprint_log(reading.log) as log:
-        compiled = policy.compile(model)
+
+    def at_end(compiled: CompiledPolicy, cache: Cache, rows: TokenRows) -> Cache:
         run = partial(feed, model, compiled.host, compiled.read, chunk=CHUNK)
-        cache, rows = jax.tree.map(jnp.copy, reading.cache), [sample.context for sample in group]
-        cache = at_prompt_end(model, compiled, cache, rows, observers, run)
+        return at_prompt_end(model, compiled, cache, rows, observers, run, reconstructed=reconstructed)
+
+    return _continued(model, policy, reading, group, watch, at_end)
+
+
+def reconstruct(
+    model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
+) -> Reading:
+    """A copy of what was read without compaction, after the reconstruction passes, which are the same at all
+    budgets."""
+    return _continued(model, policy, reading, group, watch, partial(reread, model))
+
+
+def _continued(
+    model: Decoder,
+    policy: Policy,
+    reading: Reading,
+    group: Sequence[Sample],
+    watch: Stopwatch,
+    run: Callable[[CompiledPolicy, Cache, TokenRows], Cache],
+) -> Reading:
+    watch.lap()
+    with use_mesh(model), footprint_log(reading.log) as log:
+        copied = jax.tree.map(jnp.copy, reading.cache)
+        cache = run(policy.compile(model), copied, [sample.context for sample in group])
     jax.block_until_ready(cache)
     seconds = watch.lap()
     return Reading(cache, log, reading.seconds + seconds, reading.compiled or watch.compiled)
@@ -199,11 +231,15 @@ def measure_together(
     for group in groups(samples, manner.batch):
         whole = read(model, reader, group, manner)
         for index, own in enumerate(policies):
+            read_again = isinstance(innermost(methods[index].eviction), Reconstruction)
+            uncompacted = _own_reading(whole, index, methods[index])
+            if read_again:
+                uncompacted = reconstruct(model, methods[index], uncompacted, group, manner.watch)
             for policy, tally in zip(own, tallies[index], strict=True):
-                reading = _own_reading(whole, index, methods[index])
-                reading = compact(model, policy, reading, group, manner.watch)
+                reading = compact(model, policy, uncompacted, group, manner.watch, reconstructed=read_again)
                 tally.add(model, policy, reading, group, manner.watch)
                 del reading  # two compacted caches would be held beside the whole one
+            del uncompacted
         del whole
     totals = [tally.total() for own in tallies for tally in own]
     return totals if len(totals) == 1 else [dataclasses.replace(one, prefill=None) for one in totals]

@@ -89,8 +89,7 @@ def _about(config: EvaluateConfig, results: Sequence[Result]) -> str:
     if any(result.described.partition(":")[0] == "kvzip" for result in results):
         lines.append(
             "KVzip has every context repeated before it compresses it, a part at a time behind all of it. Its "
-            "footprint leaves that out; what it cost is under Sizes and speeds: all that was held, the peak, and "
-            "prefill tokens per second, in which both readings are."
+            "footprint leaves that out; what it held is under Sizes and speeds: all that was held, and the peak."
         )
     if any(result.tau is not None for result in results):
         lines.append(

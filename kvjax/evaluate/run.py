@@ -49,8 +49,6 @@ from kvjax.inference.generate import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, load_gates
-from kvjax.policies.base import Reconstruction
-from kvjax.policies.eviction.wrapper import innermost
 from kvjax.tasks.sample import Sample, score_agreements
 
 ANSWERS_FOLDER = "answers"
@@ -271,8 +269,7 @@ def reading_of(one: Compared, policy: Policy, gates: str | None) -> object:
     """Return what is alike of all policies for which one reading of contexts serves, until the prompt's end; None for
     one that is read alone."""
     late = policy.schedule is not None and policy.schedule.trigger.when != "prompt"
-    passes = isinstance(innermost(policy.eviction), Reconstruction)
-    if late or passes or measured_alone(policy):
+    if late or measured_alone(policy):
         return None
     if policy.stores_all:
         return True

@@ -44,12 +44,14 @@ def at_prompt_end(
     observers: TokenRows | None = None,
     run: Feed | None = None,
     implementation: str | None = None,
+    reconstructed: bool = False,
 ) -> Cache:
     """Return the cache (donated) of the prompts `rows`, compacted once as the policy's schedule says.
 
     Args:
         observers: as in `kvjax.inference.prefill.read`.
         run: `feed` for them.
+        reconstructed: True if all reconstruction passes were made (`reread`).
     """
     host, dropped = policy.host, [0] * len(rows)
     schedule = host.schedule
@@ -60,7 +62,7 @@ def at_prompt_end(
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run)
-    if isinstance(innermost(host.eviction), Reconstruction):
+    if isinstance(innermost(host.eviction), Reconstruction) and not reconstructed:
         cache = reread(model, policy, cache, rows, implementation)
     prefix = [schedule.needs.prefix_of(row) for row in rows]
     stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)

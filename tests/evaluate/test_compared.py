@@ -201,7 +201,7 @@ def test_what_is_read_together_reads_alike(model, gates_of):
         if not one.calibrated and (reading := reading_of(one, policy, sizing.gates)):
             alike.setdefault(reading, []).append(policy.compile(model).read)
             names.setdefault(reading, set()).add(text)
-    apart = {"streaming_llm", "kvzip", "oraclekv", "kvpop", "wgkv"}
+    apart = {"streaming_llm", "oraclekv", "kvpop", "wgkv"}
     assert [*names.values()] == [
         {x for x in EVERY if not x.endswith("calibrated") and "when=" not in x and "wgkv" not in x}
         - {*apart, "fast_kvzip"},

@@ -301,7 +301,10 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
         [make_policy("expected_attention:ratio=0.5", model=unnormed)],
         [make_policy({"quest": {"ratio": ratio}}, model=unnormed) for ratio in (0.2, 0.6)],
         [make_policy("h2o:ratio=0.5", model=unnormed)],
-        [make_policy({"kvzip": {"ratio": 0.5, "repeated": 12, **ASKED}}, model=unnormed)],
+        [
+            make_policy({"kvzip": {"ratio": ratio, "repeated": 12, **ASKED}}, model=unnormed)
+            for ratio in (0.5, 0.25)
+        ],
     ]
     alone = [measure(unnormed, policy, samples, manner) for own in policies for policy in own]
     read = measuring.read
