@@ -17,6 +17,11 @@ COLORS = (
 """Colors of methods; where there are more, they differ by their markers."""
 
 
+FEW = 7
+"""Lines of a picture of means, which can be told apart by their labels."""
+APART = 0.06
+"""Least distance of two labels, as a share of the axes' height."""
+
 MEASURES = "KV footprint, of full attention's", "entries kept, of the full cache's"
 """Axes that scores are shown against."""
 
@@ -93,6 +98,51 @@ def draw_tradeoff(file: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[f
         shown.update(zip(labels, handles, strict=True))
     sheet.legend(shown.values(), shown.keys(), fontsize=7, loc="outside right upper")
     sheet.savefig(file)
+
+
+def draw_means(
+    file: Path, panels: Mapping[str, tuple[float | None, Mapping[str, Sequence[tuple[float, float]]]]]
+) -> None:
+    """For each title a panel with score in percent against the share of entries kept: the full cache's score as a
+    level, and a line for each method's (kept, score) points, with its name at its smallest share."""
+    sheet = figure(5.6, 3.7 * len(panels))
+    for index, (title, (full, lines)) in enumerate(panels.items()):
+        axes = sheet.add_subplot(len(panels), 1, index + 1)
+        axes.set_xscale("log", base=2)
+        ends = {}
+        for place, (name, points) in enumerate(lines.items()):
+            kept, score = zip(*sorted(points, reverse=True), strict=True)
+            # the first color is the full cache's
+            color, marker = COLORS[(place + 1) % len(COLORS)], MARKERS[(place + 1) % len(MARKERS)]
+            axes.plot(kept, [100 * x for x in score], color=color, marker=marker, linewidth=1.5, markersize=4)
+            ends[name] = kept[-1], 100 * score[-1], color
+        if full is not None:
+            axes.axhline(100 * full, color=COLORS[0], linewidth=1, linestyle="--")
+            least = min(kept for kept, _, _ in ends.values())
+            ends["full cache"] = least, 100 * full, COLORS[0]
+        axes.invert_xaxis()
+        axes.xaxis.set_major_formatter(_fraction)
+        axes.set(xlabel="share of the entries kept", ylabel="score, %", title=title)
+        axes.grid(alpha=0.3)
+        _label_ends(axes, ends)
+    sheet.savefig(file)
+
+
+def _fraction(share: float, place: int | None = None) -> str:
+    """Return a share as 1/4, or as 1."""
+    return "1" if share == 1 else f"1/{1 / share:.3g}"
+
+
+def _label_ends(axes: Any, ends: Mapping[str, tuple[float, float, str]]) -> None:
+    """Write names to the right of the axes, at the heights at which their lines end but `APART`."""
+    low, high = axes.get_ylim()
+    below = -np.inf
+    for name, (kept, score, color) in sorted(ends.items(), key=lambda item: item[1][1]):
+        below = max(score, below + APART * (high - low))
+        axes.annotate(
+            name, (kept, score), (1.02, below), textcoords=axes.get_yaxis_transform(),
+            color=color, fontsize=8, va="center", annotation_clip=False,
+        )  # fmt: skip
 
 
 def draw_kv_ratios(file: Path, title: str, maps: dict[str, dict[str, Float[np.ndarray, "l k"]]]) -> None:

@@ -374,16 +374,21 @@ def _environment(command: str) -> str:
     return "\n".join(lines)
 
 
-def _mean_points(rows: ResultRows) -> dict[str, list[tuple[float, ...]]]:
-    """Mean footprint, entries kept and score of each policy's budgets that all tasks were measured at."""
-    points: dict[str, list[tuple[float, ...]]] = {}
+def _means(rows: ResultRows) -> tuple[float | None, dict[str, list[tuple[float, float]]]]:
+    """Return the full cache's mean score, and the (kept, score) means of the first methods that have budgets, of those
+    budgets at which all tasks were measured. Scores are capped at the full cache's."""
+    full = next((own for own in rows.values() if any(one is not None and one.is_full for one in own)), None)
+    whole = None if full is None or None in full else [one.score for one in full if one is not None]
+    points: dict[str, list[tuple[float, float]]] = {}
     for (policy, _), own in rows.items():
         known = [result for result in own if result is not None]
-        if len(known) == len(own):
-            points.setdefault(policy, []).append(
-                tuple(np.mean([_point(result) for result in known], axis=0).tolist())
-            )
-    return points
+        if len(known) < len(own) or own is full:
+            continue
+        scores = [result.score for result in known]
+        capped = scores if whole is None else np.minimum(scores, whole)
+        kept = np.mean([result.kv_ratio for result in known])
+        points.setdefault(policy, []).append((float(kept), float(np.mean(capped))))
+    return None if whole is None else float(np.mean(whole)), dict(list(points.items())[: pictures.FEW])
 
 
 def _point(result: Result) -> tuple[float, ...]:
@@ -399,11 +404,11 @@ def _draw(out: Path, results: Sequence[Result]) -> None:
     }
     pictures.draw_tradeoff(out / "pareto.png", panels)
     means = {
-        f"mean of {len(tasks)} tasks, {context} tokens": _mean_points(rows)
+        f"mean of {len(tasks)} tasks, {context:,} tokens": _means(rows)
         for context, tasks, rows in _across(results)
     }
     if means:
-        pictures.draw_tradeoff(out / "mean.png", means)
+        pictures.draw_means(out / "mean.png", means)
     for folder in ("kept", "needle"):
         (out / folder).mkdir(exist_ok=True)
     for name, own in _by_policy(results).items():

@@ -1,5 +1,7 @@
 """Pictures: nothing that is written lies outside of the frame."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,23 @@ def test_scores_stand_against_footprint_and_entries_kept(sheets, tmp_path, title
             np.testing.assert_allclose(line.get_xdata(), [point[index % 2] for point in POINTS])
             np.testing.assert_allclose(line.get_ydata(), [50, 90])
     inside(sheet)
+
+
+def test_lines_of_means_are_named_where_they_end(sheets, tmp_path):
+    lines = {f"method {n}": [(0.25, 0.9), (0.125, 0.5 + n / 1000)] for n in range(7)}
+    pictures.draw_means(tmp_path / "a.png", {"mean of 2 tasks, 2,048 tokens": (0.95, lines)})
+    (sheet,) = sheets
+    (axes,) = sheet.axes
+    inside(sheet)
+    *methods, level = axes.lines
+    assert [line.get_ydata()[-1] for line in methods] == pytest.approx([50 + n / 10 for n in range(7)])
+    assert level.get_ydata() == pytest.approx([95, 95])
+    labels = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert labels.keys() == {*lines, "full cache"}
+    below = [labels[f"method {n}"] for n in range(7)]
+    assert all(one.y1 < other.y0 for one, other in itertools.pairwise(below))
+    assert all(box.x1 <= sheet.bbox.x1 for box in labels.values())
+    assert [text.get_color() for text in axes.texts[:7]] == [line.get_color() for line in methods]
 
 
 def test_maps_and_depths_are_inside_too(sheets, tmp_path):
