@@ -1,0 +1,187 @@
+"""Measure NVIDIA kvpress on the contexts of an evaluation, side by side with kvjax.
+
+    pip install '.[parity]'
+    python -m kvjax.convert models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf models/qwen2.5-coder-0.5b
+    python infer/kvpress_rival.py --config evaluate-qwen2.5-coder-0.5b --tasks niah_multikey_2 documents \
+        --twin models/qwen2.5-coder-0.5b --out runs/kvpress
+
+Both libraries read the same token ids one context at a time, compress each to the same share, and answer the same
+questions greedily. The model is the same, for kvpress as a Hugging Face folder.
+"""
+
+import dataclasses
+import importlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.cli.launch import parse_command, run_command, start
+from kvjax.cli.options import find_value, load_config
+from kvjax.errors import UserError
+from kvjax.evaluate.config import EvaluateConfig
+from kvjax.files import write_text
+
+METHODS = {
+    "SnapKV": ("snapkv:observed={observed}", "SnapKVPress", {"window_size": "{observed}"}),
+    "Expected Attention": ("expected_attention", "ExpectedAttentionPress", {}),
+    "KeyDiff": ("keydiff", "KeyDiffPress", {}),
+    # kvpress always keeps four tokens, which take places of the budget
+    "KVzip": ("kvzip:sink=4", "KVzipPress", {}),
+}
+"""The policy of each method, and its press with arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RivalConfig(EvaluateConfig):
+    """Compare kvjax with kvpress. The options are those of kvjax.evaluate; --policies is not used."""
+
+    twin: Path = Path()
+    """The model as a Hugging Face folder."""
+
+
+@dataclasses.dataclass
+class Figures:
+    """The figures of one method at one budget on one task, in one library."""
+
+    score: float
+    interval: tuple[float, float] | None
+    reading: float | None
+    """Tokens of contexts per second, compression included."""
+    decoding: float | None
+    """Tokens of answers per second."""
+    bytes: int
+    """Bytes of a context's keys and values after compression."""
+
+    def __str__(self) -> str:
+        low, high = self.interval or (0.0, 1.0)
+        return (
+            f"{100 * self.score:.0f} [{100 * low:.0f}–{100 * high:.0f}] | {_speed(self.reading)} | "
+            f"{_speed(self.decoding)} | {self.bytes / 2**20:.1f}"
+        )
+
+
+def _speed(tokens: float | None) -> str:
+    return "–" if tokens is None else f"{tokens:.0f}"
+
+
+def pressed(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[int]) -> Figures:
+    """Read and ask each sample under a press, as kvpress's pipeline does."""
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+
+    from kvjax.evaluate.interval import mean_interval
+
+    right, counts, size = [], [], 0
+    seconds, tokens = np.zeros(2), np.zeros(2)
+    for sample in samples:
+        cache, started = transformers.DynamicCache(), time.perf_counter()
+        with torch.no_grad(), press(twin):
+            twin.model(input_ids=torch.tensor(sample.context)[None], past_key_values=cache)
+        seconds[0] += time.perf_counter() - started
+        tokens[0] += len(sample.context)
+        size += sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        scores = []
+        for question in sample.questions:
+            started = time.perf_counter()
+            said, steps = _answer(twin, cache, len(sample.context), question, eos)
+            seconds[1] += time.perf_counter() - started
+            tokens[1] += steps
+            scores.append(question.score(said))
+        right.append(float(sum(scores)))
+        counts.append(len(scores))
+    reading, decoding = (tokens / seconds).tolist()
+    score = sum(right) / sum(counts)
+    return Figures(score, mean_interval(right, counts), reading, decoding, size // len(samples))
+
+
+def _answer(twin: Any, cache: Any, seen: int, question: Any, eos: Sequence[int]) -> tuple[np.ndarray, int]:
+    """Return the greedy answer, and the number of tokens fed. The cache is as before."""
+    torch = importlib.import_module("torch")
+    held = [layer.get_seq_length() for layer in cache.layers]
+    fed, said, place = list(map(int, question.prompt)), [], seen
+    with torch.no_grad():
+        while len(said) < question.answer_tokens:
+            position = torch.arange(place, place + len(fed))[None]
+            out = twin(
+                torch.tensor(fed)[None], past_key_values=cache, position_ids=position, logits_to_keep=1
+            )
+            place += len(fed)
+            token = int(out.logits[0, -1].argmax())
+            if question.stops and token in eos:
+                break
+            said.append(token)
+            fed = [token]
+    for layer, length in zip(cache.layers, held, strict=True):
+        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+    return np.array(said, np.int32), place - seen
+
+
+def table(found: dict[tuple[str, str, float], tuple[Figures, Figures]]) -> str:
+    """Return a Markdown table."""
+    names = ["score", "read, tokens/s", "decode, tokens/s", "MiB"]
+    head = ["task", "method", "kept", *(f"kvjax: {x}" for x in names), *(f"kvpress: {x}" for x in names)]
+    rows = [
+        f"| {task} | {method} | {budget:g} | {ours} | {theirs} |"
+        for (task, method, budget), (ours, theirs) in found.items()
+    ]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
+
+
+def compare(config: RivalConfig, say: Callable[[str], None] = print) -> str:
+    """Measure both libraries and return the table. It is written after every row."""
+    try:
+        kvpress, torch, transformers = map(importlib.import_module, ("kvpress", "torch", "transformers"))
+    except ImportError as error:
+        raise UserError(f"kvpress and torch are needed: pip install '.[parity]' ({error})") from None
+
+    from kvjax.evaluate.measuring import Manner, measure
+    from kvjax.evaluate.sized_tasks import sized_tasks
+    from kvjax.evaluate.sizing import tokenizer_of
+    from kvjax.inference.generate import BLOCK
+    from kvjax.models import load_model
+    from kvjax.policies import make_policy
+
+    tasks = sized_tasks(config)
+    if any(question.given for task in tasks for sample in task.samples for question in sample.questions):
+        raise UserError("--tasks: texts that are given are not compared with kvpress")
+    model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
+    dtype = getattr(torch, str(model.embed.dtype))
+    twin = transformers.AutoModelForCausalLM.from_pretrained(config.twin, dtype=dtype).eval()
+    tokenizer, eos, found = tokenizer_of(config.model), model.config.eos_ids, {}
+    for task in tasks:
+        manner = Manner(1, config.chunk or 2048, 2 * (task.length + BLOCK), config.page_size)
+        for name, (policy, press, options) in METHODS.items():
+            for budget in config.budgets:
+                text = policy.format(observed=config.observed)
+                text += f"{',' if ':' in text else ':'}ratio={budget}"
+                ours = measure(
+                    model, make_policy(text, model=model, tokenizer=tokenizer), task.samples, manner
+                )
+                given = {key: int(value.format(observed=config.observed)) for key, value in options.items()}
+                theirs = pressed(twin, getattr(kvpress, press)(1 - budget, **given), task.samples, eos)
+                found[task.name, name, budget] = (
+                    Figures(ours.score, ours.interval, ours.prefill, ours.decode, ours.bytes), theirs,
+                )  # fmt: skip
+                config.out.mkdir(parents=True, exist_ok=True)
+                write_text(config.out / "kvpress.md", table(found))
+                say(f"{task.name}, {name} at {budget:g}: kvjax {ours.score:.3f}, kvpress {theirs.score:.3f}")
+    return table(found)
+
+
+def main(args: list[str] | None = None) -> None:
+    """The command."""
+    given = sys.argv[1:] if args is None else args
+    name, out = find_value(given, "--config"), find_value(given, "--out")
+    base = None if out is None else RivalConfig(Path(out))
+    config = parse_command(RivalConfig, args, default=load_config(RivalConfig, name, base) if name else None)
+    config.check()
+    config = dataclasses.replace(config, observed=config.observed or 64)
+    start(config.mesh)
+    print(compare(config))
+
+
+if __name__ == "__main__":
+    run_command(main)
