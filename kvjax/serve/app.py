@@ -343,11 +343,14 @@ class Server:
 
     async def _events(self, reply: Reply, asked: Asked, choices: list[Any]) -> AsyncIterator[str]:
         """Yield the events of a stream."""
+        # a client that asks for the usage gets it at the end, and null before
+        not_yet = {"usage": None} if asked.include_usage else {}
         if isinstance(choices[0], ChatChoice):
             delta = {"role": "assistant", "content": ""}
             for choice in choices:
                 yield reply.event(
-                    [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
+                    [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}],
+                    **not_yet,
                 )
         pieces: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -372,12 +375,12 @@ class Server:
                     return
                 running -= piece is None
                 for one in piece or ():
-                    yield reply.event([one], so_far() if asked.usage_in_pieces else None)
+                    yield reply.event([one], **({"usage": so_far()} if asked.usage_in_pieces else not_yet))
         finally:
             for task in tasks:
                 task.cancel()
         if asked.include_usage:
-            yield reply.event([], so_far())
+            yield reply.event([], usage=so_far())
         yield "data: [DONE]\n\n"
 
     async def _unless_gone(self, call: Call, work: Awaitable[Any]) -> Any:

@@ -30,11 +30,10 @@ class Reply:
         """Return the reply as one object."""
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
 
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
-        """Return a piece of the reply, as an event of a stream."""
+    def event(self, choices: list[dict[str, Any]], **more: dict[str, Any] | None) -> str:
+        """Return a piece of the reply, as an event of a stream. more: further fields."""
         kind = self._kind + (".chunk" if self._kind == "chat.completion" else "")
-        piece = {**self._head, "object": kind, "choices": choices}
-        return event(piece if usage is None else piece | {"usage": usage})
+        return event({**self._head, "object": kind, "choices": choices, **more})
 
 
 def event(data: Any) -> str:

@@ -111,9 +111,9 @@ def test_usage_counts_prompts_once_and_says_what_was_read_before(served):
     client = served.client()
     text = "A conversation that nobody had before."
     first = chat(client, text, max_tokens=6, n=2).usage
-    again = list(chat(client, text, max_tokens=6, stream=True, stream_options={"include_usage": True}))[
-        -1
-    ].usage
+    pieces = list(chat(client, text, max_tokens=6, stream=True, stream_options={"include_usage": True}))
+    assert all("usage" in piece.model_fields_set and piece.usage is None for piece in pieces[:-1])
+    again = pieces[-1].usage
     size = len(byte_tokenizer().apply_chat_template(said(text), add_generation_prompt=True)["input_ids"])
     assert first.prompt_tokens == again.prompt_tokens == size
     assert first.completion_tokens == 12
