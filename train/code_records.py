@@ -1,7 +1,9 @@
 """Functions to find in source code, as records of SCBench's RepoQA (arXiv:2412.10319): each question describes a
 function of the context, and the answer is the function, to the letter.
 
-The descriptions are the first paragraphs of the functions' docstrings. The context is the source without any docstring.
+The descriptions are the functions' names and the first paragraphs of their docstrings. A context is the functions and
+classes of a module without any docstring. It has no other statements, because a small model that sees a file's imports
+recites the file from there.
 """
 
 import ast
@@ -15,8 +17,7 @@ LINES = range(4, 21)
 """Lines that a function in question may have: a shorter one says little, a longer one takes long to repeat."""
 DESCRIBED = range(40, 400)
 """Characters that its description may have."""
-Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-"""What may have a docstring."""
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Function(NamedTuple):
@@ -28,7 +29,7 @@ class Function(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A statement of a module, without docstrings."""
+    """A function or a class of a module, without docstrings."""
 
     code: str
     function: Function | None
@@ -38,8 +39,8 @@ class Unit(NamedTuple):
 def code_records(modules: Sequence[str], repo: str, characters: int) -> Iterator[str]:
     """Yield JSON lines for `kvjax.tasks.scbench`.
 
-    A record's context is consecutive statements of a module, of at most `characters` in all. One with fewer than
-    `QUESTIONS` functions to ask about is left out. The functions asked about are spread over the context.
+    A record's context is consecutive functions and classes of a module, of at most `characters` in all. One with fewer
+    than `QUESTIONS` functions to ask about is left out. The functions asked about are spread over the context.
 
     Args:
         modules: Python source.
@@ -60,7 +61,7 @@ def code_records(modules: Sequence[str], repo: str, characters: int) -> Iterator
                     "lang": "python",
                     "multi_turns": [
                         {
-                            "input": f"**Function Description:**\n{one.description}\n",
+                            "input": f"**Function Description:**\nThe function `{one.name}`. {one.description}\n",
                             "answer": one.code,
                             "name": one.name,
                         }
@@ -71,26 +72,27 @@ def code_records(modules: Sequence[str], repo: str, characters: int) -> Iterator
 
 
 def units(module: str) -> list[Unit]:
-    """Return a module's statements as they are written, comments between them left out."""
+    """Return a module's functions and classes as they are written."""
     tree, lines = ast.parse(module), module.splitlines()
     dropped: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, Documented) and ast.get_docstring(node) is not None and len(node.body) > 1:
+        if isinstance(node, Definition) and ast.get_docstring(node) is not None and len(node.body) > 1:
             docstring = node.body[0]
             assert docstring.end_lineno is not None
             dropped |= set(range(docstring.lineno, docstring.end_lineno + 1))
     found = []
     for node in tree.body:
+        if not isinstance(node, Definition):
+            continue
         assert node.end_lineno is not None
-        decorators = getattr(node, "decorator_list", [])
-        start = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         kept = [lines[at - 1] for at in range(start, node.end_lineno + 1) if at not in dropped]
         if code := "\n".join(kept).strip("\n"):
             found.append(Unit(code, _function(node, code)))
     return found
 
 
-def _function(node: ast.stmt, code: str) -> Function | None:
+def _function(node: Definition, code: str) -> Function | None:
     if not isinstance(node, ast.FunctionDef) or node.decorator_list or code.count("\n") + 1 not in LINES:
         return None
     description = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())

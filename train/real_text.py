@@ -30,8 +30,8 @@ DOC = "usr/share/doc"
 PYTHON = f"{DOC}/python3.11/html/_sources"
 NOVELS = "usr/lib/R/site-library/janeaustenr/data/Rdata"
 LIBRARIES = "usr/lib/python3/dist-packages"
-CODE = "code"
-"""The folder of the records of source code."""
+CODE, RECORDS = "code", "scbench_repoqa.jsonl"
+"""The folder of held-out source code, and its file of functions to find."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,8 @@ WORKS = {
 class TextConfig:
     """Write pieces of natural text: OUT/train and OUT/heldout, a file a piece, and OUT/sources.json.
 
-    With --code, OUT/train also has pieces of source code, and OUT/code has functions to find in the code of other
-    libraries, for kvjax.evaluate --tasks scbench_repoqa --data scbench=OUT/code.
+    With --code, OUT/train also has pieces of source code, and OUT/code has held-out pieces of other libraries' code
+    and functions to find in it (kvjax.evaluate --tasks scbench_repoqa --data scbench=OUT/code).
     """
 
     packages: Path
@@ -124,11 +124,9 @@ def main(args: list[str] | None = None) -> None:
         for name, work in works.items()
     }
     write_text(config.out / "sources.json", json.dumps(sources, indent=2) + "\n")
-    for part in ("train", "heldout"):
-        written = list((config.out / part).iterdir())
+    for part in ("train", "heldout", *([CODE] if config.code else [])):
+        written = list((config.out / part).glob("*.txt"))
         print(f"{config.out / part}: {len(written)} pieces, {sum(f.stat().st_size for f in written):,} bytes")
-    if config.code:
-        print(f"{config.out / CODE}: {sum(counts[name] for name in works if is_asked(works[name]))} records")
 
 
 def check_rdata() -> None:
@@ -142,7 +140,7 @@ def check_rdata() -> None:
 
 
 def is_asked(work: Work) -> bool:
-    """Return whether a work becomes records of functions to find."""
+    """Return whether there are functions to find in a work."""
     return work.code and work.heldout
 
 
@@ -212,15 +210,13 @@ def pieces(text: str, characters: Sequence[int]) -> Iterator[str]:
 
 
 def write(config: TextConfig, name: str, texts: Sequence[str]) -> int:
-    """Write a work's pieces or records. Returns how many there are."""
+    """Write a work's pieces, and of code that is held out also its records. Returns how many pieces there are."""
     work = WORKS[name]
     folder = config.out / (CODE if is_asked(work) else "heldout" if work.heldout else "train")
     folder.mkdir(parents=True, exist_ok=True)
     if is_asked(work):
-        records = list(code_records(texts, name, config.code_characters))
-        with (folder / "scbench_repoqa.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(f"{record}\n" for record in records)
-        return len(records)
+        with (folder / RECORDS).open("a", encoding="utf-8") as file:
+            file.writelines(f"{record}\n" for record in code_records(texts, name, config.code_characters))
     sizes = config.heldout_characters if work.heldout else config.characters
     count = 0
     for piece in pieces("\n\n".join(texts), sizes):
