@@ -2,7 +2,7 @@
 
     pip install '.[parity]'
     python -m kvjax.convert models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf models/qwen2.5-coder-0.5b
-    python infer/kvpress_rival.py --config evaluate-qwen2.5-coder-0.5b --tasks niah_multikey_2 documents \
+    python infer/kvpress_rival.py --config claims/qwen2.5-coder-0.5b --tasks niah_multikey_2 documents \
         --twin models/qwen2.5-coder-0.5b --out runs/kvpress
 
 Both libraries read the same token ids one context at a time, compress each to the same share, and answer the same
