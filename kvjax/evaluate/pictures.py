@@ -115,11 +115,10 @@ def draw_means(
             # the first color is the full cache's
             color, marker = COLORS[(place + 1) % len(COLORS)], MARKERS[(place + 1) % len(MARKERS)]
             axes.plot(kept, [100 * x for x in score], color=color, marker=marker, linewidth=1.5, markersize=4)
-            ends[name] = kept[-1], 100 * score[-1], color
+            ends[name] = 100 * score[-1], color
         if full is not None:
             axes.axhline(100 * full, color=COLORS[0], linewidth=1, linestyle="--")
-            least = min(kept for kept, _, _ in ends.values())
-            ends["full cache"] = least, 100 * full, COLORS[0]
+            ends["full cache"] = 100 * full, COLORS[0]
         axes.invert_xaxis()
         axes.xaxis.set_major_formatter(_fraction)
         axes.set(xlabel="share of the entries kept", ylabel="score, %", title=title)
@@ -133,16 +132,15 @@ def _fraction(share: float, place: int | None = None) -> str:
     return "1" if share == 1 else f"1/{1 / share:.3g}"
 
 
-def _label_ends(axes: Any, ends: Mapping[str, tuple[float, float, str]]) -> None:
-    """Write names to the right of the axes, at the heights at which their lines end but `APART`."""
+def _label_ends(axes: Any, ends: Mapping[str, tuple[float, str]]) -> None:
+    """Write names to the right of the axes, at the scores at which their lines end but `APART`."""
     low, high = axes.get_ylim()
     below = -np.inf
-    for name, (kept, score, color) in sorted(ends.items(), key=lambda item: item[1][1]):
+    for name, (score, color) in sorted(ends.items(), key=lambda item: item[1]):
         below = max(score, below + APART * (high - low))
-        axes.annotate(
-            name, (kept, score), (1.02, below), textcoords=axes.get_yaxis_transform(),
-            color=color, fontsize=8, va="center", annotation_clip=False,
-        )  # fmt: skip
+        axes.text(
+            1.02, below, name, transform=axes.get_yaxis_transform(), color=color, fontsize=8, va="center"
+        )
 
 
 def draw_kv_ratios(file: Path, title: str, maps: dict[str, dict[str, Float[np.ndarray, "l k"]]]) -> None:

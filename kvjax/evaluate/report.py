@@ -403,11 +403,11 @@ def _draw(out: Path, results: Sequence[Result]) -> None:
         for title, own in _panels(results).items()
     }
     pictures.draw_tradeoff(out / "pareto.png", panels)
-    means = {
+    found = {
         f"mean of {len(tasks)} tasks, {context:,} tokens": _means(rows)
         for context, tasks, rows in _across(results)
     }
-    if means:
+    if means := {title: panel for title, panel in found.items() if panel[1]}:
         pictures.draw_means(out / "mean.png", means)
     for folder in ("kept", "needle"):
         (out / folder).mkdir(exist_ok=True)
