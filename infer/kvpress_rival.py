@@ -11,18 +11,16 @@ questions greedily. The model is the same, for kvpress as a Hugging Face folder.
 
 import dataclasses
 import importlib
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvjax.cli.launch import parse_command, run_command, start
-from kvjax.cli.options import find_value, load_config
+from kvjax.cli.launch import run_command, start
 from kvjax.errors import UserError
-from kvjax.evaluate.config import EvaluateConfig
+from kvjax.evaluate.config import EvaluateConfig, parse
 from kvjax.files import write_text
 
 METHODS = {
@@ -130,7 +128,7 @@ def table(found: dict[tuple[str, str, float], tuple[Figures, Figures]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 
 
-def compare(config: RivalConfig, say: Callable[[str], None] = print) -> str:
+def compare(config: RivalConfig) -> str:
     """Measure both libraries and return the table. It is written after every row."""
     try:
         kvpress, torch, transformers = map(importlib.import_module, ("kvpress", "torch", "transformers"))
@@ -144,6 +142,7 @@ def compare(config: RivalConfig, say: Callable[[str], None] = print) -> str:
     from kvjax.models import load_model
     from kvjax.policies import make_policy
 
+    assert config.chunk is not None
     tasks = sized_tasks(config)
     if any(question.given for task in tasks for sample in task.samples for question in sample.questions):
         raise UserError("--tasks: texts that are given are not compared with kvpress")
@@ -152,7 +151,7 @@ def compare(config: RivalConfig, say: Callable[[str], None] = print) -> str:
     twin = transformers.AutoModelForCausalLM.from_pretrained(config.twin, dtype=dtype).eval()
     tokenizer, eos, found = tokenizer_of(config.model), model.config.eos_ids, {}
     for task in tasks:
-        manner = Manner(1, config.chunk or 2048, 2 * (task.length + BLOCK), config.page_size)
+        manner = Manner(1, config.chunk, 2 * (task.length + BLOCK), config.page_size)
         for name, (policy, press, options) in METHODS.items():
             for budget in config.budgets:
                 text = policy.format(observed=config.observed)
@@ -167,18 +166,15 @@ def compare(config: RivalConfig, say: Callable[[str], None] = print) -> str:
                 )  # fmt: skip
                 config.out.mkdir(parents=True, exist_ok=True)
                 write_text(config.out / "kvpress.md", table(found))
-                say(f"{task.name}, {name} at {budget:g}: kvjax {ours.score:.3f}, kvpress {theirs.score:.3f}")
+                print(
+                    f"{task.name}, {name} at {budget:g}: kvjax {ours.score:.3f}, kvpress {theirs.score:.3f}"
+                )
     return table(found)
 
 
 def main(args: list[str] | None = None) -> None:
     """The command."""
-    given = sys.argv[1:] if args is None else args
-    name, out = find_value(given, "--config"), find_value(given, "--out")
-    base = None if out is None else RivalConfig(Path(out))
-    config = parse_command(RivalConfig, args, default=load_config(RivalConfig, name, base) if name else None)
-    config.check()
-    config = dataclasses.replace(config, observed=config.observed or 64)
+    config = parse(args, RivalConfig)
     start(config.mesh)
     print(compare(config))
 

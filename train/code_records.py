@@ -33,7 +33,7 @@ class Unit(NamedTuple):
 
     code: str
     function: Function | None
-    """What may be asked about it."""
+    """The function, if it may be asked about."""
 
 
 def code_records(modules: Sequence[str], repo: str, characters: int) -> Iterator[str]:

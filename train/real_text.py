@@ -98,7 +98,7 @@ class TextConfig:
     code: bool = False
     """Also read the libraries."""
     code_characters: int = 9_000
-    """Of the contexts of source code, at most: some 2,500 tokens."""
+    """Most characters of a context of the records: some 2,500 tokens."""
 
 
 def main(args: list[str] | None = None) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvjax.builtin import BUILTIN, GATES
 from kvjax.cli.launch import MeshShape, parse_command
@@ -190,6 +191,9 @@ class EvaluateConfig:
             raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
 
+Config = TypeVar("Config", bound=EvaluateConfig)
+
+
 def default_chunk(context: int) -> int:
     """Tokens of a chunk of contexts of `context` tokens."""
     return max(1, min(32768, context // 4))
@@ -200,14 +204,13 @@ def default_observed(chunk: int) -> int:
     return max(1, min(64, chunk // 16))
 
 
-def parse(args: Sequence[str] | None = None) -> EvaluateConfig:
-    """The evaluation's settings from the command line, with what follows from others filled in. Raises UserError."""
+def parse(args: Sequence[str] | None = None, kind: type[Config] = EvaluateConfig) -> Config:
+    """Return the settings from the command line, as the evaluation's or as those of a program that adds to them, with
+    what follows from others filled in. Raises UserError."""
     arguments = sys.argv[1:] if args is None else args
     name, out = find_value(arguments, "--config"), find_value(arguments, "--out")
-    base = None if out is None else EvaluateConfig(Path(out))
-    config = parse_command(
-        EvaluateConfig, args, default=load_config(EvaluateConfig, name, base) if name else None
-    )
+    base = None if out is None else kind(Path(out))
+    config = parse_command(kind, args, default=load_config(kind, name, base) if name else None)
     config.check()
     chunk = config.chunk or default_chunk(min(config.context))
     observed = config.observed or default_observed(chunk)

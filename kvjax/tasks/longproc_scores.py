@@ -134,7 +134,7 @@ def _tagged(text: str, tag: str) -> str | None:
 def _agreeing(
     told: Sequence[str], true: Sequence[str], same: Callable[[str, str], bool] = operator.eq
 ) -> int:
-    """How many lines agree before the first that does not."""
+    """Return the number of lines that agree before the first that does not."""
     return sum(1 for _ in itertools.takewhile(lambda pair: same(*pair), zip(told, true, strict=False)))
 
 

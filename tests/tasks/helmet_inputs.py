@@ -179,4 +179,4 @@ DIGESTS = {
     "icl_clinic150": (500, "9401b836af34eead"), "icl_nlu": (500, "1227aac10331a7d6"),
     "infbench_qa_eng": (100, "7c34b76c7a51ee34"), "infbench_choice_eng": (100, "58f122c4c2ed6d13"),
 }  # fmt: skip
-"""How many prompts the official program makes of each task, and a digest of about twenty of them."""
+"""Number of prompts that the official program makes of each task, and a digest of about twenty of them."""

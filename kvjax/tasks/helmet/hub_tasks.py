@@ -38,7 +38,7 @@ class Texts:
     label: str
     """The field of the label."""
     labels: int
-    """How many labels there are."""
+    """Number of labels."""
     shots: tuple[int, ...]
     """Demonstrations, by length."""
     test: str = "test"
