@@ -31,15 +31,18 @@ def packaged_configs() -> Path:
 def find_config(name: str) -> Path:
     """A YAML file by its path, or one that comes with kvjax by its name (`qwen3-4b`).
 
-    Raises UserError naming the ones that come with kvjax if there is no such file.
+    Raises UserError naming the nearest that come with kvjax if there is no such file.
     """
     packaged = packaged_configs() / f"{Path(name).stem if name.endswith('.yaml') else name}.yaml"
     for candidate in (Path(name), packaged):
         if is_there(candidate, "--config") and not candidate.is_dir():
             return candidate
     own = packaged_configs()
-    known = ", ".join(sorted(str(path.relative_to(own).with_suffix("")) for path in own.rglob("*.yaml")))
-    raise UserError(f"--config {name}: there is no such file; kvjax comes with {known}")
+    known = [str(path.relative_to(own).with_suffix("")) for path in own.rglob("*.yaml")]
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.0)
+    raise UserError(
+        f"--config {name}: there is no such file; the nearest that come with kvjax: {', '.join(near)}"
+    )
 
 
 def load_config(cls: type[T], name: str, default: T | None = None) -> T:

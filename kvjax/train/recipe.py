@@ -69,11 +69,9 @@ class Recipe(abc.ABC):
     method: str = ""
     """What is trained: one of kvjax's own, a method that an installed package brings, or package.module:NAME."""
     config: str | None = None
-    """A YAML file of these options, or the name of one that comes with kvjax: builtin, smollm2-135m,
-    qwen2.5-coder-0.5b, llama-3.2-1b, llama-3.1-8b, qwen2.5-7b, qwen3-4b, and for fast_kvzip fast_kvzip-builtin,
-    fast_kvzip-smollm2-135m, fast_kvzip-qwen2.5-7b-1m, fast_kvzip-qwen3-8b, fast_kvzip-qwen3-14b, and for kvpop
-    kvpop-builtin, kvpop-qwen3-4b, kvpop-llama-3.2-3b, and for prulong and duo_attention prulong-builtin,
-    prulong-llama-3.1-8b, duo_attention-builtin, duo_attention-llama-3.1-8b."""
+    """A YAML file of these options, or the name of one that comes with kvjax: for wgkv builtin, smollm2-135m,
+    qwen2.5-coder-0.5b, llama-3.2-1b, llama-3.1-8b, qwen2.5-7b and qwen3-4b, for other methods such as
+    fast_kvzip-builtin or prulong-llama-3.1-8b (the repository's configs/ has all)."""
     model: str = "builtin"
     """A Hugging Face folder, a GGUF file, a hub id, or `builtin`."""
     dtype: str | None = None

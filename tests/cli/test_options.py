@@ -99,8 +99,8 @@ def test_a_pipe_is_no_config(tmp_path):
 def test_packaged_configs_are_found_by_name_and_by_file_name():
     assert find_config("builtin") == packaged_configs() / "builtin.yaml"
     assert find_config("configs/builtin.yaml").name == "builtin.yaml"
-    with pytest.raises(UserError, match="no-such.*comes with builtin"):
-        find_config("no-such")
+    with pytest.raises(UserError, match="builtn.*the nearest that come with kvjax: builtin, "):
+        find_config("builtn")
 
 
 def test_given_takes_the_last():
