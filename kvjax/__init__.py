@@ -1,4 +1,5 @@
-"""kvjax decides which keys and values of a long context are worth keeping, on frozen Llama, Qwen and Mistral weights.
+"""kvjax decides which keys and values of a long context are worth keeping, on frozen weights of Llama, Qwen, Mistral
+and Phi models.
 
     llm = kvjax.LLM("Qwen/Qwen3-4B", policy="snapkv:ratio=0.25")
     for out in llm.generate(["Why is the sky blue?"]):

@@ -17,7 +17,7 @@ class ConvertConfig:
     """Write a model as a Hugging Face folder: config.json, safetensors, tokenizer and generation defaults."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """A GGUF file (llama, qwen2, qwen3), a model folder, a hub id, `builtin`, or an Orbax export of this command."""
+    """A GGUF file, a model folder, a hub id, `builtin`, or an Orbax export of this command."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The folder to write. It must not exist, or be empty; it appears whole or not at all."""
     dtype: str | None = None

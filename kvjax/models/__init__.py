@@ -1,7 +1,7 @@
-"""Llama, Qwen and Mistral decoders, their Hugging Face folders and GGUF files.
+"""Llama, Qwen, Mistral and Phi decoders, their Hugging Face folders and GGUF files.
 
-config, rope, decoder: a model. folder: where its files are. loading, names, tensor_files, adapter, gguf_file: its
-weights. kinds: what is there instead. json_file, rope_json, gguf_config, turn_ends: its configuration.
+config, families, rope, decoder: a model. folder: where its files are. loading, names, tensor_files, adapter,
+gguf_file: its weights. kinds: what is there instead. json_file, rope_json, gguf_config, turn_ends: its configuration.
 tokenizer_files, gguf_tokenizer: a tokenizer. quiet: transformers' import. chat: text as tokens. saving: the way back.
 """
 

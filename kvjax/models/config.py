@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,11 +12,12 @@ from jaxtyping import Float32
 
 from kvjax.errors import LARGEST_INT, UserError, shown, warn
 from kvjax.models.adapter import base_of
+from kvjax.models.families import FAMILIES, Family
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, check_rotation, inverse_frequencies
-from kvjax.models.rope_json import read_rope, rope_scaling
+from kvjax.models.rope_json import rope_scaling
 from kvjax.models.tensor_files import has_own_head
 from kvjax.models.turn_ends import folder_turn_ends
 
@@ -26,24 +27,6 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What the code of a `model_type` fixes, and its `config.json` therefore does not say."""
-
-    architecture: str
-    """Its class in Hugging Face's `config.json`."""
-    qk_norm: bool = False
-    """Whether queries and keys are normed before RoPE."""
-    qkv_bias: bool | None = None
-    """On q, k and v, where it is fixed; None: the key `attention_bias` decides."""
-    out_bias: bool | None = None
-    """The same of the output projection."""
-    mlp_bias: bool = False
-    """Whether the key of that name is read."""
-    sliding_window: Literal["no layer", "upper layers", "all layers"] = "no layer"
-    """Which layers may have one."""
 
 
 _MOST = {
@@ -58,12 +41,8 @@ _MOST = {
 }
 """The largest sizes of a model, far beyond those of any that exists: a small file must not cause unlimited work."""
 
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", mlp_bias=True),
-    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, sliding_window="all layers"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False, sliding_window="upper layers"),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, sliding_window="upper layers"),
-}
+FLAGS = "qk_norm", "attention_bias", "attention_out_bias", "mlp_bias"
+"""Fields of `ModelConfig` that only some families set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +133,11 @@ class ModelConfig:
         """Tokens of the longest sequence that the model is for: what it declares, or what its rope was stretched to."""
         return max(self.max_position, int(self.rope.factor * self.rope.original_length), self.rope.length)
 
+    @property
+    def layer_names(self) -> dict[str, str]:
+        """Hugging Face's names of a layer's own arrays. Those of one name follow one another in its rows."""
+        return FAMILIES[self.model_type].layer_names
+
     def rotation(self) -> tuple[Float32[np.ndarray, " pairs"], float]:
         """RoPE's radians per position of each rotated pair, and what it multiplies cosines and sines by."""
         return inverse_frequencies(self.rope, self.head_dim), attention_scaling(self.rope)
@@ -190,7 +174,6 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
             "quantized weights (quantization_config) are not supported: pass the unquantized model"
         )
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
-    bias = keys.get("attention_bias", bool, False)
     generation = folder / "generation_config.json"
     eos = JsonObject.read(generation).ids("eos_token_id") if os.path.lexists(generation) else []
     eos = eos or keys.ids("eos_token_id")
@@ -214,11 +197,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "num_kv_heads": keys.get("num_key_value_heads", int, heads),
         "head_dim": keys.get("head_dim", int, width // max(heads, 1)),
         "norm_eps": keys.get("rms_norm_eps", float, 1e-6),
-        "rope": read_rope(keys, max_length),
-        "qk_norm": family.qk_norm,
-        "attention_bias": bias if family.qkv_bias is None else family.qkv_bias,
-        "attention_out_bias": bias if family.out_bias is None else family.out_bias,
-        "mlp_bias": family.mlp_bias and keys.get("mlp_bias", bool, False),
+        "rope": family.rope(keys, max_length),
         "activation": keys.get("hidden_act", str, "silu"),
         "tied": tied,
         "model_type": model_type,
@@ -226,7 +205,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "bos_id": keys.get("bos_token_id", int, None),
         "eos_ids": tuple(sorted({*eos, *added.values()})),
         "turn_ends": tuple(added.items()),
-    }
+    } | family.fields(keys)
     try:
         config = ModelConfig(**read)
     except UserError as error:
@@ -264,16 +243,6 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
             f"model_type {config.model_type!r} has no Hugging Face class, only {', '.join(FAMILIES)}"
         )
     family = FAMILIES[config.model_type]
-    possible = {
-        "qk_norm": {family.qk_norm},
-        "attention_bias": {True, False} if family.qkv_bias is None else {family.qkv_bias},
-        "attention_out_bias": {config.attention_bias} if family.out_bias is None else {family.out_bias},
-        "mlp_bias": {True, False} if family.mlp_bias else {False},
-    }
-    flags = {name: getattr(config, name) for name in possible}
-    wrong = [f"{name}={value}" for name, value in flags.items() if value not in possible[name]]
-    if wrong:
-        raise UserError(f"a {config.model_type} model cannot have {', '.join(wrong)}")
     written = {
         "architectures": [family.architecture],
         "model_type": config.model_type,
@@ -293,13 +262,13 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "bos_token_id": config.bos_id,
         "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
         "torch_dtype": dtype,
-    }
-    if family.qkv_bias is None:
-        written["attention_bias"] = config.attention_bias
-    if family.mlp_bias:
-        written["mlp_bias"] = config.mlp_bias
-    if family.sliding_window == "all layers":
-        written["sliding_window"] = None
+    } | family.keys(config)
+    read = dict.fromkeys(FLAGS, False) | family.fields(JsonObject(written, "config.json"))
+    wrong = [
+        f"{name}={getattr(config, name)}" for name, value in read.items() if getattr(config, name) != value
+    ]
+    if wrong:
+        raise UserError(f"a {config.model_type} model cannot have {', '.join(wrong)}")
     return written
 
 

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Qwen and Mistral: differences are flags of `ModelConfig`, layers are stacked and scanned.
+"""One decoder for all families: differences are flags of `ModelConfig`, layers are stacked and scanned.
 
 Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
 Activations are split over the batch, and over `sequence` by tokens; attention has whole sequences of the kv heads that

@@ -1,11 +1,13 @@
 """The metadata of a GGUF file as the keys of a Hugging Face `config.json`."""
 
+import math
 from typing import Any
 
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.models.gguf_file import GgufFile
+from kvjax.models.families import GGUF
+from kvjax.models.gguf_file import FACTORS, GgufFile
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import RopeConfig, inverse_frequencies
 from kvjax.models.turn_ends import turn_ends
@@ -18,7 +20,6 @@ _UNLIKE = {
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "rope.scale_linear": (0, 1),
-    "rope.scaling.attn_factor": (0, 1),
     "pooling_type": (0,),
 }
 """What makes another model of the same architecture, and the values with which it does not: 0 is as if it were missing,
@@ -41,9 +42,13 @@ def config_keys(file: GgufFile) -> JsonObject:
         raise file.metadata.error(f"{file.architecture}.attention.causal is false: it is an embedding model")
     heads, width = file.get("attention.head_count", int), file.get("embedding_length", int)
     head_dim = file.get("attention.key_length", int, width // max(heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (other := file.get(name, int, head_dim)) != head_dim:
-            raise file.metadata.error(f"{file.architecture}.{name} is {other}, but heads have {head_dim}")
+    values, turned = (
+        file.get(name, int, head_dim) for name in ("attention.value_length", "rope.dimension_count")
+    )
+    if values != head_dim:
+        raise file.metadata.error(
+            f"{file.architecture}.attention.value_length is {values}, but heads have {head_dim}"
+        )
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         alone = "" if file.tensors else ", it has a vocabulary alone"
@@ -55,7 +60,7 @@ def config_keys(file: GgufFile) -> JsonObject:
             f"{file.architecture}.attention.sliding_window is {window}, but sliding-window attention is not supported"
         )
     data = {
-        "model_type": file.architecture,
+        "model_type": GGUF[file.architecture].model_type,
         "vocab_size": embed.shape[0],
         "hidden_size": width,
         "intermediate_size": file.get("feed_forward_length", int),
@@ -65,7 +70,8 @@ def config_keys(file: GgufFile) -> JsonObject:
         "head_dim": head_dim,
         "rms_norm_eps": _decimal(file.get("attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _decimal(file.get("rope.freq_base", float, 10_000.0)),
-        "rope_scaling": _rope_scaling(file, head_dim),
+        "rope_scaling": _rope_scaling(file, head_dim, context),
+        "partial_rotary_factor": _share(turned, head_dim),
         "max_position_embeddings": context,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
@@ -74,6 +80,12 @@ def config_keys(file: GgufFile) -> JsonObject:
         "eos_token_id": _eos_ids(file.metadata),
     }
     return JsonObject(data, str(file.path))
+
+
+def _share(turned: int, head_dim: int) -> float:
+    """Return the share whose product with head_dim is so many dimensions, rounded down."""
+    share = turned / max(head_dim, 1)
+    return share if int(head_dim * share) == turned else math.nextafter(share, math.inf)
 
 
 def _decimal(stored: float) -> float:
@@ -103,7 +115,14 @@ def _eos_ids(metadata: JsonObject) -> list[int]:
     return sorted(ids)
 
 
-def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufFile, head_dim: int, context: int) -> dict[str, Any] | None:
+    magnitude = file.get("rope.scaling.attn_factor", float, 0.0)
+    if any(name in file.tensors for name in FACTORS):
+        return _longrope(file, context) | ({"attention_factor": _decimal(magnitude)} if magnitude else {})
+    if magnitude not in (0, 1):
+        raise file.metadata.error(
+            f"{file.architecture}.rope.scaling.attn_factor is {magnitude:g}, which is not supported"
+        )
     # as in llama.cpp, a factor without a type is a linear one's
     alone = file.get("rope.scaling.factor", float, 0.0) not in (0, 1)
     kind = file.get("rope.scaling.type", str, "linear" if alone else "none")
@@ -125,6 +144,20 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
         )
         for name in ("beta_fast", "beta_slow"):
             scaling[name] = file.get(f"rope.scaling.yarn_{name}", float, None)
+    return scaling
+
+
+def _longrope(file: GgufFile, context: int) -> dict[str, Any]:
+    """LongRoPE's factors, which stand in two tensors."""
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": file.get("rope.scaling.original_context_length", int, context),
+    }
+    for name, key in FACTORS.items():
+        tensor = file.tensors.get(name)
+        if tensor is None or len(tensor.shape) != 1:
+            raise file.metadata.error(f"{name} is missing or no vector")
+        scaling[key] = [_decimal(value) for value in tensor.read().tolist()]
     return scaling
 
 

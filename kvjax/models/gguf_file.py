@@ -19,13 +19,15 @@ import numpy as np
 
 from kvjax.errors import UserError, shown
 from kvjax.files import check_regular
+from kvjax.models.families import GGUF
 from kvjax.models.json_file import JsonObject
-from kvjax.models.names import LAYER, TOP, layer_name
+from kvjax.models.names import TOP, layer_name
 from kvjax.models.tensor_files import TensorInFile
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 FLOATS = ("F32", "F16", "BF16")
 QUANTISATIONS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
+"""Tensors of LongRoPE's factors, and their keys in `config.json`."""
 _ROWS = 256
 """Rows that are dequantised at a time: the package needs a few times their size."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -135,7 +137,8 @@ class GgufFile:
             )
         arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
         known = get_tensor_name_map(arch, layers)
-        wanted = [*TOP.values(), *(layer_name(path, layer) for layer in range(layers) for path in LAYER)]
+        own = dict.fromkeys(GGUF[self.architecture].layer_names.values())
+        wanted = [*TOP.values(), *(layer_name(name, layer) for layer in range(layers) for name in own)]
         names = {known.get_name(name, (".weight", ".bias")): name for name in wanted}
         heads = self.get("attention.head_count", int)
         kv_heads = self.get("attention.head_count_kv", int, heads)
@@ -149,8 +152,9 @@ class GgufFile:
             if name in found:
                 raise self.metadata.error(f"the tensor {name} is there twice, once as {tensor.name}")
             found[name] = dataclasses.replace(tensor, name=name, order=order)
-        # its numbers are in the config
-        found.pop("rope_freqs.weight", None)
+        # their numbers are in the config
+        for name in ("rope_freqs.weight", *FACTORS):
+            found.pop(name, None)
         return found
 
 
@@ -199,10 +203,8 @@ def _check_kind(metadata: JsonObject) -> None:
         raise metadata.error(f"is no language model but {_ELSE.get(kind, f'of general.type {kind!r}')}")
     if architecture is None:
         raise metadata.error("general.architecture is missing")
-    if architecture not in ARCHITECTURES:
-        raise metadata.error(
-            f"architecture {architecture!r} is not supported, only {', '.join(ARCHITECTURES)}"
-        )
+    if architecture not in GGUF:
+        raise metadata.error(f"architecture {architecture!r} is not supported, only {', '.join(GGUF)}")
 
 
 def _unique(what: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
 from kvjax.models.layout import flat_shape, fuse, parts_of
 from kvjax.models.names import TOP, by_path, is_rotary_table, layer_name, split
-from kvjax.models.rope import inverse_frequencies
-from kvjax.models.tensor_files import DTYPES, TensorInFile, ignored_files, stored_tensors
+from kvjax.models.rope import inverse_frequencies, turned
+from kvjax.models.tensor_files import DTYPES, RowsOfTensor, TensorInFile, ignored_files, stored_tensors
 
 Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]
@@ -36,7 +36,7 @@ Axes = tuple[str | None, str | None]
 def load_model(
     path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
 ) -> Decoder:
-    """Read a Llama, Qwen2, Qwen3 or Mistral model onto the current mesh.
+    """Read a Llama, Mistral, Phi-3, Phi-4, Qwen2 or Qwen3 model onto the current mesh.
 
     Each process reads its share of every tensor's rows, and devices exchange what they need: no byte is read twice,
     except those of a tied model's head, which every process compares with the embedding. Host memory peaks near one
@@ -44,10 +44,11 @@ def load_model(
 
     Args:
         path_or_hub_id: a folder with `config.json` and safetensors, a folder with a LoRA adapter of such a model, which
-            is merged onto it, a GGUF file (llama, qwen2, qwen3), or a Hugging Face hub id.
+            is merged onto it, a GGUF file (llama, phi3, qwen2, qwen3), or a Hugging Face hub id.
         dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored, float32
             where that is quantised.
-        max_length: the longest sequence that will be run, for models with "dynamic" rope.
+        max_length: the longest sequence that will be run, for models with "dynamic" or "longrope" rope; by default what
+            the model declares.
 
     Raises:
         UserError: whatever is wrong with the files, in one line; a weight that is NaN or infinite, in the file or in
@@ -65,26 +66,24 @@ def load_model(
         _check(model, config, stored, wanted)
 
         layers = {path: leaf for path, leaf in wanted.items() if path not in TOP}
+        parts = [part for path in layers for part in parts_of(path)]
         layer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in layers.values()) // config.num_layers
         placed = _zeros(tuple(layers.items()))
         mesh = jax.sharding.get_mesh()
         axes = {path: split(path, leaf) for path, leaf in wanted.items()}
         for index in range(config.num_layers):
-            own = {
-                part: (stored[layer_name(part, index)], axes[path])
-                for path in layers
-                for part in parts_of(path)
-            }
+            tensors = _layer_tensors(stored, config, parts, index)
+            own = {part: (tensors[part], axes[path]) for path in layers for part in parts_of(path)}
             raw = {part: _read(tensor, mesh, split) for part, (tensor, split) in own.items()}
             # waiting keeps one layer at a time in host memory
             placed, largest = jax.block_until_ready(_place_layer(placed, np.int32(index), raw, config))
             del raw
-            _check_finite(model, dtype, {tensor.name: largest[part] for part, (tensor, _) in own.items()})
+            _check_finite(model, dtype, [(tensor.name, largest[part]) for part, (tensor, _) in own.items()])
         for path in (path for path in wanted if path in TOP):
             rows, tensor = wanted[path].shape[0], stored[TOP[path]]
             pieces = _read(tensor, mesh, axes[path], rows, layer_bytes)
             placed[path], largest = _place_top(pieces, axes[path], dtype)
-            _check_finite(model, dtype, {tensor.name: largest})
+            _check_finite(model, dtype, [(tensor.name, largest)])
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
@@ -153,7 +152,7 @@ def _check_rotary_table(model: Path, config: ModelConfig, table: TensorInFile) -
     # a sequence's length changes those of "dynamic"; older code stored those of "linear" before it divided them
     scaled = dataclasses.replace(config.rope, length=0)
     accepted = [scaled] + [dataclasses.replace(scaled, type="default")] * (scaled.type == "linear")
-    if table.shape == (config.head_dim // 2,) and table.kind in DTYPES:
+    if table.shape == (turned(config.rope, config.head_dim) // 2,) and table.kind in DTYPES:
         found = table.read().astype(np.float32)
         # float16 has no finer steps for the slowest pairs
         rtol = 1e-3 if table.kind == "F32" else 2**-7
@@ -167,14 +166,17 @@ def _check_rotary_table(model: Path, config: ModelConfig, table: TensorInFile) -
 
 def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wanted: dict[str, Any]) -> None:
     """Raise one UserError that says how the tensors are not as the config says."""
-    shapes = {}
+    shapes, in_layer = {}, {}
     for path, leaf in wanted.items():
         if path in TOP:
             shapes[TOP[path]] = (config.vocab_size, *leaf.shape[1:]) if leaf.ndim == 2 else leaf.shape
-        else:
-            for part in parts_of(path):
-                shape = flat_shape(part, config)[::-1]
-                shapes |= {layer_name(part, layer): shape for layer in range(config.num_layers)}
+            continue
+        for part in parts_of(path):
+            name, (rows, *columns) = config.layer_names[part], flat_shape(part, config)[::-1]
+            before = in_layer[name][0] if name in in_layer else 0
+            in_layer[name] = before + rows, *columns
+    for layer in range(config.num_layers):
+        shapes |= {layer_name(name, layer): shape for name, shape in in_layer.items()}
     unexpected = [tensor.name for name, tensor in stored.items() if name not in shapes]
     both = [(stored[name], shape) for name, shape in shapes.items() if name in stored]
     faults = {
@@ -198,13 +200,28 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
     raise UserError(f"{model}: the weights are not those of its config; {lines}")
 
 
-def _check_finite(model: Path, dtype: np.dtype, largest: Arrays) -> None:
+def _layer_tensors(
+    stored: dict[str, TensorInFile], config: ModelConfig, parts: list[str], layer: int
+) -> dict[str, TensorInFile]:
+    """Return a layer's own arrays, each the rows that are its own of the tensor that has its name."""
+    found, taken = {}, dict.fromkeys(config.layer_names.values(), 0)
+    for part in parts:
+        name = config.layer_names[part]
+        whole, first, rows = stored[layer_name(name, layer)], taken[name], flat_shape(part, config)[-1]
+        taken[name] += rows
+        shape = rows, *whole.shape[1:]
+        own = whole.shape == shape
+        found[part] = whole if own else RowsOfTensor(whole.name, whole.file, shape, whole.kind, whole, first)
+    return found
+
+
+def _check_finite(model: Path, dtype: np.dtype, largest: list[tuple[str, Array]]) -> None:
     """Refuse tensors by name whose largest magnitude is not finite, or no longer is in the model's dtype."""
-    found: dict[str, np.ndarray] = jax.device_get(largest)
-    if broken := [name for name, x in found.items() if not np.isfinite(x)]:
+    found: list[tuple[str, np.ndarray]] = jax.device_get(largest)
+    if broken := list(dict.fromkeys(name for name, x in found if not np.isfinite(x))):
         raise UserError(f"{model}: NaN or infinite numbers in {few(broken)}")
     with np.errstate(over="ignore"):
-        over = [name for name, x in found.items() if np.isinf(x.astype(dtype))]
+        over = list(dict.fromkeys(name for name, x in found if np.isinf(x.astype(dtype))))
     if over:
         most, wider = float(jnp.finfo(dtype).max), "bfloat16 or float32" if dtype == np.float16 else "float32"
         raise UserError(

@@ -1,4 +1,6 @@
-"""Which Hugging Face tensor each of a model's own arrays is: of a linear map the transpose, [outputs, inputs]."""
+"""Which Hugging Face tensor each of a model's own arrays is: of a linear map the transpose, [outputs, inputs].
+
+Names are those that most families share; `Family.names` has the others."""
 
 import re
 from typing import Any
@@ -28,9 +30,9 @@ LAYER = {
 TOP = {"embed": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}
 
 
-def layer_name(part: str, layer: int) -> str:
-    """The Hugging Face name of one of a layer's own arrays."""
-    return f"model.layers.{layer}.{LAYER[part]}"
+def layer_name(name: str, layer: int) -> str:
+    """Return the whole name of a layer's tensor."""
+    return f"model.layers.{layer}.{name}"
 
 
 def canonical(name: str) -> str:

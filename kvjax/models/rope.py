@@ -1,7 +1,8 @@
 """Rotary position embeddings: the frequencies of every rope type, and the rotation.
 
 Sources: RoPE (arXiv 2104.09864), linear position interpolation (2306.15595), dynamic NTK (the NTK-aware base change,
-fixed here at a declared length), YaRN (2309.00071, §3.1-3.4), Llama 3.1 (2407.21783, and its reference code).
+fixed here at a declared length), YaRN (2309.00071, §3.1-3.4), Llama 3.1 (2407.21783, and its reference code), LongRoPE
+(2402.13753, with the magnitude of Phi-3's code).
 """
 
 import dataclasses
@@ -28,8 +29,10 @@ class RopeConfig:
     original_length: int = 0
     """The context that the model was first trained at."""
     length: int = 0
-    """The longest sequence that will be run ("dynamic" only: its frequencies depend on it, and a cache of rotated keys
-    needs them fixed)."""
+    """The longest sequence that will be run ("dynamic" and "longrope" only: their frequencies depend on it, and a cache
+    of rotated keys needs them fixed)."""
+    share: float = 1.0
+    """The share of a head's dimensions that is turned, its first ones."""
     low_freq_factor: float = 1.0
     """Of "llama3": wavelengths above original_length over this are stretched whole."""
     high_freq_factor: float = 4.0
@@ -39,13 +42,18 @@ class RopeConfig:
     beta_slow: float = 1.0
     """Of "yarn": turns below which a pair is stretched whole."""
     attention_factor: float | None = None
-    """What cos and sin are multiplied by in "yarn"; None derives it from `factor`, `mscale` and `mscale_all_dim`."""
+    """What cos and sin are multiplied by in "yarn" and "longrope"; None derives it from `factor`, and in "yarn" from
+    `mscale` and `mscale_all_dim`."""
     mscale: float | None = None
     """Of "yarn": what cos and sin grow by with the factor."""
     mscale_all_dim: float | None = None
     """The same, divided out again."""
     truncate: bool = True
     """Of "yarn": the range between the two betas is rounded to whole pairs."""
+    short_factor: tuple[float, ...] = ()
+    """Of "longrope": by how much each pair's wavelength is stretched for sequences up to the original length."""
+    long_factor: tuple[float, ...] = ()
+    """The same for longer ones."""
 
     def __post_init__(self):
         # one that is not finite fails as well
@@ -63,6 +71,13 @@ class RopeConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1e6:
                 raise UserError(f"rope {name} must be above 0 and at most 1000000, got {value:g}")
+        for name in ("short_factor", "long_factor"):
+            if wrong := [value for value in getattr(self, name) if not 0 < value <= 1e6]:
+                raise UserError(f"rope {name} must be above 0 and at most 1000000, got {wrong[0]:g}")
+        if not 0 < self.share <= 1:
+            raise UserError(f"partial_rotary_factor must be above 0 and at most 1, got {self.share:g}")
+        if self.type == "longrope" and self.original_length < 2:
+            raise UserError(f"rope original length must be at least 2, got {self.original_length}")
         if self.low_freq_factor >= self.high_freq_factor:
             raise UserError(
                 f"rope low_freq_factor must be below high_freq_factor, got {self.low_freq_factor:g} and "
@@ -120,20 +135,39 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return 1 / (rope.factor * wavelengths) * slow + 1 / wavelengths * (1 - slow)
 
 
-ROPE_TYPES = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+def _longrope(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    factor = rope.long_factor if rope.length > rope.original_length else rope.short_factor
+    return 1 / (np.array(factor, np.float32) * _wavelengths(rope, head_dim))
+
+
+ROPE_TYPES = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def turned(rope: RopeConfig, head_dim: int) -> int:
+    """Return how many dimensions of a head are turned."""
+    return int(head_dim * rope.share)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each rotated pair, float32 [head_dim / 2]."""
-    return ROPE_TYPES[rope.type](rope, head_dim)
+    """Radians per position of each rotated pair, float32 [pairs]."""
+    return ROPE_TYPES[rope.type](rope, turned(rope, head_dim))
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by (YaRN's temperature, §3.4; 1 for the other types)."""
-    if rope.type != "yarn":
+    """What cos and sin are multiplied by (YaRN's temperature, §3.4, and LongRoPE's; 1 for the other types)."""
+    if rope.type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.type == "longrope":
+        return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_length))
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
@@ -145,6 +179,14 @@ def attention_scaling(rope: RopeConfig) -> float:
 
 def check_rotation(rope: RopeConfig, head_dim: int) -> None:
     """Raise UserError if the numbers, each in its range, make no finite angles together."""
+    dimensions = turned(rope, head_dim)
+    if dimensions % 2 or not dimensions:
+        raise UserError(
+            f"rotary embeddings turn {dimensions} of {head_dim} dimensions of a head, expected an even number"
+        )
+    for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if rope.type == "longrope" and len(factors) != dimensions // 2:
+            raise UserError(f"rope {name} has {len(factors)} numbers, expected {dimensions // 2}")
     try:
         with np.errstate(all="ignore"):
             numbers = np.append(inverse_frequencies(rope, head_dim), attention_scaling(rope))
@@ -167,8 +209,9 @@ def cos_sin(rope: RopeConfig, head_dim: int, position: Int[Array, "b t"]) -> Cos
 
 
 def rotate(x: Float[Array, "b n t h"], angles: CosSin) -> Float[Array, "b n t h"]:
-    """RoPE: pair i is (x[i], x[i + h/2]), as in the Hugging Face layout of the weights."""
+    """RoPE: pair i of p is (x[i], x[i + p]), as in the Hugging Face layout of the weights; from 2p on x stays."""
     cos, sin = (a[:, None] for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jax.lax.concatenate(rotated, 3).astype(x.dtype)
+    pairs = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jax.lax.concatenate(rotated + [rest] * (rest.shape[-1] > 0), 3).astype(x.dtype)

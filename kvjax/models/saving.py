@@ -19,7 +19,7 @@ from kvjax.models.config import ModelConfig, config_json
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import copy_tokenizer
 from kvjax.models.json_file import write_json
-from kvjax.models.layout import unfuse
+from kvjax.models.layout import parts_of, unfuse
 from kvjax.models.names import TOP, by_path, layer_name
 from kvjax.models.tensor_files import INDEX, SINGLE
 
@@ -120,7 +120,11 @@ def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
     layers = {path: x for path, x in leaves.items() if path not in TOP}
     for index in range(model.config.num_layers):
         layer = _take_layer(layers, np.int32(index), model.config)
-        yield {layer_name(part, index): _host(x) for part, x in layer.items()}
+        rows: dict[str, list[np.ndarray]] = {}
+        for part in (part for path in layers for part in parts_of(path)):
+            name = layer_name(model.config.layer_names[part], index)
+            rows.setdefault(name, []).append(_host(layer[part]))
+        yield {name: x[0] if len(x) == 1 else np.concatenate(x) for name, x in rows.items()}
 
 
 def _bytes(tensors: dict[str, np.ndarray]) -> int:

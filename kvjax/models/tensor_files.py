@@ -57,6 +57,22 @@ class TensorInFile:
         return out
 
 
+@dataclasses.dataclass(frozen=True)
+class RowsOfTensor(TensorInFile):
+    """Some rows of a tensor, such as the queries' of one that holds keys and values, too."""
+
+    whole: TensorInFile
+    """The tensor."""
+    first: int
+    """Its row that is the first one here."""
+
+    def fill(self, out: np.ndarray, start: int) -> None:
+        """As `TensorInFile.fill`."""
+        stop = min(start + out.shape[0], self.shape[0])
+        if start < stop:
+            self.whole.fill(out[: stop - start], self.first + start)
+
+
 def stored_tensors(folder: Path) -> dict[str, TensorInFile]:
     """Return every tensor of a model folder, by the name that a whole causal model gives it, from the headers alone.
 

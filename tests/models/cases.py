@@ -38,6 +38,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+PHI3 = LLAMA | IDS | {"model_type": "phi3", "hidden_size": 64, "pad_token_id": None, "sliding_window": None}
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4],
+    "long_factor": [1.1, 1.5, 2.0, 4.0, 6.5, 8.0],
+}
+PHI4_MINI = PHI3 | {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_attention_heads": 6, "head_dim": 16, "rope_theta": 1e6}
 
 CASES = {
@@ -85,6 +92,10 @@ CASES = {
     "qwen3": QWEN3 | {"tie_word_embeddings": True},
     "qwen3_biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 6, "hidden_act": "gelu"},
     "mistral": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
+    "phi3": PHI3,
+    # 512 tokens are up to the original length, and above it
+    "longrope_short": PHI4_MINI | {"original_max_position_embeddings": 512},
+    "longrope_long": PHI4_MINI | {"original_max_position_embeddings": 128},
 }
 
 
@@ -115,6 +126,10 @@ def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         layer |= {"mlp.gate_proj.bias": (f,), "mlp.up_proj.bias": (f,), "mlp.down_proj.bias": (d,)}
     if family == "qwen3":
         layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
+    if family == "phi3":
+        for part in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
+            del layer[f"{part}_proj.weight"]
+        layer |= {"self_attn.qkv_proj.weight": ((n + 2 * k) * h, d), "mlp.gate_up_proj.weight": (2 * f, d)}
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], d), "model.norm.weight": (d,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], d)
@@ -135,7 +150,7 @@ def weights(config: dict) -> dict[str, np.ndarray]:
         elif name == "model.embed_tokens.weight":
             x = 0.5 * x
         else:
-            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
             x = gain * x / np.sqrt(shape[-1])
         tensors[name] = x.astype(np.float32)
     return tensors

@@ -21,6 +21,8 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
 }
 
 
@@ -89,7 +91,7 @@ def write_gguf(
         f"{arch}.rope.freq_base": float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
         f"{arch}.attention.key_length": head_dim,
         f"{arch}.attention.value_length": head_dim,
-        f"{arch}.rope.dimension_count": head_dim,
+        f"{arch}.rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1.0)),
         "tokenizer.ggml.bos_token_id": config.get("bos_token_id"),
         "tokenizer.ggml.eos_token_id": config.get("eos_token_id"),
     }
@@ -97,6 +99,11 @@ def write_gguf(
     if kind in ("linear", "yarn"):
         pairs |= {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": rope["factor"]}
         pairs[f"{arch}.rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    if kind == "longrope":
+        pairs[f"{arch}.rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        pairs[f"{arch}.rope.scaling.attn_factor"] = rope["attention_factor"]
+        lengths = {name: np.array(rope[f"{name}_factor"], np.float32) for name in ("long", "short")}
+        more = (more or {}) | {f"rope_factors_{name}": factors for name, factors in lengths.items()}
     writer = gguf.GGUFWriter(file, arch)
     adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in (pairs | (metadata or {})).items():

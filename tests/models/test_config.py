@@ -10,7 +10,9 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.models import ModelConfig
 from kvjax.models.config import config_json, warn_of_turn_ends
-from tests.models.cases import CASES, LLAMA, QWEN3
+from tests.models.cases import CASES, LLAMA, LONGROPE, PHI4_MINI, QWEN3
+
+PHI4 = PHI4_MINI | {"original_max_position_embeddings": 128}
 
 
 @pytest.fixture
@@ -58,11 +60,11 @@ def test_sizes_that_are_derived(read):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, "model_type 'gemma' is not supported, only llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gemma"}, "model_type 'gemma' is not supported, only llama, mistral, phi3, qwen2"),
         ({"hidden_act": "swish2"}, "activation 'swish2' is not supported, only silu, relu, gelu,"),
         (
-            {"rope_scaling": {"type": "longrope"}},
-            "rope_scaling: rope type 'longrope' is not supported, only default",
+            {"rope_scaling": {"type": "ntk"}},
+            "rope_scaling: rope type 'ntk' is not supported, only default",
         ),
         ({"rope_parameters": {"rope_type": "mrope"}}, "rope_parameters: rope type 'mrope' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
@@ -84,6 +86,32 @@ def test_sizes_that_are_derived(read):
             "rope_parameters: rotary embeddings that differ by layer are not supported",
         ),
         ({"partial_rotary_factor": 0.5}, "a partial_rotary_factor other than 1 is not supported"),
+        (
+            PHI4 | {"partial_rotary_factor": 0.7},
+            "rotary embeddings turn 11 of 16 dimensions of a head, expected",
+        ),
+        (PHI4 | {"partial_rotary_factor": 0.5}, "rope short_factor has 6 numbers, expected 4"),
+        (
+            PHI4 | {"partial_rotary_factor": 1.5},
+            "rope_scaling: partial_rotary_factor must be above 0 and at most 1",
+        ),
+        (PHI4_MINI, "rope_scaling: original_max_position_embeddings is missing"),
+        (
+            {"rope_scaling": LONGROPE | {"long_factor": [1, "2"]}, "original_max_position_embeddings": 64},
+            "rope_scaling: long_factor must be a list of numbers",
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"long_factor": [1, 0]}, "original_max_position_embeddings": 64},
+            "rope_scaling: rope long_factor must be above 0 and at most 1000000, got 0",
+        ),
+        (
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
+            "rope_scaling: rope original length must be at least 2, got 1",
+        ),
+        (
+            {"model_type": "phi3", "sliding_window": 512},
+            "sliding_window is 512, but sliding-window attention",
+        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers must be int, got 'three'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool, got 1"),

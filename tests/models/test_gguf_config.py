@@ -36,7 +36,10 @@ def test_a_rope_factor_without_a_type_is_linear(tmp_path):
 
 
 REFUSED = {
-    "general.architecture": ("gemma2", "architecture 'gemma2' is not supported, only llama, qwen2, qwen3"),
+    "general.architecture": (
+        "gemma2",
+        "architecture 'gemma2' is not supported, only llama, phi3, qwen2, qwen3",
+    ),
     "split.count": (
         3,
         "is part 1 of 3 of a split GGUF file: merge the parts first (llama-gguf-split --merge",
@@ -55,7 +58,7 @@ REFUSED = {
     "llama.rope.scaling.attn_factor": (2.0, "llama.rope.scaling.attn_factor is 2, which is not supported"),
     "llama.pooling_type": (1, "llama.pooling_type is 1, which is not supported"),
     "llama.attention.causal": (False, "llama.attention.causal is false: it is an embedding model"),
-    "llama.rope.dimension_count": (6, "llama.rope.dimension_count is 6, but heads have 12"),
+    "llama.rope.dimension_count": (6, "a partial_rotary_factor other than 1 is not supported"),
     "llama.feed_forward_length": (None, "llama.feed_forward_length is missing"),
     "llama.embedding_length": ("48", "llama.embedding_length must be int, got '48'"),
     "llama.rope.scaling.type": ("longrope", "rope scaling 'longrope' is not supported, only linear and yarn"),
@@ -88,7 +91,7 @@ def test_metadata_that_change_nothing(tmp_path):
 
 def test_another_architecture_is_refused_by_name(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", LLAMA | {"model_type": "gemma2"}, weights(LLAMA))
-    assert error_in(file) == "architecture 'gemma2' is not supported, only llama, qwen2, qwen3"
+    assert error_in(file) == "architecture 'gemma2' is not supported, only llama, phi3, qwen2, qwen3"
 
 
 def test_rope_factors_that_are_not_llama_3s(tmp_path):

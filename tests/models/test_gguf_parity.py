@@ -12,7 +12,7 @@ from tests.models.pieces import ends
 torch = pytest.importorskip("torch", reason="the parity extra is not installed")
 
 
-@pytest.mark.parametrize("name", ["llama2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama2", "phi3", "qwen2", "qwen3"])
 def test_logits_are_those_of_transformers_for_the_same_file(name, tmp_path):
     """Names and permutations are its own; its config is given, for it reads no head size and no vocabulary size."""
     import transformers

@@ -9,15 +9,17 @@ import pytest
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model, read_config
 from kvjax.models.gguf_file import GgufTensor
-from tests.models.cases import CASES, IDS, LLAMA, weights, write_folder
+from tests.models.cases import CASES, IDS, LLAMA, LONGROPE, weights, write_folder
 from tests.models.files import WIDE, assert_equal
 from tests.models.gguf_cases import quantised, write_gguf
 from tests.models.pieces import ends
 
 MADE_OF = {
     name: CASES[name] | IDS
-    for name in ("llama2", "llama3", "llama31", "llama32", "linear", "yarn", "qwen2", "qwen3")
+    for name in ("llama2", "llama3", "llama31", "llama32", "linear", "yarn", "qwen2", "qwen3", "phi3")
 } | {
+    # llama.cpp writes √(1 + ln 8 / ln 128)
+    "longrope": CASES["longrope_long"] | {"rope_scaling": LONGROPE | {"attention_factor": 1.1952286}},
     "llama_biases": CASES["biases"] | IDS | {"hidden_act": "silu"},
     "qwen3_biases": CASES["qwen3_biases"] | IDS | {"hidden_act": "silu"},
 }

@@ -29,7 +29,7 @@ def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.nda
 
         module.register_forward_hook(hook, with_kwargs=True)
 
-    for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+    for name in ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_norm", "k_norm"):
         if hasattr(attention, name):
             keep(name, getattr(attention, name))
     keep("rope", model.model.rotary_emb)
@@ -40,6 +40,10 @@ def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.nda
     keep("hidden", model.model.norm)
     with torch.no_grad():
         logits = model(torch.tensor(tokens, dtype=torch.long)).logits
+        if "qkv_proj" in seen:
+            config = model.config
+            sizes = [n * head_dim for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+            seen |= zip(("q_proj", "k_proj", "v_proj"), seen["qkv_proj"].split(sizes, -1), strict=True)
 
         def heads(name):
             x = seen.get(f"{name}_norm", seen[f"{name}_proj"])
@@ -51,8 +55,8 @@ def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.nda
     found = {
         "x": seen["layer in"],
         "norm": seen["norm"],
-        "cos": cos[..., : head_dim // 2],
-        "sin": sin[..., : head_dim // 2],
+        "cos": cos[..., : cos.shape[-1] // 2],
+        "sin": sin[..., : sin.shape[-1] // 2],
         "q": q,
         "k": k,
         "k_pre": heads("k"),

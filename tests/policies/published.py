@@ -123,7 +123,10 @@ def expected_attention(c: Captured, sink: int = 4, future: int = 512, values: bo
     turn = np.zeros((h, h))
     for position in range(t, t + future):
         cos, sin = np.diag(np.cos(position * c.frequencies)), np.diag(np.sin(position * c.frequencies))
-        turn += np.block([[cos, -sin], [sin, cos]]) / future
+        turned = 2 * len(cos)
+        rotation = np.eye(h)
+        rotation[:turned, :turned] = np.block([[cos, -sin], [sin, cos]])
+        turn += rotation / future
     mean, covariance = mean @ turn.T, turn @ covariance @ turn.T
     k = np.repeat(c.k, c.group, 0)[:, sink:]
     z = np.einsum("nsh,nh->ns", k, mean) / np.sqrt(h)

@@ -110,4 +110,7 @@ class ExpectedAttention(Observer, ValueWeighted, Eviction):
         position = stored.seen[:, None] + jnp.arange(self.future)
         angle = position[..., None].astype(jnp.float32) * stored.frequencies
         cos, sin = (jax.vmap(jnp.diag)((f(angle) * stored.rope_scale).mean(1)) for f in (jnp.cos, jnp.sin))
-        return jnp.concatenate([jnp.concatenate([cos, -sin], 2), jnp.concatenate([sin, cos], 2)], 1)
+        turned = jnp.concatenate([jnp.concatenate([cos, -sin], 2), jnp.concatenate([sin, cos], 2)], 1)
+        batch, size, _ = turned.shape
+        whole = jnp.broadcast_to(jnp.eye(stored.k.shape[-1]), (batch, *stored.k.shape[-1:] * 2))
+        return whole.at[:, :size, :size].set(turned)

@@ -1,0 +1,15 @@
+"""The families of models that kvjax runs, a file each."""
+
+from kvjax.models.families.family import Family
+from kvjax.models.families.llama import Llama
+from kvjax.models.families.mistral import Mistral
+from kvjax.models.families.phi3 import Phi3
+from kvjax.models.families.qwen2 import Qwen2
+from kvjax.models.families.qwen3 import Qwen3
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (Llama(), Mistral(), Phi3(), Qwen2(), Qwen3())
+}
+"""By Hugging Face's `model_type`."""
+GGUF = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
+"""By their names in GGUF files."""

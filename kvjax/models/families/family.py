@@ -1,0 +1,41 @@
+"""What the code of a model family fixes, and its `config.json` therefore does not say."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from kvjax.models.json_file import JsonObject
+from kvjax.models.names import LAYER
+from kvjax.models.rope import RopeConfig
+from kvjax.models.rope_json import read_rope
+
+
+class Family:
+    """A `model_type` of Hugging Face. A family is a subclass, in a file of its own."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    """Its class in `config.json`."""
+    gguf: ClassVar[str | None] = None
+    """Its name in GGUF files; None: they are not read."""
+    names: ClassVar[Mapping[str, str]] = {}
+    """Hugging Face's names of a layer's own arrays, where they are not those of `LAYER`. Arrays of one name follow one
+    another in the rows of one tensor."""
+    sliding_window: ClassVar[Literal["no layer", "upper layers", "all layers"]] = "no layer"
+    """Which layers may have one."""
+
+    def fields(self, keys: JsonObject) -> dict[str, Any]:
+        """Return the fields of `ModelConfig` that the family, or `config.json` in its own way, sets."""
+        return {}
+
+    def keys(self, config: Any) -> dict[str, Any]:
+        """Return the keys of `config.json` that this family alone reads, of a `ModelConfig`."""
+        return {}
+
+    def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
+        """Read how positions turn queries and keys."""
+        return read_rope(keys, max_length)
+
+    @property
+    def layer_names(self) -> dict[str, str]:
+        """Hugging Face's names of a layer's own arrays."""
+        return {**LAYER, **self.names}

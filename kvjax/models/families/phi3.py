@@ -1,0 +1,31 @@
+"""Phi-3, Phi-3.5 and Phi-4 (arXiv:2404.14219, 2412.08905): only a head's first dimensions are turned, and files hold
+queries, keys and values as one tensor, and gate and up."""
+
+from typing import Any, ClassVar
+
+from kvjax.models.families.family import Family
+from kvjax.models.json_file import JsonObject
+from kvjax.models.rope import RopeConfig
+from kvjax.models.rope_json import read_rope, rope_share
+
+QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+
+
+class Phi3(Family):
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    gguf = "phi3"
+    names: ClassVar = {"q": QKV, "k": QKV, "v": QKV, "gate": GATE_UP, "up": GATE_UP}
+    sliding_window = "all layers"
+
+    def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
+        return read_rope(keys, max_length, rope_share(keys))
+
+    def keys(self, config: Any) -> dict[str, Any]:
+        # transformers has other defaults for the last two
+        return {
+            "partial_rotary_factor": config.rope.share,
+            "sliding_window": None,
+            "original_max_position_embeddings": config.rope.original_length or config.max_position,
+            "pad_token_id": None,
+        }

@@ -1,0 +1,20 @@
+"""Qwen3: queries and keys are normed before they are turned."""
+
+from typing import Any
+
+from kvjax.models.families.family import Family
+from kvjax.models.json_file import JsonObject
+
+
+class Qwen3(Family):
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    gguf = "qwen3"
+    sliding_window = "upper layers"
+
+    def fields(self, keys: JsonObject) -> dict[str, Any]:
+        bias = keys.get("attention_bias", bool, False)
+        return {"qk_norm": True, "attention_bias": bias, "attention_out_bias": bias}
+
+    def keys(self, config: Any) -> dict[str, Any]:
+        return {"attention_bias": config.attention_bias}
