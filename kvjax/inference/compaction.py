@@ -252,7 +252,7 @@ def scores(
     seen: Int[Array, " b"],
     head: Int[Array, " k"],
     quota: Quota,
-    rotation: tuple[Float[np.ndarray, " pairs"], float],
+    rotation: tuple[Float[np.ndarray, "l pairs"], Float[np.ndarray, " l"]],
     entries: int,
     window: int,
     causal: bool,
@@ -260,13 +260,12 @@ def scores(
     """Return the method's scores of the last `entries` entries of each head cache, aligned with the right end. On one
     shard.
 
-    `trail`: by layer, oldest token first. `rotation`: RoPE's, from `ModelConfig.rotation`. `causal`: of `Stored`.
+    `trail`: by layer, oldest token first. `rotation`: `ModelConfig.rotation`. `causal`: of `Stored`.
     """
     ring = ring_pages(window, pages.pool.shape[1])
-    frequencies, rope_scale = rotation
 
     def one(index, xs):
-        method, layer, remembered, weight, count, since = xs
+        method, layer, remembered, weight, count, since, (frequencies, rope_scale) = xs
         place = compaction.places(layer.length, entries)
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
         k, v = jnp.split(pages.entries(*at), 2, -1)
@@ -280,4 +279,6 @@ def scores(
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)
 
-    return lax.scan(one, jnp.int32(0), (eviction, layers, trail, output, quota.count, quota.since))[1]
+    return lax.scan(one, jnp.int32(0), (eviction, layers, trail, output, quota.count, quota.since, rotation))[
+        1
+    ]

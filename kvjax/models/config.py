@@ -41,8 +41,14 @@ _MOST = {
 }
 """The largest sizes of a model, far beyond those of any that exists: a small file must not cause unlimited work."""
 
-FLAGS = "qk_norm", "attention_bias", "attention_out_bias", "mlp_bias"
-"""Fields of `ModelConfig` that only some families set."""
+OWN = {
+    "qk_norm": False,
+    "attention_bias": False,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "no_rope": (),
+}
+"""Fields of `ModelConfig` that only some families set, and what they are elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +78,8 @@ class ModelConfig:
     """Of the RMS norms."""
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     """How positions turn queries and keys."""
+    no_rope: tuple[int, ...] = ()
+    """The layers in which positions turn nothing (NoPE)."""
     qk_norm: bool = False
     """Queries and keys are normed before RoPE."""
     attention_bias: bool = False
@@ -138,9 +146,13 @@ class ModelConfig:
         """Hugging Face's names of a layer's own arrays. Those of one name follow one another in its rows."""
         return FAMILIES[self.model_type].layer_names
 
-    def rotation(self) -> tuple[Float32[np.ndarray, " pairs"], float]:
-        """RoPE's radians per position of each rotated pair, and what it multiplies cosines and sines by."""
-        return inverse_frequencies(self.rope, self.head_dim), attention_scaling(self.rope)
+    def rotation(self) -> tuple[Float32[np.ndarray, "l pairs"], Float32[np.ndarray, " l"]]:
+        """RoPE's radians per position of each rotated pair, and what it multiplies cosines and sines by, of each
+        layer."""
+        turned = np.isin(np.arange(self.num_layers), self.no_rope, invert=True)
+        scale = np.where(turned, attention_scaling(self.rope), 1.0)
+        frequencies = turned[:, None] * inverse_frequencies(self.rope, self.head_dim)
+        return frequencies.astype(np.float32), scale.astype(np.float32)
 
 
 def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
@@ -263,7 +275,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
         "torch_dtype": dtype,
     } | family.keys(config)
-    read = dict.fromkeys(FLAGS, False) | family.fields(JsonObject(written, "config.json"))
+    read = OWN | family.fields(JsonObject(written, "config.json"))
     wrong = [
         f"{name}={getattr(config, name)}" for name, value in read.items() if getattr(config, name) != value
     ]
@@ -281,8 +293,8 @@ def _trained_context(keys: JsonObject) -> int:
 
 def _refuse_sliding_window(keys: JsonObject, family: Family, longest: int) -> None:
     """Raise unless every layer attends to the whole context, as transformers reads the same keys."""
-    missing = "sliding_window" not in keys.data and family.sliding_window != "no layer"
-    window = 4096 if missing else keys.get("sliding_window", int, None)
+    missing = "sliding_window" not in keys.data
+    window = family.default_window if missing else keys.get("sliding_window", int, None)
     kinds = [str(kind) for kind in keys.get("layer_types", list, [])]
     if family.sliding_window == "upper layers":
         window = window if keys.get("use_sliding_window", bool, False) else None

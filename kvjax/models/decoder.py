@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.sharding import reshard
@@ -312,7 +313,14 @@ def layer_body(
     """One layer, as the body of a scan: from (x, carry) and (the layer's weights, its index, its xs) to (x, carry) and
     its ys. Weights that are None are read in the model's stacks. Arguments as in `scan_layers`."""
     heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
-    angles = cos_sin(model.config.rope, model.config.head_dim, position)
+    turned = cos_sin(model.config.rope, model.config.head_dim, position)
+    no_rope = model.config.no_rope
+
+    def angles(index):
+        if not no_rope:
+            return turned
+        stays = (index == np.array(no_rope)).any()
+        return jnp.where(stays, 1.0, turned[0]), jnp.where(stays, 0.0, turned[1])
 
     def body(carried, inputs):
         x, carry = carried
@@ -324,7 +332,11 @@ def layer_body(
         )
         stacked = index if layer.qkv.ndim == 3 else None
         step = Step(
-            **layer.project(x, angles, stacked), position=position, layer=index, head=heads, token=token
+            **layer.project(x, angles(index), stacked),
+            position=position,
+            layer=index,
+            head=heads,
+            token=token,
         )
         o, carry, ys = attend(step, carry, own)
         return (layer.finish(x, o, stacked), carry), ys

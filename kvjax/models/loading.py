@@ -36,7 +36,7 @@ Axes = tuple[str | None, str | None]
 def load_model(
     path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
 ) -> Decoder:
-    """Read a Llama, Mistral, Phi-3, Phi-4, Qwen2 or Qwen3 model onto the current mesh.
+    """Read a model of one of the `FAMILIES` onto the current mesh.
 
     Each process reads its share of every tensor's rows, and devices exchange what they need: no byte is read twice,
     except those of a tied model's head, which every process compares with the embedding. Host memory peaks near one

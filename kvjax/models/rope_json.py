@@ -34,12 +34,15 @@ def rope_share(keys: JsonObject) -> float:
     return next((share for share in shares if share is not None), 1.0)
 
 
-def read_rope(keys: JsonObject, max_length: int | None, share: float = 1.0) -> RopeConfig:
+def read_rope(
+    keys: JsonObject, max_length: int | None, share: float = 1.0, theta: float = 10_000.0
+) -> RopeConfig:
     """Both spellings: `rope_theta` beside `rope_scaling` (transformers 4), `rope_parameters` with both in it (5).
 
     Args:
         share: of a head's dimensions, those that are turned. Where the family does not read it, another one in the
             file is refused.
+        theta: where the file has none.
     """
     inner = _spellings(keys)
     for each in inner:
@@ -48,10 +51,10 @@ def read_rope(keys: JsonObject, max_length: int | None, share: float = 1.0) -> R
     for each in (keys, *inner):
         if each.get("partial_rotary_factor", float, share) != share:
             raise each.error(f"a partial_rotary_factor other than {share:g} is not supported")
-    thetas = {theta for each in (keys, *inner) if (theta := each.get("rope_theta", float, None)) is not None}
+    thetas = {each.get("rope_theta", float, None) for each in (keys, *inner)} - {None}
     if len(thetas) > 1:
         raise keys.error(f"rope_theta is given as {' and as '.join(f'{t:g}' for t in sorted(thetas))}")
-    theta = thetas.pop() if thetas else 10_000.0
+    theta = thetas.pop() if thetas else theta
     read = {
         _read_numbers(keys, each, max_length, theta=theta, share=share)
         for each in inner or [JsonObject({}, keys.where)]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt16
 
 from kvjax.struct import static, struct
@@ -113,9 +112,9 @@ class Stored:
     """Tokens so far."""
     output: Float[Array, "n h d"]
     """The output projection of these query heads."""
-    frequencies: Float[np.ndarray, " pairs"]
+    frequencies: Float[Array, " pairs"]
     """RoPE's radians a position of each rotated pair."""
-    rope_scale: float = static()
+    rope_scale: Float[Array, ""]
     """What RoPE multiplies cosines and sines by."""
     layer: Int[Array, ""]
     """Its index."""

@@ -92,6 +92,13 @@ CASES = {
     "qwen3": QWEN3 | {"tie_word_embeddings": True},
     "qwen3_biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 6, "hidden_act": "gelu"},
     "mistral": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
+    "smollm3": LLAMA
+    | {
+        "model_type": "smollm3",
+        "num_hidden_layers": 5,
+        "pad_token_id": None,
+        "no_rope_layers": [1, 1, 0, 1, 1],
+    },
     "phi3": PHI3,
     # 512 tokens are up to the original length, and above it
     "longrope_short": PHI4_MINI | {"original_max_position_embeddings": 512},

@@ -38,6 +38,18 @@ def test_the_flags_of_each_family(read):
     assert flags(CASES["mistral"] | {"attention_bias": True}) == (False, False, False, False)
     assert flags(CASES["qwen2"] | {"mlp_bias": True}) == (False, True, False, False)
     assert flags(CASES["qwen3_biases"]) == (True, True, True, False)
+    assert flags(CASES["smollm3"] | {"mlp_bias": True}) == (False, False, False, True)
+
+
+def test_layers_without_rope(read):
+    case = LLAMA | {"model_type": "smollm3", "num_hidden_layers": 9}
+    assert read(case).no_rope == (3, 7)
+    assert read(case | {"no_rope_layer_interval": 3}).no_rope == (2, 5, 8)
+    assert read(case | {"no_rope_layers": [1, 0, 1, 1, 0, 1, 1, 1, 1, 0]}).no_rope == (1, 4)
+    config = read(case | {"no_rope_layers": [0] * 9, "rope_scaling": CASES["yarn"]["rope_scaling"]})
+    frequencies, scale = config.rotation()
+    assert not frequencies.any()
+    assert (scale == 1).all()
 
 
 def test_without_dual_chunk_attention_a_model_is_for_what_it_was_trained_on(read, refused):
@@ -143,6 +155,22 @@ def test_sizes_that_are_derived(read):
                 "max_position_embeddings": 8192,
             },
             "sliding_window is 4096 (its default), but",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+            "no_rope_layers must have a 0 or 1 for each of 3 layers",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1, 0, "x"]},
+            "no_rope_layers must have a 0 or 1 for each of 3",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layer_interval": 0},
+            "no_rope_layer_interval must be at least 1, got 0",
+        ),
+        (
+            {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 64},
+            "use_sliding_window is true, but sliding-window attention is not supported",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention; only"),
     ],

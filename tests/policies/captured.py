@@ -14,7 +14,6 @@ from kvjax.inference.forward import feed
 from kvjax.inference.prefill import CHUNK
 from kvjax.mesh import AXES, BATCH, HEADS, P, gather, use_mesh
 from kvjax.models.decoder import own_values, scan_layers
-from kvjax.models.rope import inverse_frequencies
 from tests.policies.published import Captured
 from tests.tiny_models import tiny_model
 
@@ -66,8 +65,11 @@ def captured_layers(model, prompt) -> list[Captured]:
         found = _captured(model, tokens)
     arrays = [np.asarray(x, np.float64)[:, 0, :, : len(prompt)] for x in found]
     output = np.asarray(own_values(model)["layers.o.value"], np.float64)
-    frequencies = inverse_frequencies(model.config.rope, model.config.head_dim).astype(np.float64)
-    return [Captured(*(x[layer] for x in arrays), output[layer], frequencies) for layer in range(len(output))]
+    frequencies = model.config.rotation()[0].astype(np.float64)
+    return [
+        Captured(*(x[layer] for x in arrays), output[layer], frequencies[layer])
+        for layer in range(len(output))
+    ]
 
 
 def scored(model, policy, prompts):

@@ -6,9 +6,10 @@ from kvjax.models.families.mistral import Mistral
 from kvjax.models.families.phi3 import Phi3
 from kvjax.models.families.qwen2 import Qwen2
 from kvjax.models.families.qwen3 import Qwen3
+from kvjax.models.families.smollm3 import SmolLM3
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (Llama(), Mistral(), Phi3(), Qwen2(), Qwen3())
+    family.model_type: family for family in (Llama(), Mistral(), Phi3(), Qwen2(), Qwen3(), SmolLM3())
 }
 """By Hugging Face's `model_type`."""
 GGUF = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}

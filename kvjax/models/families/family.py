@@ -22,6 +22,11 @@ class Family:
     another in the rows of one tensor."""
     sliding_window: ClassVar[Literal["no layer", "upper layers", "all layers"]] = "no layer"
     """Which layers may have one."""
+    default_window: ClassVar[int | None] = None
+    """Its tokens, where `config.json` does not have the key."""
+
+    default_theta: ClassVar[float] = 10_000.0
+    """The base of RoPE's wavelengths, where `config.json` does not have the key."""
 
     def fields(self, keys: JsonObject) -> dict[str, Any]:
         """Return the fields of `ModelConfig` that the family, or `config.json` in its own way, sets."""
@@ -33,7 +38,7 @@ class Family:
 
     def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
         """Read how positions turn queries and keys."""
-        return read_rope(keys, max_length)
+        return read_rope(keys, max_length, theta=self.default_theta)
 
     @property
     def layer_names(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ class Mistral(Family):
     model_type = "mistral"
     architecture = "MistralForCausalLM"
     sliding_window = "all layers"
+    default_window = 4096
 
     def keys(self, config: Any) -> dict[str, Any]:
         return {"sliding_window": None}

@@ -19,7 +19,7 @@ class Phi3(Family):
     sliding_window = "all layers"
 
     def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
-        return read_rope(keys, max_length, rope_share(keys))
+        return read_rope(keys, max_length, rope_share(keys), self.default_theta)
 
     def keys(self, config: Any) -> dict[str, Any]:
         # transformers has other defaults for the last two

@@ -11,6 +11,7 @@ class Qwen2(Family):
     architecture = "Qwen2ForCausalLM"
     gguf = "qwen2"
     sliding_window = "upper layers"
+    default_window = 4096
 
     def fields(self, keys: JsonObject) -> dict[str, Any]:
         return {"attention_bias": True}

@@ -11,6 +11,7 @@ class Qwen3(Family):
     architecture = "Qwen3ForCausalLM"
     gguf = "qwen3"
     sliding_window = "upper layers"
+    default_window = 4096
 
     def fields(self, keys: JsonObject) -> dict[str, Any]:
         bias = keys.get("attention_bias", bool, False)
