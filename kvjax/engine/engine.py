@@ -159,6 +159,7 @@ class Engine:
         constraint: Callable[[], Constraint] | None = None,
         score: bool = False,
         kept: int | None = None,
+        expected: int | None = None,
     ) -> list[Request]:
         """Queue a prompt: a text, token ids or a chat. Returns a request for each of its n answers.
 
@@ -169,6 +170,8 @@ class Engine:
             score: find the log-probabilities of the prompt's own tokens, too (`Request.prompt_logprobs`).
             kept: the number of the prompt's tokens with which later prompts may begin; None: all. A chat template that
                 shows earlier turns otherwise makes it fewer (`kvjax.models.chat.turns_end`).
+            expected: tokens that an answer is expected to have, for which pages must be free when it begins; None: all
+                that it may have. An answer that grows beyond it may be paused.
 
         Raises:
             UserError: a prompt that is empty or no prompt, or longer with its answer than `max_length`; a context that
@@ -206,7 +209,7 @@ class Engine:
                 Request(
                     row, sampling, number, self._arrivals, ends, self._tokenizer,
                     None if constraint is None else constraint(), context, row.size if kept is None else kept,
-                    scores=score,
+                    scores=score, expected=expected,
                 )
             )
             for number in range(sampling.n)
@@ -284,11 +287,12 @@ class Engine:
         )
         return self._need(request.prompt.size, request.most, continued)
 
-    def _need(self, prompt: int, most: int, context: Fork | None) -> int:
-        """Return the pages that a prompt of so many tokens is expected to take, with its answer at `most` tokens."""
-        if context is None:
+    def _need(self, prompt: int, most: int, fork: Fork | None) -> int:
+        """Return the pages that a prompt of so many tokens is expected to take, with its answer at `most` tokens. Those
+        of the fork that it goes on from do not count."""
+        if fork is None:
             return max(self._counted.while_read(prompt), self._counted.at_end(most))
-        length, seen = np.asarray(context.row.layers.length), np.asarray(context.row.seen)
+        length, seen = np.asarray(fork.row.layers.length), np.asarray(fork.row.seen)
         return self._counted.copied(length, seen) + self._counted.more(length, seen, most - seen)
 
     def forget(self, context: str | None = None) -> None:
@@ -411,10 +415,20 @@ class Engine:
 
     # ---- pages
 
-    def _fits(self, tokens: int = 0, read: int = 0, other: Outside | None = None, pages: int = 0) -> bool:
+    def _fits(
+        self,
+        tokens: int = 0,
+        read: int = 0,
+        other: Outside | None = None,
+        pages: int = 0,
+        keep: Fork | None = None,
+    ) -> bool:
         """Return True if the pool has pages for so many more tokens of each running slot, after those of the block that
         is on its way, for `read` tokens of the prompt that is being read, for another sequence with as many tokens as
-        the slots, and for so many `pages` more. Forks make room."""
+        the slots, and for so many `pages` more. Forks but `keep` make room."""
+        if self._policy.host.compacts_answers and not self._pool.is_counted:
+            # that block may free pages: what is free and what sequences hold must be of one moment
+            self._slots.look_at_block()
         parts = [(self._slots.length, self._slots.seen, self._slots.more(tokens))]
         if self._reader.request is not None:
             parts.append((*self._reader.sizes, np.array([read])))
@@ -423,7 +437,7 @@ class Engine:
             pages += self._counted.held(*other.sizes)
         length, seen, more = zip(*parts, strict=True)
         need = self._counted.more(np.concatenate(length, 1), np.concatenate(seen), np.concatenate(more))
-        return self._forks.make_room(need + pages)
+        return self._forks.make_room(need + pages, keep)
 
     def _affordable(self) -> int:
         """Return how many tokens all running slots can decode at once; 0: there is no page for one of each, or none
@@ -496,20 +510,21 @@ class Engine:
         request = self._waiting[0]
         if not self._slots.vacant and not request.reads:
             return None
-        growth = sum(max(0, counted.at_end(one.most) - self._slots.held(counted, i)) for i, one in running)
-        fits = self._fits(pages=growth + self._need_of(request))
+        growth = sum(max(0, counted.at_end(one.likely) - self._slots.held(counted, i)) for i, one in running)
+        continues = request.context is not None and not request.reads
+        if continues:
+            fork = self._forks.named.get(request.context)
+        elif request.reads or request.scores:
+            fork = None
+        else:
+            fork = self._forks.longest(request.prompt)
+        fits = self._fits(pages=growth + self._need(request.prompt.size, request.likely, fork), keep=fork)
         if running and not fits:
             return None
         self._waiting.popleft()
         self._crowded = False
-        if request.reads or request.scores:
-            fork = None
-        elif request.context is None:
-            fork = self._forks.longest(request.prompt)
-        elif fits and request.context in self._forks.named:
-            fork = self._forks.named[request.context]
-        else:
-            request.finish_reason = "capacity" if request.context in self._forks.named else "abort"
+        if continues and (fork is None or not fits):
+            request.finish_reason = "abort" if fork is None else "capacity"
             return None
         if (whole := self._reader.begin(request, fork)) is not None:
             self._slots.begin(request, *whole)

@@ -19,6 +19,8 @@ class Fork(NamedTuple):
     row: Row
     logits: Array
     """Logits after the last token, [1 v]."""
+    pages: int
+    """Pages that it holds, some of them together with others."""
 
 
 class Forks:
@@ -37,21 +39,24 @@ class Forks:
     def keep(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array) -> None:
         """Keep a fork of a sequence, if the pool has pages for it."""
         if (own := self.copy(row)) is not None:
-            self._unnamed.append(Fork(tokens, own, logits))
+            self._unnamed.append(self._made(tokens, own, logits))
         if len(self._unnamed) > self._most:
-            self._drop_oldest()
+            self._drop(self._unnamed[0])
 
     def name(self, request: Request, row: Row, logits: Array) -> None:
         """Keep the sequence of a context that was read under its name."""
         assert request.context is not None
-        self.named[request.context] = Fork(request.prompt, row, logits)
+        self.named[request.context] = self._made(request.prompt, row, logits)
         request.finish_reason = "stop"
+
+    def _made(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array) -> Fork:
+        pages = self._counted.held(np.asarray(row.layers.length), np.asarray(row.seen))
+        return Fork(tokens, row, logits, pages)
 
     @property
     def named_pages(self) -> int:
         """Pages of those that are named."""
-        rows = [fork.row for fork in self.named.values()]
-        return sum(self._counted.held(np.asarray(row.layers.length), np.asarray(row.seen)) for row in rows)
+        return sum(fork.pages for fork in self.named.values())
 
     def longest(self, prompt: Int[np.ndarray, " t"]) -> Fork | None:
         """Return the longest one with which a prompt begins."""
@@ -66,14 +71,17 @@ class Forks:
         need = self._counted.copied(np.asarray(row.layers.length), np.asarray(row.seen))
         return self._pool.fork(row) if need <= self._pool.free else None
 
-    def make_room(self, pages: int) -> bool:
-        """Drop unnamed ones while fewer pages than these are free. Returns True if they are free now."""
-        while pages > self._pool.free and self._unnamed:
-            self._drop_oldest()
+    def make_room(self, pages: int, keep: Fork | None = None) -> bool:
+        """Drop unnamed ones but `keep` while fewer pages than these are free, if that can be enough. Returns True if
+        they are free now."""
+        others = [fork for fork in self._unnamed if fork is not keep]
+        while pages > self._pool.free and pages <= self._pool.free + sum(fork.pages for fork in others):
+            self._drop(others.pop(0))
         return pages <= self._pool.free
 
-    def _drop_oldest(self) -> None:
-        self._pool.drop(self._unnamed.pop(0).row)
+    def _drop(self, fork: Fork) -> None:
+        self._unnamed = [x for x in self._unnamed if x is not fork]
+        self._pool.drop(fork.row)
 
     def drop(self, name: str) -> None:
         """Free the pages of a named one."""
@@ -82,4 +90,4 @@ class Forks:
     def drop_unnamed(self) -> None:
         """Free the pages of all that have no name."""
         while self._unnamed:
-            self._drop_oldest()
+            self._drop(self._unnamed[0])

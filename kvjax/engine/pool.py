@@ -84,6 +84,11 @@ class Pool:
             self._free = self._count(self._pages.free_count)
         return self._free
 
+    @property
+    def is_counted(self) -> bool:
+        """True if the free pages are known, as of the last block that was looked at."""
+        return self._free is not None
+
     def _count(self, free: Array) -> int:
         found = np.asarray(free)
         if (found < 0).any():

@@ -86,7 +86,8 @@ class Reader:
             self._pool.begin() if row is None else row,
             row is not None,
         )
-        middle = request.kept if self.reuses and request.kept > start else prompt.size
+        kept = self.reuses and not request.scores and request.kept > start
+        middle = request.kept if kept else prompt.size
         self._parts = iter([x for x in (prompt[start:middle], prompt[middle:]) if x.size])
         self._next_part()
         return None

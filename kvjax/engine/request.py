@@ -53,6 +53,9 @@ class Request:
     """True if a context is read, and nothing is answered."""
     scores: bool = False
     """True if the prompt's own tokens are scored."""
+    expected: int | None = None
+    """Tokens that the answer is expected to have, for which pages must be free when it begins; None: all that it may
+    have."""
     prompt_logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
     """Log-probabilities of the prompt's tokens but the first, part by part, if it is scored."""
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -79,6 +82,12 @@ class Request:
     def most(self) -> int:
         """The most tokens that it may have in the cache: the last one of an answer is never fed."""
         return self.prompt.size + self.sampling.max_new_tokens - 1
+
+    @property
+    def likely(self) -> int:
+        """The most tokens that it is expected to have in the cache."""
+        new = self.sampling.max_new_tokens
+        return self.prompt.size + min(new, new if self.expected is None else self.expected) - 1
 
     def cancel(self) -> None:
         """Have the engine end it at its next turn."""

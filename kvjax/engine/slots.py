@@ -94,8 +94,9 @@ class Slots:
         return more
 
     def held(self, counted: PageCounts, slot: int) -> int:
-        """Return the pages of a slot's sequence."""
-        return counted.held(self.length[:, [slot]], self.seen[[slot]])
+        """Return the most pages that a slot's sequence may have after the block that is on its way."""
+        length, seen = self.length[:, [slot]], self.seen[[slot]]
+        return counted.held(length, seen) + counted.more(length, seen, self.more(0)[[slot]])
 
     # ---- coming and going
 
@@ -106,12 +107,16 @@ class Slots:
         sampler = constrained(sampler, [(0, request)], vocabulary)
         token, logprobs, _, _ = first_tokens(sampler, logits, put(np.ones(1, bool), BATCH), counts)
         request.extend([int(token[0])], logprobs_of(request, jax.tree.map(lambda x: x[None], logprobs), 0, 1))
-        slot = self.join(request, row)
-        if request.finish_reason is not None:
-            self.end(slot, request.finish_reason)
+        if request.finish_reason is None:
+            self.join(request, row)
+            return
+        # its stop text may have left no token to go on after
+        length, seen = np.asarray(row.layers.length), int(row.seen[0])
+        request.end(request.finish_reason, length, seen, self._pool.layout.window)
+        self._pool.drop(row)
 
-    def join(self, request: Request, row: Row) -> int:
-        """Put a sequence into a vacant slot, whose answer goes on after its last token. Returns the slot."""
+    def join(self, request: Request, row: Row) -> None:
+        """Put a sequence into a vacant slot, whose answer goes on after its last token."""
         self.look_at_block()
         slot = self.vacant[0]
         self._pool.put(slot, row)
@@ -121,7 +126,6 @@ class Slots:
         self.length[:, slot] = np.asarray(row.layers.length)[:, 0]
         self.seen[slot] = int(row.seen[0])
         self._sampler, self._token_counts = sampler_of(self._model.config, self.running, self._count)
-        return slot
 
     def end(self, slot: int, reason: FinishReason) -> None:
         """End the answer of a slot, and free its pages."""

@@ -28,7 +28,7 @@ class ServeConfig:
     """The trained parameters of the policy: a training run's --out or the folder that it exported, a file of the
     method's authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin`, what comes with the built-in model."""
     name: str | None = None
-    """The model's name in requests; by default that of its folder or file."""
+    """The model's name in requests; by default its hub id, or the name of its folder or file."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 lets other machines in."""
     port: int = 8000
@@ -89,7 +89,7 @@ def run(config: ServeConfig) -> None:
         from kvjax.serve.grammar import Grammars
 
         grammar = Grammars(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_ids).schema
-    name = config.name or Path(config.model).name
+    name = config.name or (Path(config.model).name if Path(config.model).exists() else config.model)
     server = Server(
         engine, llm.tokenizer, name, queue=config.queue, key=os.environ.get(KEY) or None, grammar=grammar
     )

@@ -11,11 +11,12 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as Call
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvjax.chat_template import keeps_turns, templated, token_ids
+from kvjax.chat_template import around, keeps_turns, templated, token_ids
 from kvjax.engine import Constraint, Engine, Request
 from kvjax.errors import UserError, check_unicode, shown
 from kvjax.models.chat import encode, token_rows, turns_end
@@ -27,6 +28,8 @@ from kvjax.serve.worker import Answer, Failed, Update, Worker
 
 LARGEST_BODY = 8 << 20
 """Bytes of a request's body."""
+ANSWER = 512
+"""Tokens that an answer is expected to have where the request does not say how many it may have."""
 STALLED = 60
 """Seconds after which a client that reads nothing of its stream is one that went away."""
 Handler = Callable[[Call], Awaitable[Response]]
@@ -85,6 +88,7 @@ class Server:
                 Route(path, self._answering(handler, path.startswith("/v1/")), methods=[method])
                 for path, handler, method in routes
             ],
+            exception_handlers={HTTPException: _unknown},
             lifespan=self._lifespan,
         )
 
@@ -105,12 +109,14 @@ class Server:
             row, kept, begun = await run_in_threadpool(self._chat_prompt, asked)
             answers = await self._submit(asked, [row], kept)
             names = None if asked.tools is None else asked.tools.names
+            calls = None if asked.tools is None or asked.tools.several else 1
             choices = [
                 ChatChoice(
                     index,
                     answer,
                     self._tokenizer,
                     AnswerParser(names, thinking=begun and asked.schema is None),
+                    calls,
                 )
                 for index, answer in enumerate(answers)
             ]
@@ -144,8 +150,11 @@ class Server:
             raise UserError('expected {"name": …, "prompt": …} or {"name": …, "messages": […]}')
         if unknown := body.keys() - {"name", "prompt", "messages", "model"}:
             raise UserError(f"Unrecognized request argument supplied: {min(unknown)}")
-        prompt = body.get("prompt")
-        if isinstance(messages := body.get("messages"), list):
+        check_unicode(name)
+        prompt, messages = body.get("prompt"), body.get("messages")
+        if (prompt is None) == (messages is None):
+            raise UserError("a context is read from a prompt or from messages, one of the two")
+        if isinstance(messages, list):
             prompt = [read_message(one) for one in messages]
         with self._entered(1):
             (row,) = await run_in_threadpool(
@@ -253,17 +262,20 @@ class Server:
         where the model thinks."""
         if asked.context is not None:
             (message, *others) = asked.messages
-            if others or message["role"] != "user":
+            if others or message["role"] != "user" or asked.tools is not None:
                 raise UserError(
-                    "with a context, messages must be one message of the user, which continues it"
+                    "with a context, messages must be one message of the user, which continues it, without tools"
                 )
-            return encode(self._tokenizer, message["content"], "end", **asked.template), None, False
+            row = encode(self._tokenizer, message["content"], "end", **asked.template)
+            has_template = getattr(self._tokenizer, "chat_template", None)
+            after = around(self._tokenizer, **asked.template)[1] if has_template else ""
+            return row, None, _thinks_after(after)
         if not getattr(self._tokenizer, "chat_template", None):
             raise UserError("the model has no chat template: use /v1/completions")
         tools = None if asked.tools is None else asked.tools.definitions
         options = {"tools": tools, **asked.template}
         text = templated(self._tokenizer, asked.messages, **options)
-        row, begun, kept = token_ids(self._tokenizer, text), text.rstrip().endswith("<think>"), None
+        row, begun, kept = token_ids(self._tokenizer, text), _thinks_after(text), None
         if not keeps_turns(self._tokenizer, **options):
             kept = turns_end(self._tokenizer, asked.messages, **options)
         return row, kept, begun
@@ -300,8 +312,9 @@ class Server:
                         engine.longest_answer(len(row), asked.context) if asked.most is None else asked.most
                     )
                     sampling = asked.sampling(max(1, most))
+                    expected = ANSWER if asked.most is None else None
                     for _ in range(asked.n // sampling.n):
-                        found += engine.submit(row, sampling, **options)
+                        found += engine.submit(row, sampling, expected=expected, **options)
             except Exception:
                 for one in found:
                     one.cancel()
@@ -323,7 +336,8 @@ class Server:
             for choice in choices:
                 choice.answer.request.cancel()
         found = [choice.whole(own) for choice, own in zip(choices, pieces, strict=True)]
-        return JSONResponse(reply.whole(found, usage([choice.answer.request for choice in choices], asked.n)))
+        requests = [choice.answer.request for choice in choices]
+        return JSONResponse(reply.whole(found, usage(requests, asked.n, answered=asked.most != 0)))
 
     async def _pieces(self, choice: Choice) -> list[dict[str, Any]]:
         """Return all pieces of an answer."""
@@ -371,15 +385,16 @@ class Server:
             while running:
                 piece = await pieces.get()
                 if isinstance(piece, Exception):
-                    yield event(_error(str(piece), "server_error"))
-                    return
+                    kind = piece.kind if isinstance(piece, Refused) else "server_error"
+                    yield event(_error(str(piece), kind))
+                    break
                 running -= piece is None
                 for one in piece or ():
                     yield reply.event([one], **({"usage": so_far()} if asked.usage_in_pieces else not_yet))
         finally:
             for task in tasks:
                 task.cancel()
-        if asked.include_usage:
+        if asked.include_usage and not running:
             yield reply.event([], usage=so_far())
         yield "data: [DONE]\n\n"
 
@@ -424,12 +439,24 @@ class _Events(StreamingResponse):
             self._leave.close()
 
 
+async def _unknown(call: Call, error: Exception) -> Response:
+    """Reply to a path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    message = f"{call.method} {call.url.path}: {error.detail}"
+    return JSONResponse(_error(message, "invalid_request_error"), error.status_code, error.headers)
+
+
 def _check_ended(request: Request, update: Update) -> None:
     """Raise Refused for an answer that ended otherwise than answers do."""
     if update.finish_reason == "abort":
         raise Refused(409, "the context of this request was dropped")
     if update.finish_reason is not None and request.constraint is not None and request.constraint.error:
         raise Refused(400, f"the answer's format cannot be followed: {request.constraint.error}")
+
+
+def _thinks_after(text: str) -> bool:
+    """Return True for a prompt that ends where the model thinks."""
+    return text.rstrip().endswith("<think>")
 
 
 def _error(message: str, kind: str) -> dict[str, Any]:

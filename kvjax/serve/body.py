@@ -41,6 +41,15 @@ UNUSED = {
     "prompt_cache_retention",
 }
 """Those of OpenAI's that change nothing here."""
+ONLY = {
+    "modalities": ["text"],
+    "best_of": 1,
+    "suffix": "",
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "add_generation_prompt": True,
+}
+"""Those that are taken with one value alone."""
 STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
 CHAT = {
     "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
@@ -51,11 +60,16 @@ STOPS, LONGEST_STOP = 16, 256
 """Texts that end an answer, and characters of each: all are looked for between blocks."""
 DEFINITIONS = "$defs", "definitions"
 """Keys of a JSON schema's parts that others name."""
+NAMED = "properties", "patternProperties", "dependentSchemas"
+"""Keys whose values are schemas by name."""
+DATA = "const", "enum", "default", "examples"
+"""Keys whose values are no schemas."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _prefixed(schema: Any, prefix: str) -> Any:
-    """Return a JSON schema with a prefix before the names of its definitions."""
+    """Return a JSON schema with a prefix before the names of its definitions, of which it is the one that is called so
+    itself."""
     if isinstance(schema, list):
         return [_prefixed(one, prefix) for one in schema]
     if not isinstance(schema, dict):
@@ -64,8 +78,15 @@ def _prefixed(schema: Any, prefix: str) -> Any:
     for key, value in schema.items():
         if key in DEFINITIONS and isinstance(value, dict):
             value = {f"{prefix}{name}": _prefixed(one, prefix) for name, one in value.items()}
-        elif key == "$ref" and isinstance(value, str):
-            value = re.sub(r"^(#/(?:\$defs|definitions)/)", rf"\g<1>{prefix}", value)
+        elif key in NAMED and isinstance(value, dict):
+            # its keys are names of the caller's, whatever they are called
+            value = {name: _prefixed(one, prefix) for name, one in value.items()}
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            inner = re.sub(r"^#/(\$defs|definitions)/", rf"#/\g<1>/{prefix}", value)
+            # what stood at the root is a definition of its own
+            value = f"#/$defs/{prefix}{value[1:]}" if inner == value else inner
+        elif key in DATA:
+            pass
         else:
             value = _prefixed(value, prefix)
         found[key] = value
@@ -79,6 +100,10 @@ class Tools:
     definitions: list[dict[str, Any]]
     """The tools' definitions, in the form that the chat template takes."""
     choice: Literal["auto", "required"] = "auto"
+    named: str | None = None
+    """The one tool that must be called, if one was named."""
+    several: bool = True
+    """True if an answer may make several calls."""
 
     @property
     def names(self) -> list[str]:
@@ -89,11 +114,18 @@ class Tools:
         """The JSON schema of a call."""
         calls, shared = [], {}
         for index, one in enumerate(self.definitions):
-            arguments = _prefixed(one["function"].get("parameters") or {"type": "object"}, f"tool{index}.")
+            if self.named not in (None, one["function"]["name"]):
+                continue
+            prefix = f"tool{index}."
+            arguments = _prefixed(one["function"].get("parameters") or {"type": "object"}, prefix)
             # they are found from the schema's root
             for key in DEFINITIONS:
                 shared.setdefault(key, {}).update(arguments.pop(key, {}))
-            call = {"name": {"const": one["function"]["name"]}, "arguments": arguments}
+            shared["$defs"][prefix] = arguments
+            call = {
+                "name": {"const": one["function"]["name"]},
+                "arguments": {"$ref": f"#/$defs/{prefix}"},
+            }
             calls.append(
                 {"type": "object", "properties": call, "required": [*call], "additionalProperties": False}
             )
@@ -105,7 +137,8 @@ class Asked:
     """A chat or completion that was asked for."""
 
     sampling: Callable[[int], SamplingParams]
-    """Makes the sampling parameters, given the most tokens that an answer may have."""
+    """Makes the sampling parameters of a prompt, given the most tokens that an answer may have. Without a seed each
+    prompt has its own."""
     most: int | None
     """The most tokens of an answer; None: as many as fit."""
     n: int
@@ -189,8 +222,10 @@ def read_completion(body: Any) -> Asked:
 def _object(body: Any, known: set[str]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise UserError(f"the body must be a JSON object, got {shown(body)}")
-    body = {name: value for name, value in body.items() if value is not None}
+    body = {name: value for name, value in body.items() if value is not None and ONLY.get(name) != value}
     for name in body:
+        if name in ONLY:
+            raise UserError(f"{name} is only taken as {shown(ONLY[name])}, got {shown(body[name])}")
         if name not in known:
             near = "".join(f": did you mean {x}?" for x in nearest(name, known)[:1])
             raise UserError(f"Unrecognized request argument supplied: {name}{near}")
@@ -226,16 +261,23 @@ def _shared(body: dict[str, Any], most: Any, logprobs: Any, least: int = 1) -> d
     ):
         raise UserError(f"stop must be at most {STOPS} texts of at most {LONGEST_STOP} characters")
     named = {name: body.get(name, default) for name, default in SAMPLING.items()} | {
-        "seed": secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF,
         "stop": stop,
         "logit_bias": {int(token): value for token, value in bias.items()},
         "logprobs": logprobs,
     }
+    if type(named["top_k"]) is int and named["top_k"] == -1:
+        # vLLM's word for all
+        named["top_k"] = 0
     # equal answers are sampled one by one
     named["n"] = n if named["temperature"] else 1
     SamplingParams(**named)
+
+    def sampling(most: int) -> SamplingParams:
+        own = secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF
+        return SamplingParams(max_new_tokens=most, seed=own, **named)
+
     return {
-        "sampling": lambda most: SamplingParams(max_new_tokens=most, **named),
+        "sampling": sampling,
         "most": most,
         "n": n,
         "stream": body.get("stream", False),
@@ -260,8 +302,8 @@ def read_message(message: Any) -> dict[str, Any]:
             raise UserError(f"a message's content must be text, got parts of another kind: {shown(content)}")
         content = "".join(texts)
     calls = message.get("tool_calls")
-    if content is None and calls:
-        content = ""
+    if content is None and role == "assistant":
+        content = message.get("refusal") or ""
     if not isinstance(content, str):
         raise UserError(f"a message's content must be text or a list of text parts, got {shown(content)}")
     found = message | {"role": "system" if role == "developer" else role, "content": content}
@@ -302,15 +344,17 @@ def _tools(body: dict[str, Any]) -> Tools | None:
             raise UserError(
                 f"a tool must be {{'type': 'function', 'function': {{'name': …}}}}, got {shown(one)}"
             )
+    several = body.get("parallel_tool_calls", True)
+    one_of("request", "parallel_tool_calls", several, (True, False))
     if choice == "none":
         return None
     if choice in ("auto", "required"):
-        return Tools(tools, choice)
+        return Tools(tools, choice, several=several)
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not (named := [one for one in tools if one["function"]["name"] == name]):
+    if all(one["function"]["name"] != name for one in tools):
         raise UserError(f"tool_choice must be none, auto, required or one of the tools, got {shown(choice)}")
-    return Tools(named, "required")
+    return Tools(tools, "required", name, several)
 
 
 def _is_schema(parameters: Any) -> bool:
@@ -328,8 +372,8 @@ def _schema(wanted: Any) -> Any:
     if kind == "json_object":
         return {"type": "object"}
     schema = wanted.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+    if not isinstance(schema, dict) or not isinstance(schema.get("schema", {}), dict):
         raise UserError(
             f"response_format must be text, json_object or a json_schema with a schema, got {shown(wanted)}"
         )
-    return schema["schema"]
+    return schema.get("schema", {"type": "object"})

@@ -9,6 +9,7 @@ from typing import Any
 from kvjax.engine import Request
 from kvjax.inference.answers import AnswerLogprobs, decoded
 from kvjax.serve.answer_parser import AnswerParser, Delta
+from kvjax.serve.token_texts import TokenTexts
 from kvjax.serve.worker import Answer, Update
 
 Scored = tuple[int, float | None, dict[int, float] | None]
@@ -41,10 +42,10 @@ def event(data: Any) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def usage(requests: list[Request], n: int) -> dict[str, Any]:
+def usage(requests: list[Request], n: int, *, answered: bool = True) -> dict[str, Any]:
     """Return how many tokens requests took. The n answers of a prompt, which follow one another, count it once."""
     first = requests[::n]
-    prompt, answer = sum(x.prompt.size for x in first), sum(len(x.tokens) for x in requests)
+    prompt, answer = sum(x.prompt.size for x in first), sum(len(x.tokens) for x in requests if answered)
     return {
         "prompt_tokens": int(prompt),
         "completion_tokens": answer,
@@ -60,8 +61,11 @@ class Choice:
         self, index: int, answer: Answer, tokenizer: Any, *, echo: bool = False, most: int | None = None
     ):
         self.index, self.answer, self._tokenizer = index, answer, tokenizer
+        self._texts = TokenTexts(tokenizer)
         self._echo, self._echoed, self._most = echo, False, most
         self._tokens, self._place = 0, 0
+        # the token before the next one whose text is shown
+        self._before: int | None = None if echo else int(answer.request.prompt[-1])
         self._held: list[Scored] = []
 
     def pieces(self, update: Update) -> list[dict[str, Any]]:
@@ -88,38 +92,47 @@ class Choice:
         """Return the new tokens that are part of the answer."""
         found, request = self._held + _zipped(update.tokens, update.logprobs), self.answer.request
         if update.finish_reason is not None:
-            found = found[: max(0, len(request.answer()) - self._tokens)]
+            found = found[: max(0, self._length() - self._tokens)]
         elif request.sampling.stop:
             # those of a stop text are no part of it
             self._held, found = found, []
         self._tokens += len(found)
         return found
 
-    def _entries(self, scored: list[Scored]) -> dict[str, Any]:
-        offsets, texts = [], [self._text(token) for token, _, _ in scored]
-        for text in texts:
-            offsets.append(self._place)
-            self._place += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [value for _, value, _ in scored],
-            "top_logprobs": [
-                None if likely is None else {self._text(x): value for x, value in likely.items()}
-                for _, _, likely in scored
-            ],
-            "text_offset": offsets,
-        }
+    def _length(self) -> int:
+        """Return the number of tokens whose log-probabilities are shown: here also the one that ended the answer, as
+        lm-evaluation-harness counts on."""
+        return len(self.answer.request.tokens)
 
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+    def _entries(self, scored: list[Scored]) -> dict[str, Any]:
+        entries: dict[str, Any] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token, value, likely in scored:
+            text = self._texts.text(token, self._before)
+            top = (
+                None if likely is None else {self._texts.text(x, self._before): p for x, p in likely.items()}
+            )
+            entries["tokens"].append(text)
+            entries["token_logprobs"].append(value)
+            entries["top_logprobs"].append(top)
+            entries["text_offset"].append(self._place)
+            self._place += 0 if token in self._texts.special else len(text)
+            self._before = token
+        return entries
 
 
 class ChatChoice(Choice):
     """An answer of a chat, as it is sent."""
 
-    def __init__(self, index: int, answer: Answer, tokenizer: Any, parser: AnswerParser):
+    def __init__(
+        self, index: int, answer: Answer, tokenizer: Any, parser: AnswerParser, most_calls: int | None = None
+    ):
         super().__init__(index, answer, tokenizer)
-        self._parser, self._calls = parser, 0
+        self._parser, self._calls, self._most_calls = parser, 0, most_calls
 
     def pieces(self, update: Update) -> list[dict[str, Any]]:
         found = self._parser.more(update.text)
@@ -163,6 +176,9 @@ class ChatChoice(Choice):
         rest = {key: value for key, value in pieces[-1].items() if key != "delta"}
         return rest | {"message": message, "logprobs": logprobs}
 
+    def _length(self) -> int:
+        return len(self.answer.request.answer())
+
     def _delta(self, found: Delta) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if found.reasoning:
@@ -170,6 +186,8 @@ class ChatChoice(Choice):
         if found.content:
             delta["content"] = found.content
         for call in found.tool_calls:
+            if self._calls == self._most_calls:
+                break
             function = {"name": call.name, "arguments": call.arguments}
             one = {
                 "index": self._calls,
@@ -183,13 +201,15 @@ class ChatChoice(Choice):
 
     def _content(self, update: Update) -> list[dict[str, Any]]:
         def entry(token: int, value: float | None) -> dict[str, Any]:
-            text = self._text(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            text = self._texts.text(token, self._before)
+            return {"token": text, "logprob": value, "bytes": self._texts.bytes(token, text)}
 
-        return [
-            entry(token, value) | {"top_logprobs": [entry(*one) for one in (likely or {}).items()]}
-            for token, value, likely in self._scored(update)
-        ]
+        entries = []
+        for token, value, likely in self._scored(update):
+            top = [entry(*one) for one in (likely or {}).items()]
+            entries.append(entry(token, value) | {"top_logprobs": top})
+            self._before = token
+        return entries
 
 
 def _finish(reason: str | None, calls: int = 0) -> dict[str, Any]:

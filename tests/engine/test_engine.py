@@ -152,6 +152,16 @@ def test_a_stop_text_ends_an_answer_and_is_not_part_of_it():
     assert free.tokens[: len(request.answer())] == request.answer()
 
 
+def test_a_stop_text_may_be_the_first_token():
+    served, one = engine(), SamplingParams(max_new_tokens=1, ignore_eos=True)
+    (first,) = served.submit("Who is Emma?", one)
+    run(served)
+    stopped = SamplingParams(max_new_tokens=9, ignore_eos=True, stop=(first.text,))
+    (request,) = served.submit("Who is Emma?", stopped)
+    run(served)
+    assert (request.finish_reason, request.text, request.tokens) == ("stop", "", [])
+
+
 @pytest.fixture
 def surprised(monkeypatch):
     """Everything takes more pages than was expected."""
@@ -173,6 +183,71 @@ def test_where_pages_run_short_answers_are_paused_and_none_is_lost(policy):
     nothing_left(served)
     assert [request.tokens for request in requests] == alone(served, questions)
     assert {request.finish_reason for request in requests} == {"length"}
+
+
+@pytest.mark.usefixtures("surprised")
+def test_pages_that_a_block_will_free_are_not_counted_twice():
+    """A policy that compacts while it decodes frees pages in the block that is on its way, while others are taken for
+    the prompt that is being read."""
+    served = engine("h2o:entries=24,when=position,every=8", capacity=24, block=1)
+    rng = np.random.default_rng(1)
+    questions = [
+        (rng.integers(0, 256, size).tolist(), SamplingParams(max_new_tokens=int(new), ignore_eos=True))
+        for size, new in zip(rng.integers(1, 60, 24), rng.integers(1, 40, 24), strict=True)
+    ]
+    requests = submit(served, questions)
+    while served.busy:
+        served.step()
+        assert (np.asarray(served._pool._pages.free_count) >= 0).all()
+    nothing_left(served)
+    wanted = alone(served, questions)
+    for request, want in zip(requests, wanted, strict=True):
+        assert request.tokens == want[: len(request.tokens)]
+
+
+def test_an_answer_of_unknown_length_does_not_keep_others_out():
+    """It may be as long as the pool is large, and is not expected to be."""
+    served = engine(capacity=40, block=1)
+    sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    requests, most = [], 0
+    for start in (65, 66, 67):
+        requests += served.submit([start] * 20, sampling, expected=10)
+    while served.busy:
+        served.step()
+        most = max(most, served.stats.running)
+    assert most == 3
+    assert [one.tokens for one in requests] == alone(served, [(one.prompt, sampling) for one in requests])
+    (first,), (second,) = (served.submit([start] * 20, sampling) for start in (65, 66))
+    for _ in range(4):
+        served.step()
+    assert (served.stats.running, served.stats.waiting) == (1, 1)
+    first.cancel()
+    second.cancel()
+    run(served)
+
+
+def test_all_slots_are_used_of_a_pool_that_is_as_large_as_they_may_need():
+    served = engine(capacity=LONGEST, block=4)
+    sampling = SamplingParams(max_new_tokens=LONGEST - 20, ignore_eos=True)
+    requests = [one for start in (65, 66, 67) for one in served.submit([start] * 20, sampling)]
+    for _ in range(6):
+        served.step()
+    assert served.stats.running == 3
+    for one in requests:
+        one.cancel()
+    run(served)
+
+
+def test_a_prompt_keeps_the_fork_that_it_goes_on_from():
+    """Room for it is made by dropping others."""
+    served, short = engine(capacity=40), SamplingParams(max_new_tokens=4, ignore_eos=True)
+    for start in (65, 66):
+        served.submit([start] * 40, short)
+        while served.busy:
+            served.step()
+    (again,) = served.submit([65] * 40 + [70] * 10, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    run(served, [again])
+    assert again.cached == 40
 
 
 @pytest.mark.parametrize("capacity", [26, 27, 31])

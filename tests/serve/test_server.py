@@ -1,6 +1,9 @@
 """The server as its clients see it: OpenAI's own client, and raw requests where that client would not send them."""
 
+import asyncio
 import concurrent.futures
+import contextlib
+import itertools
 import json
 import re
 import socket
@@ -12,12 +15,16 @@ import numpy as np
 import openai
 import pytest
 
-from kvjax.engine import Engine
+from kvjax.engine import Engine, Request
 from kvjax.inference import generate, logits
 from kvjax.sampling_params import SamplingParams
+from kvjax.serve.answer_parser import AnswerParser
 from kvjax.serve.body import read_chat
+from kvjax.serve.reply import ChatChoice
+from kvjax.serve.token_texts import TokenTexts
+from kvjax.serve.worker import Answer, Update
 from tests.serve.running import NAME, model, running
-from tests.tasks.model_tokenizers import THINKING, byte_tokenizer
+from tests.tasks.model_tokenizers import THINKING, byte_tokenizer, spaced_tokenizer
 
 ON = {"on": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": ON, "required": ["on"], "additionalProperties": False}
@@ -202,6 +209,8 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
         ({"messages": hello, "stop": "z" * 100_000}, "stop must be at most 16 texts of at most 256"),
         ({"messages": hello, "tools": [TOOL], "tool_choice": {"function": 5}}, "tool_choice must be"),
         ({"messages": hello, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ({"messages": hello, "min_tokens": 3}, "min_tokens is only taken as 0, got 3"),
+        ({"messages": hello, "context": "a", "tools": [TOOL]}, "without tools"),
         ({"messages": hello, "n": 100}, "100 answers are more than the 67 that may run and wait"),
     ]  # fmt: skip
     for body, message in wrong:
@@ -219,7 +228,14 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
     assert served.refused("/v1/chat/completions", b"{")[0] == 400
     assert served.refused("/v1/chat/completions", b"[" * 100_000)[0] == 400
     assert served.refused("/v1/chat/completions", {"model": "gpt-4", "messages": hello})[0] == 404
-    assert served.ask("GET", "/v1/chat/completions")[0] == 405
+    assert served.refused("/v1/chat/completions", None, "GET")[0] == 405
+    assert served.refused("/v1/embeddings", {}) == (404, "POST /v1/embeddings: Not Found")
+    for body, message in (
+        ({"name": "\ud800", "prompt": "x"}, "must be Unicode text"),
+        ({"name": "a", "prompt": "x", "messages": hello}, "one of the two"),
+    ):
+        status, found = served.refused("/v1/contexts", body)
+        assert (status, message in found) == (400, True), (body, found)
     assert served.settled()[:3] == (0, 0, 0)
 
 
@@ -242,7 +258,8 @@ def test_the_definitions_of_tools_are_found(served):
     assert json.loads(call.function.arguments)["state"] in states[call.function.name]
     schema = read_chat({"messages": said("Go"), "tools": tools, "tool_choice": "required"}).schema
     for one, own in zip(schema["anyOf"], states.values(), strict=True):
-        place = one["properties"]["arguments"]["properties"]["state"]["$ref"].removeprefix("#/$defs/")
+        arguments = schema["$defs"][one["properties"]["arguments"]["$ref"].removeprefix("#/$defs/")]
+        place = arguments["properties"]["state"]["$ref"].removeprefix("#/$defs/")
         assert schema["$defs"][place] == {"enum": own}
 
 
@@ -259,10 +276,93 @@ def test_log_probabilities_and_usage_stop_where_the_text_does(served):
         assert cut.usage.completion_tokens == len(cut.choices[0].logprobs.content)
 
 
+def test_a_tool_may_have_parameters_with_the_names_of_keywords(served):
+    """And refer to itself."""
+    names = {"definitions": {"type": "boolean"}, "$defs": {"enum": ["on"]}, "next": {"$ref": "#"}}
+    tool = tool_of({"type": "object", "properties": names, "required": ["definitions"]})
+    # one parameter alone
+    options = {"tools": [tool], "tool_choice": "required", "max_tokens": 80, "logit_bias": {"44": -100}}
+    schema = read_chat({"messages": said("Go"), **options}).schema
+    found = schema["$defs"]["tool0."]["properties"]
+    assert found == names | {"next": {"$ref": "#/$defs/tool0."}}
+    options["tools"] = [tool_of(tool["function"]["parameters"] | {"additionalProperties": False})]
+    (call,) = chat(served.client(), "Go", **options).choices[0].message.tool_calls
+    assert [*json.loads(call.function.arguments)] == ["definitions"]
+
+
+def test_a_named_tool_is_called_and_the_others_are_shown(served):
+    tools = [tool_of(SCHEMA), {"type": "function", "function": {"name": "door", "parameters": SCHEMA}}]
+    named = {"type": "function", "function": {"name": "door"}}
+    found = [
+        chat(served.client(), "Go", tools=tools, tool_choice=choice, max_tokens=60)
+        for choice in ("required", named)
+    ]
+    assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
+    (call,) = found[1].choices[0].message.tool_calls
+    assert call.function.name == "door"
+
+
+def test_one_call_alone_where_several_are_not_wanted():
+    call = '<tool_call>{"name": "light", "arguments": {}}</tool_call>'
+    request = Request(np.ones(1, np.int32), SamplingParams(), 0, 0, ())
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        for most, count in ((None, 2), (1, 1)):
+            answer, parser = Answer(request, loop), AnswerParser(["light"])
+            choice = ChatChoice(0, answer, byte_tokenizer(), parser, most)
+            found = choice.whole(choice.pieces(Update(call * 2, [], [], "stop")))
+            assert len(found["message"]["tool_calls"]) == count
+
+
+def test_prompts_without_a_seed_are_drawn_apart(served):
+    found = served.client().completions.create(
+        model=NAME, prompt=["Once"] * 3, temperature=2, max_tokens=20, logit_bias={"257": -100}
+    )
+    assert len({choice.text for choice in found.choices}) == 3
+
+
+def test_the_token_that_ends_a_completion_has_its_log_probability(served):
+    """As lm-evaluation-harness counts on, which asks for one token behind what it scores."""
+    row = byte_tokenizer()("Who is Emma?")["input_ids"]
+    (choice,) = (
+        served.client()
+        .completions.create(
+            model=NAME,
+            prompt=row,
+            echo=True,
+            logprobs=1,
+            max_tokens=1,
+            temperature=0,
+            logit_bias={"257": 100},
+        )
+        .choices
+    )
+    assert choice.text == "Who is Emma?"
+    assert len(choice.logprobs.token_logprobs) == len(row) + 1
+
+
+def test_texts_of_tokens_make_up_the_text():
+    """Also where a tokenizer shows a space before a word, but not at the beginning."""
+    tokenizer = spaced_tokenizer()
+    tokens, texts = tokenizer("the cat sat")["input_ids"], TokenTexts(tokenizer)
+    shown = [texts.text(token, before) for before, token in itertools.pairwise([None, *tokens])]
+    own = [text for text, token in zip(shown, tokens, strict=True) if token not in texts.special]
+    assert "".join(own) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_part_of_a_character_has_its_own_bytes():
+    texts, tokens = TokenTexts(byte_tokenizer()), byte_tokenizer()("é")["input_ids"]
+    assert [x for token in tokens for x in texts.bytes(token, texts.text(token, None))] == [*"é".encode()]
+
+
 def test_known_fields_that_change_nothing_are_taken(served):
     body = {
-        "messages": said("Hi"),
+        "messages": [*said("Hi"), {"role": "assistant", "content": None, "refusal": "No."}, *said("Why?")],
         "max_tokens": 2,
+        "top_k": -1,
+        "modalities": ["text"],
+        "min_tokens": 0,
+        "skip_special_tokens": True,
+        "parallel_tool_calls": False,
         "user": "me",
         "metadata": {"a": "b"},
         "store": False,
@@ -365,7 +465,9 @@ def test_a_context_is_read_under_a_name_and_asked(small):
     answers = [chat(client, "Who?", max_tokens=6, extra_body={"context": "night"}) for _ in range(2)]
     assert answers[0].choices == answers[1].choices
     assert answers[0].usage.prompt_tokens_details.cached_tokens == json.loads(found)["tokens"]
+    assert "kvjax_forks 1.0" in small.ask("GET", "/metrics")[2]
     assert small.ask("DELETE", "/v1/contexts/night", **key)[0] == 200
+    assert "kvjax_forks 0.0" in small.ask("GET", "/metrics")[2]
     assert small.refused("/v1/contexts/night", None, "DELETE", **key)[0] == 400
 
 
