@@ -511,9 +511,9 @@ class Engine:
         if not self._slots.vacant and not request.reads:
             return None
         growth = sum(max(0, counted.at_end(one.likely) - self._slots.held(counted, i)) for i, one in running)
-        continues = request.context is not None and not request.reads
-        if continues:
-            fork = self._forks.named.get(request.context)
+        named = None if request.reads else request.context
+        if named is not None:
+            fork = self._forks.named.get(named)
         elif request.reads or request.scores:
             fork = None
         else:
@@ -523,7 +523,7 @@ class Engine:
             return None
         self._waiting.popleft()
         self._crowded = False
-        if continues and (fork is None or not fits):
+        if named is not None and (fork is None or not fits):
             request.finish_reason = "abort" if fork is None else "capacity"
             return None
         if (whole := self._reader.begin(request, fork)) is not None:
