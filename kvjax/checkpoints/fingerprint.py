@@ -110,10 +110,24 @@ def contents(model: Any) -> str:
     # which of a chat template's tokens end an answer has nothing to do with what the model computes
     ends = {id_ for _, id_ in config.turn_ends}
     own = tuple(id_ for id_ in config.eos_ids if id_ not in ends)
-    known = hashlib.sha256(repr(dataclasses.replace(config, name="", eos_ids=own)).encode())
+    known = hashlib.sha256(_written(dataclasses.replace(config, name="", eos_ids=own)).encode())
     for name in sorted(values):
         known.update(name.encode() + values[name].tobytes())
     return known.hexdigest()[:16]
+
+
+LATER = "no_rope", "share", "short_factor", "long_factor"
+"""Fields of configurations that digests leave out while they have their defaults: they did not exist at first."""
+
+
+def _written(config: Any) -> str:
+    """Return a configuration as its digest has it, so that results and gates of earlier versions keep theirs."""
+    parts = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.repr and not (field.name in LATER and value == field.default):
+            parts.append(f"{field.name}={_written(value) if dataclasses.is_dataclass(value) else repr(value)}")
+    return f"{type(config).__name__}({', '.join(parts)})"
 
 
 def agreement(one: str, other: str) -> float:

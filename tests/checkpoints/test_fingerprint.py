@@ -99,6 +99,7 @@ def test_other_weights_and_other_sizes_are_another_model(own, other):
     with jax.set_mesh(make_mesh()):
         wider = filled(tiny_config(mlp_width=96))
     assert agreement(fingerprint(own), fingerprint(wider)) == 0
+    assert contents(tiny_model(no_rope=(1,))) != contents(tiny_model())
 
 
 def test_every_table_is_in_the_contents(own):
