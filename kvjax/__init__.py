@@ -10,8 +10,8 @@ Names are imported when first used, so that `import kvjax` and `--help` cost not
 Folders: cache, policies, models, inference, engine, tasks, train, serve, evaluate, plan, checkpoints, cli, builtin.
 Commands: train, export, evaluate, serve, generate, plan, convert, policies. Files: llm: `LLM`; session: conversations;
 sampling_params: `SamplingParams`; topk: selection of the best scores; struct: dataclasses that are pytrees; mesh:
-devices; errors, files: a user's mistakes, writing whole files; hub: files of the Hugging Face hub; chat_template,
-chat_worker: what a chat template puts around a text; plugins: what other packages bring.
+devices; errors: a user's mistakes; files: reading and writing whole files; hub: files of the Hugging Face hub;
+chat_template, chat_worker: rendering of chat templates; plugins: methods of other packages.
 """
 
 import importlib

@@ -16,7 +16,7 @@ COMMANDS = {
     "convert": "weights from GGUF and Orbax to Hugging Face's format, and back",
     "policies": "the methods, a line each",
 }
-"""With a line about each."""
+"""The commands, with a line about each."""
 
 
 def main() -> None:

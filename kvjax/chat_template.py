@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: messages rendered by it, and what it puts around a text and before it."""
+"""Rendering by a tokenizer's chat template: messages, and the text that it puts before and after a turn."""
 
 import atexit
 import contextlib
@@ -18,11 +18,11 @@ from kvjax.chat_worker import BYTES, SECONDS
 from kvjax.errors import UserError, check_unicode, shown
 
 PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Stands for the text in a rendered template."""
+"""The character that stands for the text in a rendered template."""
 CONVERSATION = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
-"""Three turns."""
+"""A conversation of three turns."""
 LONGEST = 2**18
-"""Characters of a chat template; published ones have up to 30,000."""
+"""The most characters of a chat template; published ones have up to 30,000."""
 _REASONING = "reasoning_content", "thinking", "reasoning"
 """The keys of a message's reasoning. Templates read the first."""
 
@@ -51,8 +51,8 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], /, **options: Any)
 
 
 def template_variables(where: str, given: Any) -> dict[str, Any]:
-    """Return `chat_template_kwargs` as a dict. Raises UserError for what cannot be passed on to a template, and for the
-    variables that are set for each prompt. `where` says whose they are."""
+    """Return `chat_template_kwargs` as a dict. Raises UserError for values that cannot be passed on to a template, and
+    for the variables that are set for each prompt. `where` begins the error message."""
     own = "messages", "add_generation_prompt"
     try:
         found = {} if given is None else given
@@ -67,7 +67,7 @@ def template_variables(where: str, given: Any) -> dict[str, Any]:
 
 
 def default_template(named: Any) -> str:
-    """The template of a tokenizer's `chat_template`: the only one, or the one that is named `default`.
+    """Return the template of a tokenizer's `chat_template`: the only one, or the one that is named `default`.
 
     Raises UserError, which names them, if they have names and none is the default.
     """
@@ -87,7 +87,8 @@ def default_template(named: Any) -> str:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as transformers gives it to templates: without empty fields, its reasoning under both names."""
+    """Return the message as transformers gives it to templates: without empty fields, and with its reasoning under both
+    names."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning} | message | {_REASONING[0]: reasoning}
@@ -96,7 +97,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def around(
     tokenizer: Any, messages: list[dict[str, Any]] | None = None, /, **options: Any
 ) -> tuple[str, str]:
-    """What the template shows before and after `PLACE` in these messages, or as a user's only one.
+    """Return what the template shows before and after `PLACE` in these messages, by default in a user's only message.
 
     Raises UserError if it does not show it exactly once.
     """
@@ -109,7 +110,7 @@ def around(
 
 
 def between(tokenizer: Any, **options: Any) -> str:
-    """What the template shows between an assistant's text and the user's next.
+    """Return what the template shows between an assistant's text and the user's next.
 
     Raises UserError if it does not show three turns, each exactly once.
     """
@@ -138,8 +139,8 @@ def keeps_turns(tokenizer: Any, /, **options: Any) -> bool:
 
 
 def opening(tokenizer: Any) -> tuple[int, ...]:
-    """The token ids that come before a user's text: the template's own, or without one those that the tokenizer begins
-    any text with."""
+    """Return the token ids that come before a user's text: the template's own, or without one those that the tokenizer
+    begins any text with."""
     if getattr(tokenizer, "chat_template", None):
         before, _ = around(tokenizer)
         return tuple(token_ids(tokenizer, before))
@@ -185,7 +186,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 class _Worker:
-    """The process that renders templates: begun at the first, and anew after one that it did not survive."""
+    """The process that renders templates. It is started by the first request, and again after a request that it did not
+    survive."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -193,7 +195,7 @@ class _Worker:
         atexit.register(self._end)
 
     def ask(self, request: bytes) -> dict[str, str] | None:
-        """The answer to a request in JSON; None: the process did not survive it."""
+        """Return the answer to a request in JSON; None if the process did not survive it."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None and process.poll() is not None:
@@ -237,7 +239,7 @@ def _stop(process: Any) -> None:
 
 
 def _forked() -> None:
-    """A forked process must not speak to its parent's worker."""
+    """Give a forked process a worker of its own, since it must not speak to its parent's."""
     global _worker
     _parents.append(_worker._process)  # kept, as Python warns of a process whose end nobody waits for
     _worker._process = None

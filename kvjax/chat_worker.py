@@ -17,11 +17,11 @@ import time
 from typing import Any
 
 SECONDS = 2
-"""Processor time of one text."""
+"""The most seconds of processor time for one text."""
 BYTES = 1 << 30
-"""Memory of the process."""
+"""The most bytes of memory of the process."""
 CHARACTERS = 1 << 20
-"""Length of a text, beside four times that of the request."""
+"""The most characters of a text, in addition to four times those of the request."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def limit(kind: int, most: int) -> None:
 
 
 def rendered(template: str, variables: dict[str, Any], most: int) -> str:
-    """The text that the template makes of the variables."""
+    """Return the text that the template makes of the variables."""
     parts, length = [], 0
     for part in compiled(template).generate(**variables):
         length += len(part)
@@ -58,7 +58,7 @@ def rendered(template: str, variables: dict[str, Any], most: int) -> str:
 
 
 def said(error: Exception) -> str:
-    """The error in one line."""
+    """Return the error in one line."""
     from jinja2 import TemplateError
 
     text = " ".join(str(error).split())[:300]
@@ -67,7 +67,8 @@ def said(error: Exception) -> str:
 
 @functools.lru_cache(maxsize=16)
 def compiled(template: str) -> Any:
-    """The template in transformers' environment: its options, and the functions that it adds to jinja2's."""
+    """Return the template in transformers' environment: with its options, and the functions that it adds to
+    jinja2's."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -75,7 +76,7 @@ def compiled(template: str) -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """The tag around what the model wrote, which only a mask of an answer's tokens needs."""
+        """The tag around the model's own text, which only a mask of an answer's tokens needs."""
 
         tags = {"generation"}  # noqa: RUF012
 

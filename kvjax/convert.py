@@ -1,4 +1,4 @@
-"""`python -m kvjax.convert`: any model that is read, written as a Hugging Face folder or an Orbax export."""
+"""`python -m kvjax.convert`: write any supported model as a Hugging Face folder or an Orbax export."""
 
 import dataclasses
 from pathlib import Path
@@ -23,11 +23,11 @@ class ConvertConfig:
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights, float32 where they are quantised."""
     to: Literal["huggingface", "orbax"] = "huggingface"
-    """orbax: the model's own arrays as an Orbax checkpoint (the folder `orbax`), by kvjax's names."""
+    """The format. orbax writes the model's own arrays as an Orbax checkpoint (the folder `orbax`), by kvjax's names."""
 
 
 def run(config: ConvertConfig) -> None:
-    """Read and write. Raises UserError for what a person can mend."""
+    """Read the model and write it. Raises UserError for errors that a user can fix."""
     import jax
 
     from kvjax.checkpoints.orbax import export
@@ -48,7 +48,7 @@ def run(config: ConvertConfig) -> None:
 
 
 def _read(config: ConvertConfig):
-    """The model, from whatever holds it."""
+    """Return the model, from whatever holds it."""
     import jax
     import jax.numpy as jnp
 
@@ -76,7 +76,7 @@ def _read(config: ConvertConfig):
 
 
 def main(args: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     run(parse_command(ConvertConfig, args))
 
 

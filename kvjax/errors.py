@@ -14,19 +14,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LARGEST_INT = 2**31 - 1
-"""Of int32, which is what whole numbers are on devices."""
+"""The largest int32, which is the type of whole numbers on devices."""
 LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
-"""Of float32."""
+"""The largest float32."""
 
 
 LONGEST_LINE = 490
-"""Characters of a message, so that with `error: ` or `warning: ` before it there are fewer than 500."""
+"""The most characters of a message, so that with `error: ` or `warning: ` before it there are fewer than 500."""
 
 
 def printable(text: str) -> str:
     """Return a text that a terminal shows as it is.
 
-    All but line feeds that is not printable (control characters, those that change the direction of writing, half
+    Everything unprintable except line feeds (control characters, those that change the direction of writing, half
     surrogates) becomes its escape, such as `\\x1b`.
     """
     if text.isprintable():
@@ -61,12 +61,12 @@ def warn(message: str, stacklevel: int = 1) -> None:
 
 
 def shown(value: Any) -> str:
-    """Any value, short and on one line."""
+    """Return any value, short and on one line."""
     return one_line(reprlib.repr(value))
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that are most like one, whatever its case and its dashes; none: none is."""
+    """Return the known names that are most like one, whatever its case and its dashes; empty if none is."""
     plain = {_letters(own): own for own in known}
     return [plain[own] for own in difflib.get_close_matches(_letters(name), plain)]
 
@@ -76,15 +76,15 @@ def _letters(name: str) -> str:
 
 
 def refuse_unknown(where: str, name: str, known: Sequence[str]) -> NoReturn:
-    """Raise the UserError of an argument that `where` does not have: with all that it has, and the nearest of them."""
+    """Raise the UserError of an argument that `where` does not have. It names all arguments and the nearest ones."""
     near = nearest(name, known)
     best = f"; the nearest: {', '.join(near)}" if near else ""
     raise UserError(f"{where} has no argument {name!r}; it has {', '.join(known) or 'none'}{best}")
 
 
 def named_arguments(where: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function refuse a keyword argument that it does not have as `refuse_unknown` does. `where`: what the
-    function is called where that is not its name."""
+    """Make a function refuse a keyword argument that it does not have, as `refuse_unknown` does. `where`: the
+    function's name in the message, if it is not its own."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
@@ -103,13 +103,15 @@ def named_arguments(where: str = "") -> Callable[[Callable[P, T]], Callable[P, T
 
 
 def named_fields(cls: type[T]) -> type[T]:
-    """The same of a dataclass's fields."""
+    """Make a dataclass refuse a keyword argument that is none of its fields, as `named_arguments` does for a
+    function."""
     cls.__init__ = named_arguments(where=cls.__name__)(cls.__init__)
     return cls
 
 
 def whole_number(where: str, name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
-    """`value` if it is a whole number in the range, also as a float or an array of one; `where` says whose it is."""
+    """Return `value` if it is a whole number in the range; a float or an array of one is accepted, too. `where` begins
+    the error message."""
     number = _plain(value)
     if number is None or number % 1 or not least <= number <= most:
         limit = f"at most {most}" if number is not None and number > most else f"at least {least}"
@@ -126,7 +128,7 @@ def real_number(
     *,
     above: float = -math.inf,
 ) -> float:
-    """`value` if it is a finite number in the range, also as an int or an array of one."""
+    """Return `value` if it is a finite number in the range; an int or an array of one is accepted, too."""
     number = _plain(value)
     if number is None or not (abs(number) <= LARGEST_FLOAT and least <= number <= most and (number > above)):
         limits = (("above", above), ("at least", least), ("at most", most))
@@ -137,13 +139,13 @@ def real_number(
 
 
 def one_of(where: str, name: str, value: Any, known: Sequence[str | bool]) -> None:
-    """Refuse what is not known."""
+    """Raise UserError unless a value is one of the known ones."""
     if not isinstance(value, str | bool) or value not in known:
         raise UserError(f"{where}: {name} is one of {', '.join(map(str, known))}, got {shown(value)}")
 
 
 def check_unicode(text: str, what: str = "a prompt") -> None:
-    """Refuse half of a surrogate pair, which a text read from bytes of another encoding may have."""
+    """Raise UserError for half of a surrogate pair, which a text read from bytes of another encoding may have."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -153,7 +155,7 @@ def check_unicode(text: str, what: str = "a prompt") -> None:
 
 
 def _plain(value: Any) -> int | float | None:
-    """The number, which an array may hold; None if it is none. True is none."""
+    """Return the number, which an array may hold; None if it is no number. A bool is none."""
     value = value.item() if getattr(value, "shape", None) == () else value
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -162,7 +164,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB
 
 
 def byte_size(text: str) -> int | None:
-    """The bytes that a text such as 2GiB or 1.5 GB names; None: it names none."""
+    """Return the bytes that a text such as 2GiB or 1.5 GB names; None if it names none."""
     said = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text)
     return None if said is None else int(float(said[1]) * UNITS[said[2]])
 

@@ -1,4 +1,4 @@
-"""`python -m kvjax.export RUN`: what a training run's checkpoint is worth, and its parameters for use, at any time."""
+"""`python -m kvjax.export RUN`: measure a training run's checkpoint and export its parameters, at any time."""
 
 import dataclasses
 from pathlib import Path
@@ -22,13 +22,13 @@ class ExportConfig:
     out: Path | None = None
     """A new folder for the export; by default the run's own, as `gates`, where an export that is there is replaced."""
     mesh: str | None = None
-    """Devices, as kvjax.train is told; by default those of the run."""
+    """Devices, as in kvjax.train; by default those of the run."""
     method: str | None = None
-    """The run's method, where that is package.module:NAME, which is imported only if it is named here."""
+    """The run's method, if it is package.module:NAME. Such a module is imported only if it is named here."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Export, then say where to and what it is worth."""
+    """Export, then print the step, its validation scores and the folder."""
     told = parse_command(ExportConfig, args)
 
     from kvjax.train.config import read_run

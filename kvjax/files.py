@@ -1,5 +1,5 @@
-"""Files and folders that are there whole or not at all, whatever stops the writer; text that is read or refused in
-one line."""
+"""Files and folders that are there whole or not at all, whatever stops the writer, and text that is either read or
+refused in one line."""
 
 import codecs
 import contextlib
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 LARGEST_TEXT = 4 << 30
-"""Bytes of a text file that is read whole."""
+"""The most bytes of a text file that is read whole."""
 UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
-"""A UTF-16 file begins with one of these."""
+"""The marks that UTF-16 files begin with."""
 
 
 def is_there(path: Path, option: str) -> bool:
-    """Return whether there is a file or a folder. Raises `UserError` for a path that there cannot be."""
+    """Return True if there is a file or a folder. Raises `UserError` for a path that cannot exist."""
     try:
         return path.exists()
     except OSError as error:  # such as a name that is too long
@@ -49,7 +49,7 @@ def check_regular(file: Path, option: str = "", *, pipe: bool = False) -> int:
 
 
 def os_reason(error: Exception) -> str:
-    """Return what the operating system says of an error."""
+    """Return the operating system's description of an error."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -58,7 +58,7 @@ def read_text(file: Path, option: str, *, most: int = LARGEST_TEXT, pipe: bool =
 
     Args:
         most: bytes that it may have.
-        pipe: whether it may be one.
+        pipe: True if it may be a pipe.
 
     Raises:
         UserError: what cannot be read, is no file, is larger, or is not UTF-8 text. It names the option.
@@ -128,11 +128,12 @@ def write_tensors(
 
 @contextlib.contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, for what is moved to `target` once it is whole; removed at the end.
+    """Yield a new folder beside `target`, for files that are moved to `target` once they are whole. It is removed at
+    the end.
 
-    Every call has a folder of its own and holds a lock on it, which ends with the process. So what killed processes
-    left for the same target is told from what others are writing, and is removed first. On a file system without locks
-    it stays.
+    Every call has a folder of its own and holds a lock on it, which ends with the process. Folders that killed
+    processes left for the same target can thus be told from those in use, and are removed first. On a file system
+    without locks they stay.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.partial-"
@@ -155,8 +156,8 @@ def partial_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of a folder; whether it was got: not if another holds it and `wait` is False, nor where there are
-    no locks."""
+    """Hold the lock of a folder. Yields True if it was acquired: not if another process holds it and `wait` is False,
+    nor where there are no locks."""
     try:
         opened = os.open(folder, os.O_RDONLY)
     except OSError:  # another process has just moved or removed it

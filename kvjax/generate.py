@@ -17,24 +17,25 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-    """Continue a prompt. Text comes as it is made; then one line says what the cache held and how fast it went."""
+    """Continue a prompt. The text is printed as it is made, then a line with what the cache held and how fast it
+    went."""
 
     prompt: str | None = None
     """The text to continue; for a chat model, the user's turn."""
     prompt_file: Path | None = None
-    """A file with the text instead."""
+    """A file with the prompt, in place of --prompt."""
     model: str = "builtin"
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     policy: str = "full"
-    """What to keep: methods joined by +, each with its arguments, such as snapkv:ratio=0.25 or
-    wgkv+quest:ratio=0.5. `python -m kvjax.policies` lists them."""
+    """The policy: methods joined by +, each with its arguments, such as snapkv:ratio=0.25 or wgkv+quest:ratio=0.5.
+    `python -m kvjax.policies` lists them."""
     gates: str | None = None
-    """What was trained for the policy: a training run's --out or the folder that it exported, a file of the method's
-    authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin`, what comes with the built-in model."""
+    """Parameters trained for the policy: a training run's --out or the folder that it exported, a file of the method's
+    authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin`, which come with the built-in model."""
     max_new_tokens: int = 128
-    """Of an answer, at most."""
+    """The most tokens of an answer."""
     temperature: float = 0.0
-    """0 takes the most likely token."""
+    """The temperature of sampling; 0 takes the most likely token."""
     top_k: int = 0
     """Draw from the k most likely tokens only (0: all)."""
     top_p: float = 1.0
@@ -49,18 +50,18 @@ class GenerateConfig:
     stop: tuple[str, ...] = ()
     """Texts that end an answer, which is cut before the first."""
     seed: int = 0
-    """Seed of the drawing."""
+    """The seed of sampling."""
     save_cache: Path | None = None
-    """Read the prompt as a context, save what the policy keeps of it in this folder, and answer nothing: it is asked
+    """Read the prompt as a context, save what the policy keeps of it in this folder, and answer nothing. Ask about it
     with --cache, as often as wanted."""
     cache: Path | None = None
-    """A folder with a context that was read before (--save-cache), which the prompt continues; model and policy as it
-    was read with."""
+    """A folder with a context that was read before (--save-cache), which the prompt continues. Model and policy must be
+    those that it was read with."""
     capacity: str | None = None
     """The cache's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%)."""
     page_size: int | None = None
-    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection; with --cache those of what was
-    saved."""
+    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection. With --cache pages have the size
+    that was saved."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
@@ -81,7 +82,7 @@ def _prompt(config: GenerateConfig) -> str:
 
 
 def read_prompt(path: Path, option: str) -> str:
-    """The text of a file that an option names. Raises UserError if there is none."""
+    """Return the text of a file that an option names. Raises UserError if there is none."""
     text = read_text(path, option, pipe=True)
     if not text:
         raise UserError(f"{option} {path}: the prompt is empty")
@@ -89,7 +90,7 @@ def read_prompt(path: Path, option: str) -> str:
 
 
 def run(config: GenerateConfig) -> None:
-    """Generate and print. Raises UserError for what a person can mend."""
+    """Generate and print. Raises UserError for errors that a user can fix."""
     text = _prompt(config)
     sampling = _sampling(config)
     mesh = start(config.mesh)
@@ -216,7 +217,7 @@ def _say_empty_shards(config: GenerateConfig) -> None:
 
 
 def logprob_lines(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
-    """The log-probability of an answer, and a line for each of its tokens: log-probability, id, text."""
+    """Return the log-probability of an answer, and a line for each of its tokens: log-probability, id, text."""
     lines = [f"log-probability {sum(logprobs):.4f} of {len(tokens)} tokens"]
     for token, own in zip(tokens, logprobs, strict=True):
         lines.append(f"{own:9.4f} {token:7} {tokenizer.decode([token])!r}")
@@ -224,7 +225,7 @@ def logprob_lines(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[floa
 
 
 def summary(policy: str, prompt: int, sizes: Any, blocks: list[tuple[float, int]], samples: int = 1) -> str:
-    """One line: tokens, kept entries and bytes against full, and tokens per second without compilation.
+    """Return one line: tokens, kept entries and bytes against full, and tokens per second without compilation.
 
     `blocks` has (seconds, tokens) of prefill and of each decoded block; the prompt was read `samples` times.
     """
@@ -241,7 +242,7 @@ def summary(policy: str, prompt: int, sizes: Any, blocks: list[tuple[float, int]
 
 
 def main(args: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     run(parse_command(GenerateConfig, args))
 
 

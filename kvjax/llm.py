@@ -43,7 +43,7 @@ class Output:
     """Index of its prompt among those given."""
     text: str
     tokens: list[int]
-    """Without the stop token."""
+    """Tokens of the answer, without the stop token."""
     finish_reason: FinishReason
     """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens. `capacity`: the pool of
     stated capacity had no page for more of it."""
@@ -65,7 +65,7 @@ class LLM:
     Args:
         model: a Hugging Face folder or hub id, a GGUF file, `builtin`, or what `kvjax.load_model` returned.
         policy: a policy's text (`snapkv:ratio=0.25`), mapping or object, as `kvjax.make_policy` takes it.
-        gates: what was trained for the policy: a folder, a file of the method's authors, or the hub id of either
+        gates: the policy's trained parameters: a folder, a file of the method's authors, or the hub id of either
             (`Jang-Hyun/Fast-KVzip`).
         tokenizer: by default the model's own; needed beside a model that was loaded before.
         mesh: from `kvjax.make_mesh`; by default one device. With a loaded model, mesh, dtype and max_length are the
@@ -224,7 +224,7 @@ class LLM:
         return outputs(generate(self.model, asked, sampling, **options))
 
     def _takes_turns(self, params: Sequence[Any]) -> bool:
-        """True for more answers than slots, unless the policy compacts all sequences together while decoding."""
+        """Return True for more answers than slots, unless the policy compacts all sequences together while decoding."""
         if not all(isinstance(one, SamplingParams) for one in params):
             return False
         schedule = self.policy.schedule

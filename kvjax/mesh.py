@@ -1,4 +1,4 @@
-"""The device mesh: four explicit axes, and the mesh of one that stands in where none is set.
+"""The device mesh: four explicit axes, and a mesh of one device where none is set.
 
 `data` and `fsdp` split the batch (`fsdp` splits stored weights too), `tensor` splits heads. `sequence` splits the
 tokens of what is computed token by token and, beside `tensor`, the kv heads of attention, of methods and of the cache.
@@ -30,8 +30,8 @@ SHARDS = AXES
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh of `data · fsdp · tensor · sequence` devices (the first ones of `jax.devices()` unless `devices` names
-    them).
+    """Return a mesh of `data · fsdp · tensor · sequence` devices (the first ones of `jax.devices()` unless `devices`
+    names them).
 
     Raises UserError if there are fewer.
     """
@@ -52,7 +52,7 @@ def make_mesh(
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays of `tree` live on, or None if they are on no named mesh."""
+    """Return the mesh that the arrays of `tree` live on, or None if they are on no named mesh."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         mesh = getattr(sharding, "mesh", None)
@@ -62,19 +62,19 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def use_mesh(tree: Any = None) -> contextlib.AbstractContextManager:
-    """A context with a mesh: the one that is set, else that of `tree`'s arrays, else a mesh of one device."""
+    """Return a context with a mesh: the one that is set, else that of `tree`'s arrays, else a mesh of one device."""
     if not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh_of(tree) or make_mesh())
 
 
 def put(x: Any, *spec: Any) -> jax.Array:
-    """`x` on the current mesh, split as `spec` says."""
+    """Return `x` on the current mesh, split as `spec` says."""
     return jax.device_put(x, P(*spec))
 
 
 def adopt(tree: Any) -> Any:
-    """`tree` with its arrays moved to the current mesh, each split along the same axes as before."""
+    """Return `tree` with its arrays moved to the current mesh, each split along the same axes as before."""
 
     def move(leaf):
         spec = getattr(getattr(leaf, "sharding", None), "spec", P())
@@ -84,7 +84,8 @@ def adopt(tree: Any) -> Any:
 
 
 def gather(tree: Any, *axes: str) -> Any:
-    """`tree` with its arrays no longer split along the named mesh axes (an all-gather; its transpose scatters)."""
+    """Return `tree` with its arrays no longer split along the named mesh axes (an all-gather; its transpose
+    scatters)."""
 
     def part(names):
         names = names if isinstance(names, tuple) else () if names is None else (names,)
@@ -97,30 +98,30 @@ def gather(tree: Any, *axes: str) -> Any:
 
 
 def on_cpu() -> bool:
-    """Whether the current mesh is one of CPU devices."""
+    """Return True if the current mesh is one of CPU devices."""
     return jax.sharding.get_mesh().devices.flat[0].platform == "cpu"
 
 
 def axis_size(*names: str) -> int:
-    """The product of the sizes of the named axes of the current mesh."""
+    """Return the product of the sizes of the named axes of the current mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[name] for name in names)
 
 
 def batch_shards() -> int:
-    """Into how many parts the current mesh splits a batch."""
+    """Return the number of parts that the current mesh splits a batch into."""
     return axis_size(*BATCH)
 
 
 def token_shards(tokens: int) -> int:
-    """Into how many parts the current mesh splits so many tokens of each sequence: one where it does not divide
-    them."""
+    """Return the number of parts that the current mesh splits so many tokens of each sequence into: one if it does not
+    divide them."""
     size = axis_size("sequence")
     return 1 if tokens % size else size
 
 
 def token_axis(tokens: int) -> str | None:
-    """The axis that splits so many tokens; None: they are whole on every device."""
+    """Return the axis that splits so many tokens; None if they are whole on every device."""
     return "sequence" if token_shards(tokens) > 1 else None
 
 

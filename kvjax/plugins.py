@@ -1,4 +1,4 @@
-"""Methods that other packages bring: by an entry point's name, or as `package.module:NAME`."""
+"""Methods of other packages, by an entry point's name or as `package.module:NAME`."""
 
 import contextlib
 import importlib
@@ -12,7 +12,8 @@ from typing import Any
 from kvjax.errors import UserError
 
 METHODS = "kvjax.methods"
-"""The entry points of recipes (`kvjax.train.recipe.Recipe`): what is trained, and how a policy is made of it."""
+"""The entry points of recipes (`kvjax.train.recipe.Recipe`), which say what is trained and how a policy is made of
+it."""
 POLICIES = "kvjax.policies"
 """The entry points of methods' classes, and of functions that make a policy of keyword arguments."""
 
@@ -23,7 +24,8 @@ _command_line: Sequence[str] | None = None
 
 @contextlib.contextmanager
 def only_named(arguments: Sequence[str]) -> Iterator[None]:
-    """Within it, `package.module:NAME` is imported only if an argument names it: files may be a stranger's."""
+    """Return a context in which `package.module:NAME` is imported only if an argument names it, since files may be a
+    stranger's."""
     global _command_line
     before, _command_line = _command_line, arguments
     try:
@@ -33,7 +35,7 @@ def only_named(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def names(group: str) -> list[str]:
-    """Return what installed packages offer."""
+    """Return the names that installed packages offer for a group."""
     return sorted({point.name for point in _points(group)})
 
 
@@ -59,8 +61,8 @@ def find(name: str, group: str, what: str) -> Any:
 
 
 def _points(group: str) -> list[metadata.EntryPoint]:
-    """Return the entry points of installed packages. The current folder is passed over, which `python -m` puts on the
-    path: it may be a stranger's."""
+    """Return the entry points of installed packages. The current folder, which `python -m` puts on the path, is passed
+    over: it may be a stranger's."""
     path = [folder for folder in sys.path if os.path.realpath(folder) != os.path.realpath("")]
     found = (point for package in metadata.distributions(path=path) for point in package.entry_points)
     return [point for point in found if point.group == group]

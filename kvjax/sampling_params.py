@@ -9,16 +9,17 @@ from typing import Any
 from kvjax.errors import UserError, named_fields, one_of, real_number, shown, whole_number
 
 COLDEST = 1e-6
-"""Logits divided by a smaller temperature may not be finite."""
+"""The lowest temperature above 0: logits divided by a smaller one may not be finite."""
 MOST_ALTERNATIVES = 20
 MOST_PENALTY = 2.0
-"""Largest presence or frequency penalty, in either direction, as in the OpenAI API."""
+"""The largest presence or frequency penalty, in either direction, as in the OpenAI API."""
 
 
 @named_fields
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How an answer's tokens are drawn, and when it ends. Names and meanings are vLLM's.
+    """The sampling parameters of a prompt's answers, and the conditions that end them. Names and meanings are vLLM's,
+    except for `max_new_tokens`.
 
     With the same `seed` a prompt gets the same answer in any batch; the n-th answer of a prompt has a stream of random
     numbers of its own.
@@ -36,12 +37,12 @@ class SamplingParams:
         frequency_penalty: subtracted once for each time a token stands in the answer.
         logit_bias: numbers added to the logits of token ids.
         n: answers of each prompt; above 1 needs a temperature above 0.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
         stop: texts that end an answer, which is cut before the first of them.
         stop_token_ids: tokens that end an answer, beside the model's own.
         ignore_eos: go on past the model's own stop tokens.
-        logprobs: None, or how many of the most likely tokens are returned with their log-probabilities at each place,
-            by the model's own distribution; 0 gives the log-probability of the chosen token alone.
+        logprobs: None, or the number of most likely tokens that are returned with their log-probabilities at each
+            place, by the model's own distribution; 0 gives the log-probability of the chosen token alone.
 
     Raises:
         UserError: a value outside its range.
@@ -124,7 +125,7 @@ def _token_ids(ids: Any) -> tuple[int, ...]:
 
 
 def _is_list(value: Any) -> bool:
-    """True for what can be read one by one; an array of no dimension cannot."""
+    """Return True for what can be read one by one; an array of no dimension cannot."""
     return isinstance(value, Iterable) and getattr(value, "shape", None) != ()
 
 

@@ -30,8 +30,8 @@ class Session:
         print(session.say("Who wrote Emma?"))
         other = session.fork()
 
-    Each turn reads what the chat template adds to the turns before, behind what the cache holds, and the policy goes on
-    as in one long text. Without a template a conversation is one text.
+    Each turn reads only the text that the chat template adds to the turns before, and the policy continues as in one
+    long text. Without a template a conversation is one text.
 
     Templates of thinking models cut the thoughts out of earlier answers. With such a template the cache ends with the
     user's last turn, and the next turn reads the answer as the template then shows it. If a template changes anything
@@ -39,8 +39,8 @@ class Session:
 
     Args:
         llm: model, tokenizer and policy. A policy that compacts at a prompt's end compacts the first turn alone, with a
-            warning: `when=every` or `when=overflow` go on.
-        system: what the template's system turn says.
+            warning: `when=every` and `when=overflow` compact later turns, too.
+        system: the text of the template's system turn.
 
     Raises:
         UserError: no LLM, or a system turn that the template does not take or has no place for.
@@ -61,15 +61,15 @@ class Session:
                 stacklevel=2,
             )
         self.cache: Cache | None = None
-        """Cache that the next turn goes on from; None before the first turn."""
+        """The cache that the next turn continues; None before the first turn."""
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        """Who said what so far."""
+        """The messages so far, with their roles."""
         if system and not self._templated:
             raise UserError("Session: system= needs a tokenizer with a chat template, and this one has none")
         self.tokens: list[int] = []
-        """Tokens that the next turn goes on from, of which the cache has read all but perhaps the last."""
+        """The tokens that the next turn continues. The cache has read all of them but perhaps the last."""
         self._parts: list[str] = []
-        """Text of the tokens, if these include the last answer: in turn what the template says, and an answer."""
+        """The text of the tokens, if these include the last answer: by turns the template's text and an answer."""
         self._keeps_turns = keeps_turns(llm.tokenizer, **llm.chat_template_kwargs)
 
     @property
@@ -145,8 +145,8 @@ class Session:
         return said
 
     def _shown_before(self, whole: str) -> int:
-        """Return how many characters of the text to be answered are the text so far, which may be shown without the
-        white space around an answer; 0 if they are not."""
+        """Return how many characters of the text to be answered are the text so far, where answers may have lost the
+        white space around them; 0 if they are not."""
         place = 0
         for index, part in enumerate(self._parts):
             forms = (part, part.strip()) if index % 2 else (part,)
@@ -169,7 +169,7 @@ class Session:
         return cache
 
     def fork(self) -> "Session":
-        """Another conversation that begins as this one did so far. They share what the model remembers of it, and
+        """Return another conversation that begins as this one did so far. They share the cache of what was read, and
         neither changes the other."""
         other = copy.copy(self)
         other.messages, other.tokens, other._parts = self.messages[:], self.tokens[:], self._parts[:]
@@ -177,7 +177,7 @@ class Session:
 
     @named_arguments(where="Session.save")
     def save(self, path: str | Path) -> int:
-        """Write it into a folder, for `load`: as `kvjax.save_cache`, which says what is returned and raised."""
+        """Write it into a folder, for `load`. It returns and raises what `kvjax.save_cache` does."""
         turns = {"messages": self.messages, "tokens": self.tokens, "parts": self._parts}
         cache = self._begun("save")
         return write_cache(path, cache, self.llm.model, self.llm.policy, {TURNS: turns})
@@ -188,8 +188,8 @@ class Session:
         """Return the conversation that `save` wrote.
 
         Args:
-            llm: the model and tokenizer that it was held with, since what is said next is read behind what the chat
-                template made of the turns before, and a policy as `kvjax.load_cache` takes it.
+            llm: the model and tokenizer of the conversation, since the next turn is read after the earlier turns as the
+                chat template rendered them, and a policy as `kvjax.load_cache` takes it.
 
         Raises:
             UserError: no LLM, a saved cache that is no conversation, or one that `kvjax.load_cache` refuses.
@@ -207,7 +207,7 @@ class Session:
 
 
 def _whole(turns: Any, seen: int, vocabulary: int) -> bool:
-    """Whether saved turns are those of a conversation of which `seen` tokens were read."""
+    """Return True if saved turns are those of a conversation of which `seen` tokens were read."""
     try:
         texts = [x for message in turns["messages"] for x in (message["role"], message["content"])]
         tokens = turns["tokens"]

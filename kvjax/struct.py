@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
-    """A field that belongs to the tree's structure: it must be hashable, and changing it recompiles."""
+    """Return a field that belongs to the tree's structure: it must be hashable, and changing it recompiles."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 def host(default: Any = dataclasses.MISSING, *, repr: bool = True) -> Any:
-    """A static field that only the host reads: compiled programs are given what is `bare` of it, and serve all its
-    values."""
+    """Return a static field that only the host reads. Compiled programs are given None in its place (`bare`), so that
+    they serve all its values."""
     return dataclasses.field(default=default, repr=repr, metadata={"static": True, "host": True})
 
 
 def remembered() -> Any:
-    """A `host` field that nobody is asked for: what the files say of themselves. A copy with other values
-    (`dataclasses.replace`) does not have it."""
+    """Return a `host` field that is no argument of the class, for what files say of themselves. A copy with other
+    values (`dataclasses.replace`) does not have it."""
     return dataclasses.field(default=None, init=False, repr=False, metadata={"static": True, "host": True})
 
 
@@ -34,7 +34,7 @@ def struct(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass and a pytree whose children are its fields, except those declared `static`.
 
     Unflattening skips `__init__`: JAX may put shardings, shapes or `None` where arrays are declared. Its `repr` is
-    `short`. A misspelt argument is one line (`named_fields`).
+    `short`. A misspelt argument raises one line (`named_fields`).
     """
     own_repr = "__repr__" in cls.__dict__
     cls = named_fields(dataclasses.dataclass(frozen=True, repr=False)(cls))
@@ -64,7 +64,7 @@ def assign(x: Any, **values: Any) -> None:
 
 
 def changed(x: T, **values: Any) -> T:
-    """A copy with other values, made like one that JAX unflattens: without `__init__` and what it checks."""
+    """Return a copy with other values. Like JAX's unflattening it skips `__init__` and what that checks."""
     fields: Any = dataclasses.fields(x)  # pyright: ignore[reportArgumentType]
     new = object.__new__(type(x))
     new.__dict__.update({f.name: getattr(x, f.name) for f in fields} | values)
@@ -72,14 +72,15 @@ def changed(x: T, **values: Any) -> T:
 
 
 def bare(x: T) -> T:
-    """A copy without what only the host reads."""
+    """Return a copy without the values that only the host reads."""
     fields: Any = dataclasses.fields(x)  # pyright: ignore[reportArgumentType]
     return changed(x, **{f.name: None for f in fields if f.metadata.get("host")})
 
 
 def short(x: Any) -> str:
-    """A dataclass in a line, as one would write it: fields at their default left out, the first one by its value alone
-    where it has no default or is a dataclass itself, and of arrays that do not hold one number their shape."""
+    """Return a dataclass in one line, as one would write it. Fields at their default are left out, the first field is
+    its value alone if it has no default or is a dataclass itself, and arrays that do not hold one number are their
+    shape."""
     parts = []
     for index, f in enumerate(dataclasses.fields(x)):
         value = getattr(x, f.name)
@@ -91,11 +92,11 @@ def short(x: Any) -> str:
 
 
 MOST_SHOWN = 4096
-"""Numbers of an array that are looked at for whether they are one."""
+"""The most numbers of an array that are compared to see whether they are all one."""
 
 
 def _number(value: Any) -> Any:
-    """The one number that an array holds, else None."""
+    """Return the one number that an array holds, else None."""
     if isinstance(value, jax.Array):
         if isinstance(value, Tracer) or value.is_deleted() or not value.is_fully_addressable:
             return None
@@ -122,6 +123,6 @@ def _shown(value: Any) -> str:
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """A tree's leaves by their path in it: what is on disk does not depend on the classes that hold it."""
+    """Return a tree's leaves by their path in it, so that files do not depend on the classes that hold the leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -9,10 +9,10 @@ from kvjax.mesh import HEADS
 from pallas_kernels.choose import target
 
 OVER = "head", "layer", "model"
-"""Who competes for the places: the entries of one kv head, of a layer's heads, or of all layers and heads."""
+"""The entries that compete for the places: those of one kv head, of a layer's heads, or of all layers and heads."""
 TIES = "first", "out", "in"
-"""Of the entries with the last place's score: the first of them have what places are left, all of them go (unless
-there is a place for every entry), or all stay."""
+"""Rules for entries with the last place's score. "first": the first of them get the places that are left. "out": all of
+them go, unless there is a place for every entry. "in": all of them stay."""
 
 BITS = 8
 """Bits of the last place's score that a step finds on an accelerator, where a step costs more than comparing with all
@@ -26,15 +26,16 @@ def top(
     over: str,
     ties: str = "first",
 ) -> Bool[Array, "l b k s"]:
-    """The `count` best of the eligible entries; of equal scores the earlier, then those of the lower head and layer.
+    """Return a mask of the `count` best of the eligible entries. Of equal scores those of lower layers win, then those
+    of lower heads, then the earlier ones.
 
-    Inside `shard_map` over the mesh: heads on other devices compete too. NaN is below every number.
+    Call it inside `shard_map` over the mesh: heads on other devices compete, too. NaN is below every number.
 
     Args:
         count: places (int32): each head's own or the same for all of a layer with over="head"; where heads share them,
             those of a layer with "layer", of all layers with "model", their sum.
-        ties: one of `TIES`, where heads share; each by itself has exactly its places. With "out" one less than `count`
-            stays of different scores.
+        ties: one of `TIES`, where heads share places; with over="head" each head fills exactly its places. With "out"
+            and different scores, one entry less than `count` stays.
     """
     ties = "first" if over == "head" else ties
     axes = {"head": (3,), "layer": (2, 3), "model": (0, 2, 3)}[over]
@@ -71,7 +72,7 @@ def top(
 
 
 def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Unsigned numbers above 0 in the order of floats; the two zeros are one number, NaN comes first."""
+    """Return unsigned numbers above 0 in the order of floats. The two zeros are one number, and NaN comes first."""
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     ordered = jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
@@ -79,7 +80,8 @@ def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def _before(equal: Bool[Array, "l b k s"], over: str) -> Int[Array, "l b k s"]:
-    """How many of those it competes with stand before each entry: earlier in its row, in lower heads and layers."""
+    """Return the number of competing entries before each entry: earlier in its head cache, in lower heads and in lower
+    layers."""
     within = jnp.cumsum(equal, -1, dtype=jnp.int32) - equal
     if over == "head":
         return within

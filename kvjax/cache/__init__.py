@@ -1,10 +1,11 @@
-"""The cache: a ring of the last tokens and a paged global region, ragged by layer, sequence and kv head.
+"""The KV cache: a local window of the last tokens and paged retained entries, ragged by layer, sequence and kv head.
 
-pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
-sizes: how large a pool is, an empty cache, and copies with another pool. compaction: what an eviction leaves, moved to
-the front. planes: entry metadata. trail: observation buffers. max_entries: head caches that keep their best entries.
-branches: sequences that share a context's pages. rollback: a cache as it was. checks: numbers that are not finite, a
-pool that ran out. stats: how much a cache holds. packed_entries, saved: a cache on the host and on the disk.
+pages: the page pool, page tables and the cache as one pytree. ring: the local window, and how tokens enter and leave
+it. sizes: pool sizes, an empty cache, and copies with another pool. compaction: the choice of the entries that stay,
+and their move to the front. planes: entry metadata. trail: observation buffers. max_entries: head caches that keep
+their best entries. branches: sequences that share a context's pages. rollback: a cache as it was before. checks:
+numbers that are not finite, and a pool that ran out. stats: the size of a cache. packed_entries, saved: a cache on the
+host and on disk.
 """
 
 from kvjax.cache.branches import copy_shared_pages, selected

@@ -1,9 +1,9 @@
-"""Branches: sequences that go on from one context and share its pages.
+"""Forks: sequences that continue one context and share its pages.
 
-A cache's rows are chosen anew, one as often as wanted: nothing is copied then, and each page counts the rows that hold
-it. Before it runs, a row takes copies of those shared pages that it may write to, which are its ring's and the ones of
-its newest entries, or all of them where a compaction may move any entry. All other pages of a context are read only,
-however long its branches become, and are free again when the last of them is gone.
+`selected` makes a cache of chosen sequences, any of them several times. It copies no page; each page counts the head
+caches that hold it. Before a fork runs, it gets its own copies of the shared pages that it may write to: those of its
+local window and of its newest entries, or all of them where a compaction may move any entry. All other pages of a
+context are only read, and are freed when the last fork is gone.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from kvjax.mesh import BATCH, SHARDS, P
 
 
 def selected(cache: Cache, index: Int[Array, " n"]) -> Cache:
-    """The cache of other sequences: sequence i is what `index[i]` was, by its place in its own batch shard, or empty
-    where that is negative. Pages that none holds any more are free. `cache` stays as it is, and shares its pool's
-    memory with what is returned, which `copy_shared_pages` must be given before anything is written to it."""
+    """Return a cache whose sequence i is a fork of sequence `index[i]`, counted within its own batch shard, or empty
+    where that is negative. Pages that no sequence holds any more are free. `cache` stays as it is, and the result
+    shares the memory of its pool: pass it to `copy_shared_pages` before anything is written to it."""
     layers, seen, trail, held = _selected(cache, index)
     pages = dataclasses.replace(cache.pages, free=held[0], free_count=held[1], others=held[2])
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
@@ -60,9 +60,9 @@ def branched_rows(
 
 
 def copy_shared_pages(cache: Cache, newest: int | None) -> Cache:
-    """The cache (donated, if jitted so) in which no other row holds a page of a row's ring, or of its `newest` entries
-    (None: of any): all but one that hold such a page have copies of it. Where the pool has not enough for these the
-    free count is negative."""
+    """Return the cache (donated, if jitted so) in which each head cache has its own copies of the pages of its local
+    window and of its `newest` entries (None: of all entries). Of the head caches that share such a page, one keeps it
+    and the others get copies. If the pool has too few pages for them, the free count is negative."""
     ring = ring_pages(cache.window, cache.page_size)
 
     def local(pages, layers):
@@ -74,13 +74,13 @@ def copy_shared_pages(cache: Cache, newest: int | None) -> Cache:
 
 
 def with_copies(pages: Pages, layers: LayerCache, ring: int, newest: int | None) -> tuple[Pages, LayerCache]:
-    """`copy_shared_pages`, of one shard whose rings take up to `ring` pages."""
+    """Do what `copy_shared_pages` does, on one shard whose local windows take up to `ring` pages each."""
     assert pages.others is not None
     (none, page_size, _), table, length = pages.pool.shape, layers.page_table, layers.length
     columns = table.shape[-1]
     column = jnp.broadcast_to(jnp.arange(columns), table.shape)
     if newest is not None:
-        # the ring's, those of the newest entries, and the one that the next entry comes to
+        # the pages of the local window, of the newest entries, and of the next entry
         first = ring + jnp.maximum(length - newest, 0) // page_size
         count = min(-(-newest // page_size) + 1, columns - ring)
         column = jnp.concatenate([column[..., :ring], first[..., None] + jnp.arange(count)], -1)
@@ -95,7 +95,7 @@ def with_copies(pages: Pages, layers: LayerCache, ring: int, newest: int | None)
     def copied(x: Shaped[Array, "p ..."]) -> Shaped[Array, "p ..."]:
         return x.at[fresh].set(x.at[page].get(mode="clip"), mode="drop")
 
-    # what rows that are gone left; others' keys would come into these bounds
+    # free pages still have the bounds of sequences that are gone, which would mix with those of new keys
     unheld = jnp.zeros(none, bool).at[pages.free].set(jnp.arange(none) < pages.free_count[0])
     bounds = jax.tree.map(lambda x: jnp.where(unheld[:, None], jnp.inf, x), pages.bounds)
     pool, bounds, planes = jax.tree.map(copied, (pages.pool, bounds, pages.planes))

@@ -1,6 +1,6 @@
 """Checks of a cache: numbers that are not finite, a pool that ran out, arrays that are gone.
 
-Devices mark the first two in the pool's free count, where the host finds them when it reads that.
+Devices record the first two in the pool's free count, which the host reads.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from kvjax.errors import UserError
 from kvjax.mesh import BATCH, SHARDS, P
 
 NOT_FINITE = -(2**30)
-"""Free count of a shard in which something was not finite: far below any debt. Like a debt it stays, and nothing is
-compacted under it."""
+"""The free count of a shard that computed a number that is not finite, far below any debt. Like a debt it stays, and no
+pages are freed while it does."""
 SLACK = 1.05
-"""Ratio of the capacity that an error names to the one that was missed."""
+"""The factor between the pages that were needed and the capacity that an error names."""
 
 
 def if_finite(pages: Pages, finite: Bool[Array, "..."]) -> Pages:
@@ -88,7 +88,7 @@ def check(cache: Cache, policy: str, room: int = 0) -> None:
     need = have - int(count.min())
     layers, batch, heads = cache.layers.length.shape
     rows = layers * batch * heads // len(count)
-    # tokens that found no page were read without, and the next layers then admit others
+    # tokens without a page were not stored, so the next layers may have admitted other tokens
     wanted = math.ceil(need * SLACK) + rows * -(-room // cache.page_size)
     raise CapacityError(
         f"policy {policy} needs at least {need} pages of {cache.page_size} tokens on a device for what was read, "

@@ -1,9 +1,10 @@
-"""Compaction: the entries of the global region that are worth least go, and their pages are free again.
+"""Compaction: drop the retained entries with the lowest scores, and free their pages.
 
-All rows of a cache are compacted at once, between two calls of the model. Each head, the heads of a layer or all heads
-together choose what stays by the entries' scores, and every row moves up to the front of its pages, in order.
+All head caches are compacted at once, between two calls of the model. Each head, the heads of a layer or all heads
+together choose by score which entries stay. The entries of each head cache then move to the front of its pages, in
+order.
 
-Local to one shard, inside `shard_map`.
+The functions are local to one shard, inside `shard_map`.
 """
 
 import dataclasses
@@ -21,37 +22,39 @@ from pallas_kernels.bits import as_floats
 
 @struct
 class Quota:
-    """How much a compaction keeps."""
+    """The budget of one compaction, by sequence and head cache."""
 
     due: Bool[Array, " b"]
     """The sequences that are compacted."""
     count: Int[Array, "l b #k"]
-    """How many of the eligible entries of each head cache stay; where heads share, the sum of theirs does."""
+    """The number of eligible entries of each head cache that stay. Where heads share a budget, the sum of their numbers
+    does."""
     pinned: Int[Array, "l b #k"]
-    """How many of its own best each head keeps anyway."""
+    """The number of its own best entries that each head keeps in any case."""
     since: Int[Array, "l b k"]
-    """The place in each row where the eligible entries begin; those before stay."""
+    """The place in each head cache where the eligible entries begin. Those before it stay."""
     dropped: Int[Array, " b"]
-    """How many of a row's newest entries go: they were only read to look at the others."""
+    """The number of the newest entries of each head cache that go: their tokens were read only to observe the
+    others."""
     ahead: Int[Array, " b"]
-    """How many of the newest entries before those are not looked at yet: they stay."""
+    """The number of the newest entries before the dropped ones that are not judged yet and therefore stay."""
     last: Int[Array, " b"]
-    """How many of the newest entries before those always stay. They take places of `count`."""
+    """The number of the newest entries before the dropped ones that always stay. They take places of `count`."""
     first: Int[Array, " b"]
-    """How many of a row's very first entries always stay. They take places of `count`, too."""
+    """The number of the very first entries of each head cache that always stay. They take places of `count`, too."""
     floor: Float[Array, ""]
-    """Entries with a lower score go in any case."""
+    """The lowest score that may stay. Eligible entries below it go, unless they are among `last` or `first`."""
 
 
 def places(length: Int[Array, "*r"], entries: int) -> Int[Array, "*r s"]:
-    """The places in their row of the last `entries` entries of each; negative where a row has fewer."""
+    """Return the places in each head cache of its last `entries` entries; negative where it has fewer."""
     return length[..., None] - entries + jnp.arange(entries)
 
 
 def addresses(
     layer: LayerCache, place: Int[Array, "b k s"], page_size: int, ring: int
 ) -> tuple[Int[Array, "b k s"], Int[Array, "b k s"]]:
-    """Page and offset of places in the global region."""
+    """Return page and offset of places among the retained entries."""
     column = jnp.clip(ring + place // page_size, 0, layer.page_table.shape[-1] - 1)
     return jnp.take_along_axis(layer.page_table, column, 2), place % page_size
 
@@ -59,8 +62,9 @@ def addresses(
 def eligible_entries(
     length: Int[Array, "*l b k"], since: Int[Array, "*l b k"], entries: int, quota: Quota
 ) -> Bool[Array, "*l b k s"]:
-    """Which of the last `entries` entries of each row some will go of: those from place `since` on, but for the newest
-    that go anyway or are not looked at yet."""
+    """Return a mask over the last `entries` entries of each head cache: True if the compaction decides whether the
+    entry stays. Those are the entries from place `since` on, except the newest ones that go anyway or are not judged
+    yet."""
     place = places(length, entries)
     passed_over = (quota.dropped + quota.ahead)[:, None, None]
     return (place >= 0) & (place >= since[..., None]) & (length[..., None] - place > passed_over)
@@ -69,7 +73,7 @@ def eligible_entries(
 def forced_entries(
     length: Int[Array, "*l b k"], eligible: Bool[Array, "*l b k s"], quota: Quota
 ) -> Bool[Array, "*l b k s"]:
-    """Which of the eligible entries stay whatever their score."""
+    """Return a mask of the eligible entries that stay whatever their score."""
     place = places(length, eligible.shape[-1])
     age = length[..., None] - place - quota.dropped[:, None, None]
     newest = (age > 0) & (age <= quota.last[:, None, None])
@@ -79,7 +83,7 @@ def forced_entries(
 def known(
     scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota
 ) -> Bool[Array, "l b k s"]:
-    """True unless an entry is to be chosen by a score that is NaN."""
+    """Return False for entries that would be chosen by a score that is NaN, True for all others."""
     eligible = eligible_entries(length, quota.since, scores.shape[-1], quota)
     chosen_by = eligible & ~forced_entries(length, eligible, quota) & quota.due[:, None, None]
     return ~(chosen_by & jnp.isnan(scores))
@@ -88,7 +92,7 @@ def known(
 def choose(
     scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota, over: str, ties: str
 ) -> Bool[Array, "l b k s"]:
-    """Which entries stay, the last of each row at the right end. over, ties: as of `Shares`."""
+    """Return a mask of the entries that stay, aligned with the right end. over, ties: as in `kvjax.topk.top`."""
     place = places(length, scores.shape[-1])
     exists, newest = place >= 0, length[..., None] - place <= quota.dropped[:, None, None]
     eligible = eligible_entries(length, quota.since, scores.shape[-1], quota)
@@ -98,7 +102,7 @@ def choose(
     scores = jnp.where(forced, jnp.inf, scores)
     scores = jnp.where(top(scores, eligible, quota.pinned, "head"), jnp.inf, scores)
     chosen = top(scores, eligible, quota.count, over, ties)
-    # a threshold does not take what is pinned
+    # ties "out" is a threshold, which could drop pinned entries
     chosen |= eligible & (scores == jnp.inf) & (ties == "out")
     return jnp.where(quota.due[:, None, None], chosen | settled, exists)
 
@@ -106,8 +110,8 @@ def choose(
 def moved(
     pages: Pages, layers: LayerCache, chosen: Bool[Array, "l b k s"], ring: int
 ) -> tuple[Pages, LayerCache]:
-    """Move the chosen entries up to the front of their rows, and free the pages that a row needs no more. No page may
-    be held by several rows."""
+    """Move the chosen entries to the front of their head caches, and free the pages that a head cache no longer needs.
+    No page may be held by several head caches."""
     entries, (capacity, page_size, _) = chosen.shape[-1], pages.pool.shape
     length = chosen.sum(-1, dtype=jnp.int32)
     column = jnp.arange(layers.page_table.shape[-1]) - ring
@@ -130,7 +134,7 @@ def moved(
     stored = pages.pool, pages.planes
     ((pool, planes), bounds), _ = lax.scan(move, (stored, unbounded), (layers, chosen))
     left = jnp.zeros(capacity, bool).at[jnp.where(given_up, table, capacity)].set(True, mode="drop")
-    # a debt stays one, or nobody would see it
+    # a debt must stay negative, or the host would not see it
     freed = left & (count >= 0)
     at = jnp.where(freed, count + jnp.cumsum(freed, dtype=jnp.int32) - 1, capacity)
     free = pages.free.at[at].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop")

@@ -1,8 +1,9 @@
-"""Heads that hold at most `max_entries` entries: of the tokens that left the window, a head cache keeps the best so far
-by priority, and of equal ones the earlier.
+"""Head caches of at most `max_entries` entries: each keeps the tokens of highest priority among those that left the
+window, and of equal priorities the earlier ones.
 
-What is out stays out, so a row that is full only ever swaps its worst entry for a better one. The newcomer takes its
-place: the entries of such a row are in no order, and two planes say of each what it is worth and where it stood.
+A dropped token never returns, so a full head cache only ever swaps its worst entry for a better one. The new entry
+takes the place of the old one, so the entries are in no order. Two kinds of entry metadata hold the priority and the
+position of each.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from pallas_kernels.running_topk import running_topk
 
 PRIORITY, POSITION = "priority", "position"
 PLANES = {PRIORITY: "float32", POSITION: "int32"}
-"""Entry metadata of such a cache."""
+"""Names and dtypes of the entry metadata of such a cache."""
 
 
 class Turnover(NamedTuple):
@@ -26,11 +27,12 @@ class Turnover(NamedTuple):
     stays: Bool[Array, "b k t"]
     """Mask over the oldest `t` tokens of window and call: True if the token is retained when it leaves the window."""
     gone: Bool[Array, "b k s"] | None = None
-    """The stored entries whose places they take, by place; never more than stay. None: there is no limit."""
+    """Mask over the stored entries, by place: True if a new entry takes the place. There are never more of these than
+    of tokens that stay. None if there is no limit."""
 
 
 class Standing(NamedTuple):
-    """The stored entries of a layer by place, unspecified where there is none."""
+    """The stored entries of a layer by place. Where no entry exists, the values are unspecified."""
 
     exists: Bool[Array, "b k s"]
     priority: Float[Array, "b k s"]
@@ -40,7 +42,7 @@ class Standing(NamedTuple):
 
 
 def standings(pages: Pages, layer: LayerCache, ring: int) -> Standing:
-    """Return what the entry metadata says of stored entries. ring: pages of the local window."""
+    """Return the stored entries, as their metadata describes them. ring: the number of pages of the local window."""
     table = layer.page_table[..., ring:]
     place = jnp.arange(table.shape[-1] * pages.pool.shape[1])
     priority, position = (
@@ -57,8 +59,8 @@ def swap_worst(
     wanted: Bool[Array, "b k"],
     priority: Float[Array, "b k"],
 ) -> Turnover:
-    """Return the turnover of one token that leaves the window: it is retained where it is `wanted` and has a place, or
-    takes that of a worse entry."""
+    """Return the turnover of one token that leaves the window. It is retained if it is `wanted` and there is a free
+    place, or an entry of lower priority whose place it takes."""
     lowest = jnp.where(stored.exists, stored.priority, jnp.inf).min(-1, initial=jnp.inf)
     lowest_ones = stored.exists & (stored.priority == lowest[..., None])
     newest = jnp.where(lowest_ones, stored.position, -1).max(-1, initial=-1)
@@ -78,14 +80,14 @@ def ends(
     position: Int[Array, "b k s"] | None = None,
     queries: int | None = None,
 ) -> Int[Array, "b k s"]:
-    """`end` of `vertical_slash` for keys that stay, once they left the window, iff they are `wanted` and among the
-    `max_entries` of highest priority of those so far (KVPOP, App. C).
+    """Return `end` of `vertical_slash` for keys that stay, once they left the window, iff they are `wanted` and among
+    the `max_entries` of highest priority so far (KVPOP, App. C).
 
     Args:
-        max_entries: one number, or one of each row; None: no limit.
-        exists: False: nobody ever sees the key. None: all exist.
-        position: of equal priorities the lower one stays. None: the keys are in order.
-        queries: how many of the last indices are queries; None: all.
+        max_entries: one number, or one for each head cache; None: no limit.
+        exists: False for keys that no query sees; None: all exist.
+        position: positions of the keys; of equal priorities the lower position stays. None: the keys are in order.
+        queries: the number of last indices that are queries; None: all.
     """
     wanted = wanted if exists is None else wanted & exists
     if max_entries is None:

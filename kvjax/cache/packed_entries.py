@@ -1,6 +1,6 @@
-"""A cache's contents without its pool: every row's entries in order, whatever pages, mesh and pool hold them.
+"""A cache's contents without its pool: the entries of every head cache in order, independent of pages, mesh and pool.
 
-On the host, in NumPy, and in one process.
+The functions run on the host, in NumPy and in one process.
 """
 
 from typing import Any, NamedTuple
@@ -15,29 +15,30 @@ from kvjax.mesh import HEADS, axis_size, batch_shards, put
 from kvjax.struct import changed, leaves_by_path
 
 Arrays = dict[str, np.ndarray]
-"""By name: "entries" and "ring" [n kv] of all rows (layer, sequence, kv head) one after another, the ring's oldest
-first; "plane.…" [n] beside the entries; "length" [l b k] and "seen" [b]; "priority", "numbers.…" and "state.…" [l b …]
-and "trail.…" [b …] as the cache has them."""
+"""The arrays of a packed cache, by name. "entries" and "ring" [n kv] hold the retained entries and the local windows of
+all head caches (layer, sequence, kv head) one after another, the window's oldest token first. "plane.…" [n] hold the
+metadata of the retained entries. "length" [l b k], "seen" [b], "priority", "numbers.…" and "state.…" [l b …] and
+"trail.…" [b …] are as in the cache."""
 
 
 class Places(NamedTuple):
-    """Places of entries, one after another, row by row."""
+    """Places of entries, one after another, head cache by head cache."""
 
     row: Int[np.ndarray, " n"]
-    """Row of the table, its rows in order."""
+    """The index of the head cache, in the order of the page table."""
     place: Int[np.ndarray, " n"]
-    """Place in the row, from 0."""
+    """The place in the head cache, from 0."""
 
 
 def places(count: Int[np.ndarray, "l b k"]) -> Places:
-    """Return the places of rows with so many entries."""
+    """Return the places of head caches with `count` entries each."""
     count = count.reshape(-1)
     row = np.repeat(np.arange(count.size), count)
     return Places(row, np.arange(row.size) - np.repeat(np.cumsum(count) - count, count))
 
 
 def _shards_of_rows(shape: tuple[int, ...]) -> Int[np.ndarray, " rows"]:
-    """Return the shard of each row of an `[l b k]` array."""
+    """Return the shard of each head cache of an `[l b k]` array."""
     layers, batch, heads = shape
     b, h = batch_shards(), axis_size(*HEADS)
     shard = np.arange(batch)[:, None] // (batch // b) * h + np.arange(heads) // (heads // h)
@@ -45,26 +46,27 @@ def _shards_of_rows(shape: tuple[int, ...]) -> Int[np.ndarray, " rows"]:
 
 
 def _addresses(table: np.ndarray, column: np.ndarray, at: Places, page_size: int, pages: int) -> Any:
-    """Return page, in the pool of all shards of `pages` each, and offset of entries in these columns of their rows."""
+    """Return the page, in the pool of all shards of `pages` each, and the offset of entries in these columns of their
+    head caches' tables."""
     shard = _shards_of_rows(table.shape[:3])[at.row]
     return table.reshape(-1, table.shape[-1])[at.row, column] + shard * pages, at.place % page_size
 
 
 def _slots(ring: Places, seen: np.ndarray, held: np.ndarray, window: int) -> Places:
-    """Return the slots of the local window's tokens: that of position i is i mod (window − 1)."""
+    """Return the slots of the local window's tokens. Position i is in slot i mod (window − 1)."""
     position = (seen - np.minimum(seen, window - 1))[None, :, None]
     first = np.broadcast_to(position, held.shape).reshape(-1)
     return Places(ring.row, (first[ring.row] + ring.place) % max(window - 1, 1))
 
 
 def _small(layers: LayerCache) -> dict[str, Any]:
-    """Return what is saved of each layer and sequence beside its entries."""
+    """Return the arrays of each layer and sequence that are saved in addition to the entries."""
     names = "length", "priority", "numbers", "state"
     return {name: getattr(layers, name) for name in names}
 
 
 def packed(cache: Cache) -> Arrays:
-    """Return the contents of a cache; sequences that a mesh adds are left out. Called on its mesh."""
+    """Return the contents of a cache, without the empty sequences that a mesh adds. Call it on the cache's mesh."""
     live = np.asarray(cache.seen) > 0
     pages, layers = cache.pages, jax.tree.map(np.asarray, cache.layers)
     size, local = cache.page_size, pages.pool.shape[0] // len(np.asarray(pages.free_count))
@@ -88,17 +90,17 @@ def _as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def unpacked(like: Cache, arrays: Arrays) -> Cache:
-    """The cache that holds these, on the current mesh.
+    """Return the cache that holds these arrays, on the current mesh.
 
     Args:
-        like: its shapes, dtypes and splits, with as many pages as it takes (`pages_of`).
+        like: a cache of the shapes, dtypes and shardings wanted, with enough pages (`pages_of`).
     """
     batch, window, size = like.seen.shape[0], like.window, like.page_size
     shards = like.pages.free_count.shape[0]
     local = like.pages.pool.shape[0] // shards
 
     def rows(x: np.ndarray, axis: int) -> np.ndarray:
-        """With the empty sequences that the mesh adds."""
+        """Return `x` padded with the empty sequences that the mesh adds."""
         more = [(0, 0)] * x.ndim
         more[axis] = (0, batch - x.shape[axis])
         return np.pad(x, more)

@@ -1,8 +1,8 @@
-"""The cache's storage: pages of entries, and what each row knows of its own.
+"""The cache's storage: the page pool, and the state of each head cache.
 
-One pool of fixed-size pages per device shard serves all layers and heads; a row is one (layer, sequence, kv head) and
-has its page table and its length. The first columns of a row's table are its ring's pages, the others those of its
-global region (`kvjax.cache.ring`).
+One pool of fixed-size pages per device shard serves all layers and heads. A head cache (layer, sequence, kv head) has a
+page table and a length. The first columns of its table are the pages of its local window, the others those of its
+retained entries (`kvjax.cache.ring`).
 
 `Pages` and `LayerCache` are local to one shard of batch and kv heads.
 """
@@ -23,67 +23,69 @@ from pallas_kernels.choose import target
 Number = TypeVar("Number", int, np.ndarray, jax.Array)
 
 SMALL_PAGE, TPU_PAGE = 16, 64
-"""Tokens per page by default: the papers' choice, and what a TPU decodes faster from."""
+"""Tokens per page by default: the papers' choice, and a size from which a TPU decodes faster."""
 
 
 def default_page_size(*, selects: bool) -> int:
-    """Tokens per page on the current mesh, also one of devices that are not here: fewer, larger copies keep a TPU
-    waiting for its memory alone. For a policy that selects pages they are what is selected, as large as published."""
+    """Return the tokens per page on the current mesh, whose devices need not be present. A TPU gets larger pages: with
+    fewer, larger copies it waits for its memory alone. A policy that selects pages gets the published size."""
     return TPU_PAGE if target().platform == "tpu" and not selects else SMALL_PAGE
 
 
 def ring_pages(window: Number, page_size: int) -> Number:
-    """Pages that a full ring of `window − 1` slots takes, or a larger one that has so many tokens."""
+    """Return the pages that a local window of `window − 1` tokens takes."""
     return -(-(window - 1) // page_size)
 
 
 @struct
 class Pages:
-    """The pool of one shard, its free list, and what stands beside its entries."""
+    """The pool of one shard, its free list, and the metadata of its pages and entries."""
 
     pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
-    """Keys after RoPE and, behind them, values."""
+    """Keys after RoPE, followed by values."""
     free: Int[Array, " p"]
-    """A stack: `free[:free_count]` are free."""
+    """The stack of free pages: `free[:free_count]` are free."""
     free_count: Int[Array, " shards"]
-    """A negative count is a debt: that many pages were needed and not there; or `kvjax.cache.checks.NOT_FINITE`."""
+    """The number of free pages. A negative number is a debt: that many pages were needed and missing. It may also be
+    `kvjax.cache.checks.NOT_FINITE`."""
     dtype: Any = static()
     """Dtype of the entries. If the pool holds integers they are these numbers' bits (`pallas_kernels.bits`)."""
     bounds: Float[Array, "p kv"] | None = None
-    """For policies that select pages: of the keys k in each page of a global region, the smallest components of k and,
-    beside them, of −k. Infinite where there are no keys; float32 where the pool holds integers."""
+    """Bounds of the keys k in each page of retained entries, for policies that select pages: the smallest components of
+    k, followed by those of −k. They are infinite where there are no keys, and float32 where the pool holds integers."""
     planes: dict[str, Shaped[Array, "p page"]] = dataclasses.field(default_factory=dict)
-    """The methods' own numbers of the global region's entries, by name (`kvjax.cache.planes`)."""
+    """The methods' own metadata of the retained entries, by name (`kvjax.cache.planes`)."""
     others: Int[Array, " p"] | None = None
-    """How many rows hold each page beside the first (`kvjax.cache.branches`). None: each page is one row's."""
+    """The number of head caches that hold each page in addition to the first (`kvjax.cache.branches`). None if no page
+    is shared."""
 
     def entries(
         self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"]
     ) -> Float[Array, "b k s kv"]:
-        """The entries at these places."""
+        """Return the entries at these places."""
         return as_floats(self.pool[page, offset], self.dtype)
 
     def rows(self, page_table: Int[Array, "b k c"]) -> Float[Array, "b k s kv"]:
-        """The entries of these pages in order, unspecified where a column holds no page."""
+        """Return the entries of these pages in order; unspecified where a column holds no page."""
         pages = self.pool.at[page_table].get(mode="clip")
         return as_floats(pages.reshape(*page_table.shape[:2], -1, pages.shape[-1]), self.dtype)
 
     def with_entries(
         self, page: Int[Array, "b k s"], offset: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
     ) -> "Pages":
-        """These written; those whose page is past the pool's end are dropped."""
+        """Return the pages with these entries written. Entries whose page is past the pool's end are dropped."""
         kv = kv.astype(self.dtype)
         kv = as_bits(kv) if self.as_integers else kv
         return dataclasses.replace(self, pool=self.pool.at[page, offset].set(kv, mode="drop"))
 
     @property
     def as_integers(self) -> bool:
-        """Whether the pool holds the bits of the entries."""
+        """True if the pool holds the bits of the entries as integers."""
         return self.pool.dtype != self.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries and of what stands beside them."""
+        """Bytes of the entries, their bounds and their metadata."""
         return sum(x.nbytes for x in jax.tree.leaves((self.pool, self.bounds, self.planes)))
 
 
@@ -92,14 +94,14 @@ class LayerCache:
     """State of a layer's head caches. Stacked over layers in `Cache`."""
 
     page_table: Int[Array, "*l b k c"]
-    """The first `ring_pages` columns are the ring's pages, the rest the global region's in order. A column that holds
-    no page has an index past the pool's end."""
+    """Page indices. The first `ring_pages` columns are the pages of the local window, the others those of the retained
+    entries in order. A column that holds no page has an index past the pool's end."""
     length: Int[Array, "*l b k"]
-    """Entries in the global region."""
+    """The number of retained entries."""
     priority: Float[Array, "*l b k r"]
     """Priorities of the local window's tokens, by slot."""
     numbers: dict[str, Shaped[Array, "*l b k r"]]
-    """Metadata of the local window's tokens, by slot: what `Pages.planes` has of retained entries."""
+    """Metadata of the local window's tokens, by slot, as `Pages.planes` has it for retained entries."""
     state: Any
     """The methods' memories (`kvjax.policies.policy.States`)."""
 
@@ -113,13 +115,13 @@ class Cache:
     layers: LayerCache
     """State of each layer's head caches, `[l …]`."""
     seen: Int[Array, " b"]
-    """Tokens of each sequence so far."""
+    """The number of tokens of each sequence so far."""
     trail: Any
-    """Observation buffers of the eviction, in the pytree that it says (`kvjax.cache.trail`)."""
+    """Observation buffers, in the pytree that the eviction defines (`kvjax.cache.trail`)."""
     window: int = static()
-    """The last tokens that are always visible; the ring has one slot fewer."""
+    """The number of last tokens that are always visible, the query's included. The local window has one slot fewer."""
     limit: int | None = static(default=None)
-    """Most pages that a shard's pool may ever have, by the stated capacity; None: none was stated."""
+    """The most pages that a shard's pool may ever have, by the stated capacity. None if none was stated."""
 
     @property
     def page_size(self) -> int:
@@ -133,11 +135,11 @@ class Cache:
 
     @property
     def columns(self) -> int:
-        """Pages that the table of a head cache's retained entries has places for."""
+        """The pages that a head cache's table has columns for, without those of the local window."""
         return self.layers.page_table.shape[-1] - ring_pages(self.window, self.page_size)
 
     def __repr__(self) -> str:
-        """Its sizes, in a line."""
+        """Return its sizes in one line."""
         shape, pool = np.shape(self.layers.length), self.pages.pool
         if len(shape) != 3 or not hasattr(pool, "dtype"):
             return short(self)  # JAX's own stand-ins for arrays
@@ -152,7 +154,8 @@ class Cache:
 def with_keys(
     bounds: Float[Array, "p kv"] | None, page: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
 ) -> Float[Array, "p kv"] | None:
-    """The bounds of pages once these entries are in them; an entry whose page is past the pool's end is in none."""
+    """Return the bounds of the pages after these entries were added. Entries whose page is past the pool's end are
+    ignored."""
     if bounds is None:
         return None
     k = kv[..., : kv.shape[-1] // 2].astype(bounds.dtype)

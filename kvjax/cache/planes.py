@@ -1,7 +1,7 @@
-"""Planes: one number of a method's own beside every entry of the global region, named.
+"""Entry metadata: named planes in which a method keeps one number of its own for every retained entry.
 
-A number is written when its token is stored, is moved and freed with the entry, and may be changed later. Those of
-the ring's tokens stand in `LayerCache.numbers` until they leave it.
+A number is written when its token is stored, is moved and freed with the entry, and may be changed later. The numbers
+of the local window's tokens are in `LayerCache.numbers` until the tokens leave the window.
 """
 
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 
 def in_front(x: Shaped[Array, "b k t"], chosen: Bool[Array, "b k t"]) -> Shaped[Array, "b k t"]:
-    """The chosen numbers of each row in order, at its front; zeros behind them."""
+    """Return the chosen numbers of each head cache in order at the front, followed by zeros."""
     b, k = jnp.ogrid[: x.shape[0], : x.shape[1]]
     place = jnp.where(chosen, jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1, x.shape[-1])
     return jnp.zeros_like(x).at[b[..., None], k[..., None], place].set(x, mode="drop")
@@ -22,10 +22,10 @@ def appended(
     new: Shaped[Array, "b k t"],
     count: Int[Array, "b k"],
 ) -> Shaped[Array, "p page"]:
-    """The plane with the first `count` new numbers of each row, at its places from `length` on.
+    """Return the plane with the first `count` new numbers of each head cache written at its places from `length` on.
 
-    By whole pages: for single numbers XLA has the plane in another layout on a TPU, and copies all of it there and back
-    in every layer and step.
+    Whole pages are written: for single numbers XLA would use another layout of the plane on a TPU, and copy all of it
+    there and back in every layer and step.
     """
     capacity, page_size = plane.shape
     columns, t = page_table.shape[-1], new.shape[-1]
@@ -48,8 +48,9 @@ def placed(
     place: Int[Array, "b k t"],
     new: Shaped[Array, "b k t"],
 ) -> Shaped[Array, "p page"]:
-    """The plane with each row's new numbers at these places, different ones, in any order; a place past the row's end
-    is dropped. By whole pages, as `appended`: the one that a single token touches, or all of the row's."""
+    """Return the plane with the new numbers of each head cache written at these places, which are distinct and in any
+    order. A place past the head cache's end is dropped. Like `appended` it writes whole pages: the one that a single
+    token touches, or all of the head cache."""
     capacity, page_size = plane.shape
     b, k, columns = page_table.shape
     if columns == 0:

@@ -1,11 +1,11 @@
-"""The ring and the global region of a row, on one shard and in one layer.
+"""The local window and the retained entries of a head cache, on one shard and in one layer.
 
-A token is written to its rows' rings; when it leaves the ring (`window − 1` tokens later: with the query itself a query
-then sees `window` tokens) it is copied to the global region of each row that keeps it, and nowhere else. Both take
-pages as they fill: `push` takes them itself, and for one token `reserve` does, for all layers at once. A pool that runs
-out is counted, not overwritten: the free count is then negative.
+A token is written to the local windows of its head caches. It leaves the window `window − 1` tokens later, so that a
+query sees `window` tokens, its own included. Each head cache that keeps the token then copies it to its retained
+entries. Both take pages as they fill: `push` takes them itself, and for single tokens `reserve` takes them for all
+layers at once. When the pool runs out, nothing is overwritten: the free count becomes negative.
 
-With `max_entries` (`kvjax.cache.max_entries`) a token may take the place of one that was stored.
+With `max_entries` (`kvjax.cache.max_entries`) a token may take the place of a stored one.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from pallas_kernels.paged_decode import Append
 def ring_entries(
     pages: Pages, layer: LayerCache, seen: Int[Array, " b"], count: int, window: int, first: int = 0
 ) -> tuple[Float[Array, "b k r kv"], Bool[Array, "b r"]]:
-    """`count` of the `window − 1` ring tokens in order of position, from the `first` oldest one on, and which of them
-    exist."""
+    """Return `count` of the `window − 1` tokens of the local window in order of position, leaving out the `first`
+    oldest ones, and a mask of those that exist."""
     slots, page_size = window - 1, pages.pool.shape[1]
     index = first + jnp.arange(count)
     slot = (seen[:, None] + index) % max(slots, 1)
@@ -41,7 +41,8 @@ def ring_priority(
     valid: Int[Array, " b"],
     delay: int,
 ) -> Float[Array, "b k rt"]:
-    """The priorities of the ring's tokens in order and, behind them, of the `t` tokens of this call."""
+    """Return the priorities of the local window's tokens in order, followed by those of the call's `t` tokens.
+    `priority` holds those of the tokens that come `delay` before the call's."""
     slots, ring = layer.priority.shape[-1], in_order(layer.priority, seen)
     _check_delay(delay, slots)
     both = jnp.concatenate([ring, jnp.full_like(priority, jnp.nan)], -1)
@@ -59,7 +60,7 @@ def _check_delay(delay: int, slots: int) -> None:
 
 
 def in_order(by_slot: Shaped[Array, "b k r"], seen: Int[Array, " b"]) -> Shaped[Array, "b k r"]:
-    """Numbers of the ring's tokens, the oldest first."""
+    """Return the numbers of the local window's tokens in order, the oldest first."""
     slots = by_slot.shape[-1]
     order = (seen[:, None] + jnp.arange(slots)) % max(slots, 1)
     return jnp.take_along_axis(by_slot, order[:, None], 2)
@@ -83,11 +84,11 @@ def push(
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Pages, LayerCache]:
-    """Write this call's first `valid` tokens of each sequence: they enter the ring, as many leave it, and those of
-    them that are kept enter the global region.
+    """Write this call's first `valid` tokens of each sequence: they enter the local window, the oldest tokens leave it,
+    and those of the leaving tokens that are kept become retained entries.
 
-    `priority` is as from `ring_priority`. `numbers` are the planes' of this call's tokens, of planes that
-    are written; they go where their tokens go.
+    `priority` comes from `ring_priority`. `numbers` is the metadata of this call's tokens, for the planes that are
+    written; it moves with the tokens.
     """
     batch, heads, tokens, _ = kv.shape
     slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
@@ -120,7 +121,7 @@ def push(
     column = jnp.minimum(column, layer.page_table.shape[-1] - 1)
     slot = jnp.where(stays, jnp.take_along_axis(layer.page_table, column, 2), capacity), place % page_size
 
-    # newest tokens into the ring: the last min(t, slots) valid ones, each in the slot of its position
+    # newest tokens into the local window: the last min(t, slots) valid ones, each in the slot of its position
     entering = jnp.arange(leaving_from_ring) + valid[:, None] - leaving_from_ring
     ring_slot = (seen[:, None] + entering) % max(slots, 1)
     ring_page = jnp.take_along_axis(layer.page_table, (ring_slot // page_size)[:, None], 2)
@@ -143,21 +144,23 @@ def push(
 
 
 class Reserved(NamedTuple):
-    """Pages for one token of each sequence, in the local windows and in the global regions of all layers."""
+    """Pages for one token of each sequence: one for the local window and one for the retained entries, in all
+    layers."""
 
     page: Int[Array, "2 l b k"]
     """The index of each page; it is past the pool's end where none is needed and where the pool ran out."""
     column: Int[Array, "2 l b k"]
-    """The column of the page table that is meant for the page."""
+    """The column of the page table that the page is for."""
     needed: Bool[Array, "2 l b k"]
-    """True if a token that is written there needs a page."""
+    """True if a token that is written there needs a new page."""
 
 
 def reserve(
     pages: Pages, layers: LayerCache, seen: Int[Array, " b"], valid: Int[Array, " b"], window: int
 ) -> tuple[LayerCache, Reserved]:
-    """Put pages into the tables of all layers for the next token of each sequence (`valid` 1; 0: it has none), whether
-    or not a token will stay: `push_one` finds them there, and `settle` takes back those that were not used."""
+    """Put pages for the next token of each sequence into the tables of all layers, whether or not a token will be
+    retained: `push_one` finds them there, and `settle` takes back the unused ones. A sequence whose `valid` is 0 has no
+    next token."""
     page_size, columns = pages.pool.shape[1], layers.page_table.shape[-1]
     ring = ring_pages(window, page_size)
     rings, later = (ring_pages(jnp.minimum(count + 1, window), page_size) for count in (seen, seen + valid))
@@ -180,10 +183,10 @@ def reserve(
 def settle(
     pages: Pages, layers: LayerCache, reserved: Reserved, length: Int[Array, "l b k"]
 ) -> tuple[Pages, LayerCache]:
-    """Take back the pages of global regions that were not used. The pool then has what it would if each page had been
-    taken when it was needed; if one was needed and not there, the free count is negative.
+    """Take back the unused pages that were reserved for retained entries. The pool is then as if each page had been
+    taken when it was needed. If a needed page was missing, the free count is negative.
 
-    length: entries in the global regions before the token.
+    length: the retained entries of each head cache before the token.
     """
     none, columns = pages.pool.shape[0], layers.page_table.shape[-1]
     used = reserved.needed & jnp.stack([jnp.ones_like(length, bool), layers.length > length])
@@ -207,8 +210,8 @@ def slot_priority(
     valid: Int[Array, " b"],
     delay: int,
 ) -> tuple[LayerCache, Float[Array, "b k 1"]]:
-    """Enter the priority that one token makes known, its own or that of the token `delay` before it. Returns the layer,
-    and the priority of the token that leaves the local window for it."""
+    """Record the priority that becomes known with one token: its own, or that of the token `delay` before it. Returns
+    the layer, and the priority of the token that leaves the local window."""
     slots = layer.priority.shape[-1]
     _check_delay(delay, slots)
     known = (valid > 0)[:, None] & ~jnp.isnan(priority[..., 0])
@@ -227,16 +230,16 @@ def slot_priority(
 
 
 class PlaceOfOne(NamedTuple):
-    """Places of one token of each sequence, and of the token that leaves the local window for it."""
+    """The places of one new token of each sequence, and of the token that leaves the local window for it."""
 
     append: Append
-    """The slot of the new token in the pool, and the place in the global region of the one that leaves."""
+    """The slot of the new token in the pool, and the slot of the leaving one among the retained entries."""
     stays: Bool[Array, "b k"]
     """True if the token that leaves the window is kept."""
     place: Int[Array, "b k"]
-    """The place in its row of the token that is kept."""
+    """The place of the kept token in its head cache."""
     length: Int[Array, "b k"]
-    """Entries in the global regions after the token."""
+    """The number of retained entries after the token."""
 
 
 def place_one(
@@ -247,8 +250,8 @@ def place_one(
     valid: Int[Array, " b"],
     window: int,
 ) -> PlaceOfOne:
-    """Return where `push_one` writes a token, whose pages are reserved: it takes the slot of the oldest token in the
-    local window, which moves to the global region or goes."""
+    """Return where `push_one` writes a token, whose pages are reserved. It takes the slot of the oldest token in the
+    local window, which is retained or dropped."""
     slots, (capacity, page_size, _) = window - 1, pages.pool.shape
     stays = turnover.stays[..., 0] & leaving(seen, valid, 1, window)
     place, length = layer.length, layer.length + stays
@@ -279,8 +282,8 @@ def push_one(
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Pages, LayerCache]:
-    """`push` of one token that is in the pool already (`paged_decode_append`): all else that is known of it, and of the
-    token that left the local window, whose priority is `oldest`."""
+    """Do what `push` does for one token that is in the pool already (`paged_decode_append`): write everything else that
+    is known of it and of the token that left the local window, whose priority is `oldest`."""
     slots, page_size, b = window - 1, pages.pool.shape[1], jnp.arange(seen.shape[0])
     slot, table = seen % max(slots, 1), layer.page_table[..., ring_pages(window, page_size) :]
     place = jnp.where(at.stays, at.place, table.shape[-1] * page_size)[..., None]
@@ -303,8 +306,8 @@ def push_one(
 
 
 def _allocate(pages, layer, stays, gone, seen, valid, window):
-    """Extend the rows of the tokens that stay, and the rings; the place of each token in its row, past its end for
-    those that go."""
+    """Take pages for the tokens that stay and for the local windows. Returns pages, layer and the place of each token
+    in its head cache, past its end for tokens that go."""
     page_size, capacity = pages.pool.shape[1], pages.pool.shape[0]
     tokens, columns, ring = stays.shape[-1], layer.page_table.shape[-1], ring_pages(window, page_size)
     rank = jnp.cumsum(stays, -1, dtype=jnp.int32) - 1
@@ -321,7 +324,7 @@ def _allocate(pages, layer, stays, gone, seen, valid, window):
         jnp.broadcast_to(ring_pages(jnp.minimum(count + 1, window), page_size)[:, None], length.shape)
         for count in (seen, seen + valid)
     ]
-    # of a ring and of a global region: the column behind the last page, and how many pages are missing
+    # of local window and retained entries: the column after the last page, and the number of missing pages
     had = jnp.stack([rings[0], ring - (-layer.length // page_size)], -1)
     need = jnp.stack([rings[1], ring - (-length // page_size)], -1) - had
     ends = jnp.cumsum(need.reshape(-1)).reshape(need.shape)

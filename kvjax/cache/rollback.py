@@ -1,8 +1,7 @@
-"""Rollback: a cache as it was before some tokens were run over it, for what is only tried: questions and branches.
+"""Rollback: a cache as it was before some tokens were run over it, for questions and for calls that may be repeated.
 
-What is written to a global region stands behind what was there, so the pool itself need not be kept: only what is
-written in place is, which is the rings and what stands beside entries, and all entries where `max_entries` lets
-them change places.
+New retained entries are written behind the old ones, so the pool need not be copied. Only what is written in place is
+copied: the local windows and the metadata, and with `max_entries`, where entries replace each other, the whole pool.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from kvjax.struct import struct
 
 @struct
 class Mark:
-    """State of a cache, to take it back to."""
+    """The state of a cache that `taken_back` restores."""
 
     layers: LayerCache
     seen: Int[Array, " b"]
@@ -30,14 +29,14 @@ class Mark:
     bounds: Float[Array, "p kv"] | None
     planes: dict[str, Shaped[Array, "p page"]]
     rings: Shaped[Array, "l b k r page kv"] | None
-    """The rings' pages; None with `pool`, which has them."""
+    """The pages of the local windows; None if `pool` holds them."""
     pool: Shaped[Array, "p page kv"] | None
-    """All entries, where there is `max_entries`."""
+    """The whole pool, with `max_entries`; else None."""
 
 
 @jax.jit
 def marked(cache: Cache) -> Mark:
-    """Return a mark of the cache as it is. It holds copies: the cache may be donated."""
+    """Return a mark of the cache as it is. It holds copies, so the cache may be donated."""
     ring, pages = ring_pages(cache.window, cache.page_size), cache.pages
     capped = set(PLANES) <= set(pages.planes)
 
@@ -54,8 +53,8 @@ def marked(cache: Cache) -> Mark:
 
 
 def taken_back(cache: Cache, mark: Mark) -> Cache:
-    """The cache (donated, with the mark) as it was when it was marked, if nothing but tokens was run over it since, of
-    all its sequences or of some: no compaction, no change of its size."""
+    """Return the cache (donated, with the mark) as it was when it was marked. Since then only tokens may have been run
+    over it, of all its sequences or of some: it must not have been compacted or resized."""
     pool = mark.pool
     if pool is None:
         pool = _with_rings(cache.pages.pool, mark.layers.page_table, mark.rings)

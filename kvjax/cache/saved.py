@@ -13,11 +13,11 @@ from kvjax.errors import LARGEST_INT, UserError, shown
 
 DESCRIPTION = "cache.json"
 FORMAT = 1
-"""Version of the folder; another one is refused."""
+"""The version of the folder's format. Any other version is refused."""
 FOLDER = re.compile(r"arrays-[0-9a-f]{8}")
 """Name of the folder with the arrays."""
 LARGEST_DESCRIPTION = 64 * 2**20
-"""Bytes of `cache.json`, at most."""
+"""The most bytes of `cache.json`."""
 DTYPES = "float32", "bfloat16", "float16"
 """Dtypes of keys and values."""
 NUMBERS = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "uint8": 1, "bool": 1}
@@ -80,7 +80,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def sealed(description: Mapping[str, Any]) -> str:
-    """A digest of a description without its own."""
+    """Return the digest of a description, without the digest that it holds."""
     own = {name: x for name, x in description.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
@@ -134,8 +134,8 @@ def describe_cache(path: str | Path) -> dict[str, Any]:
 
 
 def described_arrays(found: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:
-    """Shapes and dtypes that the arrays must have by what a description says of tokens, layers and heads; those of
-    methods' memories are the policy's."""
+    """Return the shapes and dtypes that the arrays must have, given the description's tokens, layers and heads. Those
+    of the methods' memories are not included: they depend on the policy."""
     layers, heads, sequences, slots = (
         len(found["held"]), len(found["held"][0]), len(found["tokens"]), found["window"] - 1,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Sizes of pools and page tables, an empty cache, and copies of a cache with more pages or fewer.
 
-A size is one that several contexts share programs by, or follows from a capacity that a user stated.
+A size either follows from the capacity that a user states, or is rounded so that several contexts share programs.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards
 MARGIN = 1.25
 """Pages that are reserved for each page of the policy's expected need, up to the need of a full cache."""
 SMALL_POOL = 1 << 20
-"""Bytes of a shard's pool up to which its size is a power of two: there programs cost more than memory."""
+"""Bytes of a shard's pool up to which its size is a power of two: for a small pool, compiling costs more than
+memory."""
 LEAST_POOL = SMALL_POOL // 4
 """The fewest bytes of a shard's pool."""
 LEAST_TOKENS = 128
@@ -33,8 +34,8 @@ class CapacityError(UserError):
 
 
 def device_bytes(*, free: bool = False) -> int:
-    """Return the bytes of memory of one device, or those that are free. Where the device does not say: of the host,
-    divided among its virtual devices."""
+    """Return the bytes of one device's memory, or those that are free. If the device does not report them, the host's
+    memory is divided among its virtual devices."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - (stats.get("bytes_in_use", 0) if free else 0)
@@ -57,7 +58,8 @@ def pool_size(pages: int, page_bytes: int) -> int:
 
 
 def worth_shrinking(pages: int, size: int, page_bytes: int) -> bool:
-    """Return True if a pool of `size` pages instead of `pages` saves half of it, and more than programs cost."""
+    """Return True if a pool of `size` pages saves at least half of one of `pages` pages, and more than programs
+    cost."""
     return size <= pages // 2 and pages * page_bytes > SMALL_POOL
 
 
@@ -67,7 +69,7 @@ def parse_capacity(text: str) -> int | str:
 
 
 def capacity_pages(capacity: int | str, rows: int, page_size: int, page_bytes: int) -> int:
-    """Return the pages a shard that a capacity stands for.
+    """Return the pages of a shard's pool that a capacity stands for.
 
     Args:
         capacity: entries per KV head on average (an int), bytes of all shards together ("2GiB", "500MB"), or a share of
@@ -91,7 +93,7 @@ def capacity_pages(capacity: int | str, rows: int, page_size: int, page_bytes: i
 
 
 def capacity_like(capacity: int | str, pages: int, rows: int, page_size: int, page_bytes: int) -> str:
-    """Return the capacity, in the unit of another one, that stands for so many pages a shard."""
+    """Return the capacity that stands for `pages` pages per shard, in the unit of `capacity`."""
     if not isinstance(capacity, str):
         return str(-(-pages * page_size // rows))
     if capacity.endswith("%"):
@@ -159,11 +161,11 @@ class Layout:
     planes: tuple[tuple[str, Any], ...] = ()
     """Names and dtypes of the entry metadata, those of `max_entries` included."""
     limit: int | None = None
-    """Most pages that a shard's pool may ever have; None: as many as the devices have memory for."""
+    """The most pages that a shard's pool may ever have; None: as many as the devices have memory for."""
 
 
 def empty(layout: Layout, state: Any, trail: Any) -> Cache:
-    """Return a cache that has seen nothing, on the current mesh. To be jitted: eagerly it is a hundred small programs.
+    """Return a cache that has seen nothing, on the current mesh. Jit it: run eagerly it is a hundred small programs.
 
     state, trail: the methods' memories before the first token, `[l b …]`, and observation buffers `[b w l …]`.
     """

@@ -31,7 +31,7 @@ class Stats:
     """Names of the entry metadata, whose bytes are counted."""
 
     def __repr__(self) -> str:
-        """In a line."""
+        """Return its sizes in one line."""
         held, own, full = self.entries.mean(), self.bytes / 2**20, self.full_bytes / 2**20
         return (
             f"Stats({len(self.tokens)} sequences, {held:.0f} of {self.tokens.mean():.0f} entries a kv head "

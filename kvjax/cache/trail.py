@@ -1,7 +1,8 @@
-"""The trail: what an eviction remembers of each of the last tokens. A ring of `w` slots, that of position i is i mod w.
+"""Observation buffers: what an eviction remembers of each of the last tokens. A buffer has `w` slots; position i is in
+slot i mod w.
 
-All layers of a token stand together, and it is written once a call: handed on from layer to layer it would be copied as
-a whole in every step, which 128 hidden states are too large for.
+A buffer holds all layers of a token and is written once per call. Handed on from layer to layer it would be copied as a
+whole in every step, and 128 hidden states are too large for that.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt16
 from pallas_kernels.bits import as_bits, as_floats
 
 Ring = Float[Array, "b w l *k d"] | UInt16[Array, "b w l *k d"]
-"""An observation buffer. It holds integers where the pool does: these numbers' bits."""
+"""An observation buffer. Where the pool holds integers, it holds the bits of its numbers."""
 
 
 def newest(x: Float[Array, "b *k t d"], slots: int, valid: Int[Array, " b"]) -> Float[Array, "b *k n d"]:
@@ -35,13 +36,13 @@ def written(
 
 
 def by_layer(ring: Ring, seen: Int[Array, " b"], dtype: Any) -> Float[Array, "l b *k w d"]:
-    """Return each layer's numbers, the oldest token first; unspecified where there was none. dtype: that of the numbers
-    of which `ring` may hold the bits."""
+    """Return each layer's numbers, the oldest token first; unspecified where there was none. dtype: the dtype of the
+    numbers, whose bits `ring` may hold."""
     slot = (seen[:, None] + jnp.arange(ring.shape[1])) % ring.shape[1]
     x = ring[jnp.arange(len(seen))[:, None], slot]
     return as_floats(jnp.moveaxis(x, (2, 1), (0, -2)), dtype)
 
 
 def _last(count: int, slots: int, valid: Int[Array, " b"]) -> Int[Array, "b n"]:
-    """Return indices of a call's tokens, of which the last `slots` are remembered."""
+    """Return the indices of the call's tokens that are remembered: the last `slots`."""
     return jnp.arange(count) + jnp.maximum(valid - slots, 0)[:, None]

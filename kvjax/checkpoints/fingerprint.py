@@ -1,4 +1,4 @@
-"""What tells a model from another of the same shape: a fixed sample of its weights.
+"""A fixed sample of a model's weights, which tells it from another model of the same shape.
 
 Gates, scorers and head patterns carry the fingerprint of the model that they were made for (`MadeFor`, in config.json).
 """
@@ -20,17 +20,17 @@ from kvjax.errors import UserError, warn
 from kvjax.mesh import AXES, P, use_mesh
 
 POINTS = 128
-"""Weights that are looked at of each of the model's own arrays."""
+"""The number of weights in the sample of each of the model's own arrays."""
 STRIDES = 7919, 104729, 1299709, 15485863
 """Point i lies at index i · stride (modulo the size) of each axis of an array."""
 MATRICES = "q", "k", "v", "o", "gate", "up", "down"
-"""Of the layers, whose signs are a fingerprint."""
+"""The matrices of the layers whose signs are the fingerprint."""
 SIZES = "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "qk_norm"
 ANOTHER, VERSION = 0.75, 0.99
 """Shares of the signs in which two models agree: below the first they are two models, which agree in half of them;
 below the second one is a fine-tuned or quantised version of the other."""
 KEY = "made_for"
-"""Of config.json."""
+"""The key in config.json."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class MadeFor:
     model: str
     """The name that people know it by."""
     fingerprint: str
-    """Of its weights, in hexadecimal."""
+    """The fingerprint of its weights, in hexadecimal."""
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> "MadeFor":
-        """What is made for `model`. Called in every process."""
+        """Return the `MadeFor` of things that are made for `model`. Call it in every process."""
         return cls(name or model_name(model), fingerprint(model))
 
     @classmethod
     def described(cls, description: Mapping[str, Any]) -> "MadeFor | None":
-        """What a config.json says; None: it says nothing, as those of other programs and of older exports do."""
+        """Return the entry of a config.json; None if it has none, like those of other programs and of older exports."""
         said = description.get(KEY)
         if not isinstance(said, dict) or not all(
             isinstance(said.get(x), str) for x in ("model", "fingerprint")
@@ -63,8 +63,8 @@ class MadeFor:
         return {KEY: {"model": self.model, "fingerprint": self.fingerprint}}
 
     def check(self, what: str, model: Any) -> None:
-        """Refuse `what` for another model. A version of the same one, fine-tuned or quantised, is a warning. Shapes
-        without weights are not held against it.
+        """Refuse `what` for another model. A version of the same one, fine-tuned or quantised, is a warning. A model of
+        shapes without weights is accepted.
 
         Raises:
             UserError: `model` is another one, which may be of the same shape; names both.
@@ -86,15 +86,15 @@ class MadeFor:
 
 
 def model_name(model: Any) -> str:
-    """Where a model was read from."""
+    """Return the path or hub id that a model was read from."""
     return getattr(model.config, "name", "") or "a model without a name"
 
 
 def fingerprint(model: Any) -> str:
-    """The model's sizes, as 8 hexadecimal digits, and the signs of a sample of its layers' matrices, as 224.
+    """Return the model's sizes as 8 hexadecimal digits, and the signs of a sample of its layers' matrices as 224.
 
-    Signs do not depend on the mesh, nor on the dtype that weights are stored or read in; between a model and another
-    half of them agree. Called in every process.
+    Signs depend neither on the mesh nor on the dtype that weights are stored or read in. Two different models agree in
+    about half of them. Call it in every process.
     """
     own = model.own_arrays()
     values = _sample(model, {name: own[f"layers.{name}.value"] for name in MATRICES})
@@ -104,8 +104,8 @@ def fingerprint(model: Any) -> str:
 
 
 def contents(model: Any) -> str:
-    """A digest of the configuration and of the values of a sample of all weights, as they were read: what was trained
-    further has another one. Called in every process."""
+    """Return a digest of the configuration and of the values of a sample of all weights, as they were read. A model
+    that was trained further has another one. Call it in every process."""
     values, config = _sample(model, model.own_arrays()), model.config
     # which of a chat template's tokens end an answer has nothing to do with what the model computes
     ends = {id_ for _, id_ in config.turn_ends}
@@ -126,12 +126,14 @@ def _written(config: Any) -> str:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.repr and not (field.name in LATER and value == field.default):
-            parts.append(f"{field.name}={_written(value) if dataclasses.is_dataclass(value) else repr(value)}")
+            parts.append(
+                f"{field.name}={_written(value) if dataclasses.is_dataclass(value) else repr(value)}"
+            )
     return f"{type(config).__name__}({', '.join(parts)})"
 
 
 def agreement(one: str, other: str) -> float:
-    """The share of the signs in which two fingerprints agree; 0 where the models' sizes differ."""
+    """Return the share of the signs in which two fingerprints agree; 0 where the models' sizes differ."""
     if one[:8] != other[:8] or len(one) != len(other):
         return 0.0
     signs = [np.unpackbits(np.frombuffer(bytes.fromhex(x[8:]), np.uint8)) for x in (one, other)]
@@ -144,8 +146,8 @@ def _has_weights(model: Any) -> bool:
 
 
 def _sample(model: Any, arrays: Mapping[str, Any]) -> dict[str, Float32[np.ndarray, " points"]]:
-    """Return POINTS numbers of each of a model's own arrays. Of tables of the vocabulary only from rows of tokens: how
-    many more there are depends on the mesh."""
+    """Return POINTS numbers of each of a model's own arrays. In tables of the vocabulary only rows of tokens count,
+    since the number of further rows depends on the mesh."""
     stored, places = {}, {}
     for name, own in arrays.items():
         rows = model.config.vocab_size if name.startswith(("embed", "head")) else own.shape[0]

@@ -1,6 +1,6 @@
-"""What training leaves for use: a folder with `gates.safetensors`, the parameters by name, or a head pattern's table,
-and a `config.json` that says which method they are of and how they were made. Messages call it all gates, as the option
-is called that reads it."""
+"""Folders that training leaves for use: `gates.safetensors` with the parameters by name, or a head pattern's table, and
+a `config.json` that says which method they are for and how they were made. Messages call all of this gates, like the
+option that reads it."""
 
 import hashlib
 import json
@@ -23,15 +23,15 @@ from kvjax.struct import leaves_by_path
 
 WEIGHTS, DESCRIPTION = "gates.safetensors", "config.json"
 LARGEST = 16 << 20
-"""Bytes of a description or a head pattern's table."""
+"""The most bytes of a description or a head pattern's table."""
 MOST = 1 << 20
-"""Layers, heads and widths, so that the shapes that they make are numbers that JAX takes."""
+"""The most layers, heads and widths, so that the shapes that they make are numbers that JAX takes."""
 TABLE = "full_attention_heads.tsv"
-"""Instead of weights, in a pattern folder (`kvjax.policies.admission.pattern_folder`)."""
+"""The file in place of weights in a pattern folder (`kvjax.policies.admission.pattern_folder`)."""
 
 
 def save_exported(folder: str | Path, arrays: dict[str, np.ndarray], description: dict[str, Any]) -> None:
-    """Write both files."""
+    """Write the weights and their description."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS, arrays)
@@ -39,7 +39,7 @@ def save_exported(folder: str | Path, arrays: dict[str, np.ndarray], description
 
 
 def save_tree(folder: str | Path, tree: Any, description: dict[str, Any]) -> None:
-    """Write a pytree of arrays, wherever they are. Called in every process, of which the first writes."""
+    """Write a pytree of arrays, wherever they are. Call it in every process; the first one writes."""
     whole = gather(tree, *AXES)
     if jax.process_index() == 0:
         arrays = {name: np.asarray(leaf) for name, leaf in leaves_by_path(whole).items()}
@@ -80,7 +80,8 @@ def read_sizes(description: Mapping[str, Any], kinds: Mapping[str, type]) -> dic
 
 
 def digest(path: str | Path) -> str:
-    """A name for what a folder holds, or a file of the authors': other weights or another description give another."""
+    """Return a digest of what a folder or a file of the authors' holds. Other weights or another description have
+    another one."""
     files = [Path(path)] if is_torch_file(path) else exported_files(path)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -98,10 +99,10 @@ def load_arrays(folder: str | Path) -> dict[str, np.ndarray]:
 
 
 def load_tree(folder: str | Path, like: Any) -> Any:
-    """The pytree that `save_tree` wrote.
+    """Return the pytree that `save_tree` wrote.
 
     Args:
-        like: of the shapes and dtypes wanted, with shardings (`jax.eval_shape` of what made it).
+        like: a pytree of the shapes and dtypes wanted, with shardings (`jax.eval_shape` of what made it).
 
     Raises:
         UserError: the folder holds other arrays than `like`.
@@ -128,19 +129,19 @@ def sign(folder: str | Path, made_for: MadeFor) -> None:
 
 
 def is_exported(folder: str | Path) -> bool:
-    """Whether a folder holds what training exports."""
+    """Return True if a folder holds what training exports, or is the name of built-in gates."""
     inside = Path(folder)
     return str(folder) in GATES or ((inside / DESCRIPTION).is_file() and weights_of(inside).is_file())
 
 
 def weights_of(folder: Path) -> Path:
-    """The file of a folder that holds what was trained: a pattern's table, or else parameters."""
+    """Return the file of a folder that holds what was trained: a pattern's table, or else parameters."""
     return folder / TABLE if (folder / TABLE).is_file() else folder / WEIGHTS
 
 
 def exported_files(folder: str | Path) -> tuple[Path, Path]:
-    """The weights and the description; of a name of `kvjax.builtin.GATES` those that come with kvjax, of a training
-    run's folder those that it exported. Raises UserError if one is missing."""
+    """Return the files with the weights and the description. A name in `kvjax.builtin.GATES` stands for those that come
+    with kvjax, a training run's folder for those that it exported. Raises UserError if one is missing."""
     folder = builtin_gates(str(folder)) if str(folder) in GATES else of_run(Path(folder))
     files = weights_of(folder), folder / DESCRIPTION
     for file in files:
@@ -153,7 +154,7 @@ def exported_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def of_run(folder: Path) -> Path:
-    """What a run exported, where `folder` is a run's; else the folder itself."""
+    """Return the folder that a run exported, if `folder` is a run's; else the folder itself."""
     if weights_of(folder).is_file() or not (folder / "checkpoints").is_dir():
         return folder
     inside = [

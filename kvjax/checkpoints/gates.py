@@ -1,4 +1,4 @@
-"""Gates where they are: in a folder that training exported, or in a file that a method's authors wrote."""
+"""Gates in a folder that training exported, or in a file that a method's authors wrote."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +17,9 @@ class Found(Generic[S]):
     """Gates whose weights are not read yet."""
 
     sizes: S
-    """As the method has them."""
+    """The sizes of the gates, as the method has them."""
     description: dict[str, Any]
-    """What is said of them."""
+    """The description of the gates."""
     arrays: Callable[[], Mapping[str, Any]]
     """Reads the parameters, by name."""
 
@@ -30,10 +30,11 @@ def open_gates(
     described: Callable[[str | Path, dict[str, Any]], S],
     published: Callable[[TorchFile], Found[S]],
 ) -> Iterator[tuple[Found[S], Path]]:
-    """What there is at a path, and the file with the weights.
+    """Yield the gates at a path, and the file with the weights.
 
     Args:
-        described: the sizes of gates in a folder, by its description. published: what there is in an authors' file.
+        described: returns the sizes of gates in a folder, by its description. published: returns the gates in an
+            authors' file.
 
     Raises:
         UserError: there is neither, or what these raise.

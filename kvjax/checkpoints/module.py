@@ -15,14 +15,16 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def arrays_of(module: nnx.Module) -> dict[str, np.ndarray]:
-    """The parameters of a module without others inside, by name."""
+    """Return the parameters of a module without others inside, by name."""
     return {str(name): np.asarray(param) for name, param in nnx.to_pure_dict(nnx.state(module)).items()}
 
 
 def filled(make: Callable[[], M], arrays: Mapping[str, Any], where: str | Path) -> M:
-    """What `make` makes, with these parameters in float32 instead of those that it draws, split as it splits them.
+    """Return the module that `make` makes, with these parameters in float32 instead of those that it draws, split in
+    the same way.
 
-    Raises UserError, which says `where` they are from, if one is not there or has another shape.
+    Raises UserError if a parameter is missing or has another shape. `where` says in the message what they were read
+    from.
     """
     with use_mesh():
         module = jax.eval_shape(make)

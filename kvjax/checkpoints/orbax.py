@@ -53,7 +53,7 @@ def restore_export(folder: Path, like: Any) -> Any:
 
 
 def abstract(make: Any, mesh: Mesh, *args: Any) -> Any:
-    """The shapes and shardings on `mesh` of what `make(*args)` returns, without making it."""
+    """Return the shapes and shardings on `mesh` of what `make(*args)` returns, without making it."""
 
     def concrete(leaf):
         spec = P() if leaf.sharding is None else leaf.sharding.spec
@@ -64,8 +64,8 @@ def abstract(make: Any, mesh: Mesh, *args: Any) -> Any:
 
 
 def check_room(folder: Path, tree: Any) -> None:
-    """UserError if the disk that `folder` is on has no room for the arrays of `tree`: found out while writing, it takes
-    Orbax's threads down one after another."""
+    """Raise UserError if the disk that `folder` is on has no room for the arrays of `tree`. When that is found out
+    while writing, Orbax's threads fail one after another."""
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -75,7 +75,8 @@ def check_room(folder: Path, tree: Any) -> None:
 
 
 def wrong_shape(saved: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """The first array whose saved shape is not the wanted one, and both, if there is one."""
+    """Return a line with the first array whose saved shape is not the wanted one, and both shapes; None if there is
+    none."""
     found, needed = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, wanted))
     for name in sorted(found | needed):
         if found.get(name) != needed.get(name):

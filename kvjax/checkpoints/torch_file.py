@@ -61,7 +61,7 @@ class Tensor:
     entry: zipfile.ZipInfo
     dtype: np.dtype
     offset: int
-    """In numbers, as strides are."""
+    """The place of the first number in the storage, counted in numbers, as strides are."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -78,7 +78,7 @@ class Named:
 
 
 class Unread:
-    """A value that nobody needs."""
+    """A value that is not needed."""
 
 
 class TorchFile:
@@ -177,7 +177,7 @@ class TorchFile:
         return entry
 
     def _follow(self, program: bytes) -> Any:
-        """Return what a program of pickle's protocol 2, which is torch's, leaves.
+        """Follow a program of pickle's protocol 2, which is torch's, and return the value that it leaves.
 
         Raises:
             UserError: an instruction or a name that gates do not need.
@@ -254,7 +254,7 @@ class TorchFile:
         raise UserError(f"{self.file}: {what}, which is not among what gates need")
 
     def _called(self, what: Any, arguments: Any) -> Any:
-        """Return what the call of a name stands for."""
+        """Return the value that the call of a name stands for."""
         if what.name == TENSOR:
             return self._tensor(*arguments[:4])
         if what.name == PARAMETER:
@@ -290,7 +290,7 @@ class TorchFile:
                 f"{self.file}: an array of shape {shape} and strides {strides}, from number {offset} on, does not lie "
                 f"in the {count} numbers of its storage"
             )
-        # of nothing, or of one index, strides mean nothing, and may be larger than NumPy takes
+        # strides over nothing or over one index are meaningless, and may be larger than NumPy takes
         strides = tuple(stride if size and n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
         return Tensor(entry, dtype, offset if size else 0, tuple(shape), strides)
 
@@ -311,6 +311,6 @@ def shape_of(layer: Mapping[str, Any], name: str) -> tuple[int, ...] | str:
 
 
 def is_torch_file(path: Any) -> bool:
-    """Return whether a path is a file's, or called like one of torch's and not a folder's."""
+    """Return True if a path is a file's, or named like one of torch's and not a folder's."""
     path = Path(path)
     return path.is_file() or (path.suffix in (".pt", ".pth") and not path.is_dir())

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM_BYTES = 2 << 30
-"""Of compiled programs that are kept; of more, those used longest ago go."""
+"""The most bytes of compiled programs that are kept. Beyond that, those used longest ago go."""
 CHECKED_BYTES = 64 << 20
-"""Bytes of the newest programs that are read at a start to see whether they are whole."""
+"""The most bytes of the newest programs that are read at a start to see whether they are whole."""
 
 
 def keep_programs() -> None:
-    """Have compiled programs kept in the user's cache folder from here on, unless the program or the environment says
-    where (`JAX_COMPILATION_CACHE_DIR`) or that they should not be (`JAX_ENABLE_COMPILATION_CACHE=false`)."""
+    """Keep compiled programs in the user's cache folder from here on, unless the program or the environment names
+    another folder (`JAX_COMPILATION_CACHE_DIR`) or keeps none (`JAX_ENABLE_COMPILATION_CACHE=false`)."""
     import jax
 
     config: Any = jax.config
@@ -40,8 +40,8 @@ def keep_programs() -> None:
 
 
 def remove_broken(folder: Path) -> None:
-    """Remove the programs that a killed process wrote a part of: JAX warns of them at every start and never replaces
-    them. Only those are read that were written since this was last done."""
+    """Remove the programs that a killed process wrote only in part: JAX warns of them at every start and never replaces
+    them. Only programs that were written since the last check are read."""
     from jax._src.compilation_cache import decompress_executable
 
     marker, left = folder / ".checked", CHECKED_BYTES

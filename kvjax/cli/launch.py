@@ -1,4 +1,5 @@
-"""How every command starts: its arguments, its devices, and one line instead of a traceback for what a person can mend.
+"""The start of every command: its arguments, its devices, and one line instead of a traceback for errors that a user
+can fix.
 
 Importing this imports no jax, so that `--help` and a refused command line answer at once.
 """
@@ -35,7 +36,7 @@ STORAGE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR),
 }
-"""Errors of the operating system about a path or a disk that a person can mend."""
+"""Errors of the operating system about a path or a disk that a user can fix."""
 ACCELERATOR_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd", "/dev/dxg")
 """Device nodes of NVIDIA GPUs, of TPUs (two generations), of AMD GPUs, and of GPUs under WSL."""
 
@@ -45,17 +46,17 @@ class MeshShape:
     """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads, `sequence` tokens."""
 
     data: int = 1
-    """Splits the batch."""
+    """Devices that split the batch."""
     fsdp: int = 1
-    """Splits the batch, and weights."""
+    """Devices that split the batch, and weights."""
     tensor: int = 1
-    """Splits heads."""
+    """Devices that split heads."""
     sequence: int = 1
-    """Splits tokens, and kv heads where whole sequences are looked at."""
+    """Devices that split tokens, and kv heads where whole sequences are looked at."""
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
-        """`8` is fsdp=8, `4x2` is fsdp × tensor, and axes can be named: `fsdp=2,tensor=2,sequence=2`."""
+        """Parse a mesh: `8` is fsdp=8, `4x2` is fsdp × tensor, and axes can be named: `fsdp=2,tensor=2,sequence=2`."""
         try:
             if "=" in text:
                 pairs = [part.split("=") for part in text.split(",")]
@@ -78,17 +79,17 @@ class MeshShape:
 
     @property
     def count(self) -> int:
-        """Devices in all."""
+        """The number of devices."""
         return math.prod(dataclasses.astuple(self))
 
     @property
     def batch_shards(self) -> int:
-        """Into how many parts a batch is split."""
+        """The number of parts that a batch is split into."""
         return self.data * self.fsdp
 
     @property
     def head_shards(self) -> int:
-        """Into how many parts kv heads are split."""
+        """The number of parts that kv heads are split into."""
         return self.tensor * self.sequence
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ class MeshShape:
 
 
 def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T | None = None) -> T:
-    """The dataclass `cls` from the command line (`sys.argv` if `args` is None), over `default`'s values.
+    """Return the dataclass `cls` from the command line (`sys.argv` if `args` is None), over `default`'s values.
 
     `--help` prints the fields with their docstrings and leaves. Raises UserError, one line, for anything wrong.
     """
@@ -133,7 +134,8 @@ def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T
 
 
 def _one_line(box: str) -> str:
-    """The message in one of tyro's boxes, with the names it offers, without title and frame (of either charset)."""
+    """Return the message in one of tyro's boxes, with the names it offers, without title and frame (of either
+    charset)."""
     _, *missing = re.split(r"Missing from .*", box)
     if missing:
         # names are indented by six, what they mean by ten, and after a rule comes advice
@@ -159,7 +161,8 @@ def _one_line(box: str) -> str:
 
 
 def _in_our_words(message: str) -> str:
-    """What tyro says of one option: the option, what was expected and what was given, without its parser's words."""
+    """Return tyro's message about one option in our words: the option, what was expected and what was given, without
+    terms of its parser."""
     if unknown := re.fullmatch(r"Unrecognized options: (.*)", message):
         words = unknown[1].split(", ")
         options = [word for word in words if word.startswith("-")]
@@ -184,7 +187,7 @@ def _in_our_words(message: str) -> str:
 
 
 def start(shape: MeshShape) -> Mesh:
-    """A mesh of that shape on this machine's accelerators, or on virtual CPU devices where it has none.
+    """Return a mesh of that shape on this machine's accelerators, or on virtual CPU devices where it has none.
 
     The first call decides what jax runs on, so it comes before anything else that uses jax. Several processes form one
     mesh where the launcher says so (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`, or a TPU pod's
@@ -227,12 +230,12 @@ def start_without_devices() -> Mesh:
 
 
 def has_accelerator() -> bool:
-    """Whether this machine shows a device node of a GPU or a TPU."""
+    """Return True if this machine shows a device node of a GPU or a TPU."""
     return any(glob.glob(pattern) for pattern in ACCELERATOR_NODES)
 
 
 def _join_processes(jax: Any) -> int:
-    """Join the other processes of this run, if there are any; how many there are."""
+    """Join the other processes of this run, if there are any. Returns the number of processes."""
     if jax.distributed.is_initialized():
         return jax.process_count()
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
@@ -247,7 +250,8 @@ def _join_processes(jax: Any) -> int:
 
 
 def _virtual_devices(jax: Any, count: int) -> None:
-    """Have at least `count` CPU devices in this process, unless jax has already started or was told otherwise."""
+    """Set up at least `count` CPU devices in this process, unless jax has already started or its flags set their
+    number."""
     preset = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if preset or jax.config.jax_num_cpu_devices >= count:
         return
@@ -256,11 +260,11 @@ def _virtual_devices(jax: Any, count: int) -> None:
 
 
 class Termination(KeyboardInterrupt):
-    """SIGTERM: what batch systems and `timeout` send before they kill."""
+    """SIGTERM, which batch systems and `timeout` send before they kill."""
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command's `main`; what a person can mend ends in one line on stderr and exit code 2.
+    """Run a command's `main`. An error that a user can fix ends in one line on stderr and exit code 2.
 
     SIGTERM ends it as the keyboard does, with what it was writing removed. Several processes are an exception: there
     jax's preemption service takes the signal.
@@ -280,7 +284,7 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # so that the final flush has somewhere to go
+        )  # so that the final flush does not fail
         line, code = "", 1
     except Exception as error:
         problem = storage_problem(error)
@@ -293,7 +297,7 @@ def run_command(main: Callable[[], None]) -> None:
     if line:
         print(line, file=sys.stderr)
     if code > 128:
-        # what was being compiled goes on in a thread of XLA's, which is waited for, and crashes once Python has ended
+        # a compilation goes on in a thread of XLA's, which Python waits for, and crashes once Python has ended
         atexit.register(_end_at_once, code)
     sys.exit(code)
 
@@ -306,8 +310,8 @@ def _end_at_once(code: int) -> None:
 
 @contextlib.contextmanager
 def _stops_come_again() -> Iterator[None]:
-    """Within it, a stop that came where Python ignores exceptions, as in what jax has the garbage collector call while
-    it compiles, comes once more a moment later."""
+    """Return a context in which a stop that came where Python ignores exceptions, as in callbacks of the garbage
+    collector while jax compiles, comes once more a moment later."""
     usual, to_come = sys.unraisablehook, []
 
     def ignored(what: sys.UnraisableHookArgs) -> None:
@@ -328,14 +332,14 @@ def _stops_come_again() -> Iterator[None]:
 
 
 def _as_line(message: Warning | str, category: type[Warning], *where: Any) -> str:
-    """A warning as a command prints it: what the user is to know stands alone."""
+    """Return a warning as a command prints it. One that is meant for the user stands alone, without file and line."""
     if category is UserWarning:
         return f"warning: {one_line(str(message))}\n"
     return f"{where[0]}:{where[1]}: {category.__name__}: {one_line(str(message))}\n"
 
 
 def _said(line: str, stop: KeyboardInterrupt) -> str:
-    """With what the command says of how to go on, if it does."""
+    """Return the line, followed by the command's advice on how to continue, if it gives any."""
     return f"{line}: {stop}" if str(stop) else line
 
 

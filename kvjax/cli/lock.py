@@ -8,30 +8,31 @@ from types import TracebackType
 from kvjax.errors import UserError
 
 LOCK = ".lock"
-"""In the folder; the lock on it ends with the process, however that ends, and the file stays."""
+"""The lock file in the folder. The lock ends with the process, however that ends; the file stays."""
 
 
 class FolderLock:
-    """A context in which the folder is this process's own, from its beginning if the folder is there, else from `take`.
+    """A context in which the folder is this process's own: from its beginning if the folder is there, else from `take`.
 
-    On a file system without locks nothing is held.
+    On a file system without locks nothing is locked.
 
     Raises:
         UserError: another process has it.
     """
 
     def __init__(self, folder: Path, option: str, *, wanted: bool = True):
-        """`option` named the folder; `wanted`: False where another process of the same run holds it."""
+        """Remember the folder and the option that named it. `wanted`: False where another process of the same run holds
+        the lock."""
         self._folder, self._option, self._wanted = folder, option, wanted
         self._opened: int | None = None
 
     def take(self) -> None:
-        """Have it, now that the folder was made."""
+        """Take the lock, now that the folder was made."""
         if self._opened is not None or not self._wanted or not self._folder.is_dir():
             return
         try:
             opened = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:  # who writes there will say what is wrong
+        except OSError:  # writing there will say what is wrong
             return
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,19 +17,19 @@ from kvjax.files import is_there, read_text, write_text
 T = TypeVar("T")
 
 LARGEST_CONFIG = 1 << 18
-"""Bytes of a YAML file."""
+"""The most bytes of a YAML file."""
 NUMBER = re.compile(r"-\.?\d.*")
 
 
 def packaged_configs() -> Path:
-    """The folder of the configs that come with kvjax: inside the package, or beside it in a working tree."""
+    """Return the folder of the configs that come with kvjax: inside the package, or beside it in a working tree."""
     package = Path(__file__).parent.parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def find_config(name: str) -> Path:
-    """A YAML file by its path, or one that comes with kvjax by its name (`qwen3-4b`).
+    """Return a YAML file by its path, or one that comes with kvjax by its name (`qwen3-4b`).
 
     Raises UserError naming the nearest that come with kvjax if there is no such file.
     """
@@ -46,7 +46,7 @@ def find_config(name: str) -> Path:
 
 
 def load_config(cls: type[T], name: str, default: T | None = None) -> T:
-    """The dataclass `cls` with the values of a YAML file over `default`'s.
+    """Return the dataclass `cls` with the values of a YAML file over `default`'s.
 
     Values are read exactly as the command line's are; keys are the options' names, `_` or `-` alike.
 
@@ -71,7 +71,7 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
 
 
 def find_value(args: Sequence[str], option: str) -> str | None:
-    """The last value that a command line gives an option, before it is parsed; None where it gives none."""
+    """Return the last value that a command line gives an option, before it is parsed; None where it gives none."""
     value = None
     for arg, following in itertools.zip_longest(args, args[1:]):
         if arg == option:

@@ -1,4 +1,4 @@
-"""A bar on a terminal with the lines of what is done above it, plain lines elsewhere."""
+"""A progress bar on a terminal with the lines of finished items above it; plain lines elsewhere."""
 
 import sys
 import time
@@ -13,8 +13,8 @@ C = TypeVar("C", bound="Counted")
 
 
 class Counted:
-    """As a context, on stderr; `total` of `what`, `finished` of them before. On a terminal a bar with these columns
-    behind it, whose text fields begin as `fields`."""
+    """A context that shows on stderr how many of `total` items of `what` are finished; `finished` were before it. On a
+    terminal it is a bar followed by these columns, whose text fields begin as `fields`."""
 
     def __init__(self, what: str, total: int, finished: int, *columns: ProgressColumn, **fields: Any):
         self._total, self._finished, self._began = total, finished, time.monotonic()
@@ -36,13 +36,13 @@ class Counted:
 
 
 class Progress(Counted):
-    """What is finished one by one, with a line for each."""
+    """The progress of items that finish one by one, with a line for each."""
 
     def __init__(self, what: str, total: int, finished: int):
         super().__init__(what, total, finished, MofNCompleteColumn(), TimeElapsedColumn())
 
     def done(self, line: str) -> None:
-        """One more is finished: what to say of it."""
+        """Count one more item as finished, and print a line about it."""
         self._finished += 1
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""How long the work took, and how fast it went, whatever there was to compile."""
+"""Times and rates of work, without the time for compiling."""
 
 import functools
 import time
@@ -25,9 +25,9 @@ def _compile_seconds() -> _CompileSeconds:
 
 
 class Stopwatch:
-    """Seconds of work between two looks, without those that JAX spent tracing and compiling.
+    """Seconds of work between two laps, without those that JAX spent tracing and compiling.
 
-    compiled: whether anything was compiled before the last look; its seconds are then less certain.
+    compiled: True if anything was compiled in the last lap, whose seconds are then less certain.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class Stopwatch:
         self.compiled = False
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Return the seconds since the last lap."""
         before, self.last = self.last, (time.perf_counter(), _compile_seconds().seconds)
         self.compiled = self.last[1] > before[1]
         return max(1e-9, self.last[0] - before[0] - (self.last[1] - before[1]))
@@ -48,11 +48,11 @@ class Pace:
         self._laps: dict[bool, tuple[int, float]] = {False: (0, 0.0), True: (0, 0.0)}
 
     def add(self, tokens: int, seconds: float, compiled: bool) -> None:
-        """A lap of so many tokens."""
+        """Add a lap of so many tokens."""
         had = self._laps[compiled]
         self._laps[compiled] = had[0] + tokens, had[1] + seconds
 
     @property
     def per_second(self) -> float | None:
-        """None: there was no lap."""
+        """Tokens per second; None if there was no lap."""
         return next((tokens / seconds for tokens, seconds in self._laps.values() if tokens), None)

@@ -1,9 +1,8 @@
-"""The engine: requests that come and go at any time share slots and one pool of pages.
+"""The engine: continuous batching, where requests come and go at any time and share slots and one pool of pages.
 
-engine: the turns, and who is let in. request: a prompt and its answer. reader: the prompt that is being read. slots:
-the answers that are decoded. forks: contexts and ends of prompts that later prompts go on from. pool: pages and
-sequences, on the devices; rows: the programs that move them. pages: how many pages sequences take, on the host.
-drawing: how tokens are drawn.
+engine: the turns, and which requests begin. request: a prompt and its answer. reader: the prompt that is being read.
+slots: the answers that are decoded. forks: contexts and ends of prompts that later prompts continue. pool: pages and
+sequences on the devices; rows: the programs that move them. pages: page counts on the host. drawing: samplers.
 """
 
 from kvjax.engine.engine import Engine, EngineStats

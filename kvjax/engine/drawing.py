@@ -1,4 +1,4 @@
-"""Samplers for the slots. Tokens are drawn by one of two programs, greedily or with everything that one may ask for."""
+"""Samplers for the slots. There are two programs: a greedy one, and one with every sampling parameter."""
 
 import dataclasses
 
@@ -13,13 +13,13 @@ from kvjax.models.config import ModelConfig
 from kvjax.sampling_params import MOST_ALTERNATIVES, SamplingParams
 
 STOPS, BIASES = 256, 512
-"""Space for stop tokens and biased tokens of a slot: fewer compile nothing new."""
+"""The number of stop tokens and of biased tokens that a slot has space for. Fewer of them compile nothing new."""
 InSlots = list[tuple[int, Request]]
 """Requests, with their slots."""
 
 
 def sampler_of(config: ModelConfig, requests: InSlots, slots: int) -> tuple[Sampler, Counts | None]:
-    """Return the sampler of so many slots, and the tokens so far where penalties may need them."""
+    """Return the sampler of `slots` slots, and the token counts so far where penalties may need them."""
     params = [one.sampling for _, one in requests]
     plain = all(
         one.temperature == 0 and one.logprobs is None and not one.logit_bias and not one.penalized

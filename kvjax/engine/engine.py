@@ -1,12 +1,12 @@
 """The turns of the engine.
 
-A turn ends what was cancelled, goes on with what was paused or reads a piece of one waiting prompt, and has all running
-slots decode a block of tokens. The host looks at a block's tokens while the next one runs.
+A turn ends what was cancelled, resumes a paused answer if it fits, reads a piece of one waiting prompt, and decodes a
+block of tokens in all running slots. The host looks at a block's tokens while the next one runs.
 
 All shapes are fixed when the engine is made: slots, and a pool of pages that they share. A prompt is read as a cache of
-one sequence over that pool, and put into its slot when it was read. A request is let in when the pages that it is
-expected to take are free. Where pages run short all the same, a prompt that is being read is put back, the youngest
-answer is copied to host memory and goes on later, and an answer that is alone ends.
+one sequence over that pool, and then put into a slot. A request begins when the pages that it is expected to take are
+free. If pages run short nevertheless, a prompt that is being read goes back into the queue. Otherwise the youngest
+answer is copied to host memory and resumed later, and an answer that runs alone ends.
 """
 
 import bisect
@@ -40,7 +40,7 @@ from kvjax.sampling_params import SamplingParams
 
 CHUNK, BLOCK = 2048, 8
 FORKS = 4
-"""Ends of prompts that are kept, for each slot."""
+"""The number of prompt ends that are kept, per slot."""
 
 
 class EngineStats(NamedTuple):
@@ -53,9 +53,9 @@ class EngineStats(NamedTuple):
     paused: int
     """Answers in host memory."""
     forks: int
-    """Contexts, and ends of prompts that later prompts may go on from."""
+    """Contexts, and ends of prompts that later prompts may continue."""
     pages: int
-    """Pages in use, on the device that has most of them in use."""
+    """Pages in use on the device that has the most of them in use."""
     pool_pages: int
 
 
@@ -85,13 +85,12 @@ class Engine:
 
     Args:
         model: from `kvjax.load_model`. Its mesh may split heads (`tensor`) and nothing else.
-        policy: from `make_policy`; None is the full cache. One that compacts while it decodes does so with
-            `when=position`.
+        policy: from `make_policy`; None is the full cache. A policy that compacts while decoding needs `when=position`.
         tokenizer: for texts and chats.
         slots: answers that are decoded at once.
         max_length: tokens of the longest prompt with its answer; by default what the model declares.
-        capacity: size of the pool, as of `LLM`; by default what the slots are expected to need.
-        page_size: as of `LLM`.
+        capacity: size of the pool, as in `LLM`; by default what the slots are expected to need.
+        page_size: as in `LLM`.
         chunk: prompt tokens that are read in a turn.
         block: tokens that are decoded in a turn.
 
@@ -165,11 +164,11 @@ class Engine:
 
         Args:
             context: name of a context that was read (`read_context`), which the prompt continues.
-            constraint: makes what an answer must look like. While such an answer is decoded, all are decoded token by
-                token.
+            constraint: makes the `Constraint` of an answer. While such an answer is decoded, all answers are decoded
+                token by token.
             score: find the log-probabilities of the prompt's own tokens, too (`Request.prompt_logprobs`).
-            kept: the number of the prompt's tokens with which later prompts may begin; None: all. A chat template that
-                shows earlier turns otherwise makes it fewer (`kvjax.models.chat.turns_end`).
+            kept: the number of the prompt's tokens with which later prompts may begin; None: all. It is smaller for a
+                chat template that renders earlier turns differently (`kvjax.models.chat.turns_end`).
             expected: tokens that an answer is expected to have, for which pages must be free when it begins; None: all
                 that it may have. An answer that grows beyond it may be paused.
 
@@ -216,8 +215,8 @@ class Engine:
         ]  # fmt: skip
 
     def longest_answer(self, prompt: int, context: str | None = None) -> int:
-        """Return the most tokens that an answer to a prompt of so many tokens may have, after a context if it continues
-        one, and is expected to find pages for; at least 1."""
+        """Return the most tokens, at least 1, that an answer to a prompt of `prompt` tokens may have and is expected to
+        find pages for. context: the name of the context that the prompt continues."""
         fork = None if context is None else self._forks.named.get(context)
         size = prompt + (0 if fork is None else fork.tokens.size)
         with use_mesh(self._model):
@@ -288,16 +287,16 @@ class Engine:
         return self._need(request.prompt.size, request.most, continued)
 
     def _need(self, prompt: int, most: int, fork: Fork | None) -> int:
-        """Return the pages that a prompt of so many tokens is expected to take, with its answer at `most` tokens. Those
-        of the fork that it goes on from do not count."""
+        """Return the pages that a prompt of so many tokens is expected to take, with its answer at `most` tokens. The
+        pages of the fork that it continues do not count."""
         if fork is None:
             return max(self._counted.while_read(prompt), self._counted.at_end(most))
         length, seen = np.asarray(fork.row.layers.length), np.asarray(fork.row.seen)
         return self._counted.copied(length, seen) + self._counted.more(length, seen, most - seen)
 
     def forget(self, context: str | None = None) -> None:
-        """Free the pages of a context, whose prompts end if they were not read yet; None: those of all ends of prompts
-        that later ones could go on from.
+        """Free the pages of a context; its prompts end if they were not read yet. None frees those of all ends of
+        prompts that later ones could continue.
 
         Raises:
             UserError: a context that was not read.
@@ -326,8 +325,8 @@ class Engine:
 
     @named_arguments(where="Engine.warm_up")
     def warm_up(self, *, constrained: bool = False) -> None:
-        """Compile what requests will run, before the first one comes: prompts of every size that is compiled for, drawn
-        greedily and otherwise, a pause, and where a policy compacts, questions of a context.
+        """Compile the programs that requests will run, before the first one comes: prompts of every compiled size,
+        greedy and other sampling, a pause and, where a policy compacts, questions about a context.
 
         constrained: True if answers will have constraints.
         """
@@ -357,7 +356,7 @@ class Engine:
             others = []
             self.forget()
             if size < most:
-                # what goes on from an earlier prompt
+                # a prompt that continues an earlier one
                 if context is None:
                     self._try([0], plain)
                 rest = np.zeros(size if context is not None else size + 1, np.int32)
@@ -423,11 +422,11 @@ class Engine:
         pages: int = 0,
         keep: Fork | None = None,
     ) -> bool:
-        """Return True if the pool has pages for so many more tokens of each running slot, after those of the block that
-        is on its way, for `read` tokens of the prompt that is being read, for another sequence with as many tokens as
-        the slots, and for so many `pages` more. Forks but `keep` make room."""
+        """Return True if the pool has pages for `tokens` more tokens of each running slot, after the block that is on
+        its way, for `read` tokens of the prompt that is being read, for `tokens` more tokens of the sequence `other`,
+        and for `pages` more. Unnamed forks other than `keep` are dropped to make room."""
         if self._policy.host.compacts_answers and not self._pool.is_counted:
-            # that block may free pages: what is free and what sequences hold must be of one moment
+            # that block may free pages: the free count and the lengths must be of the same time
             self._slots.look_at_block()
         parts = [(self._slots.length, self._slots.seen, self._slots.more(tokens))]
         if self._reader.request is not None:
@@ -448,7 +447,7 @@ class Engine:
         return count
 
     def _relieve(self) -> None:
-        """Make room where running answers have no page for one more token."""
+        """Free pages where the running answers have none for one more token."""
         if self._reader.request is not None:
             self._crowded = True
             self._waiting.appendleft(self._reader.request)
@@ -461,18 +460,18 @@ class Engine:
             self._pause(slot)
 
     def _pause(self, slot: int) -> None:
-        """Have an answer go on later."""
+        """Pause an answer, to be resumed later."""
         self._slots.look_at_block()
         if slot not in self._slots.vacant:
             self._paused.append(self._slots.pause(slot))
             self._paused.sort(key=lambda one: one.request.arrival)
 
     def _go_on(self) -> None:
-        """Put the oldest paused answer into a slot again, if there is one and a place for it."""
+        """Put the oldest paused answer into a slot again, if there is one, and a slot and pages for it."""
         if not self._paused or len(self._slots.vacant) <= (self._reader.request is not None):
             return
         request, outside = self._paused[0]
-        # nothing that ends will make room
+        # no other request is left whose end would free pages
         alone = not self._slots.running and self._reader.request is None
         if self._fits(1 if alone else self.block, other=outside):
             self._paused.pop(0)
@@ -485,7 +484,7 @@ class Engine:
     # ---- prompts
 
     def _read(self) -> None:
-        """Read a piece of a prompt: of the one that is being read, or of the next that fits."""
+        """Read a piece of the prompt that is being read, or of the next one that fits."""
         request = self._reader.request or self._begun()
         if request is None:
             return

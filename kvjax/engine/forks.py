@@ -1,4 +1,4 @@
-"""Sequences at the ends of prompts, from which later prompts go on."""
+"""Sequences at the ends of prompts, which later prompts continue."""
 
 from typing import NamedTuple
 
@@ -12,24 +12,25 @@ from kvjax.engine.rows import Row
 
 
 class Fork(NamedTuple):
-    """A sequence that nobody runs. It shares its retained pages with those that it was made from or for."""
+    """A sequence that does not run. It shares pages of retained entries with the sequences that it was made from or
+    for."""
 
     tokens: Int[np.ndarray, " t"]
-    """Those it has read."""
+    """The tokens that it has read."""
     row: Row
     logits: Array
     """Logits after the last token, [1 v]."""
     pages: int
-    """Pages that it holds, some of them together with others."""
+    """The number of pages that it holds, shared ones included."""
 
 
 class Forks:
-    """The ends of prompts. Those that are named stay until they are dropped; of the others at most so many stay, those
-    that were used last, until their pages are needed."""
+    """The forks that are kept. Named ones stay until they are dropped. Of the others at most `most` stay, those that
+    were used last, until their pages are needed."""
 
     def __init__(self, pool: Pool, counted: PageCounts, most: int):
         self._pool, self._counted, self._most = pool, counted, most
-        # those that were used last come last
+        # in the order of their last use
         self._unnamed: list[Fork] = []
         self.named: dict[str, Fork] = {}
 
@@ -55,11 +56,11 @@ class Forks:
 
     @property
     def named_pages(self) -> int:
-        """Pages of those that are named."""
+        """Pages of the named forks."""
         return sum(fork.pages for fork in self.named.values())
 
     def longest(self, prompt: Int[np.ndarray, " t"]) -> Fork | None:
-        """Return the longest one with which a prompt begins."""
+        """Return the longest unnamed fork with whose tokens a prompt begins."""
         fits = [x for x in self._unnamed if np.array_equal(x.tokens, prompt[: x.tokens.size])]
         found = max(fits, key=lambda fork: fork.tokens.size, default=None)
         if found is not None:
@@ -72,7 +73,7 @@ class Forks:
         return self._pool.fork(row) if need <= self._pool.free else None
 
     def make_room(self, pages: int, keep: Fork | None = None) -> bool:
-        """Drop unnamed ones but `keep` while fewer pages than these are free, if that can be enough. Returns True if
+        """Drop unnamed forks other than `keep` until `pages` pages are free, if that can be enough. Returns True if
         they are free now."""
         others = [fork for fork in self._unnamed if fork is not keep]
         while pages > self._pool.free and pages <= self._pool.free + sum(fork.pages for fork in others):
@@ -84,10 +85,10 @@ class Forks:
         self._pool.drop(fork.row)
 
     def drop(self, name: str) -> None:
-        """Free the pages of a named one."""
+        """Free the pages of a named fork."""
         self._pool.drop(self.named.pop(name).row)
 
     def drop_unnamed(self) -> None:
-        """Free the pages of all that have no name."""
+        """Free the pages of all forks without a name."""
         while self._unnamed:
             self._drop(self._unnamed[0])

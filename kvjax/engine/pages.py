@@ -8,7 +8,7 @@ from kvjax.policies.policy import Policy
 
 Lengths = Int[np.ndarray, "l b k"]
 MEASURED = 0.2
-"""The weight of the newest sequence in what is known of the others."""
+"""The weight of the newest sequence in the moving average of what sequences retain."""
 
 
 class PageCounts:
@@ -54,7 +54,7 @@ class PageCounts:
         return self._of(entries, tokens)
 
     def measure(self, length: Lengths, tokens: int) -> None:
-        """Learn from what a sequence retained of so many tokens."""
+        """Update the expected share of retained entries by those of a sequence of `tokens` tokens."""
         if self._policy.schedule is None and tokens >= self._layout.window:
             ring = self._layout.window - 1
             expected = float(np.mean(self._policy.expected_entries(tokens, self._entry_bytes))) - ring
@@ -71,7 +71,7 @@ class PageCounts:
         ring = min(tokens, layout.window - 1)
         retained = (np.asarray(entries) - ring) * (self._share if self._policy.schedule is None else 1)
         retained = np.ceil(np.clip(retained, 0, tokens - ring)).astype(np.int64)
-        # a mean says little of one head: each may have a page more
+        # a mean does not bound a single head: each may have a page more
         retained = np.where(
             (retained > 0) & (retained < tokens - ring), retained + layout.page_size, retained
         )

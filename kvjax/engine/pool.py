@@ -36,7 +36,7 @@ class Outside(NamedTuple):
     """A sequence in host memory."""
 
     row: Row
-    """The places in its table that hold pages hold any number."""
+    """The sequence without its pages. Its page table only tells which places hold a page, not which page."""
     pieces: list[Contents]
     """The contents of its pages, `PIECE` by `PIECE`, in the order of its table."""
     shardings: Any
@@ -55,12 +55,11 @@ class After(NamedTuple):
     seen: Int[Array, " b"]
     free_count: Int[Array, " shards"]
     changes: int
-    """Changes of the pool by anything but blocks, before it."""
+    """The number of changes of the pool by anything but blocks, before this block."""
 
 
 class Pool:
-    """Pages, and the sequences that hold them, some of them together: those in slots, and rows that the engine
-    keeps."""
+    """The pages, and the sequences that hold or share them: those in slots, and rows that the engine keeps."""
 
     def __init__(self, policy: CompiledPolicy, layout: Layout, group: int):
         self.layout = layout
@@ -78,8 +77,8 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """Free pages on the device that has fewest: after the last block that was looked at, or where anything else has
-        changed since, after all that was sent, which is then waited for."""
+        """Free pages on the device with the fewest, after the last block that was looked at. If anything else has
+        changed the pool since, this waits for everything that was sent, and counts after it."""
         if self._free is None:
             self._free = self._count(self._pages.free_count)
         return self._free
@@ -112,7 +111,7 @@ class Pool:
         return After(length, seen, free, self._changes)
 
     def looked_at(self, after: After) -> None:
-        """Note what was free after a block, once that is done."""
+        """Record the free pages after a block, once it is done."""
         self._free = self._count(after.free_count) if after.changes == self._changes else None
 
     def put(self, slot: int, row: Row) -> None:
@@ -143,7 +142,7 @@ class Pool:
     def alone(self, row: Row, *, continues: bool) -> Cache:
         """Return a sequence as a cache of its own over the pool, to read with. It is donated; `keep` takes it back.
 
-        continues: True for a fork, which may hold pages with others.
+        continues: True for a fork, which may share pages with others.
         """
         if continues:
             return self._cache(row, self._lasting)
@@ -170,7 +169,7 @@ class Pool:
         return row
 
     def fork(self, row: Row) -> Row:
-        """Return a second sequence that goes on from the same tokens. Enough pages must be free."""
+        """Return a second sequence that continues the same tokens. Enough pages must be free."""
         ring = ring_pages(self.layout.window, self.layout.page_size)
         self._pages, new = forked(self._pages, row, ring, self._policy.host.rewritten)
         self._changed()
@@ -183,7 +182,7 @@ class Pool:
         return empty
 
     def _cache(self, row: Row, planes: set[str] | None = None) -> Cache:
-        """Return sequences as a cache, with the planes of these names; None: with all."""
+        """Return sequences as a cache with the planes of these names; None: with all planes."""
         own = {name: x for name, x in self._pages.planes.items() if planes is None or name in planes}
         rest: dict[str, Any] = row._asdict()
         return dataclasses.replace(self._form, pages=dataclasses.replace(self._pages, planes=own), **rest)

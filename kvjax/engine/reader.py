@@ -20,8 +20,9 @@ from kvjax.policies.schedule import Schedule
 class Reader:
     """Reads the prompt of one request after another.
 
-    Without a schedule a prompt is read up to the end that is kept, from which later prompts may go on, and then to its
-    own end. What a schedule decides at a prompt's end, or by a question, holds for that prompt alone.
+    Without a schedule a prompt is read up to the end that is kept, which later prompts may continue, and then to its
+    own end. With a schedule no end is kept: what it decides at a prompt's end, or by a question, holds for that prompt
+    alone.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class Reader:
         return reading(self._model, self._policy, [part], chunk, grows=False, continues=self._continues)
 
     def step(self) -> tuple[Row, Array] | None:
-        """Read a piece. Returns the sequence and the logits after it once the whole prompt is read, which is then no
-        longer here."""
+        """Read a piece. Returns the sequence and the logits after it once the whole prompt is read; the reader is then
+        free."""
         request = self.request
         assert request is not None
         size = self._size

@@ -18,12 +18,14 @@ class Constraint(Protocol):
     """A rule for which tokens an answer may have, such as a grammar."""
 
     def allowed(self) -> Bool[np.ndarray, " v"]:
-        """Return which tokens may come next: at least one, if only one that ends the answer."""
+        """Return a mask of the tokens that may come next. It allows at least one, even if only one that ends the
+        answer."""
         ...
 
     @property
     def error(self) -> str | None:
-        """Why nothing more is allowed but the end of the answer; None where that is as it should be."""
+        """The reason why the rule cannot be followed any further, so that only the answer's end is allowed; None if it
+        can."""
         ...
 
     def take(self, token: int) -> None:
@@ -48,7 +50,7 @@ class Request:
     context: str | None = None
     """Name of the context that the prompt continues, or of the one that is read."""
     kept: int = 0
-    """Tokens of the prompt, after which later prompts may go on."""
+    """The number of the prompt's tokens after which later prompts may continue."""
     reads: bool = False
     """True if a context is read, and nothing is answered."""
     scores: bool = False
@@ -67,7 +69,7 @@ class Request:
     tokenizer."""
     finish_reason: FinishReason | None = None
     """`stop`: a stop token or a stop text came, or a context is read. `length`: it has `max_new_tokens` tokens.
-    `capacity`: the pool has no page for its next token. `abort`: it was cancelled. None: it goes on."""
+    `capacity`: the pool has no page for its next token. `abort`: it was cancelled. None: it has not ended."""
     cached: int = 0
     """Tokens of the prompt that an earlier prompt had read."""
     kv_ratio: float = 1.0
@@ -80,7 +82,7 @@ class Request:
 
     @property
     def most(self) -> int:
-        """The most tokens that it may have in the cache: the last one of an answer is never fed."""
+        """The most tokens that it may have in the cache. The last token of an answer is never fed."""
         return self.prompt.size + self.sampling.max_new_tokens - 1
 
     @property
@@ -90,7 +92,7 @@ class Request:
         return self.prompt.size + min(new, new if self.expected is None else self.expected) - 1
 
     def cancel(self) -> None:
-        """Have the engine end it at its next turn."""
+        """Tell the engine to end it at its next turn."""
         self.cancelled = True
 
     def extend(self, tokens: Sequence[int], logprobs: AnswerLogprobs | None = None) -> None:
@@ -126,6 +128,7 @@ class Request:
         return self.tokens[:-1] if self.tokens and self.tokens[-1] in self.ends else self.tokens
 
     def end(self, reason: FinishReason, length: Int[np.ndarray, "..."], seen: int, window: int) -> None:
-        """Note why it ended, and what its cache held then: so many retained entries of each head, of `seen` tokens."""
+        """Record why it ended, and the share of a full cache that its cache held then: `length` retained entries of
+        each head, of `seen` tokens."""
         self.finish_reason = reason
         self.kv_ratio = float((length.mean() + min(seen, window - 1)) / max(1, seen))

@@ -34,7 +34,7 @@ Contents = dict[str, Shaped[Array, "n ..."] | dict[str, Shaped[Array, "n ..."]] 
 
 
 def row_of(cache: Cache) -> Row:
-    """Return what a cache of one sequence has beside its pages."""
+    """Return what a cache of one sequence has in addition to its pages."""
     return Row(cache.layers, cache.seen, cache.trail)
 
 
@@ -46,7 +46,7 @@ def new_row(view: View, layout: Layout, group: int) -> Row:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def put_in(slots: Row, row: Row, slot: Int[Array, ""]) -> Row:
-    """Return what is known of all slots, with a sequence in one of them."""
+    """Return the state of all slots with a sequence put into one of them."""
 
     def local(slots, row, slot):
         def changed(x, new, axis):
@@ -79,8 +79,8 @@ def taken(slots: Row, slot: Int[Array, ""]) -> Row:
 
 @functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
 def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages, Row]:
-    """Return the pages, and a second sequence that goes on from the same tokens. It shares the first one's pages but
-    for those that either may write to, of which it has copies: those of the local window, which are the first `ring`
+    """Return the pages, and a second sequence that continues the same tokens. It shares the first one's pages except
+    those that either may write to, of which it has copies: those of the local window, which are the first `ring`
     columns of a table, those of the `newest` retained entries (None: of all), and the one that the next entry comes to.
     Enough pages must be free."""
 

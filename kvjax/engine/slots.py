@@ -32,10 +32,10 @@ class Paused(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block that was sent to the devices, whose tokens nobody has looked at yet."""
+    """A block that was sent to the devices, and whose tokens the host has not looked at yet."""
 
     requests: InSlots
-    """Who ran."""
+    """The requests that ran, with their slots."""
     drawn: tuple[Array, Logprobs | None]
     tokens: int
     """The number of tokens that count: the block's first ones."""
@@ -70,7 +70,7 @@ class Slots:
 
     @property
     def busy(self) -> bool:
-        """True while there is an answer, or a block that nobody has looked at."""
+        """True while there is an answer, or a block that the host has not looked at."""
         return self._block is not None or any(self._requests)
 
     @property
@@ -80,11 +80,11 @@ class Slots:
 
     @property
     def vacant(self) -> list[int]:
-        """The slots that nobody has."""
+        """The slots without an answer."""
         return [slot for slot, one in enumerate(self._requests) if one is None]
 
     def more(self, tokens: int) -> Int[np.ndarray, " b"]:
-        """Return how many tokens each slot may have more than is known here, after `tokens` of each that runs."""
+        """Return how many more tokens than `seen` each slot may have, once each that runs has decoded `tokens` more."""
         more = np.zeros(self._count, np.int64)
         for slot, _ in self.running:
             more[slot] = tokens
@@ -116,7 +116,7 @@ class Slots:
         self._pool.drop(row)
 
     def join(self, request: Request, row: Row) -> None:
-        """Put a sequence into a vacant slot, whose answer goes on after its last token."""
+        """Put a sequence into a vacant slot, where its answer continues after its last token."""
         self.look_at_block()
         slot = self.vacant[0]
         self._pool.put(slot, row)
@@ -155,7 +155,7 @@ class Slots:
     # ---- blocks
 
     def decode(self, count: int) -> None:
-        """Have all answers go on by `count` tokens, and look at those of the block before."""
+        """Decode `count` more tokens of all answers, and look at those of the block before."""
         if self.constrained:
             self.look_at_block()
             count = min(count, 1)

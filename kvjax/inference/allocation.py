@@ -1,7 +1,7 @@
 """Allocation of pages: a new cache for prompts, and one that a question and its answer fit into.
 
-A pool is made for what the policy is expected to store, with a margin. It grows where that was too little, and shrinks
-once, when the prompts were read and compacted. A stated capacity limits it.
+A pool is made for what the policy is expected to store, with a margin. It grows if that was too little, and may shrink
+once, after the prompts were read and compacted. A stated capacity limits it.
 """
 
 import functools
@@ -42,11 +42,11 @@ def new_cache(
     """
     config, schedule, shards = model.config, policy.host.schedule, batch_shards()
     if schedule is not None:
-        # at once, and not when a prompt or an answer has grown to it
+        # now, and not when a prompt or an answer has grown that long
         own = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.embed.dtype.itemsize
         schedule.check_bound(policy.host.name, policy.host.window - 1, own)
     behind = 0 if schedule is None else schedule.read_behind
-    # an answer that is compacted as it grows has its pages allocated once the prompt was compacted
+    # where answers are compacted as they grow, their pages are allocated after the prompt's compaction
     beside = behind if policy.host.compacts_answers else behind + room
     return empty_cache(
         policy,
@@ -68,7 +68,7 @@ def empty_cache(policy: CompiledPolicy, *, group: int = 1, **sizes: Any) -> Cach
 
     Args:
         group: query heads of a KV head, for methods that remember queries.
-        sizes: as of `layout_for`, but for `free`, which is what the devices have.
+        sizes: the other arguments of `layout_for`, without `free`, which is what the devices have.
     """
     layout = layout_for(policy.host, free=caches.device_bytes(free=True), **sizes)
     return laid_out(policy.read, layout, group)
@@ -117,7 +117,8 @@ def layout_for(
     page_bytes = page_size * token_bytes + 2 * head_dim * bounds.itemsize * (policy.selection is not None)
 
     def pages(tokens: Sequence[int], entries: Float[np.ndarray, "l b k"]) -> int:
-        """Pages of the fullest shard for windows and retained entries, of which a head has at most its tokens."""
+        """Return the pages of the fullest shard for windows and retained entries, of which a head has at most its
+        tokens."""
         seen = np.array(tokens)
         possible = np.maximum(seen - policy.window + 1, 0)[:, None]
         possible = possible if most is None else np.minimum(possible, most)
@@ -130,7 +131,7 @@ def layout_for(
             n: policy.expected_entries(n, entry_bytes) * caches.MARGIN - min(n, slots) for n in {*tokens}
         }
         held = np.stack([np.broadcast_to(found[n], (layers, kv_heads)) for n in tokens], 1)
-        # a mean says little of one head: each may have a page more
+        # a mean does not bound a single head: each may have a page more
         return pages(tokens, held + page_size * (held > 0))
 
     limit = None
@@ -195,7 +196,7 @@ def stored_as(dtype: Any) -> tuple[np.dtype, np.dtype]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def laid_out(view: View, layout: Layout, group: int) -> Cache:
-    """Return an empty cache of this shape, with the methods' memories, for `group` query heads of a KV head."""
+    """Return an empty cache of this shape with the methods' memories, for `group` query heads per KV head."""
 
     def shape(batch: int, heads: int) -> Shape:
         return Shape(batch, heads, group, layout.head_dim, layout.dtype)
@@ -227,13 +228,13 @@ def pool_pages(cache: Cache) -> int:
 
 
 def free_pages(cache: Cache) -> int:
-    """Return the fewest free pages of a shard; below 0 the pages that it needed and had not. Raises UserError if a
-    number that was computed was not finite."""
+    """Return the fewest free pages of a shard; a negative number counts the pages that it needed and did not have.
+    Raises UserError if a number that was computed was not finite."""
     return int(caches.free_counts(cache).min())
 
 
 def may_grow(cache: Cache) -> bool:
-    """True unless the pool has as many pages as the stated capacity allows."""
+    """Return True unless the pool has as many pages as the stated capacity allows."""
     return cache.limit is None or pool_pages(cache) < cache.limit
 
 
@@ -339,8 +340,8 @@ def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) 
 
 
 def _size(cache: Cache, pages: int) -> int:
-    """Return the pages of a new pool for so many, if the stated capacity allows them and the devices have memory for
-    them beside the present pool."""
+    """Return the pages of a new pool that has to hold `pages`, as far as the stated capacity allows them and the
+    devices have memory for them in addition to the present pool."""
     page_bytes = _page_bytes(cache)
     size = min(caches.pool_size(pages, page_bytes), caches.device_bytes(free=True) // page_bytes)
     return size if cache.limit is None else min(size, cache.limit)

@@ -21,7 +21,7 @@ class AnswerLogprobs(NamedTuple):
 
     chosen: Float[np.ndarray, " t"]
     alternatives: list[dict[int, float]]
-    """The most likely tokens at each place, with theirs."""
+    """The most likely tokens at each place, with their log-probabilities."""
 
 
 class Block(NamedTuple):
@@ -30,7 +30,7 @@ class Block(NamedTuple):
     tokens: list[np.ndarray]
     """New tokens of each answer, its stop token included."""
     cache: Cache
-    """It is donated to the next block: read what you want of it at once."""
+    """The cache after the block. It is donated to the next block, so read what you need of it at once."""
     order: list[int]
     """Row of each answer in the cache's batch."""
     logprobs: list[AnswerLogprobs] | None = None
@@ -41,18 +41,19 @@ class Generation:
     """Answers to prompts, one entry an answer in every list."""
 
     tokens: list[np.ndarray]
-    """Without the stop token or the stop text."""
+    """Tokens of each answer, without the stop token or the stop text."""
     finish_reasons: list[Literal["stop", "length"]]
     stats: Stats
     """Sizes of the cache at the end, with its sequences in the answers' order."""
     prompts: list[int]
     """Index of each answer's prompt."""
     texts: list[str] | None = None
-    """None without a tokenizer."""
+    """Texts of the answers; None without a tokenizer."""
     logprobs: list[AnswerLogprobs] | None = None
 
     def __repr__(self) -> str:
-        """In two or three lines: how long the answers are and why they ended, what they say, what the cache holds."""
+        """Return two or three lines: how long the answers are and why they ended, their texts, and what the cache
+        holds."""
         counts = ", ".join(str(len(tokens)) for tokens in self.tokens[:8]) + (
             ", …" if len(self.tokens) > 8 else ""
         )
@@ -70,19 +71,19 @@ class Answers:
 
     params: list[SamplingParams]
     ends: list[tuple[int, ...]]
-    """Stop tokens of each."""
+    """Stop tokens of each answer."""
     stops: list[tuple[str, ...]]
-    """Stop texts of each."""
+    """Stop texts of each answer."""
     order: Sequence[int]
-    """The row of each in the batch."""
+    """The row of each answer in the batch."""
     tokenizer: Any
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def block(
         self, drawn: tuple[Array, Logprobs | None], running: Bool[np.ndarray, " rows"], most: int
     ) -> tuple[list[np.ndarray], list[AnswerLogprobs] | None]:
-        """Return the own tokens of a block [count b], of which the first `most` count: up to and with the stop token,
-        nothing of an answer that had ended."""
+        """Return each answer's new tokens in a block [count b], of which the first `most` count: up to and including
+        its stop token, and none if it had ended."""
         tokens, found = np.asarray(drawn[0])[:most], drawn[1]
         made = [len(x) for x in self.tokens] or [0] * len(self.order)
         counts = []
@@ -112,7 +113,7 @@ class Answers:
         ]
 
     def still(self, running: Bool[Array, " b"]) -> Bool[Array, " b"]:
-        """Return who still runs: not those in whose answer a stop text has come."""
+        """Return the sequences that still run: `running` without those whose answers now hold a stop text."""
         if not any(self.stops):
             return running
         ended = np.zeros(running.shape[0], bool)
@@ -210,7 +211,7 @@ class LiveText:
         self._held = ""
         """Text that is known and not shown."""
         self.stopped = False
-        """Whether a stop text has come."""
+        """True if a stop text has come."""
 
     def more(self, tokens: Sequence[int]) -> str:
         """Return what can be shown now that these tokens have come."""

@@ -1,7 +1,6 @@
 """Attention over the cache, and in training: the kernels inside `shard_map`.
 
-Everything in here is split over batch and kv heads and nothing else, so the code inside is local and needs no
-collective.
+Everything in here is split over batch and kv heads only, so the code inside is local and needs no collective.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ SPLIT = P(BATCH, HEADS)
 
 
 def causal_attention(step: Step, *, implementation: str | None = None) -> Float[Array, "b n t h"]:
-    """Plain causal attention of a call's tokens among themselves."""
+    """Return plain causal attention of a call's tokens among themselves."""
 
     def local(q, k, v):
         return vertical_slash(q, k, v, window=1, implementation=implementation)[0]
@@ -88,12 +87,12 @@ def cached_attention(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Pages, caches.LayerCache]:
     """Attend from one layer's new tokens to the cache and to each other. Returns outputs, log-sum-exp, and the cache
-    with the tokens written; without `write` the methods' memories alone change.
+    with the tokens written; without `write` only the methods' memories change.
 
-    A token sees exactly {j : i − j < window} ∪ {j kept}; of those kept, a token that comes alone reads only the pages
-    that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
-    whose output means nothing and which leaves no trace. For one token that is written pages must be reserved
-    (`kvjax.cache.reserve`).
+    A token sees exactly {j : i − j < window} ∪ {j kept}. A token that comes alone reads only those pages of kept
+    entries that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are
+    padding, whose output is meaningless and which leaves no trace. Before a single token is written, pages must be
+    reserved for it (`kvjax.cache.reserve`).
     """
     window = view.window
 
@@ -110,7 +109,7 @@ def cached_attention(
             layer, priority = caches.slot_priority(layer, seen, priority, valid, delay)
         else:
             priority = caches.ring_priority(layer, seen, priority, valid, delay)
-        # a priority that is NaN: the method computed no number
+        # a priority that is NaN is a fault of the method, and marks the cache
         leaving = caches.leaving(seen, valid, tokens, window)[:, None]
         pages = caches.if_finite(pages, ~(leaving & jnp.isnan(priority[..., :tokens])))
         # ask the cache, not the policy: the method that wrote the bias may be gone
@@ -123,7 +122,7 @@ def cached_attention(
         readout = Readout(found.lse, valid, pages.pool, table, layer.length, found.chosen, pages.dtype)
         numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
         pages, layer = found.push(numbers)
-        # of the pool as it is now: the one before would have to be kept beside it
+        # the pool as it is now, since the one before would have to be kept, too
         readout = dataclasses.replace(readout, pool=pages.pool)
         planes = view.update(states, pages.planes, step, readout)
         return found.o, found.lse, dataclasses.replace(pages, planes=planes), layer
@@ -197,8 +196,8 @@ def _decode(
 
 
 def _displaced(keep: Keep, pages, layer, oldest, seen, valid, window) -> caches.Turnover:
-    """Return the turnover of one token: whether the token that leaves the window for it is retained, and in which
-    entry's place."""
+    """Return the turnover of one token: whether the token that leaves the window for it is retained, and in place of
+    which entry."""
     wanted = keep.wanted(oldest)
     if keep.max_entries is None:
         return caches.Turnover(wanted)
@@ -229,8 +228,8 @@ def _prefill(
     wanted = keep.wanted(priority)
     turnover = caches.Turnover(wanted[..., : step.q.shape[2]])
     table = layer.page_table[..., caches.ring_pages(view.window, pages.pool.shape[1]) :]
-    alone = table.shape[-1] == 0  # nothing can have left the ring
-    # what is merged is rounded once, after that
+    alone = table.shape[-1] == 0  # nothing can have left the window
+    # parts that are merged are rounded only once, after the merge
     options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
     if view.stores_all:
         # nothing is masked: padding comes after every real token
@@ -250,7 +249,8 @@ def _prefill(
 
 
 def _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, window) -> Attended:
-    """Return what many tokens saw. The pool is written after it was read: else XLA copies all of it, in every layer."""
+    """Return the result of attention for many tokens. The pool is written after it was read; otherwise XLA would copy
+    all of it in every layer."""
 
     def push(numbers: Numbers) -> tuple[caches.Pages, caches.LayerCache]:
         kv = jnp.concatenate([step.k, step.v], -1)
@@ -260,8 +260,9 @@ def _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, windo
 
 
 def _competing(view, step, pages, layer, priority, bias, seen, valid, implementation) -> Attended:
-    """Attend from many tokens where stored entries may be displaced between one query and the next: they, the window's
-    tokens and the new ones are the keys of one call, each of which ends where better ones have taken its place."""
+    """Attend from many tokens where stored entries may be displaced between one query and the next. The stored entries,
+    the window's tokens and the new ones are the keys of one call. Each key ends where better ones have taken its
+    place."""
     keep, window, tokens = view.admission.keep(), view.window, step.q.shape[2]
     ring = caches.ring_pages(window, pages.pool.shape[1])
     held = caches.standings(pages, layer, ring)

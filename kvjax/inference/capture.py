@@ -28,13 +28,13 @@ def captured_layers(
     names: Sequence[str],
     implementation: str | None = None,
 ) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
-    """Run `rows` over the cache, of which nothing is written, and give what was captured of each layer in turn, on the
-    host. One layer's is on the devices at a time, by one program for all layers.
+    """Run `rows` over the cache without writing to it, and yield the captured arrays of each layer in turn, on the
+    host. Only one layer's arrays are on the devices at a time, and one program serves all layers.
 
     Args:
         cache: None: the rows are whole sequences.
         rows: token ids, one row a sequence, padded to the longest.
-        names: of `kvjax.inference.forward.CAPTURED`.
+        names: names from `kvjax.inference.forward.CAPTURED`.
 
     Raises:
         UserError: another name, rows that are no token ids, a cache of another model or policy, activations that are
@@ -69,7 +69,7 @@ def captured_layers(
 def _real(
     name: str, array: Shaped[np.ndarray, "b ..."], rows: int, tokens: int
 ) -> Shaped[np.ndarray, "b ..."]:
-    """Without what only pads rows and tokens."""
+    """Return an array without the rows and tokens that are only padding."""
     return array[:rows, :tokens] if name == "hidden" else array[:rows, :, :tokens]
 
 

@@ -19,7 +19,7 @@ from kvjax.policies.views import Shape
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
 _SAID: set[ModelConfig] = set()
-"""Models whose length a warning said to be exceeded."""
+"""Models whose users were warned of too many tokens."""
 
 
 def check_length(
@@ -107,8 +107,8 @@ def check_continues(cache: Cache, model: Decoder, policy: CompiledPolicy, rows: 
 
 
 def check_in_front(where: str, cache: Cache) -> None:
-    """Refuse a cache in which a sequence without tokens stands before one that has some, as of branches that a mesh's
-    devices have unequally many of: who continues it could not tell whose is whose."""
+    """Refuse a cache in which an empty sequence comes before one with tokens. Forks that are unequally spread over a
+    mesh's devices leave such a cache, and a caller could not tell its sequences apart by place."""
     seen = np.asarray(cache.seen) > 0
     if (np.diff(seen.astype(np.int8)) > 0).any():
         raise UserError(

@@ -27,13 +27,13 @@ from kvjax.policies.views import Stored
 
 def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quota) -> Cache:
     """Return the cache (donated) after a compaction by a quota. The program is compiled for the longest head cache, and
-    for as many entries as are observed at least."""
+    for at least as many entries as are observed."""
     schedule, eviction = policy.host.schedule, policy.compact
     assert schedule is not None
     assert eviction is not None
     # entries are only moved in pages that no fork shares
     assert cache.pages.others is None or policy.host.rewritten is None
-    free_counts(cache)  # nothing is chosen by what is not finite
+    free_counts(cache)  # raises if a number is not finite, which must not decide anything
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:
         return cache
@@ -52,14 +52,13 @@ def quota(
     dropped: Sequence[int] | None = None,
     prefix: Sequence[int] = (),
 ) -> Quota:
-    """Return how much stays, by the policy's schedule, of contexts (or of chunks of them) of so many tokens, a number a
-    sequence.
+    """Return the quota that the policy's schedule gives contexts, or chunks of them, of so many tokens each.
 
     Args:
-        due: which sequences are compacted; None: all.
-        since: lengths of the rows before the chunk; None: everything is eligible.
-        dropped: how many more entries behind these are of tokens that were only read to look at them; None: none.
-        prefix: how many of the first always stay of each prompt; (): none.
+        due: True for the sequences that are compacted; None: all.
+        since: lengths of the head caches before the chunk; None: everything is eligible.
+        dropped: the number of further entries behind these whose tokens were only read to observe them; None: none.
+        prefix: the number of each prompt's first tokens that always stay; (): none.
     """
     schedule = policy.schedule
     assert schedule is not None
@@ -74,7 +73,7 @@ def quota(
     else:
         counts = schedule.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
     counts = np.maximum(counts - np.minimum(slots, tokens)[:, None], 0)
-    # a budget below what always stays: the newest
+    # a budget below what always stays goes to the newest entries
     least = counts.min((0, 2))
     last = np.minimum(_beyond(newest, slots), least)
     first = np.minimum(schedule.needs.first, least - last)
@@ -88,13 +87,13 @@ def range_quota(
     read: int | None = None,
     before: int = 0,
 ) -> Quota:
-    """Return how much stays of the ranges that a schedule with `Needs.ahead` looks at, of prompts of these token ids.
+    """Return the quota of the ranges that a schedule with `Needs.ahead` looks at, in prompts of these token ids.
 
-    The places of a range are a whole number of all that compete, int(ratio · entries), and not of each head.
+    A range has int(ratio · entries) places, counted over all entries that compete and not over those of each head.
 
     Args:
-        read: how many were read of each, if it has so many; None: all.
-        before: how many of them before the last compaction.
+        read: the number of tokens that were read of each, if it has so many; None: all.
+        before: the number of those that were read before the last compaction.
     """
     schedule = policy.schedule
     assert schedule is not None
@@ -119,8 +118,8 @@ def range_quota(
 
 
 def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
-    """Return how much stays where every head loses a share of its own entries, as often as it takes until a sequence
-    has lost as many as it is `over` its budget (`when="overflow"`). A sequence that is not over loses none."""
+    """Return the quota of `when="overflow"`: every head loses a share of its own entries, repeatedly, until the
+    sequence has lost as many as it is `over` its budget. A sequence that is not over loses none."""
     schedule = policy.schedule
     assert schedule is not None
     length = np.asarray(cache.layers.length)[:, : len(over)]
@@ -209,13 +208,13 @@ def compacted(
 
 
 compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over", "ties", "causal"))
-"""The same as a program, which takes the cache's memory over."""
+"""`compacted` as a program that takes over the cache's memory."""
 
 
 def with_late_numbers(
     eviction: Eviction, pages: Pages, layers: LayerCache, trail: Trail, seen: Int[Array, " b"], ring: int
 ) -> Pages:
-    """Return the pages with the metadata of the newest entries that the method knows now. On one shard."""
+    """Return the pages with the metadata of the newest entries, which the method knows only now. On one shard."""
     late = innermost(eviction)
     if not isinstance(late, LateMetadata) or not late.pending:
         return pages
@@ -223,7 +222,7 @@ def with_late_numbers(
     def one(planes, xs):
         method, layer, trail = xs
         numbers, count = method.late(trail), jnp.minimum(seen, method.pending)[:, None]
-        # in order from the first of those that there are
+        # in order, from the first one that exists
         first = (method.pending - count)[..., None] + jnp.arange(method.pending)
         first = jnp.minimum(first, method.pending - 1)
         count = jnp.broadcast_to(count, layer.length.shape)

@@ -19,27 +19,28 @@ from kvjax.policies.compiled import View
 from kvjax.struct import static, struct
 
 Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
-"""State of a cache before each of some steps: lengths of the head caches, tokens seen, which sequences ran."""
+"""State of a cache before each of some steps: lengths of the head caches, tokens seen, and True for sequences that
+ran."""
 
 
 @struct
 class Recurring:
-    """A compaction that comes again and again while decoding."""
+    """A compaction that recurs while decoding."""
 
     quota: Quota
-    """How much it keeps, whenever a sequence is due."""
+    """The quota of the sequences, applied to those that are due."""
     every: Int[Array, ""]
-    """A sequence is due when it has a multiple of so many tokens."""
+    """The interval in tokens. A sequence is due when it has a multiple of it."""
     over: str = static()
-    """Who shares the budget: a field of `Shares`."""
+    """The heads that share the budget: `Shares.over`."""
     ties: str = static()
     """One of `kvjax.topk.TIES`."""
     observed: int = static(default=0)
-    """How many of the last tokens are looked back at."""
+    """The number of last tokens that are observed."""
 
     def __call__(self, model: Decoder, view: View, cache: Cache, running: Bool[Array, " b"]) -> Cache:
         """Return the cache, compacted if one of the `running` sequences is due."""
-        # once the pool ran out nothing is freed, or the debt would be paid before anybody sees it
+        # once the pool ran out nothing is freed, or the debt would vanish before the host sees it
         due = running & (cache.seen % self.every == 0) & (cache.pages.free_count >= 0).all()
         sizes = {
             "entries": max(cache.columns * cache.page_size, self.observed),
@@ -124,10 +125,11 @@ def decode_block(
     """Feed `token`, then the drawn tokens, `count` in all. Sequences that are not `running` write nothing, and after
     `limit` tokens (None: `count`) none does.
 
-    The drawn tokens do not depend on the blocks, but on how many were `drawn_before`, in all answers or in each.
+    The drawn tokens do not depend on the division into blocks, but on how many were `drawn_before`, in all answers or
+    in each.
 
-    Returns the cache, the drawn tokens with their log-probabilities if these are wanted, the last tokens with who is
-    still running and the tokens' counts, and the cache's state before each token.
+    Returns the cache, the drawn tokens with their log-probabilities if these are wanted, the last tokens with the
+    running sequences and the tokens' counts, and the cache's state before each token.
     """
     limit = jnp.int32(count) if limit is None else limit
 
@@ -154,7 +156,8 @@ def decode_block(
 def first_tokens(
     sampler: Sampler, logits: Float[Array, "b v"], live: Bool[Array, " b"], counts: Counts | None
 ):
-    """Draw the first token of each answer. Returns tokens, their log-probabilities, who goes on, and the counts."""
+    """Draw the first token of each answer. Returns tokens, their log-probabilities, the sequences that go on, and the
+    counts."""
     token = draw(sampler, logits, 0, counts)
     counts = None if counts is None else counts.with_token(token, live)
     return token, log_probabilities(sampler, logits, token), live & ~sampler.ends(token, 1), counts

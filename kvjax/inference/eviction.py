@@ -1,7 +1,6 @@
-"""Evictions at their time: while prompts are read, at their end, and while answers are decoded.
+"""The triggers of evictions: while prompts are read, at their end, and while answers are decoded.
 
-The host decides when, from the policy's schedule and the cache's real lengths; between two compactions it only looks
-on.
+The host decides when to compact, from the policy's schedule and the cache's real lengths.
 """
 
 import dataclasses
@@ -29,11 +28,11 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.schedule import Schedule
 
 TokenRows = Sequence[Int[np.ndarray, " _"]]
-"""Token ids, a row a sequence."""
+"""Token ids, one row per sequence."""
 MOST = 2**30
-"""No sequence has so many tokens."""
+"""A number of tokens that no sequence has."""
 Feed = Callable[[Cache, TokenRows], tuple[Cache, Any]]
-"""`feed` for a model and a policy."""
+"""`feed`, bound to a model and a policy."""
 
 
 def at_prompt_end(
@@ -50,7 +49,7 @@ def at_prompt_end(
 
     Args:
         observers: as in `kvjax.inference.prefill.read`.
-        run: `feed` for them.
+        run: `feed`, to read them with.
         reconstructed: True if all reconstruction passes were made (`reread`).
     """
     host, dropped = policy.host, [0] * len(rows)
@@ -70,7 +69,7 @@ def at_prompt_end(
 
 
 def guided(schedule: Schedule, sequences: int) -> TokenRows:
-    """Return the schedule's own tokens that look at the end of each sequence, of which there may be none."""
+    """Return the schedule's guidance for each sequence: tokens that observe its end, of which there may be none."""
     return [np.asarray(schedule.trigger.guidance, np.int32)] * sequences
 
 
@@ -174,7 +173,7 @@ def recurring(policy: Policy, cache: Cache) -> Recurring | None:
     schedule = policy.schedule
     if schedule is None or schedule.trigger.when != "position":
         return None
-    # as of sequences of any length: the budget does not grow with them
+    # the budget does not grow with the tokens, so that of very long sequences serves all
     endless = [MOST] * cache.seen.shape[0]
     stays = quota(policy, cache, endless)
     how = {"over": schedule.shares.over, "ties": schedule.ties, "observed": schedule.needs.observed}
@@ -182,7 +181,7 @@ def recurring(policy: Policy, cache: Cache) -> Recurring | None:
 
 
 FEW = 4
-"""Tokens of a smaller block, which serves what is left of an answer."""
+"""Tokens of the smaller block, which decodes the rest of an answer."""
 
 
 def block_size(tokens: int, block: int) -> int:
@@ -211,10 +210,10 @@ def next_block(
         over = _entries_over(policy, cache, len(running))[running]
         # a token adds at most one entry to a row
         due = max(1, int(-over.max()) // (layers * heads))
-    # where the next token brings a compaction, one
+    # one token if the next one brings a compaction
     size = 1 if due == 1 and when in ("every", "overflow") else block_size(min(due, left), block)
     count = min(due, left, size)
-    # before it grows: a pool with more pages would hide what a compaction found none for
+    # before the pool grows, or its new pages would hide those that a compaction lacked
     check(cache, policy.name, left)
     if may_grow(cache) and (short := more_pages(policy, cache, count) - free_pages(cache)) > 0:
         later = left - count

@@ -27,7 +27,7 @@ from kvjax.policies.views import Step
 CAPTURED = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse"
 """Arrays of a layer to capture: fields of `Step`, and each query's log-sum-exp over all that it saw [b n t]."""
 MEMORIES = "state", "trail"
-"""Memories of the methods after the tokens, to capture, too: `States`, and `Cache.trail`."""
+"""Further arrays to capture: the methods' memories after the tokens (`States`), and `Cache.trail`."""
 
 
 def forward(
@@ -45,7 +45,7 @@ def forward(
 
     Args:
         write: False: they read the cache and each other as if they were written, and leave no trace.
-        capture: of `CAPTURED` and `MEMORIES`. What is large is streamed layer by layer by `kvjax.inference.capture`.
+        capture: names from `CAPTURED` and `MEMORIES`. `kvjax.inference.capture` streams large arrays layer by layer.
 
     Returns:
         the cache, marked if hidden states are not finite (`kvjax.cache.checks`), the hidden states after the final
@@ -94,7 +94,7 @@ def reserve(cache: Cache, valid: Int[Array, " b"]) -> tuple[Cache, caches.Reserv
 def settle(
     cache: Cache, pages: Pages, layers: LayerCache, reserved: caches.Reserved
 ) -> tuple[Pages, LayerCache]:
-    """Return what the layers made of the cache's pages, without those of the reserved pages that were not used."""
+    """Return pages and layers after a call, without those of the reserved pages that were not used."""
     layers = dataclasses.replace(layers, page_table=cache.layers.page_table)
     call = jax.shard_map(caches.settle, out_specs=_specs((pages, layers)))
     return call(pages, layers, reserved, cache.layers.length)
@@ -171,7 +171,7 @@ def last_logits(
     valid: Int[Array, " b"],
     implementation: str | None = None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """`forward`, and the logits that follow each sequence's last valid token."""
+    """Run `forward`, and return the cache and the logits that follow each sequence's last valid token."""
     cache, hidden, _ = forward(model, view, cache, tokens, valid, implementation=implementation)
     # a sum of zeros and of one token, which is exact also where tokens are split
     last = (jnp.arange(hidden.shape[1]) == jnp.maximum(valid - 1, 0)[:, None])[..., None]
@@ -263,7 +263,7 @@ def feed(
     Args:
         host, view: of the compiled policy, the view `read` or `extend`.
         cache: it is donated.
-        logits: of rows that are empty.
+        logits: the logits of rows that are empty.
         room: tokens that will follow.
         grows: True if the pool may grow where it runs out.
 
@@ -301,8 +301,8 @@ def _read_call(
     to_come: int,
     grows: bool,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """Run `last_logits`, and where the pool may run out and does, once more with a larger one. What a call admits does
-    not depend on the pages that there are for it, so the second time it is enough."""
+    """Run `last_logits`. If the pool may run out and does, run it once more with a larger one. What a call admits does
+    not depend on the free pages, so the second time there are enough."""
     count = int(np.asarray(valid).max())
     if more_pages(host, cache, count) <= free_pages(cache):
         return last_logits(model, view, cache, tokens, valid, implementation=implementation)

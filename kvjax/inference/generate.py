@@ -1,7 +1,7 @@
 """Generating answers in blocks of tokens.
 
-A block is one `lax.scan` over tokens with the cache as its carry. The host looks at tokens, at who has ended and at the
-pool's free count between blocks only.
+A block is one `lax.scan` over tokens with the cache as its carry. The host looks at tokens, at ended answers and at the
+pool's free count only between blocks.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from kvjax.policies.policy import Policy
 from kvjax.sampling_params import SamplingParams
 
 BLOCK = 16
-"""Tokens between two looks of the host at what was generated."""
+"""Tokens that are decoded between two looks of the host at them."""
 GREEDY = SamplingParams()
 
 

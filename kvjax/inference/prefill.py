@@ -23,7 +23,7 @@ from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.policy import Policy
 
 CHUNK = 16384
-"""Prompt tokens in one call; longer prompts come in chunks of it."""
+"""Prompt tokens in one call; longer prompts are read in chunks of it."""
 
 
 @named_arguments()
@@ -55,8 +55,8 @@ def prefill(
         page_size: tokens per page. None: 64 on a TPU, which decodes faster from larger ones, and 16 elsewhere and for a
             policy with a selection, which chooses among pages.
         chunk: prompt tokens in one call; the result does not depend on it.
-        observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
-            the last tokens that it observes. They are then gone: the cache stands at the prompt's end.
+        observers: token ids that follow each prompt, among the last tokens that an eviction observes when it compacts
+            at the prompt's end. They are then dropped: the cache ends with the prompt.
 
     Returns:
         The cache, to pass to `generate(…, cache=cache)` with a question, as often as wanted.
@@ -102,8 +102,8 @@ def read(
     Args:
         room: tokens that will follow.
         page_size, capacity, chunk: as in `prefill`.
-        observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing;
-            None: those of the schedule, if it has some.
+        observers: tokens that are read after each row for an eviction to observe, and leave nothing; None: those of the
+            schedule, if it has some.
 
     Returns:
         the cache, with pages for `room` more tokens, and the logits after each row.
@@ -163,7 +163,7 @@ def reading(
 
 
 def _steps(model, policy, rows, chunk, implementation, room, observers, grows, continues) -> Steps:
-    """The coroutine that is sent the cache and gives it back after each step."""
+    """Return the coroutine that is sent the cache and yields it after each step."""
     host, schedule, longest = policy.host, policy.host.schedule, max(row.size for row in rows)
     if continues and not host.compacts_answers:
         schedule = None
@@ -224,7 +224,7 @@ def extend(
 
 @named_arguments()
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
-    """Next-token logits after every token of sequences of one length, by plain causal attention (float32).
+    """Return next-token logits after every token of sequences of one length, by plain causal attention (float32).
 
     Raises UserError for sequences of several lengths, and if the logits are not finite.
     """

@@ -1,5 +1,5 @@
-"""Reconstruction passes: tokens that are read once more behind prompts to look at parts of them, and leave nothing but
-metadata of their entries (`Reconstruction.passes`)."""
+"""Reconstruction passes: tokens that are read after a prompt to look back at a part of it, and leave nothing but
+metadata of its entries (`Reconstruction.passes`)."""
 
 import dataclasses
 import functools
@@ -77,11 +77,11 @@ class Spans:
     """The part of each sequence that a pass looks at."""
 
     start: Int[Array, " b"]
-    """Its first token's position."""
+    """The position of its first token."""
     stop: Int[Array, " b"]
-    """That behind its last token."""
+    """The position after its last token."""
     first: Int[Array, " b"]
-    """How many of the prompt's first entries are looked at beside it."""
+    """The number of the prompt's first entries that are looked at in addition."""
 
 
 def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
@@ -106,8 +106,8 @@ def one_pass(
     first: int,
     implementation: str | None,
 ) -> Cache:
-    """Return the cache after one pass of each sequence. No part is longer than the tokens are padded to.
-    `first`: places for the rows' first entries."""
+    """Return the cache after one pass of each sequence. No part may be longer than the padded tokens. `first`: the
+    number of places for the prompts' first entries."""
 
     def attend(step, planes, xs):
         (layer, view, eviction), step = xs, step.without_padding()
@@ -150,7 +150,7 @@ def _looked_at(
         exists = jnp.concatenate([begin < spans.first[:, None], own < spans.stop[:, None]], 1)
         place = jnp.concatenate([begin, own], 1)[:, None]
         place = jnp.broadcast_to(place, (*layer.length.shape, place.shape[2]))
-        # all is stored, so there is no ring, and a token's place is its position
+        # all is stored, so there is no local window, and a token's place is its position
         at = addresses(layer, place, pages.pool.shape[1], 0)
         k = jnp.split(pages.entries(*at), 2, -1)[0]
         numbers = eviction.reread(step, Passage(k, exists, first, valid))

@@ -17,7 +17,7 @@ from kvjax.sampling_params import SamplingParams
 from kvjax.struct import static, struct
 
 FEWEST = 8
-"""Stop tokens and biases that there is space for at least: fewer compile nothing new."""
+"""The least space for stop tokens and for biases. Fewer of them compile nothing new."""
 
 
 @struct
@@ -41,7 +41,7 @@ class Sampler:
     key: jax.Array
     """Random keys [b]."""
     allowed: Bool[Array, "b v"] | None = None
-    """Which tokens may come next; None: all."""
+    """Mask of the tokens that may come next; None: all may."""
     greedy: bool = static(default=False)
     """True if every sequence takes its most likely token."""
     penalized: bool = static(default=False)
@@ -59,9 +59,9 @@ class Counts:
     """Tokens so far, for penalties."""
 
     answer: Int[Array, "b v"]
-    """How often each token stands in the answer."""
+    """The number of times that each token stands in the answer."""
     prompt: Bool[Array, "b v"]
-    """Which tokens stand in the prompt."""
+    """True for the tokens that stand in the prompt."""
 
     def with_token(self, token: Int[Array, " b"], drawn: Bool[Array, " b"]) -> Counts:
         """Return the counts with one token more of each sequence that drew one."""

@@ -1,4 +1,4 @@
-"""Caches on the disk: what a context left, to be asked again by another process, on another mesh, in other pages.
+"""Caches on disk: a context's entries, which another process can load on another mesh and with other pages.
 
 A folder has a description (`kvjax.cache.saved`) and its arrays as an Orbax checkpoint. A later save into the same
 folder writes its arrays beside the old ones, and the new description then takes the old one's place: a folder is always
@@ -42,9 +42,9 @@ from kvjax.policies.views import Shape
 from kvjax.struct import changed, leaves_by_path
 
 OVERHEAD = 16 * 2**20
-"""Bytes of a saved cache's files beside the arrays', at most."""
+"""The most bytes of a saved cache's files beyond twice those of its arrays."""
 OWN = re.compile(rf"arrays-[0-9a-f]{{8}}.*|{re.escape(DESCRIPTION)}|\.{re.escape(DESCRIPTION)}\.\d+")
-"""Names of what is in the folder, also when a writer was stopped."""
+"""Names of the files in the folder, including those that a stopped writer left."""
 
 
 @named_arguments()
@@ -71,7 +71,7 @@ def save_cache(path: str | Path, cache: Cache, model: Decoder, policy: Policy | 
 def write_cache(
     path: str | Path, cache: Cache, model: Decoder, policy: Policy | None, said: dict[str, Any]
 ) -> int:
-    """`save_cache`, with more that is `said` in the description."""
+    """Do what `save_cache` does, with further entries of the description (`said`)."""
     path = checked_place(path)
     if jax.process_count() > 1:
         raise UserError("save_cache: a cache is saved by one process, this run has several")
@@ -91,8 +91,8 @@ def write_cache(
 
 
 def checked_place(path: str | Path) -> Path:
-    """The folder, if a cache can be saved there for all that can be seen. Raises UserError for one with others' things
-    in it."""
+    """Return the folder, if it seems that a cache can be saved there. Raises UserError for a folder with other things
+    in it, or one that cannot be written."""
     path = _path("save_cache", path)
     try:
         there = [file.name for file in path.iterdir()] if path.is_dir() else []
@@ -108,7 +108,7 @@ def checked_place(path: str | Path) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a folder's description is one."""
+    """Return True if a folder holds the description of a saved cache."""
     if not (path / DESCRIPTION).is_file():
         return False
     try:
@@ -133,7 +133,8 @@ def _check_arguments(where: str, cache: Any, model: Any, policy: Any) -> None:
 def _saved_as(
     where: str, cache: Cache, model: Decoder, policy: Policy | None
 ) -> tuple[Cache, CompiledPolicy]:
-    """Return the cache as it goes on with the policy, and the compiled policy. Refuses what cannot be saved."""
+    """Return the cache as decoding continues it with the policy, and the compiled policy. Refuses what cannot be
+    saved."""
     compiled = (policy or Policy()).compile(model)
     check_in_front(where, cache)
     check_fits(cache, model, compiled)
@@ -170,7 +171,7 @@ def _described(cache: Cache, model: Decoder, policy: CompiledPolicy, arrays: Arr
 
 
 def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
-    """Return a digest of the gates or scorers of each method that goes on with its memories of a cache's tokens; all
+    """Return a digest of the gates or scorers of each method that still needs its memories of a cache's tokens; all
     methods without gates have the same digest."""
     host, state = policy.host, cache.layers.state
     admission, eviction = host.admission, host.eviction if host.compacts_answers else None
@@ -193,12 +194,12 @@ def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """A digest of each file below a folder, by its path in it."""
+    """Return a digest of each file below a folder, by its path in it."""
     return {file.relative_to(folder).as_posix(): _digest(file) for file in _files(folder)}
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files below a folder. Raises UserError for a link, or what is no file."""
+    """Return the files below a folder. Raises UserError for a link, and for anything else that is no plain file."""
     found = []
     for at in (folder, *sorted(folder.rglob("*"))):
         mode = at.lstat().st_mode
@@ -242,16 +243,16 @@ def load_cache(
     page_size: int | None = None,
     capacity: int | str | None = None,
 ) -> Cache:
-    """A cache that `save_cache` wrote, on the model's mesh: it goes on where it stood.
+    """Return a cache that `save_cache` wrote, on the model's mesh, to be continued where it ended.
 
     Args:
-        policy: as it was made with, or another one that needs to know no more of its tokens.
+        policy: the one that it was made with, or another one that needs to know no more of its tokens.
         page_size: tokens per page; None: as it was.
         capacity: as in `prefill`; None: the pool is as large as what is stored takes, and grows.
 
     Raises:
-        UserError: no whole saved cache, or one of another model, policy or dtype, or with what other gates or scorers
-            made of its tokens.
+        UserError: no whole saved cache, or one of another model, policy or dtype, or with numbers that other gates or
+            scorers computed.
         CapacityError: a capacity that is too small for it, or more memory than the devices have free.
     """
     return read_cache(path, model, policy, page_size, capacity)[0]
@@ -264,7 +265,7 @@ def read_cache(
     page_size: int | None = None,
     capacity: int | str | None = None,
 ) -> tuple[Cache, dict[str, Any]]:
-    """`load_cache`, with what the description says."""
+    """Return what `load_cache` returns, and the description."""
     path = _path("load_cache", path)
     check_arguments("load_cache", model, policy)
     page_size = None if page_size is None else whole_number("load_cache", "page_size", page_size)
@@ -289,7 +290,7 @@ def read_cache(
 
 def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy) -> None:
     """Refuse a cache of other weights, another dtype or another window."""
-    # first: weights in another dtype are others
+    # first, since the digest of weights depends on their dtype
     if found["dtype"] != (dtype := np.dtype(model.embed.dtype).name):
         raise UserError(f"{path}: saved in {found['dtype']}, the model is in {dtype}")
     if found["contents"] != contents(model):
@@ -305,7 +306,8 @@ def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy)
 def _wanted(
     path: Path, found: Mapping[str, Any], model: Decoder, policy: CompiledPolicy
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays that a description must name, by the model and the policy. Raises UserError if it names others."""
+    """Return the arrays that a description must name, given the model and the policy. Raises UserError if it names
+    others."""
     config, dtype = model.config, np.dtype(model.embed.dtype)
     sizes = len(found["held"]), len(found["held"][0]), found["arrays"]["entries"]["shape"][-1]
     if sizes != (config.num_layers, config.num_kv_heads, 2 * config.head_dim):
@@ -342,7 +344,7 @@ def _wanted(
 
 
 def _read(path: Path, found: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-    """The arrays as they were written. Raises UserError unless the files are as they were written."""
+    """Return the arrays as they were written. Raises UserError unless the files are as they were written."""
     free = caches.device_bytes(free=True) * axis_size(*SHARDS)
     if found["bytes"] > free:
         raise CapacityError(
@@ -350,7 +352,7 @@ def _read(path: Path, found: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDt
             f"{free / 2**20:.1f} MiB free"
         )
     folder = path / found["folder"]
-    # before Orbax reads any: its threads outlive what they raise
+    # before Orbax reads any, since its threads outlive the errors that they raise
     size = sum(file.stat().st_size for file in _files(folder)) if folder.is_dir() else 0
     if size > 2 * found["bytes"] + OVERHEAD:
         raise UserError(f"{folder}: damaged, its files have {size} bytes for arrays of {found['bytes']}")
@@ -414,7 +416,7 @@ def _like(
     page_size: int,
     capacity: int | str | None,
 ) -> Cache:
-    """The shapes of the cache on the current mesh."""
+    """Return the shapes of the cache on the current mesh."""
     config, seen, length, shards = model.config, arrays["seen"], arrays["length"], batch_shards()
     batch, window = -(-len(seen) // shards) * shards, found["window"]
     dtype = np.dtype(model.embed.dtype)

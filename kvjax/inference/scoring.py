@@ -34,7 +34,7 @@ def scoring(
     Args:
         chunk: tokens in one call, at most.
         alternatives: most likely tokens at each place that are wanted.
-        found: to which the log-probabilities of all tokens but the first are added.
+        found: the list that the log-probabilities of all tokens but the first are added to.
     """
     steps = _steps(model, policy, row, chunk, alternatives, found)
     next(steps)
@@ -42,7 +42,7 @@ def scoring(
 
 
 def _steps(model, policy, row, chunk, alternatives, found) -> Steps:
-    """The coroutine that is sent the cache and gives it back after each step."""
+    """Return the coroutine that is sent the cache and yields it after each step."""
     cache, start, last = (yield None), 0, None
     for count, size in pieces(row.size, chunk):
         if start:

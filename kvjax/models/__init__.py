@@ -1,8 +1,9 @@
-"""Llama, Qwen, Mistral and Phi decoders, their Hugging Face folders and GGUF files.
+"""Llama, Qwen, Mistral, Phi and SmolLM3 decoders, their Hugging Face folders and GGUF files.
 
-config, families, rope, decoder: a model. folder: where its files are. loading, names, tensor_files, adapter,
-gguf_file: its weights. kinds: what is there instead. json_file, rope_json, gguf_config, turn_ends: its configuration.
-tokenizer_files, gguf_tokenizer: a tokenizer. quiet: transformers' import. chat: text as tokens. saving: the way back.
+config, families, rope, decoder: a model. folder: the place of its files. loading, names, tensor_files, adapter,
+gguf_file: its weights. kinds: folders and files that hold no model. json_file, rope_json, gguf_config, turn_ends: its
+configuration. tokenizer_files, gguf_tokenizer: a tokenizer. quiet: transformers' import. chat: text as tokens. saving:
+models to folders.
 """
 
 from kvjax.models.config import ModelConfig, read_config

@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = {
     "target_modules", "task_type", "use_rslora",
 }
 # fmt: on
-"""Keys that change nothing once the matrices are there, or are looked at below."""
+"""Keys that do not change the merged weights, or that `_settings` checks itself."""
 _HARMLESS_INITS = None, True, False, "gaussian", "eva", "orthogonal"
 """Values of `init_lora_weights` that leave the base model as it is."""
 
@@ -41,7 +41,7 @@ class MergedTensor(TensorInFile):
     """Factor of the product."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
-        """As `TensorInFile.fill`."""
+        """Fill `out` as `TensorInFile.fill` does."""
         stop = min(start + out.shape[0], self.shape[0])
         if start < stop:
             weight, up = (x.read(start, stop).astype(np.float32) for x in (self.base, self.up))
@@ -49,7 +49,7 @@ class MergedTensor(TensorInFile):
 
 
 def is_adapter(folder: Path) -> bool:
-    """True for a folder with an adapter and no model's weights."""
+    """Return True for a folder with an adapter and no model's weights."""
     weights = any((folder / name).exists() for name in (SINGLE, INDEX))
     return (folder / ADAPTER).is_file() and not weights
 
@@ -111,7 +111,7 @@ def merge(folder: Path, stored: dict[str, TensorInFile]) -> dict[str, TensorInFi
 
 
 def _settings(folder: Path) -> tuple[JsonObject, str, float]:
-    """The adapter's configuration, its base model's name and what the product of its matrices is multiplied by."""
+    """Return the adapter's configuration, its base model's name and the factor of the product of its matrices."""
     keys = JsonObject.read(folder / ADAPTER)
     kind = keys.get("peft_type", str)
     if kind != "LORA":

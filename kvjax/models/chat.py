@@ -11,7 +11,7 @@ from kvjax.chat_template import PLACE, around, templated, token_ids
 from kvjax.errors import UserError, check_unicode, shown
 
 Prompts = Iterable[Any]
-"""Token ids, a sequence a prompt; with a tokenizer also texts and chats."""
+"""Token ids, one sequence per prompt; with a tokenizer also texts and chats."""
 Part = Literal["whole", "beginning", "end"]
 """Part of a user's turn that a text is: "whole" ends where the model answers; "beginning" leaves the turn open, for
 texts to come; "end" is such a text, and closes the turn."""
@@ -38,7 +38,7 @@ def token_rows(
     """Return prompts as arrays of token ids.
 
     Args:
-        vocabulary: size of the model's.
+        vocabulary: size of the model's vocabulary.
         tokenizer: for texts and chats.
         part: that of texts, where the tokenizer has a chat template.
         options: variables of the chat template, such as `enable_thinking`.

@@ -48,7 +48,7 @@ OWN = {
     "mlp_bias": False,
     "no_rope": (),
 }
-"""Fields of `ModelConfig` that only some families set, and what they are elsewhere."""
+"""Fields of `ModelConfig` that only some families set, and their values in the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,37 +65,38 @@ class ModelConfig:
     num_layers: int
     """Decoder layers."""
     width: int
-    """Of the residual stream (`hidden_size`)."""
+    """The width of the residual stream (`hidden_size`)."""
     mlp_width: int
-    """Of the hidden layer (`intermediate_size`)."""
+    """The width of the MLP's hidden layer (`intermediate_size`)."""
     num_heads: int
     """Query heads of a layer."""
     num_kv_heads: int
     """Key and value heads of a layer."""
     head_dim: int
-    """Of queries, keys and values."""
+    """The dimension of a head's queries, keys and values."""
     norm_eps: float = 1e-6
-    """Of the RMS norms."""
+    """The epsilon of the RMS norms."""
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
-    """How positions turn queries and keys."""
+    """The rotary position embeddings of queries and keys."""
     no_rope: tuple[int, ...] = ()
-    """The layers in which positions turn nothing (NoPE)."""
+    """The layers without RoPE (NoPE)."""
     qk_norm: bool = False
-    """Queries and keys are normed before RoPE."""
+    """True if queries and keys are normalised before RoPE."""
     attention_bias: bool = False
-    """On q, k and v."""
+    """True if the projections to q, k and v have biases."""
     attention_out_bias: bool = False
-    """On the output projection."""
+    """True if attention's output projection has a bias."""
     mlp_bias: bool = False
-    """On the MLP's projections."""
+    """True if the MLP's projections have biases."""
     activation: str = "silu"
-    """The MLP's: one of `ACTIVATIONS`."""
+    """The MLP's activation, one of `ACTIVATIONS`."""
     tied: bool = False
-    """The output head is the embedding table."""
+    """True if the output head is the embedding table."""
     model_type: str = "llama"
-    """Hugging Face's: one of `FAMILIES`."""
+    """Hugging Face's `model_type`, one of `FAMILIES`."""
     max_position: int = 4096
-    """The context that the model declares; with dual chunk attention, which is not built, that of its weights alone."""
+    """The context that the model declares, or with dual chunk attention, which is not supported, its original
+    context."""
     bos_id: int | None = None
     """The token that begins a text; None: there is none."""
     eos_ids: tuple[int, ...] = ()
@@ -103,7 +104,7 @@ class ModelConfig:
     turn_ends: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False, repr=False)
     """The tokens of `eos_ids` that only the chat template names, and their ids."""
     name: str = dataclasses.field(default="", compare=False)
-    """Where the model was read from, for messages."""
+    """The path or hub id that the model was read from, for messages."""
 
     def __post_init__(self):
         for name, most in _MOST.items():
@@ -143,12 +144,12 @@ class ModelConfig:
 
     @property
     def layer_names(self) -> dict[str, str]:
-        """Hugging Face's names of a layer's own arrays. Those of one name follow one another in its rows."""
+        """Hugging Face's names of a layer's own arrays. Arrays of one name follow one another in the rows of one
+        tensor."""
         return FAMILIES[self.model_type].layer_names
 
     def rotation(self) -> tuple[Float32[np.ndarray, "l pairs"], Float32[np.ndarray, " l"]]:
-        """RoPE's radians per position of each rotated pair, and what it multiplies cosines and sines by, of each
-        layer."""
+        """Return, by layer, RoPE's radians per position of each rotated pair, and the factor of cosines and sines."""
         turned = np.isin(np.arange(self.num_layers), self.no_rope, invert=True)
         scale = np.where(turned, attention_scaling(self.rope), 1.0)
         frequencies = turned[:, None] * inverse_frequencies(self.rope, self.head_dim)
@@ -229,7 +230,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
 
 
 def warn_of_turn_ends(config: ModelConfig) -> None:
-    """Say which tokens end an answer although the model's files do not name them as its end."""
+    """Warn of the tokens that end an answer although the model's files do not name them as its end."""
     if not config.turn_ends:
         return
     added = {id_ for _, id_ in config.turn_ends}
@@ -243,7 +244,7 @@ def warn_of_turn_ends(config: ModelConfig) -> None:
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a model whose weights are `dtype`, as transformers 4 and 5 read it.
+    """Return the `config.json` of a model whose weights are `dtype`, as transformers 4 and 5 read it.
 
     A "dynamic" rope is written as Hugging Face has it, not fixed at a length.
 
@@ -285,14 +286,14 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _trained_context(keys: JsonObject) -> int:
-    """The declared context, or what of it full attention reaches: all up to one chunk of dual chunk attention."""
+    """Return the declared context, or the part of it that full attention reaches: one chunk of dual chunk attention."""
     declared, name = keys.get("max_position_embeddings", int), "dual_chunk_attention_config"
     chunks = JsonObject(keys.get(name, dict, {}), f"{keys.where}: {name}")
     return min(declared, chunks.get("original_max_position_embeddings", int, declared))
 
 
 def _refuse_sliding_window(keys: JsonObject, family: Family, longest: int) -> None:
-    """Raise unless every layer attends to the whole context, as transformers reads the same keys."""
+    """Raise UserError unless every layer attends to the whole context, as transformers reads the same keys."""
     missing = "sliding_window" not in keys.data
     window = family.default_window if missing else keys.get("sliding_window", int, None)
     kinds = [str(kind) for kind in keys.get("layer_types", list, [])]

@@ -1,9 +1,9 @@
 """One decoder for all families: differences are flags of `ModelConfig`, layers are stacked and scanned.
 
 Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
-Activations are split over the batch, and over `sequence` by tokens; attention has whole sequences of the kv heads that
-are a device's own, so queries, keys and values change places before it and its outputs after it. Where tokens cannot be
-split, as one alone cannot, `sequence` does as `tensor` does. Products accumulate in float32.
+Activations are split over the batch, and by tokens over `sequence`. Attention sees whole sequences, for the kv heads of
+its device: queries, keys and values are exchanged before it, and its outputs after it. Where tokens cannot be split,
+such as a single one, `sequence` splits what `tensor` does. Products accumulate in float32.
 """
 
 import math
@@ -39,13 +39,13 @@ VOCABULARY_MULTIPLE = 128
 
 
 def padded_vocabulary(config: ModelConfig) -> int:
-    """Rows of the stored embedding table on the current mesh."""
+    """Return the rows of the stored embedding table on the current mesh."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, axis_size(*HEADS))
     return -(-config.vocab_size // multiple) * multiple
 
 
 def check_mesh(config: ModelConfig) -> None:
-    """UserError if an axis of the current mesh does not divide a size of the model that it splits."""
+    """Raise UserError if an axis of the current mesh does not divide a size of the model that it splits."""
     heads = "tensor axis" if axis_size("sequence") == 1 else "tensor × sequence"
     for name, size, said, axes in (
         ("kv heads", config.num_kv_heads, heads, HEADS),
@@ -75,13 +75,14 @@ Wide = str | tuple[str, ...]
 
 
 def _axes(x: Float[Array, "b t d"]) -> tuple[str | None, Wide]:
-    """What splits the tokens of activations, and what then splits heads, the mlp's width and the vocabulary."""
+    """Return the axis that splits the tokens of activations, and the axes that then split heads, the MLP's width and
+    the vocabulary."""
     axis = jax.typeof(x).sharding.spec[1]
     return axis, HEADS if axis is None else "tensor"
 
 
 def _gathered(stored: nnx.Param, wide: Wide) -> Array:
-    """A stored array whole over `fsdp`, and split over `wide` where it is stored split over `tensor`."""
+    """Return a stored array whole over `fsdp`, and split over `wide` where it is stored split over `tensor`."""
     spec = jax.typeof(stored[...]).sharding.spec
     return reshard(stored[...], P(*(wide if axis == "tensor" else None for axis in spec)))
 
@@ -93,7 +94,7 @@ Index = Int[Array, ""] | None
 def _product(
     x: Float[Array, "b t d"], weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide, index: Index
 ) -> Float32[Array, "b t f"]:
-    """x · weight (+ bias)."""
+    """Return x · weight (+ bias)."""
     weights = _gathered(weight, wide)
     if index is None:
         y = jnp.einsum("btd,df->btf", x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
@@ -103,7 +104,7 @@ def _product(
 
 
 def _product_in_place(x, stack, index, spec: P) -> Float32[Array, "b t f"]:
-    """x · stack[index], summed over the devices that share the inputs."""
+    """Return x · stack[index], summed over the devices that share the inputs."""
     inputs = jax.typeof(stack).sharding.spec[1]
 
     def local(x, stack, index):
@@ -155,8 +156,8 @@ class DecoderLayer(nnx.Module):
     def project(
         self, x: Float[Array, "b t d"], angles: CosSin, index: Index = None
     ) -> dict[str, Float[Array, "b ..."]]:
-        """The fields of `Step` that are computed from the layer's input. One layer's arrays, not the stack, but for
-        the matrices if `index` is given."""
+        """Return the fields of `Step` that are computed from the layer's input. The module holds one layer's arrays,
+        not the stack; with `index` its matrices are the stack's."""
         hidden, (axis, wide) = self.attention_norm(x), _axes(x)
         y = _product(hidden, self.qkv, self.qkv_bias, P(BATCH, axis, wide), wide, index).astype(x.dtype)
 
@@ -167,19 +168,19 @@ class DecoderLayer(nnx.Module):
         q, k, v = unfuse("qkv", y, self.config).values()
         q_pre, k_pre = heads(q, self.q_norm), heads(k, self.k_norm)
         rotated = {"q": rotate(q_pre, angles), "k": rotate(k_pre, angles)}
-        # whole, which costs nothing unless a method looks at it
+        # not split by tokens, which costs nothing unless a method looks at it
         return {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
 
     def output(
         self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
     ) -> Float[Array, "b t d"]:
-        """The output projection: what attention adds to the residual stream `x`."""
+        """Return the output projection, which is added to the residual stream `x`."""
         axis, wide = _axes(x)
         o = rearrange(reshard(o, P(BATCH, wide, axis, None)), "b n t h -> b t (n h)")
         return _product(o, self.o, self.o_bias, P(BATCH, axis, None), wide, index).astype(o.dtype)
 
     def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
-        """down(activation(gate(x)) · up(x))."""
+        """Return down(activation(gate(x)) · up(x))."""
         axis, wide = _axes(x)
         y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide, index)
         gate, up = unfuse("gate_up", y, self.config).values()
@@ -189,13 +190,14 @@ class DecoderLayer(nnx.Module):
     def finish(
         self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
     ) -> Float[Array, "b t d"]:
-        """The layer's output from its input and its heads' attention outputs."""
+        """Return the layer's output from its input and its heads' attention outputs."""
         x = x + self.output(x, o, index)
         return x + self.mlp(self.mlp_norm(x), index)
 
 
 class Decoder(nnx.Module):
-    """Token ids to hidden states to logits. Built on the current mesh (`kvjax.mesh.use_mesh`); random weights.
+    """A decoder, from token ids to hidden states to logits. It is built on the current mesh (`kvjax.mesh.use_mesh`),
+    with random weights.
 
     embed and head are [vocabulary, d], the vocabulary padded in storage; head is None where it is tied to embed.
 
@@ -219,7 +221,7 @@ class Decoder(nnx.Module):
             self.head = None if config.tied else table()
 
     def own_arrays(self) -> dict[str, OwnArray]:
-        """The model's own arrays, as they are in files: queries, keys and values apart, and gate and up."""
+        """Return the model's own arrays as they are in files: queries, keys and values apart, and gate and up."""
         found = {}
         for name, leaf in leaves_by_path(self).items():
             path = name.removeprefix("layers.").removesuffix(".value")
@@ -230,7 +232,7 @@ class Decoder(nnx.Module):
         return found
 
     def with_own(self, values: Mapping[str, Array]) -> "Decoder":
-        """A decoder like this one, which may be shapes alone, of these values of its own arrays."""
+        """Return a decoder like this one, which may be shapes alone, with these values of its own arrays."""
 
         def array(keys, _):
             name = jax.tree_util.keystr(keys, simple=True, separator=".")
@@ -244,8 +246,8 @@ class Decoder(nnx.Module):
         return jax.tree_util.tree_map_with_path(array, self)
 
     def embed_tokens(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        """Embeddings, split over the batch and, where `sequence` divides them, by tokens. The table stays split: the
-        looked-up columns change places instead."""
+        """Return embeddings, split over the batch and, where `sequence` divides them, by tokens. The table stays split;
+        the looked-up columns are exchanged instead."""
         if tokens.shape[0] % batch_shards():
             raise UserError(
                 f"a batch of {tokens.shape[0]} does not divide over the mesh's data × fsdp = {batch_shards()} shards: "
@@ -257,7 +259,8 @@ class Decoder(nnx.Module):
         return reshard(x, P(BATCH, axis, None))
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float32[Array, "b t v"]:
-        """Logits of hidden states that have been through the final norm. The vocabulary is whole on every device."""
+        """Return the logits of hidden states that have been through the final norm. The vocabulary is whole on every
+        device."""
         table, (axis, wide) = self.embed if self.head is None else self.head, _axes(hidden)
         weights, spec = _gathered(table, wide), P(BATCH, axis, wide)
         y = jnp.einsum("btd,vd->btv", hidden, weights, preferred_element_type=jnp.float32, out_sharding=spec)
@@ -266,8 +269,8 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None, *, remat: bool = False
     ) -> Float[Array, "b t d"]:
-        """Hidden states after the final norm, under plain causal attention from position 0. `document`: of which
-        document each token is, where several follow one another, none of which sees another."""
+        """Return hidden states after the final norm, under plain causal attention from position 0. `document`: the
+        number of each token's document, where several documents follow one another, none of which sees another."""
 
         def local(q, k, v, document):
             return vertical_slash(q, k, v, window=1, segment_ids=document)[0]
@@ -281,7 +284,7 @@ class Decoder(nnx.Module):
 
 
 def own_values(tree: Any) -> Any:
-    """A pytree in which every decoder is a mapping of its own arrays by their names, as exports hold it."""
+    """Return a pytree in which every decoder is a mapping of its own arrays by their names, as exports hold it."""
 
     def of(x):
         return {name: own.value for name, own in x.own_arrays().items()} if isinstance(x, Decoder) else x
@@ -290,7 +293,7 @@ def own_values(tree: Any) -> Any:
 
 
 def places(tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None) -> Int[Array, "b t"]:
-    """The position of every token of whole sequences, counted from the beginning of its document."""
+    """Return the position of every token of whole sequences, counted from the beginning of its document."""
     index = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
     if document is None:
         return index
@@ -302,7 +305,8 @@ Attend = Callable[[Step, Any, Any], tuple[Float[Array, "b n t h"], Any, Any]]
 
 
 def _reads_in_place(x: Float[Array, "b t d"]) -> bool:
-    """True if products read weights where they lie in their stacks: on a GPU, where XLA copies a layer's."""
+    """Return True if products read weights in place, in their stacks: on a GPU, where XLA would otherwise copy each
+    layer's."""
     rows = x.shape[0] // batch_shards() * x.shape[1]
     return target().platform == "gpu" and rows <= MOST_ROWS and axis_size("fsdp") == 1 and x.dtype in DTYPES
 
@@ -310,8 +314,8 @@ def _reads_in_place(x: Float[Array, "b t d"]) -> bool:
 def layer_body(
     model: Decoder, position: Int[Array, "b t"], attend: Attend, token: Int[Array, "b t"] | None = None
 ) -> Callable[[tuple[Any, Any], tuple[Any, Any, Any]], tuple[tuple[Any, Any], Any]]:
-    """One layer, as the body of a scan: from (x, carry) and (the layer's weights, its index, its xs) to (x, carry) and
-    its ys. Weights that are None are read in the model's stacks. Arguments as in `scan_layers`."""
+    """Return one layer as the body of a scan: from (x, carry) and (the layer's weights, its index, its xs) to (x,
+    carry) and its ys. Weights that are None are read in the model's stacks. Arguments as in `scan_layers`."""
     heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
     turned = cos_sin(model.config.rope, model.config.head_dim, position)
     no_rope = model.config.no_rope
@@ -360,12 +364,12 @@ def scan_layers(
 
     Args:
         position: true token positions, −1 for padding.
-        carry: what the layers hand on (the page pool).
-        xs: what each layer has of its own, with a leading layer axis (page tables, states, a policy's parameters).
+        carry: the value that each layer hands to the next (the page pool).
+        xs: the values of each layer, with a leading layer axis (page tables, states, a policy's parameters).
         token: the token ids, for a policy's `Step`.
         remat: recompute each layer in the backward pass instead of storing its activations.
-        frozen: no gradient is asked of the weights, which are then read as their backend moves least: on a CPU 16-bit
-            ones as integers of the same bits (`pallas_kernels.bits`), on a GPU matrices where they lie in their stacks
+        frozen: the weights need no gradient, and are read with the fewest copies: on a CPU 16-bit ones as integers of
+            the same bits (`pallas_kernels.bits`), on a GPU matrices in place in their stacks
             (`pallas_kernels.stack_product`), if tokens are few and no axis `fsdp` splits the weights.
 
     Returns:

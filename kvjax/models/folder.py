@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, a GGUF file, the package, or a Hugging Face hub id that is fetched."""
+"""The places of a model's files: a folder, a GGUF file, the package, or a Hugging Face hub id that is fetched."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
 @named_arguments()
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
-    """The Hugging Face tokenizer of a model.
+    """Return the Hugging Face tokenizer of a model.
 
     Raises:
         UserError: no such model, or one without a tokenizer that can be read, or with another model's.
@@ -70,7 +70,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     # without a vocabulary transformers may make an empty tokenizer up
     if not any((folder / name).exists() for name in VOCABULARIES):
         raise UserError(f"{folder}: no tokenizer, expected {' or '.join(VOCABULARIES)}")
-    # what is wrong with config.json is not said of the tokenizer
+    # read outside `_read_tokenizer`, so that faults of config.json are not reported as the tokenizer's
     config = read_config(model) if (base_of(model) / "config.json").exists() else None
     tokenizer = _read_tokenizer(folder, config)
     if config is not None:
@@ -84,10 +84,10 @@ def _tokenizer_folder(model: Path) -> Path:
 
 
 def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
-    """The tokenizer, as transformers reads it from copies of the files that make one.
+    """Return the tokenizer, as transformers reads it from copies of the files that make one.
 
-    Nothing else of the folder is within its reach: no code, no other file that one of these names. `auto_map`, which
-    names code, is not copied either.
+    Nothing else of the folder is within reach of transformers: no code, and no other file that one of these names.
+    `auto_map`, which names code, is not copied either.
     """
     with quiet():
         from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
@@ -147,13 +147,13 @@ def _check_vocabulary(folder: Path, tokenizer: Any, rows: int) -> None:
 
 
 def speaks_builtin(path_or_hub_id: str | os.PathLike[str]) -> bool:
-    """Whether a model has the built-in model's vocabulary, so that the built-in tasks mean something to it."""
+    """Return True if a model has the built-in model's vocabulary, so that the built-in tasks mean something to it."""
     own, ours = find_model(path_or_hub_id) / "tokenizer.json", builtin_model() / "tokenizer.json"
     return own.is_file() and own.read_bytes() == ours.read_bytes()
 
 
 def copy_tokenizer(path_or_hub_id: str | os.PathLike[str], to: Path) -> None:
-    """Copy what makes a tokenizer, and the generation defaults, from another model."""
+    """Copy the files that make a tokenizer, and the generation defaults, from another model."""
     folder = _tokenizer_folder(find_model(path_or_hub_id))
     if is_gguf(folder):
         save_gguf_tokenizer(GgufFile.read(folder), to)

@@ -22,15 +22,15 @@ _UNLIKE = {
     "rope.scale_linear": (0, 1),
     "pooling_type": (0,),
 }
-"""What makes another model of the same architecture, and the values with which it does not: 0 is as if it were missing,
+"""Keys that make another model of the same architecture, and their values that do not: 0 is as if the key were missing,
 and a factor of 1 changes nothing."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens."""
 
 
 def config_keys(file: GgufFile) -> JsonObject:
-    """What `config.json` would say. Numbers that GGUF holds as float32 become the shortest decimals that round to them,
-    which is what was converted.
+    """Return the metadata as the keys of `config.json`. Numbers that GGUF holds as float32 become the shortest decimals
+    that round to them, which are those that were converted.
 
     Raises:
         UserError: a key that is missing or not supported, in GGUF's own spelling.
@@ -93,7 +93,7 @@ def _decimal(stored: float) -> float:
 
 
 def _eos_ids(metadata: JsonObject) -> list[int]:
-    """The tokens that end a text, a turn or a message, and those that end a turn by the chat template."""
+    """Return the tokens that end a text, a turn or a message, and those that end a turn by the chat template."""
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot", "eom"))
     ids = {id_ for id_ in named if id_ is not None}
     if template := metadata.get("tokenizer.chat_template", str, ""):
@@ -148,7 +148,7 @@ def _rope_scaling(file: GgufFile, head_dim: int, context: int) -> dict[str, Any]
 
 
 def _longrope(file: GgufFile, context: int) -> dict[str, Any]:
-    """LongRoPE's factors, which stand in two tensors."""
+    """Return LongRoPE's scaling, whose factors are in two tensors."""
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "original_max_position_embeddings": file.get("rope.scaling.original_context_length", int, context),
@@ -162,7 +162,7 @@ def _longrope(file: GgufFile, context: int) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3's scaling, whose factors by frequency are all that a GGUF file keeps of it.
+    """Return Llama 3's scaling, of which a GGUF file keeps nothing but its factors by frequency.
 
     The largest is `factor`. `low_freq_factor` and `high_freq_factor` are 1 and 4, and the original length is the power
     of two that gives the same factors: everything else is refused.

@@ -45,23 +45,23 @@ _ELSE = {
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the path is meant as a GGUF file."""
+    """Return True if the path is meant as a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor(TensorInFile):
-    """One tensor of a GGUF file; `kind` is what its rows are read as."""
+    """One tensor of a GGUF file. Its rows are read as `kind`."""
 
     quantisation: Any
-    """The file's own type."""
+    """The file's own type of the tensor."""
     blocks: np.ndarray
     """Its bytes, [rows, bytes of a row]."""
     order: np.ndarray | None = None
-    """Of the rows, where the file permutes them."""
+    """The order of the rows, where the file permutes them."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
-        """As `TensorInFile.fill`, dequantised by the package `gguf`."""
+        """Fill `out` as `TensorInFile.fill` does, dequantised by the package `gguf`."""
         from gguf.quants import dequantize
 
         stop = min(start + out.shape[0], self.shape[0])
@@ -77,11 +77,11 @@ class GgufFile:
     """The header of a GGUF file: its metadata by name, and its tensors by their names in llama.cpp."""
 
     path: Path
-    """Of the file."""
+    """The path of the file."""
     metadata: JsonObject
-    """By name."""
+    """The metadata by name."""
     tensors: dict[str, GgufTensor]
-    """By their names in llama.cpp."""
+    """The tensors by their names in llama.cpp."""
 
     @classmethod
     def read(cls, path: Path) -> "GgufFile":
@@ -122,11 +122,11 @@ class GgufFile:
         return self.metadata.data["general.architecture"]
 
     def get(self, name: str, kind: type, *default: Any) -> Any:
-        """The architecture's own value of that name, such as `llama.block_count`."""
+        """Return the architecture's own value of that name, such as `llama.block_count`."""
         return self.metadata.get(f"{self.architecture}.{name}", kind, *default)
 
     def hugging_face_tensors(self) -> dict[str, TensorInFile]:
-        """Return the tensors by Hugging Face's names, laid out as there; one without such a name keeps its own."""
+        """Return the tensors by Hugging Face's names and in its layout. A tensor without such a name keeps its own."""
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         layers = self.get("block_count", int)
@@ -142,7 +142,7 @@ class GgufFile:
         names = {known.get_name(name, (".weight", ".bias")): name for name in wanted}
         heads = self.get("attention.head_count", int)
         kv_heads = self.get("attention.head_count_kv", int, heads)
-        # only llama's pairs of a rotation are neighbours there
+        # only in llama's files are the two elements of a rotated pair neighbours
         permuted = {"attn_q": heads, "attn_k": kv_heads} if self.architecture == "llama" else {}
         found: dict[str, TensorInFile] = {}
         for tensor in self.tensors.values():
@@ -159,8 +159,9 @@ class GgufFile:
 
 
 def _halves(rows: int, heads: int) -> np.ndarray | None:
-    """Where each row of a Hugging Face projection, whose heads hold the first elements of all pairs and then the second
-    ones, stands in llama.cpp's, where the two of a pair are neighbours. None for rows that are no pairs of heads."""
+    """Return, for each row of a Hugging Face projection, its place in llama.cpp's. Hugging Face's heads hold the first
+    elements of all pairs and then the second ones; in llama.cpp the two elements of a pair are neighbours. None for
+    rows that are no pairs of heads."""
     if rows % (2 * heads):
         return None
     return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
@@ -297,7 +298,8 @@ class _Cursor:
         return name, self.value(*self.numbers("I"))
 
     def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-        """The name; the shape with the rows first, the number of the quantisation, the offset of the data."""
+        """Return a tensor's name, and its shape with the rows first, the number of its quantisation and the offset of
+        its data."""
         name, (axes,) = self.text(), self.numbers("I")
         if not 1 <= axes <= _MOST_AXES:
             raise ValueError(f"the tensor {shown(name)} has {axes} axes, expected 1 to {_MOST_AXES}")
@@ -305,7 +307,7 @@ class _Cursor:
 
 
 def _scalar(kind: int) -> str:
-    """The struct module's code for a type of numbers."""
+    """Return the struct module's code for a type of numbers."""
     if kind not in _SCALARS:
         raise ValueError(f"a value of type {kind}, which GGUF does not have")
     return _SCALARS[kind]

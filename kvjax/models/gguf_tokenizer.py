@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, as transformers has tokenizers.
+"""The tokenizer in a GGUF file's metadata, as a tokenizer of transformers.
 
 transformers' own conversion is not used. It needs torch, and for a llama with a byte-level BPE it makes another
 tokenizer (5.2): digits are not split, the end token is the begin token, begin is always added, and five tokens are made
@@ -18,29 +18,29 @@ from kvjax.models.quiet import quiet
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Token types."""
 _LONGEST_TOKEN = 4096
-"""Characters. The longest pieces of published vocabularies have a few hundred."""
+"""The most characters of a token. The longest pieces of published vocabularies have a few hundred."""
 _MOST_CUTS = 1 << 27
-"""Sum of the squared lengths of SentencePiece's tokens, all of whose cuts are tried: 2 million for Llama 2's."""
+"""The largest sum of the squared lengths of SentencePiece's tokens, all of whose cuts are tried: it is 2 million for
+Llama 2."""
 _LONGEST_TEMPLATE = 1 << 20
-"""Characters of a chat template. Published ones have up to 20,000."""
+"""The most characters of a chat template. Published ones have up to 20,000."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _ByteLevel:
-    """What a byte-level BPE does before it merges, by `tokenizer.ggml.pre`; the regexes are those of the published
-    tokenizer.json files.
-    """
+    """The steps of a byte-level BPE before it merges, by `tokenizer.ggml.pre`. The regexes are those of the published
+    tokenizer.json files."""
 
     regex: str | None = None
-    """Cuts the text, in place of GPT-2's."""
+    """The regex that cuts the text; None: GPT-2's."""
     digits: bool = False
-    """Every digit is cut off first."""
+    """True if every digit is cut off first."""
     nfc: bool = False
-    """The text is normalised."""
+    """True if the text is normalised (NFC)."""
     whole: bool = False
-    """A word that is a token is not merged anew."""
+    """True if a word that is a token is not merged anew."""
     begins: bool = False
-    """A text begins with the begin token unless the file says otherwise."""
+    """True if a text begins with the begin token unless the file says otherwise."""
 
 
 _QWEN2 = (
@@ -145,7 +145,7 @@ def save_gguf_tokenizer(file: GgufFile, to: Path) -> None:
 
 
 def _byte_level(metadata: JsonObject, vocabulary: dict[str, int], types: list[int]) -> tuple[Any, bool]:
-    """A byte-level BPE, and whether its texts begin with the begin token."""
+    """Return a byte-level BPE, and True if its texts begin with the begin token."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre", str)
@@ -167,8 +167,9 @@ def _byte_level(metadata: JsonObject, vocabulary: dict[str, int], types: list[in
 
 
 def _sentencepiece(metadata: JsonObject, vocabulary: dict[str, int], types: list[int]) -> tuple[Any, bool]:
-    """SentencePiece's BPE as the published tokenizer.json of Llama 2 has it. It merges the pair whose whole has the
-    best score, so that every way to cut a token in two is a merge, in the order of their wholes' scores."""
+    """Return SentencePiece's BPE as the published tokenizer.json of Llama 2 has it, and True, since its texts begin
+    with the begin token. It merges the pair whose whole has the best score, so every way to cut a token in two is a
+    merge, in the order of their wholes' scores."""
     from tokenizers import decoders, normalizers
 
     tokens, scores = (metadata.get(f"tokenizer.ggml.{name}", list) for name in ("tokens", "scores"))

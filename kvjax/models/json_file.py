@@ -1,4 +1,4 @@
-"""JSON objects whose every failed look-up is one line that names the file."""
+"""JSON objects. Every failed look-up raises one line that names the file."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ VOCABULARY_BYTES = 128 << 20
 def read_file(file: Path, most: int) -> bytes:
     """Return the bytes of a regular file of at most `most` of them; pipes and devices may have no end.
 
-    Raises UserError for what is none, FileNotFoundError if it is not there.
+    Raises UserError for anything else, and FileNotFoundError if it is not there.
     """
     try:
         # without O_NONBLOCK a pipe would wait for its writer
@@ -40,10 +40,10 @@ def read_file(file: Path, most: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class JsonObject:
-    """A JSON object and where it stands. Every failure is a UserError that says so."""
+    """A JSON object and the place that it was read from. Every failure is a UserError that names the place."""
 
     data: dict[str, Any]
-    """By key."""
+    """The values by key."""
     where: str
     """The file, and the keys on the way, for messages."""
 
@@ -72,7 +72,7 @@ class JsonObject:
         return cls(data, where)
 
     def get(self, name: str, kind: type, *default: Any) -> Any:
-        """The value of `name`. Null counts as missing, whole numbers as floats."""
+        """Return the value of `name`. Null counts as missing, and whole numbers count as floats."""
         value = self.data.get(name)
         if value is None:
             if default:
@@ -88,7 +88,7 @@ class JsonObject:
         return kind(value)
 
     def ids(self, name: str) -> list[int]:
-        """One token id, several, or none."""
+        """Return a list of the token ids under `name`: one, several or none."""
         value = self.data.get(name)
         value = value if isinstance(value, list) else [value] if value is not None else []
         if len(value) > 1000 or any(type(i) is not int or not 0 <= i <= LARGEST_INT for i in value):

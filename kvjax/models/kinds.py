@@ -58,7 +58,7 @@ _TENSORS = {
 
 
 def kind_of_folder(folder: Path) -> str:
-    """Return what a folder without weights holds, in parentheses with a space before; nothing where it is not known."""
+    """Return the kind of a folder without weights, in parentheses with a space before; empty where it is not known."""
     if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
         return ""
     for pattern, kind in _FOLDERS.items():
@@ -69,7 +69,7 @@ def kind_of_folder(folder: Path) -> str:
 
 
 def kind_of_file(file: Path) -> str | None:
-    """Return what a file that is no safetensors is; None where it is not known."""
+    """Return the kind of a file that is no safetensors; None where it is not known."""
     try:
         with file.open("rb") as opened:
             begins = opened.read(64)
@@ -79,7 +79,7 @@ def kind_of_file(file: Path) -> str | None:
 
 
 def kind_of_tensors(names: Iterable[str]) -> str | None:
-    """Return what weights with these faulty tensors are; None where it is not known."""
+    """Return the kind of weights that have these faulty tensors; None where it is not known."""
     names = list(names)
     for pattern, kind in _TENSORS.items():
         if found := next((name for name in names if re.search(pattern, name)), None):

@@ -1,8 +1,8 @@
-"""How a model's own arrays lie in the decoder's.
+"""The layout of a model's own arrays in those of the decoder.
 
-Products of one input are one product: q, k and v by group of KV heads, a group's queries, key and value side by side;
-gate and up in alternating blocks of columns. A mesh that splits KV heads splits these arrays without moving a column,
-so one layout serves every mesh. Files, exports and fingerprints know the model's own arrays alone.
+Products of the same input are one product: q, k and v by group of KV heads, with a group's queries, key and value side
+by side; gate and up in alternating blocks of columns. A mesh that splits KV heads splits these arrays without moving a
+column, so one layout serves every mesh. Files, exports and fingerprints know only the model's own arrays.
 """
 
 import itertools
@@ -25,7 +25,7 @@ FUSED = {
 }
 """Arrays of a decoder's layers that hold several of the model's own."""
 BLOCK = 128
-"""Columns of gate, or of up, that follow one another, at most: as many as a TPU has lanes."""
+"""The most columns of gate, or of up, that follow one another: as many as a TPU has lanes."""
 
 
 def parts_of(path: str) -> tuple[str, ...]:
@@ -73,8 +73,8 @@ def fuse(
 
 
 def unfuse(path: str, x: Any, config: ModelConfig) -> dict[str, Any]:
-    """Return the model's own arrays [... outputs] in one of a decoder's [... columns], of NumPy or JAX: the inverse of
-    `fuse`. Of a product with that array these are the products with each of them."""
+    """Return the model's own arrays [... outputs] in one of a decoder's [... columns], in NumPy or JAX: the inverse of
+    `fuse`. Applied to a product with the decoder's array, it returns the products with each of the own arrays."""
     if path not in FUSED:
         return {path: x}
     groups, found, start = _groups(path, config), {}, 0
@@ -106,11 +106,10 @@ class OwnArray:
     stored: Any
     """The decoder's array that holds it."""
     config: ModelConfig
-    """The model's."""
     path: str = ""
-    """That array's name in a layer; empty: it is no layer's, and the own array itself."""
+    """The stored array's name in a layer; empty if it is no layer's, and is the own array itself."""
     part: str = ""
-    """Its own name there."""
+    """The own array's name in the layer."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,11 +120,11 @@ class OwnArray:
 
     @property
     def value(self) -> Array:
-        """Its numbers."""
+        """The own array itself."""
         return unfuse(self.path, self.stored, self.config).get(self.part, self.stored).reshape(self.shape)
 
     def places(self, points: Int[np.ndarray, "axes p"]) -> Int[np.ndarray, "stored_axes p"]:
-        """Return where points of it lie in the decoder's array."""
+        """Return the places of its points in the decoder's array."""
         if not self.part:
             return points
         columns = unfuse(self.path, np.arange(self.stored.shape[-1]), self.config)[self.part]

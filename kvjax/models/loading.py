@@ -91,8 +91,8 @@ def load_model(
 def load(
     path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
-    """A model, and its tokenizer: `model, tokenizer = kvjax.load("Qwen/Qwen3-4B")`. As `load_model` and
-    `load_tokenizer`, the tokenizer first."""
+    """Return a model and its tokenizer: `model, tokenizer = kvjax.load("Qwen/Qwen3-4B")`. They are read as by
+    `load_model` and `load_tokenizer`, the tokenizer first."""
     dtype, max_length = _checked(dtype, max_length)
     tokenizer = load_tokenizer(path_or_hub_id)
     return load_model(path_or_hub_id, dtype, max_length=max_length), tokenizer
@@ -104,17 +104,18 @@ def _checked(dtype: Any, max_length: int | None) -> tuple[np.dtype | None, int |
 
 
 def model_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Decoder:
-    """A model of which nothing is there but shapes, with their shardings on the current mesh."""
+    """Return a model that has only shapes, with their shardings on the current mesh."""
     return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
 def _stored_dtype(embed: TensorInFile | None) -> np.dtype:
-    """The dtype of the embedding table (float32 where it has none: the checks then say so)."""
+    """Return the dtype of the embedding table. It is float32 if there is no table or its dtype is not supported, which
+    the checks then report."""
     return DTYPES.get(embed.kind, DTYPES["F32"]) if embed else DTYPES["F32"]
 
 
 def parameter_dtype(wanted: Any) -> np.dtype:
-    """The dtype that parameters are asked to have. Raises UserError for what they cannot have."""
+    """Return the dtype that parameters are asked to have. Raises UserError for one that they cannot have."""
     names = {dtype.name: dtype for dtype in DTYPES.values()}
     name = getattr(wanted, "__name__", None) or getattr(wanted, "name", None) or wanted
     if not isinstance(name, str) or name not in names:
@@ -123,7 +124,8 @@ def parameter_dtype(wanted: Any) -> np.dtype:
 
 
 def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
-    """The tensors of a model by their Hugging Face names, without those that say nothing new."""
+    """Return the tensors of a model by their Hugging Face names, without those that add nothing: a tied head and rotary
+    frequencies."""
     base = base_of(model)
     if is_gguf(base):
         stored = GgufFile.read(base).hugging_face_tensors()
@@ -165,7 +167,7 @@ def _check_rotary_table(model: Path, config: ModelConfig, table: TensorInFile) -
 
 
 def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wanted: dict[str, Any]) -> None:
-    """Raise one UserError that says how the tensors are not as the config says."""
+    """Raise one UserError that says how the tensors differ from the config."""
     shapes, in_layer = {}, {}
     for path, leaf in wanted.items():
         if path in TOP:
@@ -203,7 +205,7 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
 def _layer_tensors(
     stored: dict[str, TensorInFile], config: ModelConfig, parts: list[str], layer: int
 ) -> dict[str, TensorInFile]:
-    """Return a layer's own arrays, each the rows that are its own of the tensor that has its name."""
+    """Return a layer's own arrays. Each is all of the tensor that has its name, or its own rows of it."""
     found, taken = {}, dict.fromkeys(config.layer_names.values(), 0)
     for part in parts:
         name = config.layer_names[part]
@@ -237,7 +239,7 @@ def _zeros(leaves: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> Arrays:
 def _read(
     tensor: TensorInFile, mesh: Mesh, axes: Axes, rows: int | None = None, most: int | None = None
 ) -> list[Array]:
-    """A stored tensor in equal pieces that `_join` puts together: [parts, rows of a part, ...].
+    """Return a stored tensor in equal pieces that `_join` puts together: [parts, rows of a part, ...].
 
     The parts are those of the mesh axis that will split the rows; all other devices share out a part's rows, so that
     each is read once, by one process. `rows` pads the tensor with zeros; `most` is about how many bytes of it may be in
@@ -277,7 +279,7 @@ def _read(
 
 
 def _join(pieces: list[Array], axes: Axes) -> Array:
-    """The whole tensor, its rows and columns split over the two axes of `axes`."""
+    """Return the whole tensor, its rows and columns split over the two axes of `axes`."""
     rows_axis, columns_axis = axes
     columns = () if pieces[0].ndim == 2 else (columns_axis,)
     others = [axis for axis in AXES if axis not in axes]
@@ -293,7 +295,7 @@ def _largest(x: Array) -> Float32[Array, ""]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> tuple[Array, Array]:
-    """The tensor in the given dtype, and `_largest` of it before the cast."""
+    """Return the tensor in the given dtype, and `_largest` of it before the cast."""
     x = _join(pieces, axes)
     return x.astype(dtype), _largest(x)
 
@@ -302,7 +304,7 @@ def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> tuple[Array,
 def _place_layer(
     layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]], config: ModelConfig
 ) -> tuple[Arrays, Arrays]:
-    """`layers` with one of them replaced by what the files hold, and `_largest` of each tensor."""
+    """Return `layers` with one of them replaced by what the files hold, and `_largest` of each tensor."""
     placed, largest = {}, {}
     for path, stack in layers.items():
         own = {part: _join(raw[part], split(path, stack)) for part in parts_of(path)}

@@ -1,6 +1,7 @@
-"""Which Hugging Face tensor each of a model's own arrays is: of a linear map the transpose, [outputs, inputs].
+"""The Hugging Face tensor of each of a model's own arrays. For a linear map it is the transpose, [outputs, inputs].
 
-Names are those that most families share; `Family.names` has the others."""
+Names are those that most families share; `Family.names` has the others.
+"""
 
 import re
 from typing import Any
@@ -43,14 +44,14 @@ def canonical(name: str) -> str:
 
 
 def is_rotary_table(name: str, layers: int) -> bool:
-    """True for the rotary frequencies that older files hold, of each of so many layers or once for all."""
+    """Return True for the rotary frequencies that older files hold, for each of so many layers or once for all."""
     table = re.fullmatch(r"model\.(?:layers\.(\d{1,9})\.self_attn\.)?rotary_emb\.inv_freq", name)
     return table is not None and int(table[1] or 0) < layers
 
 
 def by_path(model: Any) -> tuple[dict[str, Any], Any]:
-    """The model's leaves, in the order of its tree, by their paths: those of `TOP`, and a layer's without "layers.";
-    and that tree."""
+    """Return the model's leaves by their paths, in the order of its tree, and that tree. Paths are those of `TOP`, and
+    a layer's without "layers."."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(model)
     # the last key of a path is the parameter's value inside its nnx.Param
     named = {".".join(key.name for key in path[:-1]).removeprefix("layers."): leaf for path, leaf in leaves}
@@ -58,8 +59,8 @@ def by_path(model: Any) -> tuple[dict[str, Any], Any]:
 
 
 def split(path: str, leaf: Any) -> tuple[str | None, str | None]:
-    """The mesh axes that split the rows and the columns of the file's tensors, as they split our array of them (a
-    layer's with its leading layer axis)."""
+    """Return the mesh axes that split the rows and the columns of the file's tensors, as they split the decoder's array
+    of them (a layer's with its leading layer axis)."""
     spec = jax.typeof(leaf).sharding.spec
     if path in TOP:
         return spec[0], spec[-1]

@@ -1,4 +1,4 @@
-"""Importing transformers for its tokenizers alone, without what it then says of everything else."""
+"""Import of transformers for its tokenizers alone, without its advice about everything else."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, transformers does not advise to install torch, nor tqdm ipywidgets in a notebook."""
+    """Return a context in which transformers does not advise to install torch, nor tqdm ipywidgets in a notebook."""
     told = os.environ.get(_ADVICE)
     os.environ[_ADVICE] = "1"
     try:

@@ -25,38 +25,39 @@ class RopeConfig:
     theta: float = 10_000.0
     """The base of the wavelengths."""
     factor: float = 1.0
-    """By how much the context is longer than the original."""
+    """The ratio of the context to the original one."""
     original_length: int = 0
     """The context that the model was first trained at."""
     length: int = 0
     """The longest sequence that will be run ("dynamic" and "longrope" only: their frequencies depend on it, and a cache
     of rotated keys needs them fixed)."""
     share: float = 1.0
-    """The share of a head's dimensions that is turned, its first ones."""
+    """The share of a head's dimensions that is rotated, its first ones."""
     low_freq_factor: float = 1.0
-    """Of "llama3": wavelengths above original_length over this are stretched whole."""
+    """The "llama3" bound of long wavelengths: those above original_length over this are stretched in full."""
     high_freq_factor: float = 4.0
-    """Of "llama3": those below original_length over this stay."""
+    """The "llama3" bound of short wavelengths: those below original_length over this stay."""
     beta_fast: float = 32.0
-    """Of "yarn": turns in the original context from which a pair stays."""
+    """The "yarn" bound of fast pairs: those with at least so many turns in the original context stay."""
     beta_slow: float = 1.0
-    """Of "yarn": turns below which a pair is stretched whole."""
+    """The "yarn" bound of slow pairs: those with fewer turns are stretched in full."""
     attention_factor: float | None = None
-    """What cos and sin are multiplied by in "yarn" and "longrope"; None derives it from `factor`, and in "yarn" from
-    `mscale` and `mscale_all_dim`."""
+    """The factor of cos and sin in "yarn" and "longrope". None derives it from `factor`, in "yarn" also from `mscale`
+    and `mscale_all_dim`, in "longrope" also from `original_length`."""
     mscale: float | None = None
-    """Of "yarn": what cos and sin grow by with the factor."""
+    """The "yarn" rate at which cos and sin grow with the logarithm of the factor. It counts only with
+    `mscale_all_dim`."""
     mscale_all_dim: float | None = None
-    """The same, divided out again."""
+    """The "yarn" rate of the growth that is divided out again. It counts only with `mscale`."""
     truncate: bool = True
-    """Of "yarn": the range between the two betas is rounded to whole pairs."""
+    """True if "yarn" rounds the range between the two betas to whole pairs."""
     short_factor: tuple[float, ...] = ()
-    """Of "longrope": by how much each pair's wavelength is stretched for sequences up to the original length."""
+    """The "longrope" factors by which each pair's wavelength is stretched, for sequences up to the original length."""
     long_factor: tuple[float, ...] = ()
-    """The same for longer ones."""
+    """The "longrope" factors for longer sequences."""
 
     def __post_init__(self):
-        # one that is not finite fails as well
+        # a theta that is not finite fails as well
         if not 1 < self.theta <= LARGEST_FLOAT:
             raise UserError(f"rope theta must be finite and above 1, got {self.theta:g}")
         positive = (
@@ -90,8 +91,8 @@ class RopeConfig:
 
 
 def _wavelengths(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """θ^(2i/h), positions per radian, rounded to float32 where the original code rounds: models were trained with those
-    roundings, and at position 10⁵ an exact frequency would be 10⁻² radians away from theirs."""
+    """Return θ^(2i/h), positions per radian, rounded to float32 where the original code rounds. Models were trained
+    with those roundings, and at position 10⁵ an exact frequency would be 10⁻² radians away from theirs."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     # the power itself in float64, as numpy's vectorised float32 power is off in the last bit
     return (np.float64(np.float32(rope.theta)) ** exponent.astype(np.float64)).astype(np.float32)
@@ -122,7 +123,7 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     def dimension(turns: float) -> float:
-        """The (fractional) pair index that makes `turns` rotations over the original length."""
+        """Return the (fractional) pair index that makes `turns` rotations over the original length."""
         return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
@@ -151,17 +152,17 @@ ROPE_TYPES = {
 
 
 def turned(rope: RopeConfig, head_dim: int) -> int:
-    """Return how many dimensions of a head are turned."""
+    """Return the number of a head's dimensions that are rotated."""
     return int(head_dim * rope.share)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each rotated pair, float32 [pairs]."""
+    """Return radians per position of each rotated pair, float32 [pairs]."""
     return ROPE_TYPES[rope.type](rope, turned(rope, head_dim))
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by (YaRN's temperature, §3.4, and LongRoPE's; 1 for the other types)."""
+    """Return the factor of cos and sin (YaRN's temperature, §3.4, and LongRoPE's; 1 for the other types)."""
     if rope.type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -202,14 +203,14 @@ CosSin = tuple[Float32[Array, "b t pairs"], Float32[Array, "b t pairs"]]
 
 
 def cos_sin(rope: RopeConfig, head_dim: int, position: Int[Array, "b t"]) -> CosSin:
-    """Cosine and sine of every pair's angle at the given positions, float32 whatever the model's dtype."""
+    """Return cosine and sine of every pair's angle at the given positions, float32 whatever the model's dtype."""
     angle = position[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     scale = attention_scaling(rope)
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 def rotate(x: Float[Array, "b n t h"], angles: CosSin) -> Float[Array, "b n t h"]:
-    """RoPE: pair i of p is (x[i], x[i + p]), as in the Hugging Face layout of the weights; from 2p on x stays."""
+    """Apply RoPE. Pair i of p is (x[i], x[i + p]), as in the Hugging Face layout of the weights; from 2p on x stays."""
     cos, sin = (a[:, None] for a in angles)
     pairs = cos.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)

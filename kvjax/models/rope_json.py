@@ -1,4 +1,5 @@
-"""Rotary embeddings in `config.json`, whose spelling changed: a theta read wrongly is a silently wrong model."""
+"""Rotary embeddings in `config.json`, whose spelling changed. A theta that is read wrongly makes a silently wrong
+model."""
 
 from typing import Any
 
@@ -15,7 +16,8 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
              "truncate"),
     "longrope": ("factor", "original_length", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
-"""What each rope type reads. Only YaRN and LongRoPE have defaults for numbers; `original_length` always has one."""
+"""The numbers that each rope type reads. Only YaRN and LongRoPE have defaults for numbers; `original_length` always has
+one."""
 _SPELLING = {"original_length": "original_max_position_embeddings"}
 _KIND = {"original_length": int, "truncate": bool, "short_factor": list, "long_factor": list}
 _OLD = {"su": "longrope"}
@@ -29,7 +31,7 @@ def _spellings(keys: JsonObject) -> list[JsonObject]:
 
 
 def rope_share(keys: JsonObject) -> float:
-    """Return the share of a head's dimensions that is turned, in either spelling."""
+    """Return the share of a head's dimensions that is rotated, in either spelling."""
     shares = [each.get("partial_rotary_factor", float, None) for each in (keys, *_spellings(keys))]
     return next((share for share in shares if share is not None), 1.0)
 
@@ -37,12 +39,12 @@ def rope_share(keys: JsonObject) -> float:
 def read_rope(
     keys: JsonObject, max_length: int | None, share: float = 1.0, theta: float = 10_000.0
 ) -> RopeConfig:
-    """Both spellings: `rope_theta` beside `rope_scaling` (transformers 4), `rope_parameters` with both in it (5).
+    """Read either spelling: `rope_theta` beside `rope_scaling` (transformers 4), or `rope_parameters` with both in it
+    (5).
 
     Args:
-        share: of a head's dimensions, those that are turned. Where the family does not read it, another one in the
-            file is refused.
-        theta: where the file has none.
+        share: the share of a head's dimensions that is rotated. Another one in the file is refused.
+        theta: the base where the file has none.
     """
     inner = _spellings(keys)
     for each in inner:
@@ -104,8 +106,8 @@ def _factors(inner: JsonObject, name: str) -> tuple[float, ...]:
 
 
 def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """The inverse of `read_rope`, without theta. "dynamic" and "longrope" go back to ones that are not fixed at a
-    length."""
+    """Return the inverse of `read_rope`, without theta. "dynamic" and "longrope" are written without the length that
+    they were fixed at."""
     if rope.type == "default":
         return None
     numbers = {_SPELLING.get(name, name): getattr(rope, name) for name in _NUMBERS[rope.type]}

@@ -1,4 +1,4 @@
-"""Models to Hugging Face folders."""
+"""Models written as Hugging Face folders."""
 
 import contextlib
 import functools
@@ -56,8 +56,8 @@ def save_model(
 
 
 def check_new(folder: str | os.PathLike[str]) -> Path:
-    """The absolute path. Raises UserError if something is there that is not an empty folder, or if no folder can be
-    made there."""
+    """Return the absolute path. Raises UserError if something is there that is not an empty folder, or if no folder can
+    be made there."""
     folder = Path(folder).expanduser().absolute()
     beside = folder.parent
     try:
@@ -76,8 +76,8 @@ def check_new(folder: str | os.PathLike[str]) -> Path:
 def new_folder(
     model: Decoder, folder: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None
 ) -> Iterator[Path]:
-    """A folder with the model's config and tokenizer, for its weights to be written to: beside `folder`, and moved
-    there at the end. Raises as `save_model` does."""
+    """Yield a folder with the model's config and tokenizer, for its weights to be written to. It is made beside
+    `folder`, and moved there at the end. Raises as `save_model` does."""
     folder = check_new(folder)
     config = config_json(model.config, model.embed.dtype.name)
     if jax.process_index() == 0:
@@ -96,7 +96,7 @@ def new_folder(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _take_layer(layers: Arrays, index: Int[Array, ""], config: ModelConfig) -> Arrays:
-    """One layer as the files hold it."""
+    """Return one layer as the files hold it."""
     return {
         part: x.T for path, stack in layers.items() for part, x in unfuse(path, stack[index], config).items()
     }
@@ -108,12 +108,12 @@ def _gather(x: Array) -> Array:
 
 
 def _host(x: Array) -> np.ndarray:
-    """The whole array; parts that other processes hold are gathered first."""
+    """Return the whole array. Parts that other processes hold are gathered first."""
     return np.asarray(x if x.is_fully_addressable else _gather(x))
 
 
 def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
-    """The file's tensors: those that are no layer's, then each layer's. Every process must take part."""
+    """Yield the file's tensors: those that are no layer's, then each layer's. Every process must take part."""
     leaves, _ = by_path(model)
     top = {TOP[path]: _host(x) for path, x in leaves.items() if path in TOP}
     yield {name: x[: model.config.vocab_size] if x.ndim == 2 else x for name, x in top.items()}
@@ -132,7 +132,7 @@ def _bytes(tensors: dict[str, np.ndarray]) -> int:
 
 
 def _write_tensors(model: Decoder, folder: Path, writes: bool) -> None:
-    """The weights in files of at most `FILE_BYTES`, with an index if they are several."""
+    """Write the weights in files of at most `FILE_BYTES`, with an index if they are several."""
     files: list[list[str]] = []
     total, pending = 0, {}
 

@@ -27,14 +27,13 @@ _PIECE = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class TensorInFile:
-    """One tensor in a file. kind: its dtype as safetensors spells it."""
+    """One tensor in a file."""
 
     name: str
-    """In the file."""
+    """The tensor's name in the file."""
     file: Path
-    """Where it is."""
     shape: tuple[int, ...]
-    """As it is stored."""
+    """The shape as it is stored."""
     kind: str
     """Its dtype as safetensors spells it."""
 
@@ -62,12 +61,12 @@ class RowsOfTensor(TensorInFile):
     """Some rows of a tensor, such as the queries' of one that holds keys and values, too."""
 
     whole: TensorInFile
-    """The tensor."""
+    """The tensor that holds the rows."""
     first: int
-    """Its row that is the first one here."""
+    """The tensor's row that is the first one here."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
-        """As `TensorInFile.fill`."""
+        """Fill `out` as `TensorInFile.fill` does."""
         stop = min(start + out.shape[0], self.shape[0])
         if start < stop:
             self.whole.fill(out[: stop - start], self.first + start)
@@ -101,9 +100,9 @@ def tensors_of(file: Path) -> Iterator[TensorInFile]:
 
 
 def has_own_head(folder: Path) -> bool:
-    """True if a folder's weights hold an output head whose values are not those of its embedding.
+    """Return True if a folder's weights hold an output head whose values are not those of its embedding.
 
-    False where the weights cannot be read: who loads them says why.
+    It is False where the weights cannot be read: loading them will say why.
     """
     with contextlib.suppress(UserError):
         stored = stored_tensors(folder)
@@ -113,7 +112,7 @@ def has_own_head(folder: Path) -> bool:
 
 
 def _equal(one: TensorInFile, other: TensorInFile) -> bool:
-    """True if two tensors have the same values. They are read by pieces."""
+    """Return True if two tensors have the same values. They are read by pieces."""
     size = math.prod(one.shape)
     if one.shape != other.shape or not size or not {one.kind, other.kind} <= DTYPES.keys():
         return False
@@ -151,7 +150,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _is_inside(name: object) -> bool:
-    """True if a name in an index is that of a file in or below the folder."""
+    """Return True if a name in an index is that of a file in or below the folder."""
     path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else PurePosixPath("..")
     return path.parts != () and not path.is_absolute() and ".." not in path.parts
 

@@ -1,6 +1,6 @@
 """The files that make a tokenizer, checked before transformers reads them.
 
-What is checked is what makes a small file cause unlimited work, or end the process, inside the tokenizers library. The
+The checks refuse what makes a small file cause unlimited work, or end the process, inside the tokenizers library. The
 time of a regex is not bounded beyond that library's own limit for one match.
 """
 
@@ -40,11 +40,12 @@ _LENGTHENS = {
     "NFKC": 11,
     "NFKD": 11,
 }
-"""Times that a step lengthens a text at most, in bytes of UTF-8."""
+"""The most times that a step lengthens a text, in bytes of UTF-8."""
 
 
 def copy_tokenizer_files(folder: Path, to: Path) -> JsonObject:
-    """Copy the files that make a tokenizer, without what names other files or code, and return tokenizer_config.json.
+    """Copy the files that make a tokenizer, without entries that name other files or code, and return
+    tokenizer_config.json.
 
     Raises UserError for a file that is not what its name says, or that may cause unlimited work.
     """
@@ -100,7 +101,7 @@ def _check_added(keys: JsonObject, added: Sized) -> None:
 
 
 def _check_pieces(data: bytes, file: Path) -> None:
-    """Refuse a SentencePiece model with a piece so long that taking it apart would not end: field 1 of the message."""
+    """Refuse a SentencePiece model with a piece (field 1 of the message) so long that taking it apart would not end."""
     at = 0
 
     def number() -> int:
@@ -124,7 +125,7 @@ def _check_pieces(data: bytes, file: Path) -> None:
 
 
 def _check_steps(keys: JsonObject) -> None:
-    """Refuse normalizers and the like that are many, or that lengthen a text without measure."""
+    """Refuse normalizers and the like that have too many steps, or that lengthen a text without measure."""
     _check_added(keys, keys.get("added_tokens", list))
     vocabulary = keys.get("model", dict).get("vocab")
     pieces = (piece[0] if isinstance(piece, list) and piece else piece for piece in vocabulary or ())
@@ -140,7 +141,7 @@ def _check_steps(keys: JsonObject) -> None:
 
 
 def _steps(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every step of a part, from the outside in."""
+    """Yield every step of a part, from the outside in."""
     left = [part]
     while left:
         step = left.pop()
@@ -155,7 +156,7 @@ def _steps(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _lengthening(step: JsonObject) -> int:
-    """Times that a step lengthens a text at most."""
+    """Return the most times that a step lengthens a text."""
     kind = step.data.get("type")
     if kind == "Replace":
         pattern, content = step.data.get("pattern"), len(step.get("content", str).encode(errors="replace"))
@@ -179,7 +180,8 @@ def _lengthening(step: JsonObject) -> int:
 
 
 def _longest_replacement(encoded: str) -> int:
-    """Bytes of the longest replacement in a SentencePiece model's table: its trie's size, the trie, the texts."""
+    """Return the bytes of the longest replacement in a SentencePiece model's table, which holds its trie's size, the
+    trie and the texts."""
     try:
         table = base64.b64decode(encoded)
         (size,) = struct.unpack_from("<I", table)

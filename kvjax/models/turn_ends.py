@@ -53,7 +53,8 @@ def _behind_an_answer(template: str, special: str) -> str:
 
 
 def folder_turn_ends(folder: Path) -> dict[str, int]:
-    """The same of the tokenizer in a model's folder. One that cannot be read has none: its loading will say why."""
+    """Return the tokens that end a turn by the tokenizer in a model's folder, and their ids. A tokenizer that cannot be
+    read has none: loading it will say why."""
     try:
         config = _read(folder / "tokenizer_config.json")
         template = _template(folder, config)

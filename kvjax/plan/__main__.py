@@ -16,11 +16,11 @@ NO_SEARCH = "--no-search"
 TRIES = 3
 """Lengths that a search may try."""
 NEAR = 1.07
-"""A search is over when the lengths known to fit and not to fit are this near to each other …"""
+"""The ratio of the shortest length known not to fit to the longest known to fit, at which a search is over."""
 ENOUGH = 0.8
-"""… or when what fits takes this share of a device."""
+"""The share of a device at which a search is over, if a length that fits takes so much."""
 AIM = 0.95
-"""The share of a device that a guess is to take, so that it mostly fits: programs that just fit compile for longest."""
+"""The share of a device that a guess aims at, so that it mostly fits: programs that just fit compile for longest."""
 USAGE = """usage: python -m kvjax.plan train [--topology v5e:2x4] [--no-search] OPTIONS-OF-kvjax.train
        python -m kvjax.plan serve [--topology v5e:2x4] [--no-search] OPTIONS
 
@@ -36,7 +36,7 @@ Topologies: v5e:2x4, v6e:2x4, v5p:2x2x1 (needs libtpu), h100:8 (needs the extra 
 
 
 def main(args: list[str] | None = None) -> None:
-    """Compile, and say what fits."""
+    """Compile, and print what fits."""
     given = sys.argv[1:] if args is None else args
     commands = {"train": train, "serve": serve}
     if not given or given[0] in ("--help", "-h"):
@@ -48,7 +48,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def train(args: list[str]) -> None:
-    """Say what the longest update of each phase of a training run takes, then the longest sequence that fits."""
+    """Print what the longest update of each phase of a training run takes, then the longest sequence that fits."""
     from kvjax.train.config import parse
 
     topology = find_value(args, "--topology")
@@ -74,8 +74,8 @@ def train(args: list[str]) -> None:
 
 
 def serve(args: list[str]) -> None:
-    """Say what the call that reads a chunk of the prompts and a block of decoded tokens take, then the longest context
-    with which both fit."""
+    """Print what prefill (the call that reads a chunk of the prompts) and decoding (a block of tokens) take, then the
+    longest context with which both fit."""
     from kvjax.plan.programs import POOL, TABLES, ServeConfig, check_serving
 
     told = parse_command(ServeConfig, args)
@@ -98,7 +98,7 @@ def serve(args: list[str]) -> None:
 
 
 def _begin(model: str, dtype: str, topology: str | None, mesh: MeshShape) -> int:
-    """Say what is compiled for, and return a device's usable bytes. Raises UserError for a topology of another size
+    """Print what is compiled for, and return a device's usable bytes. Raises UserError for a topology of another size
     than the mesh, or whose compiler is not installed."""
     from kvjax.cache import device_bytes
 
@@ -224,7 +224,7 @@ def parts(found: Memory) -> list[str]:
 
 
 def verdict(found: Memory, usable: int) -> str:
-    """Return whether it fits, in words."""
+    """Return a line that says whether it fits."""
     if found.fits(usable):
         return f"  fits {shown_bytes(usable)}, with {shown_bytes(usable - found.total)} to spare"
     if found.total <= usable:
@@ -233,7 +233,7 @@ def verdict(found: Memory, usable: int) -> str:
 
 
 def longest(known: dict[int, Memory], usable: int, what: str, most: int) -> str:
-    """Return the longest length that fits, in words. `most`: the model's own longest."""
+    """Return a line with the longest length that fits. `most`: the model's own longest."""
     fits, fails = bracket(known, usable)
     if fits is None:
         return f"  {what}: none that was tried fits, down to {fails}"

@@ -1,7 +1,8 @@
-"""Compile a program for chips that are not here, in a process of its own, and say what it takes of a device's memory.
+"""Compile a program for chips that are not here, in a process of its own, and find how much of a device's memory it
+takes.
 
-The chips' compilers print, and read the environment when they are first used. Run by itself this module reads a job as
-JSON from its standard input and writes the memory, or one line of what is wrong.
+The chips' compilers print, and read the environment when they are first used. Run by itself, this module reads a job as
+JSON from its standard input, and writes the memory or one line that says what is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CHIPS = {
     "v6e": int(31.25 * 2**30),
     "h100": 84942979072,
 }
-"""Bytes of each chip that a program may use: of a TPU what libtpu's compiler states, of a GPU what CUDA states."""
+"""Bytes of each chip that a program may use, as libtpu's compiler states them for a TPU and CUDA for a GPU."""
 TEMPORARIES = "temporaries"
 """The part of memory that holds activations and all else between the arguments and the results."""
 
@@ -115,7 +116,7 @@ class Job:
     """One program to compile."""
 
     stage: str
-    """train, prefill or decode."""
+    """The program: train, prefill or decode."""
     arguments: tuple[str, ...]
     """The command line of `kvjax.train`, or of `kvjax.plan serve`."""
     length: int
@@ -123,7 +124,7 @@ class Job:
     phase: int = 0
     """Index of the training run's phase."""
     topology: str | None = None
-    """As `Topology.parse` takes it; None: this machine's devices."""
+    """The chips, as `Topology.parse` takes them; None: this machine's devices."""
 
     def __str__(self) -> str:
         return f"{self.stage}, {self.length} tokens, on {self.topology or 'this machine'}"
@@ -134,9 +135,9 @@ class Memory:
     """Memory of a program on one device."""
 
     parts: dict[str, int]
-    """Bytes, by name."""
+    """Bytes of each part, by its name."""
     refused: str = ""
-    """What the compiler said of a program that does not fit; its temporaries are then what it says is needed."""
+    """The compiler's message, if the program does not fit. The total is then what the message says is needed."""
 
     @property
     def total(self) -> int:
@@ -144,14 +145,14 @@ class Memory:
         return sum(self.parts.values())
 
     def fits(self, usable: int) -> bool:
-        """Whether the program fits a device with so many usable bytes."""
+        """Return True if the program fits a device with so many usable bytes."""
         return not self.refused and self.total <= usable
 
 
 def compiled(job: Job) -> Memory:
     """Compile a job: for this machine's devices here, for others in a process of its own.
 
-    Raises UserError for what is wrong with it, and for what tracing and the compiler raise.
+    Raises UserError for what is wrong with the job, and for what tracing and the compiler raise.
     """
     if job.topology is None:
         return compile_here(job)
@@ -175,7 +176,7 @@ def compiled(job: Job) -> Memory:
 
 
 def _end(code: int, said: str) -> str:
-    """Say how a process ended that gave no answer: out of memory, or in a compiler's failed check."""
+    """Return how a process ended that gave no answer: out of memory, or in a compiler's failed check."""
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL): this machine may have too little memory to compile it"
     lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
@@ -207,7 +208,7 @@ def compile_here(job: Job) -> Memory:
 def memory(program: Program, platform: str) -> Memory:
     """Compile a program for the current mesh, whose devices need not be here. `platform`: tpu, cuda or cpu.
 
-    Raises whatever the compiler raises, but where it finds too little memory.
+    Raises whatever the compiler raises, unless it finds too little memory.
     """
     import jax
 
@@ -230,7 +231,7 @@ def memory(program: Program, platform: str) -> Memory:
         return Memory(parts | {TEMPORARIES: max(0, needed - sum(parts.values()))}, _one_line(str(error)))
     analysis = compiled.memory_analysis()
     assert analysis is not None
-    # in a device's layout arguments take more than their numbers do
+    # a device's layout pads arguments
     padding = analysis.argument_size_in_bytes - sum(parts.values())
     return Memory(
         parts

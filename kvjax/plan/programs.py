@@ -52,7 +52,7 @@ TEXT = (0,) * 16
 LETTERS = 3
 """Letters in a token of guidance: fewer than in usual tokenizers'."""
 WINDOW = 256
-"""WG-KV's, as published."""
+"""WG-KV's local window, as published."""
 Make = Callable[[Callable[[], Any]], Any]
 
 
@@ -61,17 +61,18 @@ class Program:
     """A program to compile."""
 
     function: Callable[..., Any]
-    """Already jitted; it is jitted anew, with arguments that it does not read, since they stay in memory, too."""
+    """The function, already jitted. It is jitted anew, with arguments that it does not read, since they take memory,
+    too."""
     arguments: tuple[Any, ...]
     """Trees of `jax.ShapeDtypeStruct` with shardings."""
     parts: dict[str, Any]
-    """The same trees by the name of a part of memory."""
+    """The arguments' trees, by the part of memory that they belong to."""
     donated: int
     """Index of the argument whose memory is taken over."""
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments that are compiled in."""
     named: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments by name, as `arguments`."""
+    """Arguments by name, of the same kind as `arguments`."""
 
 
 def mesh_of(job: Job) -> MeshShape:
@@ -135,8 +136,8 @@ class ServeConfig:
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
     policy: str = "full"
-    """What to keep, as in kvjax.generate. Gates are of their usual sizes unless the policy names a folder, and token
-    ids stand in place of texts. wgkv admits every token unless it says the share of them, wgkv:rate=0.2."""
+    """The policy, as in kvjax.generate. Gates have their usual sizes unless the policy names a folder, and token ids
+    stand in place of texts. wgkv admits every token unless the policy states the share, wgkv:rate=0.2."""
     context: int = 32768
     """Tokens of each prompt."""
     batch: int = 1
@@ -146,9 +147,9 @@ class ServeConfig:
     chunk: int = CHUNK
     """Prompt tokens in one call of prefill, as in `LLM`: fewer take less memory."""
     dtype: str | None = None
-    """float32, bfloat16 or float16; by default what config.json says of the weights."""
+    """float32, bfloat16 or float16; by default the weights' dtype in config.json."""
     search: bool = True
-    """Also look for the longest context that fits, by at most three compiles of both programs; --no-search compiles
+    """Search for the longest context that fits, by at most three more compiles of both programs; --no-search compiles
     each once."""
 
     def check(self) -> None:
@@ -291,11 +292,12 @@ def check_serving(told: ServeConfig, config: ModelConfig) -> None:
 
 
 def completed(policy: str, config: ModelConfig, make: Make) -> Described:
-    """Return the policy with what its methods need beside numbers: token ids for the texts of kvzip and of guidance,
-    and gates for wgkv and fast_kvzip, of the published sizes unless a folder or a file of gates is named.
+    """Return the policy with everything that its methods need in addition to numbers: token ids for the texts of kvzip
+    and of guidance, and gates for wgkv and fast_kvzip, of the published sizes unless a folder or a file of gates is
+    named.
 
     Args:
-        make: makes gates of a function without arguments.
+        make: makes gates by a function without arguments.
 
     Raises:
         UserError: files that hold no gates.
@@ -333,4 +335,4 @@ def _write_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict
 
 
 BESIDE = {"kvzip": _texts, "fast_kvzip": _sink_gates, "wgkv": _write_gates}
-"""Methods that need more than numbers, and what makes it of the arguments that they are given."""
+"""Methods that need more than numbers, and the functions that make it from the arguments that are given."""

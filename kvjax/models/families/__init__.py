@@ -11,6 +11,6 @@ from kvjax.models.families.smollm3 import SmolLM3
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (Llama(), Mistral(), Phi3(), Qwen2(), Qwen3(), SmolLM3())
 }
-"""By Hugging Face's `model_type`."""
+"""Families by Hugging Face's `model_type`."""
 GGUF = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
-"""By their names in GGUF files."""
+"""Families by their names in GGUF files."""

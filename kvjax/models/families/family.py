@@ -1,4 +1,4 @@
-"""What the code of a model family fixes, and its `config.json` therefore does not say."""
+"""The properties of a model family that its code fixes, and that `config.json` therefore does not state."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -14,16 +14,16 @@ class Family:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    """Its class in `config.json`."""
+    """The family's class in `config.json`."""
     gguf: ClassVar[str | None] = None
-    """Its name in GGUF files; None: they are not read."""
+    """The family's name in GGUF files; None: such files are not read."""
     names: ClassVar[Mapping[str, str]] = {}
     """Hugging Face's names of a layer's own arrays, where they are not those of `LAYER`. Arrays of one name follow one
     another in the rows of one tensor."""
     sliding_window: ClassVar[Literal["no layer", "upper layers", "all layers"]] = "no layer"
-    """Which layers may have one."""
+    """The layers that may have a sliding window."""
     default_window: ClassVar[int | None] = None
-    """Its tokens, where `config.json` does not have the key."""
+    """The window's tokens where `config.json` does not have the key."""
 
     default_theta: ClassVar[float] = 10_000.0
     """The base of RoPE's wavelengths, where `config.json` does not have the key."""
@@ -33,11 +33,11 @@ class Family:
         return {}
 
     def keys(self, config: Any) -> dict[str, Any]:
-        """Return the keys of `config.json` that this family alone reads, of a `ModelConfig`."""
+        """Return the keys of `config.json` that this family alone reads, given a `ModelConfig`."""
         return {}
 
     def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
-        """Read how positions turn queries and keys."""
+        """Read the rotary position embeddings."""
         return read_rope(keys, max_length, theta=self.default_theta)
 
     @property

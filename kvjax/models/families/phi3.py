@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4 (arXiv:2404.14219, 2412.08905): only a head's first dimensions are turned, and files hold
-queries, keys and values as one tensor, and gate and up."""
+"""Phi-3, Phi-3.5 and Phi-4 (arXiv:2404.14219, 2412.08905): only a head's first dimensions are rotated, and files hold
+queries, keys and values as one tensor, and gate and up as another."""
 
 from typing import Any, ClassVar
 

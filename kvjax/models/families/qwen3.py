@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys are normed before they are turned."""
+"""Qwen3: queries and keys are normalised before they are rotated."""
 
 from typing import Any
 

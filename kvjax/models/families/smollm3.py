@@ -1,4 +1,4 @@
-"""SmolLM3: as Llama, but in every fourth layer positions turn nothing (NoPE)."""
+"""SmolLM3: like Llama, but every fourth layer has no RoPE (NoPE)."""
 
 from typing import Any
 

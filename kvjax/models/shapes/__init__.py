@@ -1,5 +1,5 @@
-"""Models by their shape alone, without weights: well-known ones from a `config.json` in a folder here, others from
-their own; and which meshes and sequences go with a shape."""
+"""Shapes of models, without weights: well-known ones from a `config.json` in a folder here, others from their own. Also
+checks of meshes and lengths against a shape."""
 
 import dataclasses
 from pathlib import Path
@@ -18,22 +18,22 @@ HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What compiling needs of a model."""
+    """The properties of a model that compiling needs."""
 
     config: ModelConfig
     """Sizes and flags."""
     dtype: str
-    """Of the weights, as its `config.json` states it; float32 where it does not."""
+    """The dtype of the weights as `config.json` states it; float32 where it does not."""
 
 
 def known() -> list[str]:
-    """The names that need no folder."""
+    """Return the names of the shapes that need no folder."""
     return sorted(path.parent.name for path in HERE.glob("*/config.json"))
 
 
 def find_shape(name: str, max_length: int | None = None) -> ModelShape:
-    """The shape of a model by name (`llama-3.1-8b`, or a hub id that begins so), of a folder with a `config.json`, of a
-    GGUF file, or of `builtin`. Nothing is fetched.
+    """Return the shape of a model by name (`llama-3.1-8b`, or a hub id that begins so), of a folder with a
+    `config.json`, of a GGUF file, or of `builtin`. Nothing is fetched.
 
     Args:
         max_length: the longest sequence, as for `read_config`.
@@ -61,7 +61,8 @@ def find_shape(name: str, max_length: int | None = None) -> ModelShape:
 
 
 def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
-    """Warn of sequences that are longer than the model is for. `said`: of whose they are."""
+    """Warn of sequences that are longer than the model is for. `said`: the beginning of the warning, in place of the
+    number of tokens."""
     if tokens > config.longest:
         more = said or f"{tokens:,} tokens are more"
         warn(f"{more} than the {config.longest:,} that the model declares or was trained for", stacklevel=2)
