@@ -2,20 +2,20 @@
 
     python infer/benchmark.py --policies wgkv snapkv:ratio=0.25 quest:ratio=0.25
 
-Index building, page bookkeeping and compaction are inside the clock. The rival is the same model with every key by the
-fastest path there is: contiguous caches (blockwise or einsum attention, XLA's own, and cuDNN's on a GPU) and kvjax's
-own pages under the full policy are all timed, and each phase is compared with the best of them. Paths take turns, so
-that a noisy machine is noisy for all. The first round compiles and does not count; of the others the median does.
+The timings include index building, page bookkeeping and compaction. The rival is the same model with full attention by
+the fastest path: contiguous caches (blockwise or einsum attention, XLA's own, and cuDNN's on a GPU) and kvjax's own
+pages under the full policy are all timed, and each phase is compared with the best of them. Paths take turns, so that
+noise of the machine affects all of them. The first round compiles and does not count; the median of the others does.
 
 Prefill reads one sequence. Decoding begins with caches of random entries, as full as each context would leave them
-(`synthetic_cache.py`), and runs one program a policy and batch for all contexts; compactions between blocks
-(`when=every`, `overflow`) are left out. Every row has its bound: the time that a copy of what must be read, weights and
-entries, takes on this device, or the products of a prefill at the rate of a large one.
+(`synthetic_cache.py`), and runs one program per policy and batch size for all contexts. Compactions between blocks
+(`when=every`, `overflow`) are left out. Every row has a bound: for decoding, the time that this device takes to copy
+what must be read, weights and entries; for prefill, the time of its products at the rate of a large product.
 
 `wgkv` without gates follows WG-KV's protocol (App. I): tokens are admitted at random at an exact rate, and gates of the
-trained ones' size are evaluated all the same. `kvpop` without scorers has random ones, which cost what trained ones do.
+size of trained ones are still evaluated. `kvpop` without scorers has random ones, which cost as much as trained ones.
 
-With --json a run that was cut off goes on where it was.
+With --json, a run that was interrupted resumes.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from kvjax.files import write_text
 from kvjax.sampling_params import SamplingParams
 
 OWN_FULL = "full"
-"""kvjax's own pages under the full policy."""
+"""The path of kvjax's own pages under the full policy."""
 COLUMNS = "phase", "batch", "context", "path", "seconds", "ratio", "roofline", "fraction", "bytes", "kv_ratio"
 """The fields of a row that are printed."""
 
@@ -50,30 +50,30 @@ class BenchmarkConfig:
     model: str | None = None
     """A model folder, a GGUF file, a hub id or `builtin`. None: random weights of the sizes below."""
     context: tuple[int, ...] = (16384,)
-    """Prompt tokens; each number is timed."""
+    """Context lengths to time, in tokens."""
     batch: tuple[int, ...] = (1,)
-    """Sequences that are decoded at once; each number is timed."""
+    """Batch sizes to time in decoding."""
     new_tokens: int = 32
-    """Decoded tokens in one timing."""
+    """Tokens decoded in one timing."""
     page_size: int = 64
     """Tokens per page."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and cache."""
+    """Dtype of weights and cache."""
     repeats: int = 3
-    """Timings of each path."""
+    """The number of timings of each path."""
     layers: int = 2
     width: int = 128
     """Width of the residual stream. It is narrow, so that attention dominates."""
     mlp_width: int = 128
     heads: int = 32
-    """Query heads. These and the next two are Llama-3.2-1B's."""
+    """Query heads. The defaults of this and the next two are Llama-3.2-1B's."""
     kv_heads: int = 8
     head_dim: int = 64
     json: Path | None = None
-    """File to write the rows to, and to go on from."""
+    """File to write the rows to, and to resume from."""
 
     def check(self) -> None:
-        """Raise UserError for numbers that mean nothing."""
+        """Raise UserError for numbers out of range."""
         for name in ("new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
@@ -95,13 +95,13 @@ def main(args: list[str] | None = None) -> None:
 
 
 def write_rows(config: Any, rows: list[dict[str, Any]]) -> None:
-    """Write the rows to the config's file, if it names one, with what they were measured on."""
+    """Write the rows, the device and the options to the config's file, if it names one."""
     if config.json is not None:
         write_text(config.json, json.dumps({"rows": rows} | where(config), indent=1) + "\n")
 
 
 def where(config: Any) -> dict[str, Any]:
-    """Return what rows were measured on, as a JSON file has it."""
+    """Return the device, jax's version and the options of a run, as its JSON file has them."""
     import jax
 
     asked = {k: v for k, v in dataclasses.asdict(config).items() if k != "json"}
@@ -114,7 +114,7 @@ def where(config: Any) -> dict[str, Any]:
 
 
 def rows_so_far(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """Return the rows of the config's file. Raises UserError if they were measured otherwise."""
+    """Return the rows of the config's file. Raises UserError if its device, jax version or options differ."""
     if config.json is None or not config.json.exists():
         return []
     found = json.loads(config.json.read_text())
@@ -142,7 +142,7 @@ def random_model(config: BenchmarkConfig) -> Any:
 
 
 def random_gates(model: Any, rate: float = 0.25, window: int = 256) -> Any:
-    """Return a policy that admits tokens at exactly this rate, at random, and evaluates gates all the same."""
+    """Return a policy that admits tokens at random, at exactly this rate, and still evaluates gates."""
     import jax
     from flax import nnx
 
@@ -162,7 +162,7 @@ def random_gates(model: Any, rate: float = 0.25, window: int = 256) -> Any:
 
         def score(self, state, step, seen, valid):
             state, priority, delay = self.random.score(state, step, seen, valid)
-            # far below the resolution of the priorities: the gates are computed and decide nothing
+            # far below the resolution of the priorities: the gates are computed but decide nothing
             return state, priority + 1e-12 * self.gates(step.k_pre, step.k), delay
 
         def keep(self):
@@ -172,14 +172,14 @@ def random_gates(model: Any, rate: float = 0.25, window: int = 256) -> Any:
             return self.random.admitted(tokens)
 
     shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
-    # 1.5 is the paper's hidden width over head_dim for Qwen3
+    # the paper's ratio of hidden width to head_dim for Qwen3
     gates = jax.jit(lambda: WriteGate(*shape, expand=1.5, rngs=nnx.Rngs(1)))()
     random: Any = make_policy({"random": {"ratio": rate, "window": window}}, model=model)
     return Policy(GatedRandom(gates, random.admission), name="wgkv", window=window)
 
 
 def policy_of(text: str, model: Any, tokenizer: Any) -> Any:
-    """Return the policy that a string describes, with random gates or scorers where it names none."""
+    """Return the policy that a string describes, with random gates or scorers if it names none."""
     import kvjax
     from kvjax.policies.admission.kvpop import Sizes
     from kvjax.policies.make import parse_policy
@@ -201,19 +201,19 @@ class Timing(NamedTuple):
 
     seconds: float
     bound: float
-    """Seconds that it takes at least."""
+    """The bound: the least seconds that it can take."""
     bytes: int | None = None
-    """Bytes of the pages in use; None: the cache is a contiguous one."""
+    """Bytes of the pages in use. None: the cache is contiguous."""
     kv_ratio: float | None = None
     """Entries held, as a share of a full cache's."""
 
 
 Way = Callable[[], Timing]
-"""Runs a phase one way."""
+"""A function that times a phase on one path."""
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """Return, print and write a row for each phase, batch, context and path; decoding is by token."""
+    """Return, print and write a row for each phase, batch, context and path. Times of decoding are per token."""
     import jax
     from dense_attention import layers_of
 
@@ -275,7 +275,7 @@ def report(
 
 
 def sizes(cache: Any) -> tuple[int, float]:
-    """Return the bytes of the cache's pages in use, and the entries that it holds as a share of a full cache's."""
+    """Return the bytes of the cache's pages in use, and the entries held as a share of a full cache's."""
     import kvjax
 
     stats, pages = kvjax.stats(cache), cache.pages.free.size
@@ -285,7 +285,7 @@ def sizes(cache: Any) -> tuple[int, float]:
 def prefills(
     config: BenchmarkConfig, model: Any, policies: dict[str, Any], rate: float, context: int
 ) -> dict[str, Way]:
-    """Return the ways to read a prompt, up to its first new token. rate: FLOPs a second."""
+    """Return the ways to read a prompt, up to its first new token. rate: FLOPs per second."""
     import jax
     from dense_attention import dense_prefills
 
@@ -335,9 +335,10 @@ def decodes(
     """Return the ways to decode a token of each sequence.
 
     Args:
-        layers: those of `layers_of`.
-        caches: of this batch by path, to be filled: what makes them, and what is decoded with.
-        rate: bytes a second.
+        layers: the result of `layers_of`.
+        caches: filled in for this batch. For each policy it holds the compiled policy and the function that makes
+            caches.
+        rate: bytes per second.
     """
     import jax
     from dense_attention import dense_decodes

@@ -1,4 +1,4 @@
-"""Full attention over plain contiguous caches, by the fastest paths there are: the rival of `benchmark.py`."""
+"""Full attention over contiguous caches, by the fastest paths available: the rivals of `benchmark.py`."""
 
 import functools
 import math
@@ -16,21 +16,21 @@ from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.models.rope import cos_sin
 
 State = Any
-"""Each layer's keys and values, and the token that comes next."""
+"""Each layer's keys and values, and the next token."""
 local = functools.partial(jax.shard_map, out_specs=SPLIT)
 
 
 def has_cudnn(model: Decoder) -> bool:
-    """Return whether cuDNN's attention runs this model here."""
+    """Return True if cuDNN's attention can run this model on this machine."""
     return jax.default_backend() == "gpu" and model.embed.dtype == jnp.bfloat16
 
 
 def dense_prefills(model: Decoder) -> dict[str, Callable]:
-    """Return by name prefill(tokens) → each layer's keys and values, and the next token."""
+    """Return functions by name: prefill(tokens) → each layer's keys and values, and the next token."""
 
     @local
     def xla(step):
-        """`jax.nn.dot_product_attention`, a block of queries at a time: the whole matrix would not fit."""
+        """Run `jax.nn.dot_product_attention` a block of queries at a time: the whole matrix would not fit."""
         q, k, v = (rearrange(x, "b n t h -> b t n h") for x in (step.q, step.k, step.v))
         context = q.shape[1]
         rows = math.gcd(1024, context)
@@ -71,15 +71,17 @@ def dense_prefills(model: Decoder) -> dict[str, Callable]:
 
 
 def layers_of(model: Decoder) -> list[Any]:
-    """Return the model's layers, each with weights of its own: slices of a stack would be copied in every call."""
+    """Return the model's layers with separate weights: slices of a stack would be copied in every call."""
     return [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(model.config.num_layers)]
 
 
 def dense_decodes(
     model: Decoder, layers: list[Any], batch: int, context: int, new_tokens: int
 ) -> dict[str, tuple[Callable[[], State], Callable[[State], State]]]:
-    """Return by name (make() → state, decode(state) → state): `new_tokens` greedy tokens after `context` random ones,
-    in caches that have room for them."""
+    """Return pairs of functions by name: make() → state, and decode(state) → state.
+
+    They decode `new_tokens` greedy tokens after `context` random ones, in caches allocated for all of them.
+    """
     config, total = model.config, context + new_tokens
 
     @local
@@ -148,7 +150,7 @@ def dense_decodes(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _random(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers, a million of them again and again."""
+    """Return normal numbers: about a million of them, repeated."""
     size = math.prod(shape)
     part = jax.random.normal(key, (min(size, 1 << 20),), dtype)
     return part[jnp.arange(size, dtype=np.uint32) % part.size].reshape(shape)

@@ -22,9 +22,9 @@ class AskConfig:
     model: str = "builtin"
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     gates: Path | None = None
-    """Trained WG-KV gates; without them the cache is full."""
+    """Trained WG-KV gates. None: the full cache."""
     max_new_tokens: int = 64
-    """Tokens of an answer."""
+    """Most tokens of an answer."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
 

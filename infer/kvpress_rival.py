@@ -6,7 +6,7 @@
         --twin models/qwen2.5-coder-0.5b --out runs/kvpress
 
 Both libraries read the same token ids one context at a time, compress each to the same share, and answer the same
-questions greedily. The model is the same, for kvpress as a Hugging Face folder.
+questions greedily. Both run the same model; kvpress needs it as a Hugging Face folder.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ METHODS = {
     "SnapKV": ("snapkv:observed={observed}", "SnapKVPress", {"window_size": "{observed}"}),
     "Expected Attention": ("expected_attention", "ExpectedAttentionPress", {}),
     "KeyDiff": ("keydiff", "KeyDiffPress", {}),
-    # kvpress always keeps four tokens, which take places of the budget
+    # kvpress always keeps four tokens, which count towards the budget
     "KVzip": ("kvzip:sink=4", "KVzipPress", {}),
 }
-"""The policy of each method, and its press with arguments."""
+"""The policy, the press and the press's arguments of each method."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _speed(tokens: float | None) -> str:
 
 
 def pressed(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[int]) -> Figures:
-    """Read and ask each sample under a press, as kvpress's pipeline does."""
+    """Measure a press: read each sample and answer its questions, as kvpress's pipeline does."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
 
     from kvjax.evaluate.interval import mean_interval
@@ -96,7 +96,7 @@ def pressed(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[int]) -
 
 
 def _answer(twin: Any, cache: Any, seen: int, question: Any, eos: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Return the greedy answer, and the number of tokens fed. The cache is as before."""
+    """Return the greedy answer, and the number of tokens fed. The cache is restored."""
     torch = importlib.import_module("torch")
     held = [layer.get_seq_length() for layer in cache.layers]
     fed, said, place = list(map(int, question.prompt)), [], seen
@@ -173,7 +173,7 @@ def compare(config: RivalConfig) -> str:
 
 
 def main(args: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     config = parse(args, RivalConfig)
     start(config.mesh)
     print(compare(config))

@@ -1,4 +1,4 @@
-"""Recall by depth and length as a picture: one needle in a long text, read into a small cache, then asked for.
+"""Draw recall by depth and length: one needle in a long text, which is read into a small cache and then asked for.
 
 python infer/needle.py --policy wgkv --gates GATES --lengths 512 1024 --out needle.png
 """
@@ -23,17 +23,17 @@ class NeedleConfig:
     lengths: tuple[int, ...] = (256, 512, 768, 1024)
     """Context lengths in tokens."""
     depths: int = 10
-    """How many depths, evenly from the start to the end."""
+    """The number of needle depths, spaced evenly from the start of the text to its end."""
     samples: int = 8
     """Needles for each length and depth; each is asked for in three ways."""
     out: Path = Path("needle.png")
-    """The picture."""
+    """The file for the picture."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     config = parse_command(NeedleConfig)
     if min(config.depths, config.samples, *config.lengths) < 1:
         raise UserError("--depths, --samples and --lengths must be at least 1")

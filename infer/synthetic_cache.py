@@ -1,4 +1,4 @@
-"""Caches of random entries, as full as a context would leave them: decoding is timed without reading the context."""
+"""Caches of random entries, as full as a context would leave them, to time decoding without reading the context."""
 
 import dataclasses
 import functools
@@ -22,10 +22,10 @@ from pallas_kernels.bits import as_bits
 def synthetic_caches(
     model: Decoder, policy: CompiledPolicy, batch: int, longest: int, new_tokens: int, page_size: int
 ) -> Callable[[int], Cache]:
-    """Return a function that makes a cache of `batch` sequences with a context of up to `longest` tokens each, after
-    whose prefill `new_tokens` are to be decoded, all of the same shape. For a mesh of one device.
+    """Return a function that makes a cache of `batch` sequences after a prefill of up to `longest` tokens each.
 
-    Head caches of a policy that admits tokens hold between half and one and a half times their share.
+    The cache has space for decoding `new_tokens`. All caches have the same shape. The mesh must have one device. Head
+    caches of a policy that admits only some tokens hold between 0.5 and 1.5 times their share.
     """
     config, host, rng = model.config, policy.host, np.random.default_rng(0)
     layout = layout_for(
@@ -77,7 +77,7 @@ def synthetic_caches(
 
 
 def bytes_read(policy: CompiledPolicy, cache: Cache, context: int) -> float:
-    """Return the bytes of entries that a token of each sequence reads, and of pages' bounds where pages are chosen."""
+    """Return the bytes that one token of each sequence reads: entries and, for Quest, the bounds of pages."""
     pool, length = cache.pages.pool, np.asarray(cache.layers.length)
     local = min(context, cache.window - 1)
     selection, read, bounds = policy.host.selection, length, 0
@@ -91,7 +91,7 @@ def bytes_read(policy: CompiledPolicy, cache: Cache, context: int) -> float:
 def retained(
     policy: Policy, layout: Layout, context: int, uneven: Float[np.ndarray, "l b k"]
 ) -> Int[np.ndarray, "l b k"]:
-    """Return how many entries each head cache holds beside the local window, `context` tokens after its start."""
+    """Return the number of retained entries of each head cache (without the local window) after `context` tokens."""
     local = min(context, layout.window - 1)
     left = context - local
     admitted = np.broadcast_to(policy.admission.admitted(left)[:, None], uneven.shape)
@@ -105,7 +105,7 @@ def retained(
 
 
 def _entries(key: Any, layout: Layout) -> tuple[Array, Array | None]:
-    """Return a pool, the same thousand pages again and again, and the bounds of its pages' keys."""
+    """Return a pool of up to 1000 different pages, repeated, and the bounds of its pages' keys, if it has bounds."""
     some = min(layout.pages, 1000)
     part = jax.random.normal(key, (some, layout.page_size, 2 * layout.head_dim), layout.dtype)
     k = part[..., : layout.head_dim].astype(layout.bounds or layout.dtype)

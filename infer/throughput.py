@@ -1,9 +1,9 @@
-"""Time many prompts of several lengths at once, against `generate` of Hugging Face transformers with the same weights.
+"""Time a batch of prompts of several lengths, against `generate` of Hugging Face transformers with the same weights.
 
     python infer/throughput.py --model builtin --policies snapkv:ratio=0.25
 
-Needs torch, from the extra `parity`. Paths take turns; the first round compiles and does not count, of the others the
-median does. The first token counts as prefill.
+This needs torch, from the extra `parity`. Paths take turns. The first round compiles and does not count; the median of
+the others does. The first token counts as prefill.
 """
 
 import dataclasses
@@ -29,26 +29,26 @@ class ThroughputConfig:
     """Time a batch of random prompts with compressed caches against transformers."""
 
     model: str
-    """A model folder or `builtin`, which transformers reads, too."""
+    """A model folder that transformers can read, or `builtin`."""
     policies: tuple[str, ...] = ("wgkv",)
-    """Policies to time, as of `benchmark.py`. The full cache is always timed."""
+    """Policies to time, as in `benchmark.py`. The full cache is always timed."""
     prompts: int = 16
-    """Sequences of the batch."""
+    """The number of prompts in the batch."""
     shortest: int = 100
     """Tokens of the shortest prompt. The others are spread evenly up to --longest."""
     longest: int = 1500
     """Tokens of the longest prompt."""
     new_tokens: int = 32
-    """Decoded tokens after the first."""
+    """Tokens decoded after the first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and cache."""
+    """Dtype of weights and cache."""
     repeats: int = 3
-    """Timings of each path."""
+    """The number of timings of each path."""
     json: Path | None = None
     """File to write the rows to."""
 
     def check(self) -> None:
-        """Raise UserError for numbers that mean nothing."""
+        """Raise UserError for numbers out of range."""
         for name in ("prompts", "new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
@@ -72,12 +72,14 @@ def main(args: list[str] | None = None) -> None:
 
 
 Generate = Callable[[list[list[int]], int], tuple[list[list[int]], float, float]]
-"""Continues each prompt greedily by a number of tokens, whatever they are. Returns them, the seconds to the first of
-them, and the seconds of the others."""
+"""A function that continues each prompt greedily by a number of tokens, whatever they are.
+
+It returns the tokens, the seconds to the first of them, and the seconds of the others.
+"""
 
 
 def with_transformers(folder: Path, dtype: str) -> Generate:
-    """Return transformers' `generate`, with the padding on the left that it wants. Raises UserError without torch."""
+    """Return transformers' `generate`, with the left padding that it needs. Raises UserError without torch."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
@@ -122,7 +124,7 @@ def with_kvjax(model: Any, policy: Any) -> Generate:
 
 
 def run(config: ThroughputConfig) -> list[dict[str, Any]]:
-    """Time a batch. Return and print tokens per second of each path, and how many answers are the rival's."""
+    """Time a batch. Return and print each path's tokens per second, and the number of answers equal to the rival's."""
     import kvjax
     from kvjax.models.folder import find_model
 

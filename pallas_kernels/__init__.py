@@ -1,4 +1,4 @@
 """Attention kernels for KV caches that keep different tokens in different heads.
 
-One folder an op, each with a dense reference that says what it means. Imports jax and jaxtyping only.
+Each op has a folder with a dense reference that defines it. The package imports jax and jaxtyping only.
 """

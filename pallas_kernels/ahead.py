@@ -1,8 +1,8 @@
-"""Compiling for accelerators that are not here.
+"""Ahead-of-time compilation for accelerators that this machine does not have.
 
-TPU: the whole compiler, from `libtpu`, with no TPU. It prints to stderr and takes a lock, and its settings are read
-from the environment when it is first used: a process of its own, started with `ENVIRONMENT`, is the place for it.
-CUDA: lowering, which needs nothing, and XLA's compiler where `CUDA_PACKAGES` are installed.
+TPU: the whole compiler, from `libtpu`. It prints to stderr, takes a lock, and reads its settings from the environment
+when it is first used, so run it in a process of its own, started with `ENVIRONMENT`.
+CUDA: lowering, which needs nothing, and XLA's compiler if `CUDA_PACKAGES` are installed.
 """
 
 import functools
@@ -29,14 +29,14 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
     "XLA_FLAGS": "",
 }
-"""What keeps libtpu from looking for a machine with a TPU, and both compilers from flags meant for others."""
+"""Variables that keep libtpu from looking for a TPU machine, and both compilers from flags meant for other programs."""
 
 CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
 
 @functools.cache
 def tpu_mesh(chip: str) -> Mesh:
-    """A mesh of one chip."""
+    """Return a mesh of one chip."""
     if chip not in TPUS:
         raise ValueError(f"chip {chip!r}: known are {', '.join(TPUS)}")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip]).devices
@@ -44,7 +44,7 @@ def tpu_mesh(chip: str) -> Mesh:
 
 
 def compile_for_tpu(chip: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-    """`function` compiled for one chip; `args` are arrays or `jax.ShapeDtypeStruct`s, or pytrees of them."""
+    """Compile `function` for one chip; `args` are arrays or `jax.ShapeDtypeStruct`s, or pytrees of them."""
     return _compile("tpu", tpu_mesh(chip), function, args, donate)
 
 
@@ -57,7 +57,7 @@ def _compile(platform, mesh, function, args, donate=()):
 
 
 def lower_for_cuda(function: Callable, *args: Any, kind: str = "NVIDIA H100 80GB HBM3") -> str:
-    """The StableHLO of `function` for an NVIDIA GPU, its kernels lowered."""
+    """Return the StableHLO of `function` for an NVIDIA GPU, with its kernels lowered."""
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("chip",), axis_types=(AxisType.Explicit,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -88,11 +88,11 @@ gpu_device_info {
   registers_per_core_limit: 65536
 }
 """
-"""What XLA is told of the GPU: it divides by these numbers and believes zeros."""
+"""The GPU's description for XLA, which divides by these numbers and takes zeros at face value."""
 
 
 def cuda_compiler() -> Path:
-    """The assembler `ptxas`. FileNotFoundError where one of the packages is not installed that compile for CUDA."""
+    """Return the path of the assembler `ptxas`. Raise FileNotFoundError if one of `CUDA_PACKAGES` is not installed."""
     found = [_spec(name) for name in ("jax_cuda12_plugin", "jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")]
     for package, spec in zip(CUDA_PACKAGES, found, strict=True):
         if spec is None:
@@ -103,7 +103,7 @@ def cuda_compiler() -> Path:
 
 
 def _spec(name: str) -> Any:
-    """`find_spec`, which raises for a missing parent."""
+    """Return what `find_spec` does, and None also for a missing parent, for which it raises."""
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
@@ -111,7 +111,7 @@ def _spec(name: str) -> Any:
 
 
 def compile_for_cuda(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-    """`function` compiled for one H100; arguments as for a TPU."""
+    """Compile `function` for one H100; arguments as for a TPU."""
     cuda_compiler()
     devices = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices
     mesh = Mesh(devices, ("chip",), axis_types=(AxisType.Explicit,))

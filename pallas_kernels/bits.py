@@ -1,8 +1,8 @@
-"""16-bit floats as integers of the same bits: how pages are stored on a CPU, and how layers' weights are scanned there.
+"""16-bit floats as integers of the same bits, in which a CPU stores pages and scans the layers' weights.
 
-XLA's CPU backend (jax 0.10.2) scatters no 16-bit floats and takes none out of a stack in a loop: it converts the whole
-array to float32, the pool and back in every layer of every step, the weights in every call. Integers it moves as they
-are, and what is read of them is converted alone.
+XLA's CPU backend (jax 0.10.2) cannot scatter 16-bit floats or slice them out of a stack in a loop. It converts the
+whole array to float32: the pool (and back) in every layer of every step, the weights in every call. It moves integers
+as they are, so that only what is read is converted.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def as_bits(x: Float[Array, "*s"]) -> UInt16[Array, "*s"]:
 def as_floats(x: Shaped[Array, "*s"], dtype: Any) -> Float[Array, "*s"]:
     """The floats of `dtype` whose bits `x` holds; `x` itself if it holds floats.
 
-    Raises ValueError for bits of a dtype that has not 16 of them.
+    Raises ValueError if `x` holds bits and `dtype` does not have 16.
     """
     if x.dtype != jnp.uint16:
         return x

@@ -1,4 +1,4 @@
-"""Cutting attention into blocks, in XLA."""
+"""Blocks of queries and tiles of keys for attention in XLA."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,9 +35,9 @@ def divisor(length: int, largest: int) -> int:
 
 
 def logits_at_once() -> int:
-    """About how many logits a tile should have, if need be of several (sequence, kv head) rows together.
+    """The target number of logits of a tile, which may hold several (sequence, kv head) rows.
 
-    On a CPU those of one row: jax 0.11 spreads a batch of small products over as many threads as there are virtual
+    On a CPU a tile holds one row: jax 0.11 spreads a batch of small products over as many threads as there are virtual
     devices, at several times the cost.
     """
     return 1 if target().platform == "cpu" else 1 << 24
@@ -47,8 +47,8 @@ class Blocks:
     """Groups of `bb` sequences and `kk` kv heads; blocks of `bq` of the `t` queries; tiles of `bk` of the `s` keys.
 
     A block of queries is `[bb kk g·bq …]`: a kv head's query heads are stacked. Groups take sequences before heads,
-    since a head keeps about as much of one sequence as of another. The queries are the last of the `s` indices. Where
-    blocks do not fit exactly, the last one is moved back over the one before.
+    since a head keeps about as much of one sequence as of another. The queries are the last of the `s` indices. If
+    blocks do not fit exactly, the last one is moved back and overlaps the one before.
     """
 
     def __init__(self, q, k):
@@ -61,17 +61,17 @@ class Blocks:
         self.kk = divisor(heads, rows // self.bb)
         self.columns = heads // self.kk
         self.groups = b // self.bb * self.columns
-        # Tables, as arithmetic on a loop's counter would keep XLA from vectorising the comparisons that read them.
+        # Tables: arithmetic on a loop counter would keep XLA from vectorising the comparisons that use it.
         first = jnp.arange(self.blocks)[:, None] * self.bq
         place = jnp.minimum(first, self.t - self.bq) + jnp.arange(self.bq)
         self.query_index = jnp.tile(place + self.s - self.t, self.g)
-        """`[block g·bq]`"""
+        """`[block g·bq]`: the index of every query."""
         self.query_owned = jnp.tile(place >= first, self.g)
-        """`[block g·bq]`: False for the queries that the block before holds too."""
+        """`[block g·bq]`: False for queries that the block before holds too."""
         first = jnp.arange(self.tiles)[:, None] * self.bk
         place = jnp.minimum(first, self.s - self.bk) + jnp.arange(self.bk)
         self.key_index = jnp.where(place >= first, place, self.s)
-        """`[tile bk]`; after every query for the keys that the tile before holds too."""
+        """`[tile bk]`: the index of every key; `s`, after every query, for keys that the tile before holds too."""
 
     def _corner(self, group):
         return group // self.columns * self.bb, group % self.columns * self.kk
@@ -107,7 +107,7 @@ class Blocks:
         )
 
     def loop(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """`step(group, i, carry)` over all groups and all blocks of queries."""
+        """Run `step(group, i, carry)` over all groups and all blocks of queries; return the last carry."""
 
         def blocks(group, carry):
             return lax.fori_loop(0, self.blocks, lambda i, carry: step(group, i, carry), carry)

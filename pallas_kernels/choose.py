@@ -1,4 +1,4 @@
-"""Which implementation of an op runs."""
+"""The choice of an op's implementation."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -9,14 +9,14 @@ BY_PLATFORM = {"cpu": "xla", "tpu": "tpu", "gpu": "gpu"}
 
 
 class Target(NamedTuple):
-    """What a computation is traced for: `platform` "cpu", "tpu" or "gpu", and `kind`, the maker's name of the chip."""
+    """The target of a traced computation: `platform` is "cpu", "tpu" or "gpu", `kind` the maker's name of the chip."""
 
     platform: str
     kind: str
 
 
 def target() -> Target:
-    """The devices of the current mesh (also one of devices that are not here), else the default backend's."""
+    """The target of the current mesh, whose devices may be elsewhere; without a mesh, that of the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         here = jax.local_devices()[0]
@@ -30,7 +30,7 @@ def choose(
     op: str,
     by_platform: Mapping[str, str] = BY_PLATFORM,
 ) -> Callable:
-    """The implementation called `name`; None is the platform's own, never another one instead of it."""
+    """Return the implementation called `name`. None: the platform's own; there is no fallback to another one."""
     if name is None:
         platform = target().platform
         if platform not in by_platform:

@@ -1,4 +1,4 @@
-"""Running a kernel where its hardware is not: Pallas's interpreters."""
+"""Pallas's interpreters, which run a kernel without its hardware."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from pallas_kernels.choose import target
 
 
 def tpu_interpret(interpret: Any = None) -> Any:
-    """What `pallas_call` takes as `interpret`: what is given, else no interpreter on a TPU and one elsewhere.
+    """The `interpret` argument of `pallas_call`: the given one, else no interpreter on a TPU and one elsewhere.
 
-    The general one is the faster, but does not work inside `shard_map`; TPU's own does not under `jax.checkpoint`.
+    The general interpreter is faster, but does not work inside `shard_map`. TPU's own does not work under
+    `jax.checkpoint`.
     """
     if interpret is not None or target().platform == "tpu":
         return interpret or False
@@ -19,5 +20,5 @@ def tpu_interpret(interpret: Any = None) -> Any:
 
 
 def gpu_interpret(interpret: bool | None = None) -> bool:
-    """The same for a GPU's kernels, for which there is only the general interpreter."""
+    """Return `interpret`, or if None, True unless on a GPU. GPU kernels have only the general interpreter."""
     return target().platform != "gpu" if interpret is None else interpret

@@ -16,7 +16,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def product(subscripts: str, x: jax.Array, y: jax.Array) -> Float[Array, "..."]:
-    """An einsum with float32 sums, exact where an argument is float32: left to themselves GPUs take TF32 for it, TPUs
+    """An einsum with float32 sums, exact if an argument is float32. By default GPUs would use TF32 for it, TPUs
     bfloat16."""
     exact = jnp.float32 in (x.dtype, y.dtype)
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
@@ -24,7 +24,7 @@ def product(subscripts: str, x: jax.Array, y: jax.Array) -> Float[Array, "..."]:
 
 
 def logits(q: Float[Array, "*r q h"], k: Float[Array, "*r s h"]) -> Float[Array, "*r q s"]:
-    """q · k / sqrt(h) in float32; scaled after the product, since scaling a bfloat16 q first costs three digits."""
+    """Return q · k / sqrt(h) in float32, scaled after the product: scaling a bfloat16 q first costs three digits."""
     return product("...qh,...sh->...qs", q, k) * (q.shape[-1] ** -0.5)
 
 
@@ -47,7 +47,7 @@ def update(state: State, x: Float[Array, "*r q s"], v: Float[Array, "*r s h"]) -
 def finish(state: State) -> tuple[Float[Array, "*r q h"], Float[Array, "*r q"]]:
     """Output and log-sum-exp in float32; 0 and -inf for a query that saw no key."""
     m, l, o = state
-    empty = m <= MASKED / 2  # and not its opposite, so that a NaN among what was seen stays one
+    empty = m <= MASKED / 2  # not its opposite, so that a NaN among the visible logits stays NaN
     l = jnp.where(empty, 1, l)
     return jnp.where(empty[..., None], 0, o / l[..., None]), jnp.where(empty, -jnp.inf, m + jnp.log(l))
 
@@ -60,7 +60,7 @@ def merge(
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
-    Both are float32, whatever the parts are: the union of many sets is rounded once, by who has all of them. A set in
+    Both results are float32, whatever the parts are, so that the caller can merge many sets and round once. A set in
     which a query saw nothing (lse = -inf) leaves the other as it is.
     """
     m = jnp.maximum(lse1, lse2)

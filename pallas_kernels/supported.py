@@ -1,4 +1,4 @@
-"""What the kernels take; XLA's forms take everything."""
+"""Checks of the arguments that kernels support. The XLA implementations support everything."""
 
 import jax.numpy as jnp
 
@@ -7,7 +7,7 @@ DTYPES = jnp.float32.dtype, jnp.bfloat16.dtype
 
 
 def require(op: str, implementation: str, *conditions: tuple[bool, str]) -> None:
-    """Raise one line with the first condition that does not hold, as what is taken and what was given."""
+    """Raise ValueError for the first condition that does not hold. Its text says what is taken and what was given."""
     for holds, what in conditions:
         if not holds:
             raise ValueError(
@@ -16,14 +16,14 @@ def require(op: str, implementation: str, *conditions: tuple[bool, str]) -> None
 
 
 def require_whole(op: str, **arrays) -> None:
-    """Indices and lengths: integers, and no bool. Those that are None were not given."""
+    """Raise ValueError unless all arrays (indices, lengths) are integers, not bools. None is skipped."""
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{op}: {name} is {x.dtype}, but must be whole numbers, as int32")
 
 
 def require_attention(op: str, implementation: str, q, **others) -> None:
-    """Queries `[… h]` of a head_dim and dtype that the kernels take, and `others` of the same dtype."""
+    """Raise ValueError unless the kernels take the head_dim and dtype of q `[… h]`, and `others` have its dtype."""
     h = q.shape[-1]
     require(
         op,

@@ -1,8 +1,8 @@
 """The clock, command line and table that every op's `bench.py` shares.
 
-Compiled and warm programs are timed in turns on the same inputs, and the median counts. One timing is of a batch of
-calls that are sent one after another and awaited together, and short ops run several times inside one program, so that
-the time it takes to start a program is not measured.
+Compiled and warm programs are timed in turns on the same inputs, and the median counts. One timing covers a batch of
+calls that are sent one after another and awaited together. Short ops run several times inside one program, so that the
+time to start a program is not measured.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jax import lax
 
 
 class Setting(NamedTuple):
-    """The attention layer that is timed, and how. Sizes are in tokens, entries or bytes."""
+    """The attention layer that is timed, and the settings of the timing. Sizes are in tokens, entries or bytes."""
 
     n: int
     k: int
@@ -31,15 +31,15 @@ class Setting(NamedTuple):
     dtype: Any
     batch: int
     inner: int
-    """Runs of a short op inside one program."""
+    """The runs of a short op inside one program."""
     copied: int
-    """Size of the array whose copy bounds what reads memory."""
+    """The bytes of the array whose copy bounds memory-bound ops."""
     matmul: int
-    """Width of the matrices whose product bounds what computes."""
+    """The width of the matrices whose product bounds compute-bound ops."""
     logits: int
-    """A rival that would hold more logits is left out."""
+    """The most bytes of logits: a rival that would hold more is left out."""
     seconds: float
-    """About how long the timings of one context take."""
+    """The approximate time in seconds that the timings of one context take."""
     window: int = 256
     page: int = 64
 
@@ -59,11 +59,11 @@ LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}
 """Largest relative error of a result, by its dtype; integers are exact."""
 
 Run = Callable[[int], None]
-"""Runs so many times and waits."""
+"""A function that runs a program so many times and waits for it."""
 
 
 class Candidate(NamedTuple):
-    """`prepare()` compiles; a run of what it gives is `inner` calls, each doing `work` (FLOPs, bytes or keys)."""
+    """A program to time. `prepare()` compiles it; a run is `inner` calls, each doing `work` (FLOPs, bytes or keys)."""
 
     prepare: Callable[[], Run]
     work: int | float
@@ -71,7 +71,7 @@ class Candidate(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of the table to be. The rate's bound is "device copy", "matrix product" or a rival's."""
+    """A row of the table before timing. `bound` names the rate's bound: "device copy", "matrix product" or a rival."""
 
     shape: str
     implementation: str
@@ -82,7 +82,7 @@ class Line(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a benchmark times, and its usual contexts: `lines(setting, key, tokens, implementations)` for each."""
+    """A part of a benchmark: `lines(setting, key, tokens, implementations)` and the contexts it usually gets."""
 
     name: str
     lines: Callable[[Setting, jax.Array, int, tuple[str, ...]], list[Line]]
@@ -91,27 +91,27 @@ class Part(NamedTuple):
 
 
 class Check(NamedTuple):
-    """`call(implementation, *args)` gives what `call("reference", *args)` does, within `LIMITS`."""
+    """A check that `call(implementation, *args)` gives what `call("reference", *args)` does, within `LIMITS`."""
 
     name: str
     call: Callable[..., Any]
     args: tuple[Any, ...]
     gradient: bool = False
-    """Errors are relative to the largest number, since a row of a gradient may be 0."""
+    """True if errors are relative to the largest number, since a row of a gradient may be 0."""
 
 
 def program(call: Callable, args: Any, work: int | float, inner: int = 1) -> Candidate:
-    """`call(*args)` in JAX."""
+    """Return the candidate that runs `call(*args)` in JAX."""
     return Candidate(lambda: runs(_step(call, inner), args), work, inner)
 
 
 @functools.cache
 def _step(call, inner):
-    """The jitted call, kept so that the same call of other arrays is not compiled again."""
+    """Return the jitted call. It is cached, so that the same call with other arrays is not compiled again."""
 
     def repeated(*args):
         def once(_, out):
-            # so that nothing of a call is known before the call before is done
+            # keeps a call from starting before the previous one is done
             args_again, _ = lax.optimization_barrier((args, out))
             return call(*args_again)
 
@@ -122,7 +122,7 @@ def _step(call, inner):
 
 
 def runs(step: Callable, args: Any) -> Run:
-    """Runs of `step(*args)`."""
+    """Return a function that runs `step(*args)` so many times and waits."""
 
     def run(n):
         out = None
@@ -134,7 +134,7 @@ def runs(step: Callable, args: Any) -> Run:
 
 
 def measure(candidates: Iterable[Candidate], seconds: float) -> dict[Candidate, float | str]:
-    """Seconds that a call of each takes, or why there is no time, in a line."""
+    """Return the seconds that a call of each takes, or one line that says why there is no time."""
     ready: dict[Candidate, tuple[Run, int]] = {}
     failed: dict[Candidate, float | str] = {}
     once = 0.0
@@ -165,7 +165,7 @@ def _time(run: Run, n: int) -> float:
 
 
 def bounds(setting: Setting, key: jax.Array) -> dict[str, float]:
-    """Bytes a second that a copy reads and writes, and FLOPs a second of a large product, on this device."""
+    """Measure this device: bytes per second that a copy reads and writes, and FLOPs per second of a large product."""
     source = random(key, (setting.copied // 4,), jnp.float32)
     x = random(key, (setting.matmul, setting.matmul), setting.dtype)
     candidates = {
@@ -177,7 +177,7 @@ def bounds(setting: Setting, key: jax.Array) -> dict[str, float]:
 
 
 def rows(op: str, lines: list[Line], bounds: Mapping[str, float], seconds: float) -> list[dict]:
-    """Time the lines together. A speed-up is over the best rival; what has no time says why instead."""
+    """Time the lines together. The speed-up is over the best rival; a program without a time says why instead."""
     times = measure([x for line in lines for x in (*line.rivals.values(), line.ours)], seconds)
     found = []
     for line in lines:
@@ -199,7 +199,7 @@ def rows(op: str, lines: list[Line], bounds: Mapping[str, float], seconds: float
 
 
 def cells(values: Iterable[Any]) -> str:
-    """A line of a table in GitHub's Markdown."""
+    """Return a row of a table in GitHub's Markdown."""
 
     def shown(x: Any) -> str:
         if isinstance(x, dict):
@@ -210,7 +210,7 @@ def cells(values: Iterable[Any]) -> str:
 
 
 def check(checks: Iterable[Check], implementations: tuple[str, ...]) -> dict[str, float]:
-    """The largest error of each implementation; exits at the first that is above its limit."""
+    """Return the largest error of each implementation. Exit at the first error above its limit."""
     found = {}
     for case in checks:
         exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, case.args)
@@ -228,9 +228,9 @@ def check(checks: Iterable[Check], implementations: tuple[str, ...]) -> dict[str
 
 
 def error(actual: jax.Array, expected: jax.Array, *, by_row: bool) -> float:
-    """The largest difference, relative to the length of its row (along the last axis) or to the largest number.
+    """Return the largest difference, relative to the norm of its row (along the last axis) or to the largest number.
 
-    Over many keys outputs average out, and one number for all queries would let what those are off by pass.
+    With many keys outputs average out to small numbers. One norm for all queries would hide their errors.
     """
     actual, expected = (x.astype(jnp.float32) for x in (actual, expected))
     difference = jnp.where(actual == expected, 0, jnp.abs(actual - expected))
@@ -247,9 +247,9 @@ def run(
     parts: list[Part],
     arguments: list[str] | None,
 ) -> list[dict]:
-    """The command `python -m pallas_kernels.OP.bench`: check the op, time it beside its rivals, print the table.
+    """Run the command `python -m pallas_kernels.OP.bench`: check the op, time it and its rivals, print the table.
 
-    `usual()` are the implementations that are timed by default; `checks(key, dtype)` comes before all timing.
+    `usual()` gives the implementations that are timed by default. `checks(key, dtype)` run before all timing.
     """
     parser = argparse.ArgumentParser(
         f"python -m pallas_kernels.{op}.bench", description=f"Time {op} beside its rivals on this device."
@@ -258,7 +258,7 @@ def run(
     parser.add_argument("--implementations", nargs="+", help="what is timed instead of this device's own")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args(arguments)
-    # torch shares the memory; read when JAX first uses the device
+    # leave memory to torch; JAX reads these when it first uses the device
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     cpu = jax.default_backend() == "cpu"
@@ -279,7 +279,7 @@ def run(
             print(*map(cells, map(dict.values, new)), sep="\n", flush=True)
             found += new
             if "torch" in sys.modules:
-                # give memory that torch keeps for itself back to JAX
+                # free the memory that torch caches, for JAX
                 sys.modules["torch"].cuda.empty_cache()
     if options.json:
         content = {"where": where, "errors": errors, "bounds": reached, "rows": found}
@@ -288,12 +288,12 @@ def run(
 
 
 def random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers; large arrays repeat a part of them, since making them all takes memory."""
+    """Return normal random numbers. Large arrays repeat a part of them, since sampling them all takes memory."""
     size = math.prod(shape)
     part = jax.random.normal(key, (min(size, 1 << 26),), dtype)
     return jnp.resize(part, shape) if size > part.size else part.reshape(shape)
 
 
 def tokens(n: int) -> str:
-    """Short for a number of tokens."""
+    """Format a number of tokens, as "8K" for 8192."""
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)

@@ -1,4 +1,4 @@
-"""Loop carries inside `shard_map`: what they start from must vary over the same mesh axes as what replaces them."""
+"""Loop carries inside `shard_map`: the initial carry must vary over the same mesh axes as the carry of later steps."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ def _axes(x: jax.Array) -> frozenset:
 
 
 def alike(*arrays: Any) -> Any:
-    """The given pytrees, every array marked as varying over the union of the mesh axes that any of them varies over.
+    """Return the pytrees with every array marked as varying over all mesh axes that any of them varies over.
 
-    Nothing is computed or moved, and outside `shard_map` nothing happens at all.
+    Nothing is computed or moved. Outside `shard_map` this does nothing.
     """
     union = frozenset().union(*map(_axes, jax.tree.leaves(arrays)))
 
@@ -24,5 +24,5 @@ def alike(*arrays: Any) -> Any:
 
 
 def output(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """The shape of a kernel's output that varies over the mesh axes that `like` does."""
+    """The shape of a kernel's output that varies over the same mesh axes as `like`."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)

@@ -17,9 +17,9 @@ from kvjax.errors import UserError
 from kvjax.evaluate.results import NOTHING, read_results
 
 Row = tuple[str, str]
-"""A budget as it is shown, and the label of a policy."""
+"""A budget as the table shows it, and the label of a policy."""
 Column = tuple[str, int]
-"""A task, and the tokens of its contexts."""
+"""A task, and its context length in tokens."""
 Scores = dict[Row, dict[Column, dict[int, float]]]
 """The score of each seed, in percent."""
 
@@ -31,7 +31,7 @@ class ClaimsConfig:
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """The --out folders of `kvjax.evaluate`, of all seeds and policies."""
     relative_to: str | None = None
-    """Label of a policy that is measured at one budget, whose score for the same task and seed is 100%."""
+    """The label of the policy whose score for the same task and seed counts as 100%. It must have one budget."""
 
 
 def gather(folders: Sequence[Path]) -> Scores:
@@ -44,7 +44,7 @@ def gather(folders: Sequence[Path]) -> Scores:
         if not file.is_file():
             raise UserError(f"{folder}: got no results.jsonl, expected the --out folder of an evaluation")
         for result in read_results(file).values():
-            # a policy with a size of its own is measured at no budget
+            # a policy with a fixed size has no budget
             row = "–" if result.sized_by == NOTHING else result.at, result.policy
             seeds = scores.setdefault(row, {}).setdefault((result.task, result.context), {})
             if result.seed in seeds:
@@ -57,7 +57,10 @@ def gather(folders: Sequence[Path]) -> Scores:
 
 
 def relative(scores: Scores, label: str) -> Scores:
-    """Return every score in percent of the policy's called `label`. Raises UserError if there is not one for each."""
+    """Return every score in percent of that of the policy `label`.
+
+    Raises UserError if that policy does not have exactly one row, or lacks a score, or has a score of 0.
+    """
     rows = [row for row in scores if row[1] == label]
     if len(rows) != 1:
         raise UserError(f"--relative-to {label}: got {len(rows)} rows of this label, expected 1")
@@ -77,13 +80,13 @@ def relative(scores: Scores, label: str) -> Scores:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean, with the smallest and the largest where they differ."""
+    """Return the mean, with the smallest and the largest value if they differ."""
     mean, low, high = (f"{x:.0f}" for x in (statistics.mean(values), min(values), max(values)))
     return mean if low == high else f"{mean} ({low}–{high})"
 
 
 def mean_of_tasks(found: Mapping[Column, Mapping[int, float]], columns: Sequence[Column]) -> str:
-    """Return the mean over the tasks, where every task has the same seeds; else a dash."""
+    """Return the mean over the tasks if every task has the same seeds, else a dash."""
     seeds = {tuple(sorted(found.get(column, ()))) for column in columns}
     if len(seeds) > 1:
         return "–"

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 QUESTIONS = 5
-"""Questions of a record."""
+"""The number of questions of a record."""
 LINES = range(4, 21)
-"""Lines that a function in question may have: a shorter one says little, a longer one takes long to repeat."""
+"""The number of lines that a function to find may have: shorter ones say little, longer ones take long to repeat."""
 DESCRIBED = range(40, 400)
-"""Characters that its description may have."""
+"""The number of characters that its description may have."""
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -33,19 +33,19 @@ class Unit(NamedTuple):
 
     code: str
     function: Function | None
-    """The function, if it may be asked about."""
+    """The function if a question may ask for it, else None."""
 
 
 def code_records(modules: Sequence[str], repo: str, characters: int) -> Iterator[str]:
     """Yield JSON lines for `kvjax.tasks.scbench`.
 
-    A record's context is consecutive functions and classes of a module, of at most `characters` in all. One with fewer
-    than `QUESTIONS` functions to ask about is left out. The functions asked about are spread over the context.
+    A record's context is consecutive functions and classes of a module, of at most `characters` in all. A context with
+    fewer than `QUESTIONS` functions to ask for is left out. The functions asked for are spread over the context.
 
     Args:
         modules: Python source.
         repo: the name of the package.
-        characters: of a context.
+        characters: the most characters of a context.
     """
     for module in modules:
         for context in contexts(units(module), characters):

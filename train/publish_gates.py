@@ -1,4 +1,4 @@
-"""Gates of a run as they are handed on: in bfloat16, half the size, without the Orbax export.
+"""Publish a run's gates: in bfloat16, which halves the size, and without the Orbax export.
 
     python train/publish_gates.py --run runs/smollm2 --out gates/smollm2-135m/lambda-0.15 \
         --model HuggingFaceTB/SmolLM2-135M-Instruct --data "novels and manuals (train/real_text.py)"
@@ -16,17 +16,17 @@ class PublishConfig:
     """Write a run's gates in bfloat16."""
 
     run: Path
-    """The --out of a training run that has ended."""
+    """The --out folder of a training run that has ended."""
     out: Path
-    """A new folder: gates.safetensors and config.json."""
+    """A new folder for gates.safetensors and config.json."""
     model: str
-    """What the description is to call the model: its public name, not this machine's path."""
+    """The public name of the model for the description, not its path on this machine."""
     data: str
-    """The same for the data."""
+    """The public name of the training data for the description."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     config = parse_command(PublishConfig, args)
     if config.out.exists():
         raise UserError(f"--out {config.out} already exists")

@@ -1,5 +1,5 @@
-"""Natural text and source code to train gates on and to evaluate them with, from Debian packages: novels, manuals, a
-glossary, Python libraries.
+"""Natural text and source code for training and evaluating gates, from Debian packages: novels, manuals, a glossary,
+Python libraries.
 
     pip install '.[text]' && mkdir packages && (cd packages && apt-get download r-cran-janeaustenr jargon-text git-doc \
         debian-reference-en debian-policy debian-faq python3.11-doc developers-reference python3-jinja2 \
@@ -7,7 +7,7 @@ glossary, Python libraries.
         python3-toolz)
     python -m train.real_text --packages packages --out text --code
 
-Nothing is installed: the packages are unpacked (with dpkg-deb) and read. No held-out work is trained on, in no part.
+Nothing is installed: the packages are unpacked (with dpkg-deb) and read. No part of a held-out work is trained on.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ CODE, RECORDS = "code", "scbench_repoqa.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is read as one text: the files of a Debian package that match a pattern, in the order of their names, or a
-    novel of R's package of Jane Austen's."""
+    """One work: the files of a Debian package that match a pattern, in the order of their names, or a novel from R's
+    package of Jane Austen's novels."""
 
     package: str
     pattern: str = ""
@@ -81,7 +81,7 @@ WORKS = {
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Write pieces of natural text: OUT/train and OUT/heldout, a file a piece, and OUT/sources.json.
+    """Write pieces of natural text to OUT/train and OUT/heldout, one file per piece, and OUT/sources.json.
 
     With --code, OUT/train also has pieces of source code, and OUT/code has held-out pieces of other libraries' code
     and functions to find in it (kvjax.evaluate --tasks scbench_repoqa --data scbench=OUT/code).
@@ -92,17 +92,17 @@ class TextConfig:
     out: Path
     """A new folder."""
     characters: tuple[int, ...] = (6_000, 12_000)
-    """Of the pieces to train on, in turn and at least: whole paragraphs, some 1,500 and 3,000 tokens."""
+    """The least characters of the pieces to train on, in turn: whole paragraphs, about 1,500 and 3,000 tokens."""
     heldout_characters: tuple[int, ...] = (24_000,)
-    """Of the held-out pieces."""
+    """The least characters of the held-out pieces, in turn."""
     code: bool = False
-    """Also read the libraries."""
+    """Add pieces of source code from the Python libraries."""
     code_characters: int = 9_000
-    """Most characters of a context of the records: some 2,500 tokens."""
+    """The most characters of the context of a record with functions to find: about 2,500 tokens."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     config = parse_command(TextConfig, args)
     if config.out.exists():
         raise UserError(f"--out {config.out} already exists")
@@ -130,7 +130,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def check_rdata() -> None:
-    """Raises UserError if the package that reads R's data is not installed."""
+    """Raise UserError if the package that reads R's data is not installed."""
     try:
         import rdata  # noqa: F401
     except ModuleNotFoundError:
@@ -140,12 +140,12 @@ def check_rdata() -> None:
 
 
 def is_asked(work: Work) -> bool:
-    """Return whether there are functions to find in a work."""
+    """Return True if a work has functions to find."""
     return work.code and work.heldout
 
 
 def find_archives(folder: Path, works: Iterable[Work]) -> dict[str, Path]:
-    """Package -> its .deb file. Raises UserError if one is missing or there twice."""
+    """Return the .deb file of each package. Raises UserError if one is missing or there are several."""
     found = {}
     for package in sorted({work.package for work in works}):
         archives = list(folder.glob(f"{package}_*.deb"))
@@ -159,7 +159,7 @@ def find_archives(folder: Path, works: Iterable[Work]) -> dict[str, Path]:
 
 
 def unpack(archive: Path, to: Path) -> None:
-    """A package's files. Raises UserError without dpkg-deb, or for a file that it cannot read."""
+    """Unpack a package. Raises UserError without dpkg-deb, or for a file that it cannot read."""
     try:
         subprocess.run(["dpkg-deb", "-x", archive, to], check=True, capture_output=True, text=True)
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def unpack(archive: Path, to: Path) -> None:
 
 
 def read(work: Work, root: Path) -> list[str]:
-    """The texts of a work's files in an unpacked package."""
+    """Return the texts of a work's files in an unpacked package. Raises UserError if there are none."""
     if work.novel:
         return [novel(root / NOVELS, work.novel)]
     files = sorted(root.glob(work.pattern))
@@ -185,20 +185,20 @@ def read(work: Work, root: Path) -> list[str]:
 
 
 def novel(database: Path, name: str) -> str:
-    """A character vector of R's lazy-load database (`.rdx`: where each object lies in `.rdb`), line by line."""
+    """Return a character vector of R's lazy-load database as lines (`.rdx` has the place of each object in `.rdb`)."""
     from rdata.conversion import convert
     from rdata.parser import parse_data
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rdata names each kind of R object that it has no Python class for
+        warnings.simplefilter("ignore")  # rdata warns of each R class that it cannot convert
         start, size = convert(parse_data(database.with_suffix(".rdx").read_bytes()))["variables"][name]
         packed = database.with_suffix(".rdb").read_bytes()[start : start + size]
-        lines = convert(parse_data(zlib.decompress(packed[4:])))  # after the unpacked length
+        lines = convert(parse_data(zlib.decompress(packed[4:])))  # the first 4 bytes are the unpacked length
     return "\n".join(lines)
 
 
 def pieces(text: str, characters: Sequence[int]) -> Iterator[str]:
-    """Whole paragraphs, at least so many `characters` a piece in turn; what is left at the end is dropped."""
+    """Yield pieces of whole paragraphs, each of at least the next of `characters`, in turn. The rest is dropped."""
     held, size, least = [], 0, itertools.cycle(characters)
     wanted = next(least)
     for paragraph in text.split("\n\n"):
@@ -210,7 +210,7 @@ def pieces(text: str, characters: Sequence[int]) -> Iterator[str]:
 
 
 def write(config: TextConfig, name: str, texts: Sequence[str]) -> int:
-    """Write a work's pieces, and of code that is held out also its records. Returns how many pieces there are."""
+    """Write a work's pieces and, for held-out code, its records. Return the number of pieces."""
     work = WORKS[name]
     folder = config.out / (CODE if is_asked(work) else "heldout" if work.heldout else "train")
     folder.mkdir(parents=True, exist_ok=True)

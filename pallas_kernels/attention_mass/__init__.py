@@ -1,6 +1,6 @@
-"""How much attention every key gets: the transposed pass.
+"""The attention that every key receives: the transposed pass.
 
-api: the op. passes: it as one or two passes of one kind. xla, tpu, gpu: that pass. reference: what the op means.
+api: the op. passes: the op as one or two passes of one kind. xla, tpu, gpu: that pass. reference: the definition.
 """
 
 from pallas_kernels.attention_mass.api import attention_mass, paged_attention_mass

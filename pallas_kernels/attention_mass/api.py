@@ -1,4 +1,4 @@
-"""The op `attention_mass`: for every key, the attention that queries pay it."""
+"""The op `attention_mass`: the attention that every key receives from the queries."""
 
 from typing import Literal
 
@@ -32,29 +32,31 @@ def attention_mass(
     lse: Float[Array, "b n t"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b k s"]:
-    """What each key gets of the queries' attention, `p_ij = exp(q_i·k_j / sqrt(h) - lse_i)`, reduced to one number.
+    """Return the attention `p_ij = exp(q_i·k_j / sqrt(h) - lse_i)` that each key receives, reduced to one number.
 
-    First `over` the queries that count the key, then over the query heads of the key's `group`. The queries are the
-    last `t` of the `s` indices: query `i` has index `I = i + s - t` and counts key `j` iff `I >= j + offset`. Query
-    head `x` reads kv head `x // (n / k)`. No gradient flows.
+    It is reduced first `over` the queries that count the key, then over the query heads of the key's `group`. The
+    queries are the last `t` of the `s` indices: query `i` has index `I = i + s - t` and counts key `j` iff
+    `I >= j + offset`. Query head `x` reads kv head `x // (n / k)`. No gradient flows.
 
-    Serves KVPOP's target (App. D: "logsumexp" and "max", offset = window, the sparse pass's lse), KVzip's score (eq. 2
-    and 3: "max" and "max", `valid` the chunk and what may share its softmax), the observation windows of SnapKV and
-    OracleKV (eq. 2) and H2O's statistic ("sum" and "mean").
+    This serves KVPOP's target (App. D: "logsumexp" and "max", offset = window, lse of the sparse pass), KVzip's score
+    (eq. 2 and 3: "max" and "max", `valid` for the chunk and the keys that may share its softmax), the observation
+    windows of SnapKV and OracleKV (eq. 2) and H2O's statistic ("sum" and "mean").
 
     Args:
         over: "sum" of p over the queries, its logarithm ("logsumexp"), or the largest p ("max").
-        group: "max", "mean" or "sum" over the group of what `over` gives; of the probabilities, not of their
+        group: "max", "mean" or "sum" over the group of what `over` gives. It reduces the probabilities, not their
             logarithms, so that "logsumexp" is the logarithm of "sum" for every group.
-        offset: how many indices after its own a key is first counted, at least 0; None: every query counts every key.
-        valid: the keys that exist; what stands in the others does not matter. None: all.
-        lse: each query's log-sum-exp, possibly over other keys than these, so that p may exceed 1; -inf: the query
-            counts for nothing. None: over the valid keys that the query counts, for an offset of 0 or None.
-        implementation: "xla", "tpu" or "gpu" (blocks of queries and keys, one pass over them, or two if lse is not
-            given), or "reference" (dense); None: the backend's own.
+        offset: the number of indices after its own at which a key is first counted, at least 0. None: every query
+            counts every key.
+        valid: True for keys that exist; the contents of the others do not matter. None: all exist.
+        lse: each query's log-sum-exp, possibly over other keys than these, so that p may exceed 1. -inf: the query
+            counts for nothing. None: it is computed over the valid keys that the query counts; the offset must then be
+            0 or None.
+        implementation: "xla", "tpu" or "gpu" (blocks of queries and keys, in one pass, or two if lse is not given), or
+            "reference" (dense). None: the backend's own.
 
     Returns:
-        float32; 0, for "logsumexp" -inf, for keys that are not valid or that no query counts, as without queries.
+        The mass in float32. It is 0 (-inf for "logsumexp") for keys that are not valid or that no query counts.
 
     Raises:
         ValueError: shapes that disagree, t > s with an offset, an offset below 0 or one above it without lse, unknown
@@ -79,20 +81,21 @@ def paged_attention_mass(
     lse: Float[Array, "b n t"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b k c*page"]:
-    """`attention_mass` of the keys stored in pages, all of which every query counts (offset None).
+    """Return the `attention_mass` of the keys stored in pages, all of which every query counts (offset None).
 
     Args:
-        pool: pages of `page` entries, each a key and its value side by side, or the bits of 16-bit floats in q's dtype.
-        page_table: for each (sequence, kv head) its pages, in order. length: how many entries they hold; what lies
-            past them does not matter, nor do table entries beyond the pool.
+        pool: pages of `page` entries, each a key and its value side by side. 16-bit floats in q's dtype may be given as
+            their bits.
+        page_table: the pages of each (sequence, kv head), in order.
+        length: the number of entries they hold. Entries past it and table entries beyond the pool do not matter.
         over, group, lse, implementation: as in `attention_mass`.
 
     Returns:
-        For every place in the pages; 0, for "logsumexp" -inf, past the length.
+        The mass of every place in the pages. It is 0 (-inf for "logsumexp") past the length.
 
     Raises:
-        ValueError: as `attention_mass`, a pool that does not suit the queries or that holds no entry beside a table
-            with columns, indices or lengths that are no integers.
+        ValueError: as in `attention_mass`; also for a pool that does not suit the queries, a pool without entries if
+            the table has columns, and indices or lengths that are not integers.
     """
     b, heads, columns = page_table.shape
     h = q.shape[3]
@@ -109,8 +112,8 @@ def paged_attention_mass(
     require_whole("paged_attention_mass", page_table=page_table, length=length)
     pool, page_table, length = alike(pool, page_table, length)
     s = columns * pool.shape[1]
-    # The keys are copied once, beside the two times that the passes read them. Whole pages, of which the half is cut
-    # off afterwards: XLA does not move a slice past a gather, and would copy half of the pool.
+    # The keys are copied once; the passes read them twice. Whole pages are gathered and the values cut off afterwards,
+    # since XLA does not move a slice past a gather: it would copy half of the pool.
     entries = pool.at[page_table].get(mode="clip") if columns else pool[:0]
     k = as_floats(entries.reshape(b, heads, s, 2 * h)[..., :h], q.dtype)
     valid = jnp.arange(s) < length[..., None]

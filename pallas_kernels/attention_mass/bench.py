@@ -1,4 +1,4 @@
-"""`attention_mass`: KVPOP's target, and what the last queries look at (SnapKV)."""
+"""Benchmark of `attention_mass`: KVPOP's target, and the attention of the last queries (SnapKV)."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from pallas_kernels.choose import BY_PLATFORM, target
 from pallas_kernels.timing import Check, Line, Part, Setting, program, random, run, tokens
 
 OBSERVED = 32
-"""Queries that are counted at a prompt's end."""
+"""The number of queries that are counted at a prompt's end."""
 
 
 def usual() -> tuple[str, ...]:
@@ -19,7 +19,7 @@ def usual() -> tuple[str, ...]:
 
 
 def dense(q, k, lse, *, over, offset):
-    """With all probabilities at once; `lse` None: over the keys before each query."""
+    """Compute the mass with all probabilities at once. `lse` None: over the keys up to each query's own."""
     b, n, t, h = q.shape
     heads, s = k.shape[1:3]
     grouped = q.reshape(b, heads, n // heads, t, h)
@@ -32,7 +32,7 @@ def dense(q, k, lse, *, over, offset):
 
 
 def counted(setting: Setting, args, implementations, work, unit, bound, what, inner, **options) -> list[Line]:
-    """A line for each implementation; `args` are q, k and lse."""
+    """Return a line for each implementation; `args` are q, k and lse."""
     q, k, _ = args
     rivals = {}
     if setting.n * q.shape[2] * k.shape[2] * 4 <= setting.logits:
@@ -50,7 +50,7 @@ def counted(setting: Setting, args, implementations, work, unit, bound, what, in
 
 
 def kvpop(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
-    """Every key by all queries beyond its window, given their log-sum-exp: one product of a pair."""
+    """Time the mass of every key by all queries beyond its window, given their log-sum-exp: one product per pair."""
     q, k = (random(key, (1, x, s, setting.h), setting.dtype) for x in (setting.n, setting.k))
     lse = jnp.broadcast_to(jnp.log(jnp.arange(1.0, s + 1)), (1, setting.n, s))
     late = max(s - setting.window, 0)
@@ -61,7 +61,7 @@ def kvpop(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, 
 
 
 def observed(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
-    """A few queries, and their log-sum-exp too: the keys are read twice where once would do."""
+    """Time a few queries without their log-sum-exp: the keys are read twice, though the bound counts them once."""
     sizes = (setting.n, OBSERVED), (setting.k, s)
     q, k = (random(key, (1, heads, t, setting.h), setting.dtype) for heads, t in sizes)
     options = {"over": "sum", "group": "mean", "offset": 0, "inner": setting.inner}
@@ -70,7 +70,7 @@ def observed(setting: Setting, key: jax.Array, s: int, implementations: tuple[st
 
 
 def checks(key: jax.Array, dtype: Any) -> list[Check]:
-    """The last 200 queries."""
+    """Check the last 200 queries of 270."""
 
     def call(implementation, q, k):
         mass = functools.partial(attention_mass, q, k, offset=0, implementation=implementation)

@@ -1,7 +1,7 @@
 """`attention_mass` on GPU, in Triton: a program holds a tile of resident rows and walks the streamed ones.
 
-Where that gives too few programs to fill the device, as for the log-sum-exp of few queries over many keys, the streamed
-rows are split among several, whose results are joined afterwards.
+If that gives too few programs to fill the device, as for the log-sum-exp of few queries over many keys, the streamed
+rows are split among several programs, whose results are joined afterwards.
 """
 
 import functools
@@ -22,7 +22,7 @@ from pallas_kernels.varying import output
 LOG2E = math.log2(math.e)
 
 PROGRAMS = 512
-"""As many as fill a device: four for each of some 130 multiprocessors."""
+"""Programs that fill a device: four for each of some 130 multiprocessors."""
 
 
 def gpu(q, k, valid, lse, over, group, offset, interpret=None):
@@ -32,8 +32,8 @@ def gpu(q, k, valid, lse, over, group, offset, interpret=None):
 
 
 def tile_sizes(resident: int, streamed: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Rows of a tile: what registers hold, and at least the 16 of a tensor core's product. Exact products of float32
-    are not a tensor core's, and keep their operands in registers too."""
+    """The resident and streamed rows of a tile: as many as registers hold, but at least the 16 of a tensor core's
+    product. Exact float32 products do not use tensor cores, and keep their operands in registers too."""
     br, bu = (16, 16) if itemsize == 4 else (128, 64) if head_dim <= 128 else (64, 32)
     return max(16, min(pl.next_power_of_2(resident), br)), max(16, min(pl.next_power_of_2(streamed), bu))
 

@@ -1,11 +1,11 @@
-"""`attention_mass` as one or two passes of the same kind, which is all that an implementation is.
+"""`attention_mass` as one or two passes of the same kind. An implementation only has to provide that pass.
 
 A pass holds `resident` rows and lets `streamed` ones go by:
 
     log_{b,x,r} = log Σ_u exp(resident_{b,r} · streamed_{b,x,u} / sqrt(h) + bias_{b,x,u}),    alive u in span(r)
 
-or the maximum in place of log Σ exp. The mass of keys streams queries past the keys, with -lse as bias. Where no lse is
-given, a pass before it streams the keys that are alive past the queries.
+or the maximum in place of log Σ exp. The mass of keys streams queries past the keys, with -lse as bias. If no lse is
+given, an earlier pass streams the alive keys past the queries.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from jaxtyping import Array, Float
 from pallas_kernels.softmax import MASKED
 
 FLOOR = MASKED / 2
-"""What running maxima start from: a masked logit is so far below it that it adds nothing."""
+"""The initial value of running maxima. A masked logit is so far below it that it adds nothing."""
 
 
 class Span(NamedTuple):
     """The streamed rows that a resident row counts: an interval whose ends never fall from one row to the next."""
 
     rows: int
-    """How many streamed rows there are."""
+    """The number of streamed rows."""
     start: int | None = None
-    """Row r counts none before r + start; None: from the first."""
+    """Row r counts no streamed row before r + start. None: it counts from the first on."""
     stop: int | None = None
-    """Row r counts none from r // repeats + stop; None: up to the last."""
+    """Row r counts no streamed row from r // repeats + stop on. None: it counts up to the last."""
     repeats: int = 1
-    """Resident rows of one index, a group's heads side by side."""
+    """The number of consecutive resident rows that share an index: the heads of a group."""
 
     def low(self, r):
         return jnp.zeros_like(r) if self.start is None else jnp.clip(r + self.start, 0, self.rows)
@@ -42,8 +42,11 @@ class Span(NamedTuple):
         return jnp.clip(r // self.repeats + self.stop, 0, self.rows)
 
     def tiles(self, first, last, size: int):
-        """Tiles of `size` streamed rows that the resident rows `first` to `last` count any of: `start`, `whole_start`,
-        `whole_stop`, `stop`. From `whole_start` to `whole_stop` all of them count all of a tile."""
+        """Return `start`, `whole_start`, `whole_stop`, `stop` for the resident rows `first` to `last`.
+
+        Some of these rows count something in the tiles (of `size` streamed rows) from `start` to `stop`. All of them
+        count all of the tiles from `whole_start` to `whole_stop`.
+        """
         start, stop = self.low(first) // size, (self.high(last) + size - 1) // size
         whole_start = jnp.clip((self.low(last) + size - 1) // size, start, jnp.maximum(start, stop))
         return (
@@ -55,26 +58,29 @@ class Span(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A number for every streamed row: what is added to its logits, or, to `choose`, whether it counts at all."""
+    """A number for every streamed row: an addend to its logits or, with `choose`, a flag that the row counts."""
 
     value: Float[Array, "b x u"]
-    """The addend (MASKED: the row adds nothing); to choose, 1 for a row that counts and 0 for one that may hold NaN."""
+    """The addend (MASKED: the row adds nothing). With `choose`, 1 if the row counts, 0 if not: it may then hold NaN."""
     choose: bool
 
 
 def apply(choose: bool, logits, value):
-    """Logits with their rows' values, which broadcast against them."""
+    """Apply the rows' values, which broadcast, to the logits."""
     return jnp.where(value > 0, logits, MASKED) if choose else logits + value
 
 
 LogMass = Callable[
     [Float[Array, "b r h"], Float[Array, "b x u h"], Column | None, Span, bool], Float[Array, "b x r"]
 ]
-"""A pass: resident, streamed, their column, span, whether to take the maximum. -inf where a row counts nothing."""
+"""A pass. Its arguments are resident rows, streamed rows, their column, the span, and True to take the maximum.
+
+The result is -inf for a row that counts nothing.
+"""
 
 
 def mass(log_mass: LogMass, q, k, valid, lse, over, group, offset):
-    """The whole op by `log_mass`; arguments as the implementations take them."""
+    """Compute the whole op with the pass `log_mass`; the other arguments are those of an implementation."""
     b, n, t, h = q.shape
     heads, s = k.shape[1:3]
     g = n // heads
@@ -97,11 +103,14 @@ def mass(log_mass: LogMass, q, k, valid, lse, over, group, offset):
 
 
 def _log_sum_exp(log_mass, q, keys, valid, first):
-    """Of queries `[b g t h]` over keys `[b s h]`, as `[b g t]`; `first` is the first query's index where causal."""
+    """The log-sum-exp `[b g t]` of queries `[b g t h]` over keys `[b s h]`.
+
+    `first` is the first query's index if attention is causal, else None.
+    """
     b, g, t, h = q.shape
     s = keys.shape[1]
     column = None if valid is None else Column(valid.reshape(b, 1, s).astype(jnp.float32), choose=True)
-    # A group's heads are neighbours, so that a few queries of many heads read the keys once.
+    # A group's heads are consecutive rows, so that a few queries of many heads read the keys once.
     rows = q.swapaxes(1, 2).reshape(b, t * g, h)
     span = Span(s, stop=None if first is None else first + 1, repeats=g)
     lse = log_mass(rows, keys[:, None], column, span, False)

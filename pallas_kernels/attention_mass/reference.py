@@ -1,4 +1,4 @@
-"""What `attention_mass` means: all probabilities at once, in float32 or, given float64, in that. For tests."""
+"""The definition of `attention_mass`, for tests: all probabilities at once, in float32, or in float64 if given."""
 
 import jax
 import jax.numpy as jnp

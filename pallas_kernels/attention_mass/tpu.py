@@ -1,7 +1,7 @@
 """`attention_mass` on TPU: a tile of resident rows stays in lanes while the streamed ones go by in sublanes.
 
-So the reduction over streamed rows is elementwise: every sublane keeps a maximum and a sum of its own, in base 2, and
-the eight are joined once a tile is done.
+So the reduction over streamed rows is elementwise: every sublane keeps its own maximum and sum, in base 2, and the
+eight are joined once a tile is done.
 """
 
 import functools
@@ -26,10 +26,10 @@ LOG2E = math.log2(math.e)
 CHUNK = 512
 """Most resident rows, and most streamed rows, of one product."""
 BYTES = 1 << 11
-"""Most of a streamed row for a tile of four chunks: two such tiles are 8 MiB."""
+"""Most bytes of a streamed row, of all heads, in a tile of four chunks: two such tiles are 8 MiB."""
 ROWS = 32
-"""Streamed rows that go through the online maximum together: few enough that their logits stay in registers, and that
-the next ones' product is under way."""
+"""Streamed rows that go through the online maximum together: few enough that their logits stay in registers and the
+product of the next rows runs meanwhile."""
 
 
 def tpu(q, k, valid, lse, over, group, offset, interpret=None):
@@ -39,8 +39,11 @@ def tpu(q, k, valid, lse, over, group, offset, interpret=None):
 
 
 def tile_sizes(resident: int, streamed: int, streamed_bytes: int) -> tuple[int, int]:
-    """Rows of a tile: where there are few of one kind, more of the other, whose reading then takes the time, unless a
-    streamed row, that of all heads, has too many bytes."""
+    """The resident and streamed rows of a tile.
+
+    With few rows of one kind, reading the others takes the time, so a tile takes more of them, unless a streamed row
+    (of all heads) has too many bytes.
+    """
     br = _up(min(resident, 2 * CHUNK if streamed > LANES else 4 * CHUNK), LANES)
     br = _up(br, min(br, CHUNK))
     bu = CHUNK if resident > 2 * LANES or streamed_bytes > BYTES else 4 * CHUNK
@@ -58,13 +61,13 @@ def log_mass(resident, streamed, column, span, maximum, *, interpret):
     pack = divisor(x, CHUNK // bu)
 
     def streamed_tile(i, j):
-        """That of step `j`; after the last one that counts it stays, so that nothing more is fetched."""
+        """The tile of step `j`. It stays the same after the last one that counts, so that nothing more is fetched."""
         start, _, _, stop = _tiles(span, size, br, bu, i)
         return jnp.maximum(jnp.minimum(start + j, stop - 1), 0)
 
     values = column_spec = turned = None
     if column is not None:
-        # Whole lanes, since the kernel turns them into sublanes.
+        # Whole lanes, since the kernel transposes them into sublanes.
         lanes = _up(bu, LANES)
         pad = _up(span.rows, lanes) - span.rows
         values = column.value * (1 if column.choose else LOG2E)
@@ -94,7 +97,7 @@ def log_mass(resident, streamed, column, span, maximum, *, interpret):
 
 
 def _tiles(span: Span, size: int, br: int, bu: int, i):
-    """The streamed tiles that resident tile `i` counts any or all of."""
+    """The bounds of the streamed tiles that resident tile `i` counts in part or whole (`Span.tiles`)."""
     return span.tiles(i * br, jnp.minimum((i + 1) * br, size) - 1, bu)
 
 
@@ -102,7 +105,7 @@ def _kernel(
     r_ref, u_ref, column_ref, out_ref, m_ref, l_ref, turned_ref, *, with_column, span, size, maximum, pack
 ):
     """`r_ref` [1 br h], `u_ref` [1 x bu h], `column_ref` [1 x 1 lanes] if there is a column, `out_ref` [1 x br]; then
-    scratch: the running maxima and, unless they are all, sums [x 8 br], and the column turned, [pack bu 128]."""
+    scratch: the running maxima and, unless only they are needed, sums [x 8 br]; the transposed column [pack bu 128]."""
     heads, bu, h = u_ref.shape[1:]
     br = r_ref.shape[1]
     bc = min(br, CHUNK)
@@ -118,7 +121,7 @@ def _kernel(
             l_ref[...] = jnp.zeros_like(l_ref)
 
     def logits(x, c, whole):
-        """Of `pack` heads and chunk `c` of the resident rows: [pack bu bc]."""
+        """The logits of `pack` heads and chunk `c` of the resident rows: [pack bu bc]."""
         u = u_ref[0, pl.ds(x, pack)].reshape(pack * bu, h)
         r = r_ref[0, pl.ds(pl.multiple_of(c * bc, bc), bc)]
         dims = (((1,), (1,)), ((), ()))

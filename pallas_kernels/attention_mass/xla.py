@@ -1,4 +1,4 @@
-"""`attention_mass` in XLA: tiles of queries and keys with an online maximum. What a CPU runs."""
+"""`attention_mass` in XLA: tiles of queries and keys with an online maximum. The default on a CPU."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +8,7 @@ from pallas_kernels.attention_mass.passes import FLOOR, apply, mass
 from pallas_kernels.blocks import even, logits_at_once
 
 RESIDENT, STREAMED = 256, 1024
-"""Largest tile, in resident rows and in streamed ones of all heads together: its logits stay in a core's cache."""
+"""Most resident rows, and streamed rows of all heads together, of a tile: its logits stay in a core's cache."""
 
 
 def xla(q, k, valid, lse, over, group, offset):
@@ -20,7 +20,7 @@ def log_mass(resident, streamed, column, span, maximum):
     size = resident.shape[1]
     tiles, br = even(size, RESIDENT)
     steps, bu = even(span.rows, max(16, STREAMED // x))
-    # Tables, as arithmetic on a loop's counter would keep XLA from vectorising the comparisons that read them.
+    # Tables: arithmetic on a loop counter would keep XLA from vectorising the comparisons that use it.
     row = jnp.minimum(jnp.arange(tiles)[:, None] * br, size - br) + jnp.arange(br)
     low, high = span.low(row), span.high(row)
     first = jnp.arange(steps)[:, None] * bu

@@ -1,6 +1,6 @@
-"""The matrix memory of an xLSTM: what each query reads of all tokens so far, decayed by their gates.
+"""The matrix memory of an xLSTM: each query reads all tokens so far, weighted and decayed by gates.
 
-api: the op. xla: its chunkwise form; tpu: that in kernels. reference: what the op means.
+api: the op. xla: its chunkwise form. tpu: the chunkwise form in kernels. reference: the definition.
 """
 
 from pallas_kernels.mlstm.api import Memory, Normaliser, empty_memory, mlstm

@@ -1,4 +1,4 @@
-"""The op `mlstm`: a linear attention whose tokens are weighed by gates and forgotten."""
+"""The op `mlstm`: a linear attention with input and forget gates."""
 
 from typing import Literal, NamedTuple
 
@@ -14,28 +14,30 @@ from pallas_kernels.varying import alike
 
 IMPLEMENTATIONS = {"xla": xla, "reference": reference, "tpu": tpu}
 FASTEST = {"cpu": "xla", "tpu": "tpu", "gpu": "xla"}
-"""The default of each backend, for tokens of at least a chunk of the kernel's; for fewer XLA's form on all of them.
+"""The default of each backend for at least `CHUNK` tokens. For fewer tokens it is "xla" everywhere.
 
-TPU, not timed: the kernel keeps a chunk's matrices in vector memory, where XLA's form writes each to HBM.
+The TPU's default is not timed: the kernel keeps a chunk's matrices in vector memory, while "xla" writes each to HBM.
 """
 
 Normaliser = Literal["plain", "xlstm"]
 
 
 class Memory(NamedTuple):
-    """What is left of the tokens so far, in float32: of a token i with decays f after it `exp(log_i + Σ log_f - m)` of
-    its outer product k vᵀ and of its key k."""
+    """The memory of the tokens so far, in float32.
+
+    A token with input gate log_i and the decays log_f after it has weight `exp(log_i + Σ log_f - m)` in both sums.
+    """
 
     c: Float[Array, "b k d e"]
-    """The sum of outer products."""
+    """The weighted sum of outer products k vᵀ."""
     z: Float[Array, "b k d"]
-    """The sum of keys."""
+    """The weighted sum of keys k."""
     m: Float[Array, "b k"]
-    """The logarithm that both are over: of the largest weight; -inf: there was no token."""
+    """The logarithm of the largest weight, by which both sums are divided. -inf: there was no token."""
 
 
 def empty_memory(batch: int, kv_heads: int, keys: int, values: int) -> Memory:
-    """The memory before the first token, of keys and values of these widths."""
+    """Return the memory before the first token, for keys and values of these widths."""
     c = jnp.zeros((batch, kv_heads, keys, values), jnp.float32)
     return Memory(c, c[..., 0], jnp.full((batch, kv_heads), -jnp.inf, jnp.float32))
 
@@ -52,26 +54,27 @@ def mlstm(
     chunk: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b k t e"], Memory]:
-    """What every query reads of the tokens up to its own, and the memory after the last one.
+    """Return what every query reads of the tokens up to its own, and the memory after the last token.
 
-    A token is written with weight `exp(log_i)`, and all that was written before it decays by `exp(log_f)`. So query t
+    A token is written with weight `exp(log_i)`, and everything written before it decays by `exp(log_f)`. So query t
     gives token j ≤ t the weight `w_tj = exp(log_i_j + Σ_{j < x ≤ t} log_f_x)`, and reads
 
-        plain: h_t = Σ_j w_tj (q_t·k_j) v_j / Σ_j w_tj (q_t·k_j)    (with 1e-6 where w is at most 1)
+        plain: h_t = Σ_j w_tj (q_t·k_j) v_j / Σ_j w_tj (q_t·k_j)    (plus 1e-6 below, with w scaled to at most 1)
         xlstm: h_t = Σ_j w_tj (q_t·k_j) v_j / √d / (max(|Σ_j w_tj (q_t·k_j)| / √d, 1) + 1e-6)
 
-    All in float32. For padding give log_i = -inf and log_f = 0: it leaves no trace. Differentiable in all arguments.
+    Everything is computed in float32. Padding with log_i = -inf and log_f = 0 has no effect. The op is differentiable
+    in all arguments.
 
     mLSTM: Beck et al., "xLSTM" (arXiv:2405.04517), eq. 19 to 27; chunkwise: "xLSTM 7B" (arXiv:2503.13427), App. The
-    plain normaliser is for keys and queries that are not negative, as of KVPOP's scorer.
+    plain normaliser is for non-negative keys and queries, such as those of KVPOP's scorer.
 
     Args:
-        memory: of the tokens before these; None: there are none.
-        chunk: tokens that see each other as in attention, those before them through the memory. Its size does not
-            change the result but for rounding: 1 is the recurrent form, t the parallel one. None: the implementation's
-            own; "tpu" takes no other.
-        implementation: "xla", "tpu" (a kernel: float32, keys and values of at most 512 numbers), "reference" (all pairs
-            at once); None: the fastest here, `FASTEST`.
+        memory: the memory of the tokens before these. None: there are none.
+        chunk: tokens of a chunk, which see each other as in attention, and earlier tokens through the memory. It
+            changes the result by rounding only: 1 is the recurrent form, t the parallel one. None: the implementation's
+            own, the only one that "tpu" takes.
+        implementation: "xla", "tpu" (a kernel for float32 keys and values of at most 512 numbers) or "reference" (all
+            pairs at once). None: the platform's default (`FASTEST`).
 
     Raises:
         ValueError: shapes that disagree, a chunk below 1, an unknown normaliser or implementation.

@@ -1,4 +1,4 @@
-"""`mlstm`, as KVPOP's scorer runs it, forward and with the gradient: the chunkwise form against all pairs at once."""
+"""Benchmark of `mlstm` as in KVPOP's scorer, forward and backward: the chunkwise form against all pairs at once."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ def usual() -> tuple[str, ...]:
 
 
 def streams(key: jax.Array, b: int, heads: int, s: int, d: int) -> tuple[jax.Array, ...]:
-    """Features that are not negative, values half as wide, and gates that forget within a few hundred tokens."""
+    """Sample non-negative queries and keys, values half as wide, and gates that forget within a few hundred tokens."""
     keys = jax.random.split(key, 5)
     q, k, v = (random(x, (b, heads, s, d), jnp.float32) for x in keys[:3])
     log_i, log_f = (random(x, (b, heads, s), jnp.float32) for x in keys[3:])
@@ -37,7 +37,7 @@ def gradient(implementation, *args):
 
 
 def lines(call, products, what, setting: Setting, key: jax.Array, s: int, implementations) -> list[Line]:
-    """`products`: how often each of the forward pass's products is made."""
+    """Return a line for each implementation. `products` counts the products per product of the forward pass."""
     args = streams(key, 1, setting.k, s, setting.h)
     e = setting.h // 2
     work = products * 2.0 * setting.k * s * (CHUNK * (setting.h + e) + 2 * setting.h * e)
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     contexts = (8192, 32768), (4096, 8192, 16384)
     parts = [
         Part("mlstm", functools.partial(lines, forward, 1, "forward"), *contexts),
-        # the forward pass's products, and two for each of them
+        # the forward pass's products, and two more for each of them
         Part("mlstm", functools.partial(lines, gradient, 3, "forward and backward"), *contexts),
     ]
     return run("mlstm", usual, checks, parts, arguments)

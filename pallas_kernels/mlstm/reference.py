@@ -1,4 +1,4 @@
-"""What `mlstm` means: the weights of all pairs at once, in float32 or, given float64, in that. For tests."""
+"""The definition of `mlstm`, for tests: the weights of all pairs at once, in float32, or in float64 if given."""
 
 import jax.numpy as jnp
 

@@ -1,6 +1,6 @@
-"""`mlstm` on TPU: chunk after chunk of each (sequence, kv head), its memory kept on chip.
+"""`mlstm` on TPU: chunk after chunk of each (sequence, kv head), with its memory kept on chip.
 
-tpu_chunk: what both kernels know of a chunk. tpu_forward, tpu_backward: the kernels.
+tpu_chunk: the definitions that both kernels share. tpu_forward, tpu_backward: the kernels.
 """
 
 import functools
@@ -17,9 +17,9 @@ from pallas_kernels.supported import require
 
 LANES = 128
 BLOCK = 8
-"""Most chunks that are on chip together: their products overlap. Fewer of wide keys and values."""
+"""Most chunks that are on chip together, so that their products overlap. Wide keys and values allow fewer."""
 WIDEST = 512
-"""Most numbers of a key or a value."""
+"""Most numbers in a key or a value."""
 
 
 def tpu(q, k, v, log_i, log_f, memory: Any, normaliser, chunk, interpret: Any = None):
@@ -50,7 +50,7 @@ def tpu(q, k, v, log_i, log_f, memory: Any, normaliser, chunk, interpret: Any = 
 
 
 def _block(t: int, most: int) -> int:
-    """Tokens of equal blocks of at most so many chunks."""
+    """The tokens of a block, if `t` tokens are cut into equal blocks of at most `most` chunks."""
     chunks = -(-t // CHUNK)
     return CHUNK * -(-chunks // -(-chunks // most))
 
@@ -64,7 +64,7 @@ def _pad(x, tokens, wide=0, fill=0.0):
 
 
 def _inputs(q, k, v, log_i, log_f, memory, m) -> Inputs:
-    """Of q and k `[r t d]`, v `[r t e]`, log gates `[r t]`, memory `[r x d]` and m `[r]`."""
+    """Prepare the inputs from q and k `[r t d]`, v `[r t e]`, log gates `[r t]`, memory `[r x d]` and m `[r]`."""
     r, t = log_i.shape
     chunks = r, t // CHUNK, CHUNK
     decay = jnp.cumsum(log_f.reshape(chunks), 2)

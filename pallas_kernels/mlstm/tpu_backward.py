@@ -1,4 +1,4 @@
-"""The gradient of `mlstm` on TPU, from the last chunk to the first. A chunk's weights and logits are made again.
+"""The gradient of `mlstm` on TPU, from the last chunk to the first. A chunk's weights and logits are recomputed.
 
 All that key j writes is proportional to its value v_j (with a row of ones) times exp(log_i_j), so the gradient of log_i
 is v_j·dv_j; all that is read of the memory is proportional to it times exp(m), so the gradient of m is the memory times
@@ -30,7 +30,7 @@ from pallas_kernels.varying import output
 
 
 class Gradients(NamedTuple):
-    """What the kernel gives."""
+    """The kernel's outputs: the gradients of its inputs."""
 
     q: jax.Array
     """`[r t d]`"""
@@ -39,15 +39,15 @@ class Gradients(NamedTuple):
     v: jax.Array
     """`[r e t]`"""
     gates: jax.Array
-    """`[r 2 t]`: of the first two, but for what reaches the first through m."""
+    """`[r 2 t]`: the gradients of the first two gates. That of the first lacks its share through m."""
     m: jax.Array
-    """`[r n 1 d]`: of m before each chunk, to be summed."""
+    """`[r n 1 d]`: the gradient of m before each chunk, to be summed over `d`."""
     memory: jax.Array
-    """`[r x d]`: of the memory before the first token."""
+    """`[r x d]`: the gradient of the memory before the first token."""
 
 
 def backward(form: Form, inputs: Inputs, read: Read, dh: jax.Array, dmemory: jax.Array) -> Gradients:
-    """From what reaches h and the memory after the last token."""
+    """Return the gradients, given those of h and of the memory after the last token."""
     r, t, d = inputs.q.shape
     e, x, n = inputs.v.shape[1], inputs.memory.shape[1], t // CHUNK
     at = Specs(form, n, backwards=True)
@@ -92,7 +92,7 @@ def _kernel(
         dread, ddecay = _of_read(form, gates, below_ref[0, :, at], h_ref[0, :, at], dh_ref[0, :, at])
         memory = memories_ref[0, c]
 
-        dx = gates.w * dot(v, dread, (0, 0))  # of the logits
+        dx = gates.w * dot(v, dread, (0, 0))  # gradient of the logits
         from_memory = gates.before * dread
         dq_ref[0, at] = dot(dx, k, (0, 0)) + dot(from_memory, memory, (0, 0))
         dk_ref[0, at] = dot(dx, q) + dot(gates.last * v, dmemory, (0, 0))
@@ -107,7 +107,7 @@ def _kernel(
 
 
 def _of_read(form, gates, below, h, dh):
-    """What reaches what was read, `[x C]`, and the decays through xlstm's floor, `[1 C]`."""
+    """The gradients of what was read, `[x C]`, and of the decays through xlstm's floor, `[1 C]`."""
     over = divisor(form, below, gates)
     dover = -jnp.sum(dh * h, axis=0, keepdims=True) / over
     if form.normaliser == "plain":

@@ -1,7 +1,7 @@
-"""What the TPU kernels of `mlstm` know of a chunk of one (sequence, kv head).
+"""Inputs, gates and block specs that the TPU kernels of `mlstm` share, for chunks of one (sequence, kv head).
 
-Time runs along the lanes of what is narrow: gates, values, what is read. So values stand as `[e t]`, weights as `[key
-query]`, and the memory as `[x d]`: its c, and after it z in whole sublanes, since the values have a row of ones there.
+Time runs along the lanes of narrow arrays: gates, values, outputs. So values are stored as `[e t]`, weights as `[key
+query]`, and the memory as `[x d]`: first c, then z padded to whole sublanes, where the values have a row of ones.
 """
 
 from typing import Any, NamedTuple
@@ -15,13 +15,15 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.mlstm.xla import EPSILON
 
 CHUNK = 128
-"""Tokens of a chunk: the lanes, and the width of v5e's matrix units."""
+"""Tokens of a chunk: as many as a vector has lanes and as v5e's matrix units are wide."""
 SUBLANES = 8
 
 
 class Inputs(NamedTuple):
-    """Of `r` rows, each a (sequence, kv head), of `n` chunks, `t` tokens in all. They are whole blocks, `d` whole lanes
-    and `e` whole sublanes."""
+    """The kernel inputs: `r` rows, each a (sequence, kv head), of `n` chunks and `t` tokens.
+
+    `t` is padded to whole blocks, `d` to whole lanes and `e` to whole sublanes.
+    """
 
     q: jax.Array
     """`[r t d]`"""
@@ -30,52 +32,51 @@ class Inputs(NamedTuple):
     v: jax.Array
     """`[r e t]`"""
     gates: jax.Array
-    """`[r 3 t]`: the decays from a chunk's beginning to each token; log_i less them; the largest of that so far."""
+    """`[r 3 t]`: the sum of log_f from the chunk's beginning to each token, log_i less that, its running maximum."""
     last: jax.Array
-    """`[r 2 n]`: of each chunk's last token the first and the last of the gates."""
+    """`[r 2 n]`: the first and the last of the gates at each chunk's last token."""
     m: jax.Array
-    """`[r 1 1]`: before the first token."""
+    """`[r 1 1]`: the m before the first token."""
     memory: jax.Array
     """`[r x d]`"""
 
 
 class Form(NamedTuple):
-    """What the kernels are made for."""
+    """The compile-time settings of the kernels."""
 
     normaliser: str
-    """The op's."""
     scale: float
-    """Of what is read, 1/√d of the keys as they were given; with the plain normaliser 1."""
+    """The factor of what is read: 1/√d, where d is the keys' width before padding. 1 for the plain normaliser."""
     block: int
-    """Tokens that are on chip together: whole chunks."""
+    """The number of tokens that are on chip together: whole chunks."""
     interpret: Any
-    """As `pallas_call` takes it; None: where there is no TPU."""
+    """The argument of `pallas_call`. None: interpret unless on a TPU."""
 
     @property
     def chunks(self) -> int:
-        """Of a block."""
+        """The number of chunks of a block."""
         return self.block // CHUNK
 
 
 class Gates(NamedTuple):
-    """Of one chunk. Weights are over `exp(top)`, as in XLA's form."""
+    """The gates of one chunk. Weights are divided by their query's `exp(decay + top)`, as in the XLA form."""
 
     decay: jax.Array
     """`[1 C]`"""
     top: jax.Array
     """`[1 C]`"""
     before: jax.Array
-    """`[1 C]`: the weight of the memory."""
+    """`[1 C]`: the weight of the memory for each query."""
     w: jax.Array
-    """`[C C]`: that of each key for each query."""
+    """`[C C]`: the weight of each key for each query."""
     last: jax.Array
-    """`[1 C]`: of each key for the last query."""
+    """`[1 C]`: the weight of each key for the last query."""
     kept: jax.Array
-    """`[1 d]`: of the memory for the last query."""
+    """`[1 d]`: the weight of the memory for the last query."""
 
 
 def gates_of(gates: jax.Array, highest: jax.Array, m: jax.Array, d: int) -> Gates:
-    """Of a chunk's `[3 C]`; `highest` is the last of its last row, a scalar as `m` is."""
+    """Return the gates of a chunk from its `[3 C]`. The scalar `highest` is the last number of its last row."""
     decay, written, top = (gates[i : i + 1] for i in range(3))
     top, end = (jnp.where(x > -jnp.inf, x, 0.0) for x in (jnp.maximum(m, top), jnp.maximum(m, highest)))
     key, query = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
@@ -86,32 +87,32 @@ def gates_of(gates: jax.Array, highest: jax.Array, m: jax.Array, d: int) -> Gate
 
 
 def below_values(x: jax.Array, row: jax.Array | float) -> jax.Array:
-    """`[e C]` -> `[x C]`: with one more row, and zeros up to whole sublanes."""
+    """Append `row` and zeros up to whole sublanes: `[e C]` -> `[x C]`."""
     shape = SUBLANES, x.shape[1]
     first = lax.broadcasted_iota(jnp.int32, shape, 0) == 0
     return jnp.concatenate([x, jnp.where(first, jnp.broadcast_to(row, shape), 0.0)])
 
 
 def divisor(form: Form, below: jax.Array, gates: Gates) -> jax.Array:
-    """What is read of the values is divided by this, if by xlstm's normaliser after its scale."""
+    """The denominator of what is read of the values, which is scaled by `form.scale`."""
     if form.normaliser == "plain":
         return below + EPSILON
     return jnp.maximum(jnp.abs(below) * form.scale, floor(gates)) + EPSILON
 
 
 def floor(gates: Gates) -> jax.Array:
-    """What is 1 without a stabiliser."""
+    """The floor of xlstm's denominator: 1, divided by `exp(decay + top)` as the weights are."""
     return jnp.exp(-jnp.maximum(gates.decay + gates.top, -80.0))  # beyond that the quotient is 0
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """A product exact to float32."""
+    """A matrix product in full float32 precision."""
     dims = ((contract[0],), (contract[1],)), ((), ())
     return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 class Specs:
-    """Where arrays of `n` chunks lie, in a grid of rows and blocks; `backwards` begins with the last block."""
+    """Block specs of arrays of `n` chunks in a grid of rows and blocks. `backwards` starts with the last block."""
 
     def __init__(self, form: Form, n: int, backwards: bool = False):
         self.chunks, self.block = form.chunks, form.block
@@ -132,6 +133,6 @@ class Specs:
         return pl.BlockSpec((1, self.chunks, x, d), lambda r, i: (r, self._at(i), 0, 0))
 
     def row(self, *shape: int, scalars: bool = False) -> pl.BlockSpec:
-        """`[r …]`, for all of the row's blocks."""
+        """`[r …]`: all of a row, for every block."""
         space = pltpu.SMEM if scalars else pltpu.VMEM
         return pl.BlockSpec((1, *shape), lambda r, i: (r, 0, 0), memory_space=space)

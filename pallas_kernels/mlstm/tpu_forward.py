@@ -14,22 +14,22 @@ from pallas_kernels.varying import output
 
 
 class Read(NamedTuple):
-    """What the kernel gives."""
+    """The kernel's outputs."""
 
     h: jax.Array
     """`[r e t]`"""
     m: jax.Array
-    """`[r 1 n+1]`: before each chunk, and after the last."""
+    """`[r 1 n+1]`: the m before each chunk, and after the last."""
     memory: jax.Array
-    """`[r x d]`: after the last token."""
+    """`[r x d]`: the memory after the last token."""
     below: jax.Array | None = None
-    """`[r 1 t]`: what was read of the ones. For the gradient, as what follows."""
+    """`[r 1 t]`: what was read of the row of ones. Only for the gradient, as is `memories`."""
     memories: jax.Array | None = None
-    """`[r n x d]`: before each chunk."""
+    """`[r n x d]`: the memory before each chunk."""
 
 
 def forward(form: Form, inputs: Inputs, save: bool) -> Read:
-    """`save`: what the gradient needs, too."""
+    """Run the forward kernel. `save` also returns what the gradient needs."""
     r, t, d = inputs.q.shape
     e, x, n = inputs.v.shape[1], inputs.memory.shape[1], t // CHUNK
     at = Specs(form, n)

@@ -1,5 +1,5 @@
-"""`mlstm` in XLA, chunk after chunk: tokens of a chunk see each other in matrix products, and those before them through
-the memory. Linear in the tokens."""
+"""`mlstm` in XLA, chunk after chunk: tokens of a chunk see each other in matrix products, and earlier tokens through
+the memory. The cost is linear in the tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import lax
 
 EPSILON = 1e-6
 CHUNK = 64
-"""Tokens of a chunk, if it is not said."""
+"""The default number of tokens of a chunk."""
 
 
 def xla(q, k, v, log_i, log_f, memory, normaliser, chunk):
@@ -21,7 +21,7 @@ def xla(q, k, v, log_i, log_f, memory, normaliser, chunk):
         return jnp.moveaxis(x.reshape(*x.shape[:2], count, chunk, *x.shape[3:]), 2, 0)
 
     parts = chunks(q), chunks(k), chunks(v), chunks(log_i, -jnp.inf), chunks(log_f)
-    # what a chunk computes is cheap to make again, and would be most of what the backward pass keeps
+    # intermediate results of a chunk are cheap to recompute, and would be most of what the backward pass keeps
     one = jax.checkpoint(lambda memory, part: _chunk(memory, part, normaliser))
     memory, h = lax.scan(one, memory, parts)
     h = jnp.moveaxis(h, 0, 2)
@@ -29,10 +29,10 @@ def xla(q, k, v, log_i, log_f, memory, normaliser, chunk):
 
 
 def _chunk(memory, part, normaliser):
-    """The memory after a chunk, and what its queries read.
+    """Return the memory after a chunk, and what its queries read.
 
-    Of the decays since the chunk's beginning, `decay`, each token's own is taken from its gate, so that between two of
-    them only differences count, and `top`, the largest weight so far over them, is a number of no influence.
+    `decay` is the sum of log_f since the chunk's beginning. It is subtracted from each token's log_i, since only
+    differences of decays count. `top` is the largest exponent so far; it only scales, so no gradient flows through it.
     """
     q, k, v, log_i, log_f = part
     c, z, m = memory

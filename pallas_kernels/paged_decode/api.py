@@ -34,41 +34,44 @@ def paged_decode(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Attention of `t` new tokens over their (sequence, kv head)'s own pages, each head with its own length.
+    """Compute the attention of `t` new tokens over the pages of their (sequence, kv head), each with its own length.
 
-    Every query sees the first `ring_length[b]` entries of the ring pages (columns `[0, ring_pages)` of the table), the
-    first `length[b, k]` entries of the global pages (the columns after them), and of `new` the tokens up to its own.
-    An entry past a length is never read into the result, whatever it holds, nor is a column past it. A column before it
-    that points outside the pool reads the pool's nearest page; lengths are bounded by their columns.
+    The ring pages, columns `[0, ring_pages)` of the table, hold the local window as a ring buffer. The global pages, in
+    the columns after them, hold the retained entries. Every query sees the first `ring_length[b]` entries of the ring
+    pages, the first `length[b, k]` entries of the global pages, and the tokens of `new` up to its own. Entries and
+    columns past a length never affect the result, whatever they hold. A column before it that points outside the pool
+    reads the pool's nearest page. Lengths are clipped to their columns.
 
     Args:
         q: queries; head `x` reads kv head `x // (n / k)`.
         pool: pages of `page` entries, each a key and its value side by side; shared by all rows and layers. On a CPU
             (implementation "xla") 16-bit floats may be given as their bits, in q's dtype (`bits.py`).
-        page_table: for each (sequence, kv head) the pages, in order. length: entries in its global pages.
-        ring_length: entries in the ring; None: the ring is not read at all.
-        ring_pages: how many of the table's columns are the ring's.
+        page_table: the pages of each (sequence, kv head), in order.
+        length: the number of entries in its global pages.
+        ring_length: the number of entries in the ring pages. None: the ring pages are not read at all.
+        ring_pages: the number of the table's columns that are ring pages.
         new: keys and values of the tokens of this call, which are not in the pages yet.
-        pages: which global pages are read (Quest, Tang et al., 2024); None: all that hold entries.
-        bias: added to the logit of every entry of the global pages (a plane of the pool: one number an entry), float32,
-            any value down to -inf; below -1e29 it counts as that. The ring's entries and `new` have none. None: nothing
-            is added, and nothing is read. "hopper" takes none, "tpu" one of pages of a divisor or a multiple of 128
-            entries; on TPU one of smaller pages is best held flat and reshaped here, or XLA copies it at every call.
-        dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
-            "hopper" does so for up to 8 queries. For more, and for a table without columns, it uses `vertical_slash`,
-            whose parts have 16 bits there.
-        implementation: "xla", "tpu", "gpu" (Triton) and "hopper" (Mosaic GPU, bfloat16, head_dim 64, 128 or 256, pages
-            of a multiple of 8; as fast as Triton's, and never chosen by itself), which all read what is stored, or
-            "reference" (dense); None: the platform's own.
+        pages: True for global pages that are read (Quest, Tang et al., 2024). None: all that hold entries.
+        bias: a float32 number for every entry of the pool, added to the entry's logit in the global pages. It may be
+            as low as -inf; values below -1e29 count as -inf. The ring's entries and `new` have no bias. None: nothing
+            is added or read. "hopper" takes no bias, and "tpu" takes one only if the page size is a divisor or a
+            multiple of 128. On TPU, store a bias of smaller pages flat and reshape it for this call; otherwise XLA
+            copies it at every call.
+        dtype: the dtype of the output. None: q's. Use float32 if the output is merged with more attention and rounded
+            afterwards. "hopper" computes float32 for up to 8 query tokens. For more, and for a table without columns,
+            it uses `vertical_slash`, whose "hopper" outputs have 16 bits of mantissa.
+        implementation: "xla", "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, bfloat16, head_dim 64, 128 or 256, pages of
+            a multiple of 8; as fast as Triton's, and never the default) or "reference" (dense). All but "reference"
+            read only what is stored. None: the platform's own.
 
     Returns:
-        The output and the log-sum-exp of the (biased) logits in float32; 0 and -inf where nothing is visible, or every
-        logit is -inf. Without queries both are empty; in a table without columns nothing is stored.
+        The output and the log-sum-exp of the (biased) logits in float32. They are 0 and -inf if nothing is visible or
+        every logit is -inf. Without queries both are empty. In a table without columns nothing is stored.
 
     Raises:
         ValueError: shapes that disagree, more ring pages than columns, columns but a pool without entries, indices or
-            lengths that are no integers, a bias that is not float32, an unknown implementation, or what a kernel does
-            not take (`supported.py`).
+            lengths that are not integers, a bias that is not float32, an unknown implementation, or arguments that a
+            kernel does not take (`supported.py`).
     """
     _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias)
     stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias
@@ -93,20 +96,20 @@ def paged_decode_append(
     Float[Array, "b n 1"],
     Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
 ]:
-    """`paged_decode` of one token, which is then written into the pool, in the place of another entry that may move.
+    """Run `paged_decode` for one token, then write the token into the pool. The entry that it replaces may be moved.
 
-    On GPUs and TPUs a kernel writes the pool in place: a scan that carries it copies nothing.
+    On GPUs and TPUs a kernel writes the pool in place, so that a scan that carries the pool copies nothing.
 
     Args:
         new: the token's keys and values.
-        append: where they go. The pages are read as they were before that.
-        q, pool, page_table, length, ring_length, ring_pages, pages, bias, implementation: as of `paged_decode`.
+        append: the places they are written to. Attention reads the pages as they were before.
+        q, pool, page_table, length, ring_length, ring_pages, pages, bias, implementation: as in `paged_decode`.
 
     Returns:
         The output, the log-sum-exp, and the pool with the token in it.
 
     Raises:
-        ValueError: as `paged_decode`; more than one token; places that are no integers, or not one for each row.
+        ValueError: as in `paged_decode`; more than one token; places that are not integers, or not one for each row.
     """
     _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias)
     if q.shape[2] != 1 or any(place.shape != length.shape for place in append):
@@ -122,7 +125,7 @@ def paged_decode_append(
 def _run(
     q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, dtype, append, implementation
 ):
-    """Output, log-sum-exp and the pool."""
+    """Return the output, the log-sum-exp and the pool."""
     call, given = choose(IMPLEMENTATIONS, implementation, "paged_decode"), pool.dtype
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     if 0 in q.shape[:3] or not page_table.shape[2]:
@@ -145,7 +148,7 @@ def _run(
 
 
 def _nothing_stored(q, new, dtype, implementation):
-    """The tokens of this call see each other, if anything."""
+    """Return the output and log-sum-exp without stored entries: the tokens of this call see each other, if given."""
     if new is not None:
         return vertical_slash(q, *new, window=1, dtype=dtype, implementation=implementation)
     return jnp.zeros_like(q, dtype), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)

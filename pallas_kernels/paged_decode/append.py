@@ -1,4 +1,4 @@
-"""Writing a decoded token into the pages that its attention has read: where, and how XLA does it."""
+"""The writing of a decoded token into the pages that its attention has read, and its form in XLA."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,14 @@ from pallas_kernels.ordering import after
 
 
 class Append(NamedTuple):
-    """Places of each row's token and of the entry that lies there before. Entries are counted through the pool, page by
-    page; an index past its last entry is nowhere. All others of a call are in pages of their own."""
+    """The places of each row's token and of the entry that it replaces.
+
+    A place is the index of an entry, counted through the pool page by page. At an index past the last entry nothing is
+    written. All other places of a call are in different pages.
+    """
 
     slot: Int[Array, "b k"]
-    """The entry that becomes the token's."""
+    """The entry that is overwritten with the token."""
     moved: Int[Array, "b k"]
     """The new place of the entry that was there."""
 

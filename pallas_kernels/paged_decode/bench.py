@@ -1,4 +1,4 @@
-"""`paged_decode`: a token over the caches of one sequence or a batch, each head with its own number of entries."""
+"""Benchmark of `paged_decode`: one token over the caches of one sequence or a batch, with uneven head caches."""
 
 import functools
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from pallas_kernels.vertical_slash.bench import SHARES, has_torch, same_mask_is_
 
 
 def dense() -> tuple[str, Callable]:
-    """The name and function of dense attention of one query [b 1 n h] over contiguous k and v [b s k h]."""
+    """Return the name and function of dense attention of one query [b 1 n h] over contiguous k and v [b s k h]."""
     name = "cudnn" if target().platform == "gpu" else "xla"
     attend = functools.partial(jax.nn.dot_product_attention, implementation=name)
     return {"cudnn": "cuDNN, dense", "xla": "XLA, dense"}[name], attend
 
 
 def torch_dense(torch, q, k, v) -> Callable:
-    """q [b n 1 h], k and v [b s k h]."""
+    """Return torch's dense attention of q [b n 1 h] over k and v [b s k h]."""
     attend = torch.nn.functional.scaled_dot_product_attention
     return functools.partial(attend, q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True)
 
 
 def gathered(q, pool, table, length, ring_length, new, *, ring_pages):
-    """`paged_decode` by gathering pages to contiguous keys, in XLA, and dense attention over them with a mask."""
+    """Compute `paged_decode` in XLA: gather pages to contiguous keys, then dense attention over them with a mask."""
     b, n, t, h = q.shape
     heads, columns = table.shape[1:]
     page = pool.shape[1]
@@ -51,7 +51,7 @@ def gathered(q, pool, table, length, ring_length, new, *, ring_pages):
 
 
 def lengths(setting: Setting, s: int) -> dict[str, list[int]]:
-    """Entries of each head; the last two have the same total, once in one head that keeps all, the others a page."""
+    """Return the entries of each head. The last two totals are equal; in the last, all heads but one have a page."""
     k, page = setting.k, setting.page
     found = {f"{share:.0%} kept": [round(share * s)] * k for share in SHARES}
     found[f"1/{k} kept"] = [s // k] * k
@@ -104,7 +104,7 @@ def batch(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, 
 
 
 def checks(key: jax.Array, dtype: Any) -> list[Check]:
-    """A few tokens, and more than a decoding step has, over heads that are empty, full and between."""
+    """Check 2 and 12 tokens (more than a decoding step has) over heads that are empty, full and in between."""
     h, page, columns, ring_pages = 64, 16, 12, 2
     keys = jax.random.split(key, 5)
     pool = random(keys[0], (4 * columns, page, 2 * h), dtype)

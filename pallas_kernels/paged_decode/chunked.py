@@ -1,8 +1,8 @@
 """`paged_decode` of many query tokens, as in chunked prefill: the tiles of `vertical_slash` over the stored entries.
 
-What a query reads is much less there than what it computes, so a copy of the entries in order costs little; it is made
-of some pages at a time, since a row may have many more columns than it has entries. The output is carried in float32
-and rounded once: in bfloat16 a long context's last entries are less than half a unit of the last place, and are lost.
+Memory traffic is small there compared to arithmetic, so a copy of the entries in order costs little. It is made some
+pages at a time, since a row may have many more columns than it has entries. The output is carried in float32 and
+rounded once: in bfloat16 a long context's last entries would add less than half a unit in the last place and be lost.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from pallas_kernels.vertical_slash import vertical_slash
 from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, by_row
 
 TOKENS = 8
-"""Most query tokens for which the decode kernels are made."""
+"""Most query tokens that the decode kernels take."""
 ENTRIES = 4096, 32768
-"""The least and the most entries of a row that are copied at a time. The whole output is merged each time."""
+"""The least and the most entries of a row that are copied at a time. Each time the whole output is merged."""
 COPIED = 1 << 27
-"""Bytes of all rows' entries that are copied at a time, unless the limits of `ENTRIES` say otherwise."""
+"""Bytes of all rows' entries that are copied at a time, within the limits of `ENTRIES`."""
 
 
 def attend_many(
@@ -38,7 +38,7 @@ def attend_many(
     dtype,
     append,
 ):
-    """`attend` is that of `vertical_slash`'s kernel, called `name`."""
+    """Run the op with `attend`, the function of the `vertical_slash` implementation called `name`."""
     b, heads, columns = page_table.shape
     page, h = pool.shape[1], q.shape[-1]
     ring_length = jnp.zeros(b, jnp.int32) if ring_length is None else ring_length

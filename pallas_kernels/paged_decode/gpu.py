@@ -1,6 +1,6 @@
 """`paged_decode` on GPUs, in Triton. Every program takes an equal share of all rows' tiles (`stream_k.py`): a row's
-entries are those of the ring and then the global ones, cut into tiles of keys. A bias is read where it lies, by
-the page indices that the keys are."""
+entries are those of the ring and then the global ones, cut into tiles of keys. A bias is read in place, by the page
+indices of the keys."""
 
 import functools
 from typing import NamedTuple
@@ -28,19 +28,19 @@ from pallas_kernels.vertical_slash.gpu import attend
 from pallas_kernels.vertical_slash.gpu_walk import LOG2E
 
 TILE_BYTES = 1 << 15
-"""Of a tile's keys and values."""
+"""Bytes of a tile's keys and values."""
 STAGES = 5
-"""Of the loop over tiles: two tiles are on their way, and the page indices of a third. The compiler gives each of the
-two kinds of loads half of what it is allowed."""
+"""Pipeline stages of the loop over tiles. Two tiles are in flight, and the page indices of a third: the compiler gives
+each of the two kinds of loads half of the stages."""
 PROGRAMS = 2
-"""To a multiprocessor."""
+"""Programs per multiprocessor."""
 LARGEST = 1 << 14
-"""Queries of a row × head_dim, each rounded up to a power of two: 64 registers a thread. More are tiled, as those of
-many tokens are."""
+"""Most queries of a row × head_dim, each rounded up to a power of two: 64 registers a thread. More queries are tiled,
+as those of many tokens are (`attend_many`)."""
 
 
 class _Sizes(NamedTuple):
-    """What the kernel knows at compile time; `r2`, `queries2`: rounded up to powers of two."""
+    """The compile-time constants of the kernel. `r2` and `queries2` are rounded up to powers of two."""
 
     shares: Shares
     r2: int
@@ -99,7 +99,7 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref, *, s
         o = jnp.zeros((sizes.queries2, shares.h2), jnp.float32)
         first, last = jnp.maximum(begin, start) - start, jnp.minimum(stop, end) - start
         m, l, o = lax.fori_loop(first, last, tile, (m, jnp.zeros_like(m), o))
-        l = jnp.where(l == 0, 1, l)  # of a row without tiles, whose slot is not read
+        l = jnp.where(l == 0, 1, l)  # a row without tiles, whose slot is not read
         slot = program + row
         plt.store(
             o_ref.at[slot, query[:, None], column[None]],
@@ -131,7 +131,7 @@ def gpu(
         many = functools.partial(kernel, dtype=jnp.float32, interpret=interpret)
         stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
         return attend_many(many, name, *stored, dtype, append)
-    # An output of more than 64 registers a thread would be too much, or q's share of the shared memory.
+    # A large output gets more warps and smaller tiles: registers for it and shared memory for q are limited.
     large = 2 * power(queries, 16) * h2 >= LARGEST
     keys = min(128, max(16, TILE_BYTES // (2 * h2 * pool.dtype.itemsize) // (2 if large else 1)))
     programs = min(PROGRAMS * multiprocessors(), r * -(-columns * page // keys))

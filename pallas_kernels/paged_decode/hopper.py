@@ -1,9 +1,9 @@
-"""`paged_decode` for Hopper, in Mosaic GPU: the pages come by TMA, many at a time, and wait for the tensor cores.
+"""`paged_decode` for Hopper, in Mosaic GPU: TMA fetches many pages ahead of the tensor cores.
 
 A multiprocessor has one program, which takes an equal share of all rows' tiles (`stream_k.py`). One of its two
-warpgroups only moves pages into shared memory, as far ahead as there is room; the other computes. A tile lies in one
-prefix, the ring's or the global one, and of it only pages that hold entries are fetched. Decoding is bound by the
-memory: of the 64 rows that a tensor core takes, a group of 4 query heads uses 4, and still waits for keys.
+warpgroups only moves pages into shared memory, as far ahead as there is space; the other computes. A tile has entries
+of the ring or of the global pages, never of both, and only its pages that hold entries are fetched. Decoding is bound
+by memory: a group of 4 query heads uses 4 of the 64 rows that a tensor core takes, and still waits for keys.
 """
 
 import functools
@@ -26,25 +26,27 @@ from pallas_kernels.vertical_slash.hopper import HOPPER, KINDS, ROWS, attend
 QUERIES = 64
 """The rows of a wgmma."""
 SIZES = {64: (128, 6), 128: (128, 2), 256: (64, 2)}
-"""By head_dim: the keys of a tile, and how many tiles fit into the 227 KB of shared memory beside queries and output.
-While one is computed with, 64 KB and more are on their way; some 40 keep the memory busy."""
+"""The keys of a tile, and the number of tiles that fit into the 227 KB of shared memory besides queries and output, by
+head_dim. While one tile is computed with, at least 64 KB are in flight; about 40 KB keep the memory busy."""
 FANOUT = 16
-"""Of the search for a program's first row: so many numbers are read at once, since the next read waits for these."""
+"""The fan-out of the search for a row: a step reads many numbers at once, since the next step waits for them."""
 
 
 class Plan(NamedTuple):
-    """Tiles of `keys` in shared memory, `stages` of them, of which `pieces` of `piece` entries are filled: as many as a
-    copy can fetch of a page at once."""
+    """The tiles in shared memory: `stages` tiles of `keys` entries, each filled with `pieces` of `piece` entries.
+
+    A piece is the most entries that one copy can fetch from a page.
+    """
 
     shares: Shares
-    """How rows are shared out to programs."""
+    """The rows, and the programs that share their tiles."""
     keys: int
     stages: int
     piece: int
     page: int
-    """Entries of a page."""
+    """The number of entries of a page."""
     ring_pages: int
-    """Columns of a row's table that are its ring's."""
+    """The number of columns of a row's table that are ring pages."""
 
     @property
     def pieces(self) -> int:
@@ -52,7 +54,7 @@ class Plan(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """The entries of a tile."""
+        """The number of entries of a tile."""
         return self.pieces * self.piece
 
 
@@ -78,7 +80,7 @@ def hopper(
         stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
         return attend_many(many, "hopper", *stored, dtype, append)
     group = n // heads
-    # More queries than a wgmma has rows: as if fewer heads shared the pages.
+    # If there are more queries than a wgmma has rows, split the group as if fewer heads shared the pages.
     split = next(x for x in range(1, group + 1) if group % x == 0 and group // x * t <= QUERIES)
     page_table, length, new = _repeated(split, page_table, length, new)
     keys, stages = SIZES[h]
@@ -112,7 +114,7 @@ def hopper(
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
-        # a row of logits is in one warp: no sum or maximum goes through shared memory
+        # a row of logits is in one warp, so no sum or maximum goes through shared memory
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_decode_hopper",
         interpret=interpret,
@@ -144,25 +146,24 @@ def _kernel(plan, machine, rows, table, q, pool, slots, slot_lse, **scratch):
 
 
 class Piece(NamedTuple):
-    """A tile's first `column` of the table and its first `place` in there; and how many of its entries are stored."""
+    """A tile: the first `column` of its region (ring or global) in the table, and its first `place` in that region."""
 
     column: Any
     place: Any
     stored: Any
-    """Of its entries."""
+    """The number of its entries that are stored."""
 
 
 class Walk(NamedTuple):
     """A program's share, from tile `begin` to `stop`, of the `rows` that are listed."""
 
     plan: Plan
-    """The kernel's."""
     rows: Any
     begin: Any
     stop: Any
 
     def row_of(self, tile):
-        """The row that has it: the last of those that do not start after it."""
+        """Return the row that has the tile: the last one that does not start after it."""
         r, row = self.plan.shares.r, jnp.int32(0)
         step = 1
         while step * FANOUT < r:
@@ -175,7 +176,7 @@ class Walk(NamedTuple):
         return row
 
     def each_row(self, body):
-        """`body(row, start, begin, stop)`: the tiles from `begin` to `stop`, of a row of which `start` is the first."""
+        """Run `body(row, start, begin, stop)` for tiles `begin` to `stop` of each row, whose first is `start`."""
 
         def visit(row):
             start, end = self.rows[0, row], self.rows[0, row + 1]
@@ -187,7 +188,7 @@ class Walk(NamedTuple):
             pl.loop(self.row_of(self.begin), self.row_of(self.stop - 1) + 1)(visit)
 
     def tiles_of(self, row):
-        """What says of the `j`-th tile of a row where it lies."""
+        """Return a function that gives the `Piece` of the `j`-th tile of a row."""
         plan = self.plan
         ring, length = self.rows[1, row], self.rows[2, row]
         ring_tiles = pl.cdiv(ring, plan.tile)
@@ -208,7 +209,7 @@ def _fetch(walk, table, pool, *, tiles, here, free, **_):
         tile_of = walk.tiles_of(row)
 
         def places(tile):
-            """Where in the pool its pieces are."""
+            """The first entry in the pool of each piece of a tile."""
             column, place, _ = tile_of(tile - start)
 
             def piece(at):
@@ -271,7 +272,7 @@ def _work(
 
             @pl.when(stored < plan.keys)
             def _():
-                # beyond what is stored may be NaN, which no weight of 0 takes away; a part at a time, for registers
+                # entries that are not stored may be NaN, and 0 · NaN is NaN; a part at a time, to save registers
                 for part in range(h, 2 * h, 64):
                     columns = pl.ds(part, 64)
                     v = machine.layout(tiles[slot, :, columns], plgpu.Layout.WGMMA)
@@ -287,7 +288,7 @@ def _work(
         acc = machine.layout(jnp.zeros((QUERIES, h), jnp.float32), plgpu.Layout.WGMMA)
         plgpu.barrier_wait(q_here)
         m, l, acc = lax.fori_loop(begin, stop, tile, (of_row(MASKED), of_row(0), acc))
-        # the tiles leave from where the last row's did
+        # the buffers may still be copied out for the row before
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_tile[...] = acc * lax.broadcast_in_dim(1 / l, acc.shape, (0,))
         lse_tile[...] = m + jnp.log(l) * LOG2E

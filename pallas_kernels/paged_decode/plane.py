@@ -1,4 +1,4 @@
-"""Biases of pages, taken out of the plane that has one for every entry of the pool."""
+"""Biases of pages, gathered from the bias plane, which has one number for every entry of the pool."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,14 +7,14 @@ LANES = 128
 
 
 def of_pages(bias: Float[Array, "p page"], ids: Int[Array, "*r"]) -> Float[Array, "*r page"]:
-    """An index outside the plane is that of its nearest page."""
+    """Return the biases of the pages `ids`. An index outside the plane reads its nearest page."""
     return bias.at[_inside(bias, ids)].get(mode="promise_in_bounds")
 
 
 def of_pages_by_lanes(bias: Float[Array, "p page"], ids: Int[Array, "*r"]) -> Float[Array, "*r page"]:
-    """The same on a TPU, where XLA copies the whole plane to gather less than a row of lanes.
+    """Return what `of_pages` does. On a TPU XLA would copy the whole plane to gather less than a row of lanes.
 
-    The row comes that the page lies in, and is turned by powers of two until the page comes first.
+    The row of lanes that holds the page is gathered, and rolled by powers of two until the page comes first.
     """
     page = bias.shape[1]
     if LANES % page:
@@ -28,7 +28,7 @@ def of_pages_by_lanes(bias: Float[Array, "p page"], ids: Int[Array, "*r"]) -> Fl
 
 
 def in_lanes(bias: Float[Array, "p page"]) -> Float[Array, "rows 128"]:
-    """The plane as rows of lanes, a view of it if it is held as such or flat, and of pages of 128."""
+    """Return the plane as rows of lanes. No copy is made if it is stored as such or flat, or if pages have 128."""
     return jnp.pad(bias.reshape(-1), (0, -bias.size % LANES)).reshape(-1, LANES)
 
 

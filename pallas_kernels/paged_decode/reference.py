@@ -1,4 +1,4 @@
-"""What `paged_decode` means: every page gathered, one dense softmax, float32 or, given float64, that. For tests."""
+"""The definition of `paged_decode`, for tests: gather every page, one dense softmax, in float32 or float64 if given."""
 
 import jax
 import jax.numpy as jnp

@@ -1,9 +1,10 @@
-"""The tiles of all rows of `paged_decode` in one list, of which every program takes an equal share ("stream-K": Osama
-et al., 2023), and what makes the rows' results of what the programs leave, and writes the token. For GPUs.
+"""Work sharing for `paged_decode` on GPUs: every program takes an equal share of one list of all rows' tiles
+("stream-K": Osama et al., 2023). A second kernel merges the programs' partial results and writes the token.
 
 A row is one (sequence, kv head). The shares are runs of the list, so a long row is spread over many programs and a
-program may take many short rows. Program p leaves what it made of row r in slot p + r: as its runs only ever move on,
-no two pairs meet. A kernel in Triton merges each row's slots, by log-sum-exp, with this call's own keys.
+program may take many short rows. Program p leaves its partial result of row r in slot p + r. As later programs have
+later runs, no two pairs share a slot. The second kernel, in Triton, merges each row's slots by log-sum-exp with this
+call's own keys.
 """
 
 import functools
@@ -22,22 +23,24 @@ from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
 
 MULTIPROCESSORS = 132
-"""Where there is no GPU to ask: those of an H100."""
+"""The number assumed without a GPU: that of an H100."""
 MERGED = 1 << 11
-"""Numbers merged at once."""
+"""Most numbers that are merged at once."""
 
 
 class Shares(NamedTuple):
-    """`r` rows of `queries` queries, of which those of one head are `t` tokens; logits are in powers of two. The names
-    of axes, `h2` and the like: rounded up to a power of two."""
+    """The rows: `r` rows of `queries` queries each, `t` tokens for each query head. `scale` gives logits to the base 2.
+
+    `t2` and `h2` are rounded up to powers of two.
+    """
 
     r: int
     queries: int
     t: int
     h: int
-    """Head dim."""
+    """The head_dim."""
     programs: int
-    """Among which the rows' tiles are shared out."""
+    """The number of programs that share the rows' tiles."""
 
     @property
     def slots(self) -> int:
@@ -66,19 +69,21 @@ def multiprocessors() -> int:
 
 
 def listed(length, ring_length, tiles: Callable):
-    """What the kernels know of the rows, `[3 r + 1]`: how many tiles come before each, and last how many there are in
-    all; how many entries its ring holds; how many its global pages. `tiles(ring, length)` is the row's number of tiles.
+    """Return the kernels' table of the rows, `[3 r+1]`.
+
+    Its lines are the number of tiles before each row (the last number: of all rows), the entries in each row's ring,
+    and the entries in its global pages. `tiles(ring, length)` gives a row's number of tiles.
     """
     ring = jnp.zeros_like(length[:, 0]) if ring_length is None else ring_length
     ring, length = jnp.broadcast_to(ring[:, None], length.shape).reshape(-1), length.reshape(-1)
     row, other = jnp.arange(length.size + 1)[:, None], jnp.arange(length.size)
     parts = (other < row, tiles(ring, length)), (other == row, ring), (other == row, length)
-    # one sum of all, so that XLA makes one small kernel of this and of what comes before it
+    # one sum of everything, so that XLA fuses it and the operations before it into one small kernel
     return jnp.stack([jnp.where(*part, 0) for part in parts]).sum(2)
 
 
 def share(program, total, shares: Shares):
-    """The program's first tile and the one after its last. With few tiles every program has one or none."""
+    """Return the program's first tile and the one after its last. With few tiles every program has one or none."""
     programs = jnp.minimum(total, shares.programs)
     begin, stop = (jnp.minimum(p, programs) * total for p in (program, program + 1))
     return tuple(lax.div(x, jnp.maximum(programs, 1)) for x in (begin, stop))
@@ -87,11 +92,12 @@ def share(program, total, shares: Shares):
 def merge(
     shares: Shares, rows, q, new, slots, slot_lse, *, pool, append: Append | None, dtype, interpret: bool
 ):
-    """Output `[r queries h]` of `dtype`, log-sum-exp `[r queries]`, and the pool, with this call's token in it if there
-    is an `append`.
+    """Return the output `[r queries h]` of `dtype`, the log-sum-exp `[r queries]`, and the pool, with this call's token
+    in it if there is an `append`.
 
-    From what is `listed`; the queries `[r queries h]`; this call's keys and values `[b k t h]`; and the slots in
-    float32: outputs `[slots queries h]` and log-sum-exps to the base 2. q and the slots may have more queries.
+    `rows` is what `listed` returns, q is `[r queries h]`, and `new` has this call's keys and values `[b k t h]`. The
+    slots are in float32: outputs `[slots queries h]` and log-sum-exps to the base 2. q and the slots may have more
+    queries.
     """
     r, queries, h = shares.r, shares.queries, shares.h
     k, v = (None, None) if new is None else (x.reshape(r, shares.t, h) for x in new)
@@ -118,13 +124,13 @@ def _merge(
     rows_ref, q_ref, k_ref, v_ref, slots_ref, slot_lse_ref, places_ref, _, o_ref, lse_ref,
     *pool_refs, shares: Shares, interpret: bool,
 ):  # fmt: skip
-    """One query's output from its row's slots and from this call's keys up to itself."""
+    """Compute one query's output from its row's slots and from this call's keys up to itself."""
     row, query = pl.program_id(0), pl.program_id(1)
     start, end, total = (rows_ref[0, x] for x in (row, row + 1, shares.r))
     programs = jnp.minimum(total, shares.programs)
     column = jnp.arange(shares.h2)
     exists = column < shares.h
-    # Of a tile: the last program whose share does not begin after it.
+    # A tile belongs to the last program whose share does not begin after it.
     first, last = (((x + 1) * programs - 1) // jnp.maximum(total, 1) for x in (start, end - 1))
     last = jnp.where(end > start, last, first - 1)
 
@@ -171,7 +177,7 @@ def _merge(
 
 
 def _write(row, place, places_ref, k_ref, v_ref, pool_ref, shares: Shares, interpret: bool):
-    """The row's token into its slot of the pool `[entries 2h]`, and the entry that was there to its own place."""
+    """Write the row's token into its slot of the pool `[entries 2h]`, and the entry that was there to its new place."""
     slot, moved = places_ref[0, place], places_ref[1, place]
     column, entries = jnp.arange(shares.h2), pool_ref.shape[0]
     exists = column < shares.h
@@ -179,7 +185,7 @@ def _write(row, place, places_ref, k_ref, v_ref, pool_ref, shares: Shares, inter
     there = jnp.minimum(slot, entries - 1)
     old = [plt.load(pool_ref.at[there, first + column], mask=exists, other=0) for first, _ in sides]
     if not interpret:
-        plt.debug_barrier()  # a number may be read by several threads, and is written by one of them
+        plt.debug_barrier()  # several threads may read a number that one of them then writes
     for (first, new_ref), x in zip(sides, old, strict=True):
         plt.store(pool_ref.at[moved, first + column], x, mask=exists & (moved < entries))
         x = plt.load(new_ref.at[row, 0, column], mask=exists, other=0).astype(pool_ref.dtype)

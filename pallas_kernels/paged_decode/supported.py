@@ -1,4 +1,4 @@
-"""What the kernels of `paged_decode` take."""
+"""Checks of the arguments that the kernels of `paged_decode` support."""
 
 from pallas_kernels.supported import require, require_attention
 
@@ -6,7 +6,7 @@ from pallas_kernels.supported import require, require_attention
 def check_supported(
     implementation: str, q, pool, page_table, *, page_multiple: int = 1, columns: int = 1 << 31
 ):
-    """Raise one line unless the kernels take arguments of these shapes and dtypes."""
+    """Raise ValueError unless the kernels take arguments of these shapes and dtypes."""
     page = pool.shape[1]
     require_attention("paged_decode", implementation, q, pool=pool)
     require(

@@ -1,17 +1,17 @@
-"""`paged_decode` on TPU: pages copied from HBM ahead of the arithmetic, over all rows without a pause.
+"""`paged_decode` on TPU: pages are copied from HBM ahead of the arithmetic, over all rows without a pause.
 
-A row is one (sequence, kv head); its query heads and tokens are the rows of one tile. What it has stored is one list of
-pages, first those of the ring, then the global ones, taken a block at a time. A cursor runs `SLOTS − 1` blocks ahead of
-the arithmetic, over the ends of rows, and starts the copies of the block it stands at; page tables come into scalar
-memory ahead of it. Only pages that hold entries are copied.
+A row is one (sequence, kv head); its query heads and tokens are the rows of one tile. Its stored pages form one list,
+first the ring's, then the global ones, taken a block at a time. A cursor runs `SLOTS − 1` blocks ahead of the
+arithmetic, across the ends of rows, and starts the copies of the block it stands at. Page tables are copied to scalar
+memory ahead of the cursor. Only pages that hold entries are copied.
 
-Within a long row, a block that is full and the one that is fetched meanwhile, full too, are one run of instructions
-without branches, so that copies are started beside the arithmetic. Other blocks are computed with as far as they hold
-entries (`EIGHTHS`), with zeros for values that are no entry's: 0 · NaN is NaN. Their arithmetic has no branches either,
-nor what starts the first copies meanwhile: a short row takes little more than its own latencies.
+Within a long row, the arithmetic of a full block and the copies of another full block are one run of instructions
+without branches, so that copies start during the arithmetic. Other blocks are computed with as far as they hold entries
+(`EIGHTHS`), with zeros for values that are not stored, since 0 · NaN is NaN. Neither their arithmetic nor the start of
+the first copies has branches, so a short row takes little more than its own latencies.
 
-A page's biases come with it, by a copy of the row of lanes that they lie in, or of all their rows. A row that holds
-several pages' is turned until they stand below their logits.
+A page's biases are copied with it, as the row of lanes that holds them or as all their rows. A row of lanes that holds
+the biases of several pages is rotated until they line up with their logits.
 """
 
 import functools
@@ -37,34 +37,35 @@ from pallas_kernels.vertical_slash.tpu import attend
 from pallas_kernels.vertical_slash.tpu_walk import LOG2E
 
 SLOTS = 4
-"""Blocks in VMEM: one in use, the others on their way."""
+"""Blocks in VMEM: one in use, the others in flight."""
 TABLES = 4
 """Rows of the page table in SMEM."""
 BLOCK_BYTES = 1 << 19
-"""About a block's size: three on their way cover the time that HBM takes to answer."""
+"""The approximate size of a block in bytes: three blocks in flight cover the latency of HBM."""
 LOGITS = 1 << 15
 """Most logits of a tile: half of the vector registers."""
 BESIDE = 8
-"""Most copies that are started beside the arithmetic of a block that is not full: each takes scalar instructions,
+"""Most copies that are started during the arithmetic of a block that is not full. Each takes scalar instructions,
 needed or not."""
 GROUP = 8
-"""Most of its other copies that are started at once."""
+"""The number of its other copies that are started together."""
 EIGHTHS = 2, 3, 4, 8
-"""A block that is not full is computed with whole, or as many first eighths of it as hold its entries."""
+"""The eighths of a block that is not full that are computed with: the least number of these that holds its entries."""
 STEP_ROWS = 128
-"""Most rows that share a grid step, each of which takes instructions of its own."""
+"""Most rows that share a grid step, which has a fixed cost in instructions."""
 STEP_BYTES = 1 << 22
-"""Most bytes of their queries and outputs, of which VMEM holds two steps'."""
+"""Most bytes of the queries and outputs of a step's rows. VMEM holds those of two steps."""
 COLUMNS = 49152
 """Most columns of a page table: `TABLES` rows of them fill three quarters of SMEM."""
 TILE = 1 << 16
-"""Most logits of a tile whose block cannot be smaller."""
+"""Most logits of a tile at the smallest possible block."""
 CURSOR = ROW, BLOCK, TAKEN = range(3)
-"""Where the next block to fetch is; how many the arithmetic has taken, `SLOTS − 1` fewer than were fetched."""
+"""The cursor: row and index of the next block to fetch, and the number of blocks that the arithmetic has taken. That is
+`SLOTS − 1` less than were fetched."""
 
 
 class _Sizes(NamedTuple):
-    """What the kernel knows at compile time. `block`: pages of a block; `rows`: of one core."""
+    """The compile-time constants of the kernel. `block`: the pages of a block; `rows`: the rows of one core."""
 
     page: int
     block: int
@@ -76,14 +77,14 @@ class _Sizes(NamedTuple):
 
 
 def _ceil_div(count, size: int):
-    """How many parts of `size` hold `count`, which is not negative: a shift where it can be one."""
+    """Return the number of parts of `size` that hold `count` ≥ 0, by a shift if `size` is a power of two."""
     if size & (size - 1):
         return pl.cdiv(count, size)
     return (count + (size - 1)) >> (size.bit_length() - 1)
 
 
 def _block_pages(page: int, columns: int, entry_bytes: int, queries: int) -> int:
-    """Pages of a block: whole vectors of logits, no more than a row can have."""
+    """Return the pages of a block: whole vectors of logits, and no more than a row needs."""
     keys = min(1024, BLOCK_BYTES // entry_bytes, LOGITS // (-(-queries // 8) * 8), columns * page)
     whole = math.lcm(page, LANES)
     return max(1, -(-keys // whole)) * whole // page
@@ -94,14 +95,14 @@ def _kernel(*refs, sizes: _Sizes):
     buffers, tables, cursor, page_sems, table_sems, *of_bias = refs[9:]
     page, block, columns = sizes.page, sizes.block, table_ref.shape[2]
     step_rows, queries, width = q_ref.shape
-    # of whole vectors of logits, too
+    # only parts of whole vectors of logits
     parts = [block * x // 8 for x in EIGHTHS if block * x % 8 == 0 and block * x // 8 * page % LANES == 0]
     step = pl.program_id(1)
     first_row = pl.program_id(0) * sizes.rows
     last_row = first_row + sizes.rows
 
     def pages_of(row):
-        """Pages that hold entries: of the ring, and of both regions."""
+        """The number of pages that hold entries: in the ring, and in all."""
         ring = _ceil_div(ring_ref[row], page)
         return ring, ring + _ceil_div(length_ref[row], page)
 
@@ -119,7 +120,7 @@ def _kernel(*refs, sizes: _Sizes):
         pltpu.make_async_copy(source, rows.at[slot, pl.ds(p * count, count)], sems.at[slot]).start()
 
     def bias_of(slot, part):
-        """The biases `[1 keys]` of the first `part` pages of a block that is there."""
+        """The biases `[1 keys]` of the first `part` pages of a block that has arrived."""
         rows, places, _ = of_bias
         if page >= LANES:
             return jnp.concatenate([rows[slot, i] for i in range(part * rows.shape[1] // block)], 1)
@@ -135,19 +136,19 @@ def _kernel(*refs, sizes: _Sizes):
         return jnp.concatenate(lines, 1)
 
     def start(slot, p, page_index):
-        """The copies of page `p` of a block."""
+        """Start the copies of page `p` of a block."""
         source = pool_ref.at[page_index]
         pltpu.make_async_copy(source, buffers.at[slot, p], page_sems.at[slot]).start()
         if of_bias:
             fetch_bias(page_index, slot, p)
 
     def start_all(slot, column, p, count):
-        """Those of `count` pages, from page `p` on; the block's first has `column` in the tables."""
+        """Start the copies of `count` pages, from page `p` on. The block begins at `column` in the tables."""
         for i in range(count):
             start(slot, p + i, tables[column + p + i])
 
     def arrived(slot, count):
-        """Waits for as many bytes as `count` pages have."""
+        """Wait for as many bytes as `count` pages have."""
         pages = buffers.at[slot, pl.ds(0, count)]
         pltpu.make_async_copy(pages, pages, page_sems.at[slot]).wait()
         if of_bias:
@@ -156,17 +157,17 @@ def _kernel(*refs, sizes: _Sizes):
             pltpu.make_async_copy(rows, rows, sems.at[slot]).wait()
 
     def await_pages(slot, count):
-        """Waits for the first pages of a block, by the bits of their number."""
+        """Wait for the first `count` pages of a block, by the bits of that number."""
         for size in reversed([1 << x for x in range(block.bit_length())]):
             pl.when((count & size) > 0)(functools.partial(arrived, slot, size))
 
     def column_of(row, index):
-        """Where the tables have block `index` of a row."""
+        """The index in the tables at which block `index` of a row begins."""
         begin = ((row - first_row) & (TABLES - 1)) * columns
         return begin + sizes.ring_pages - pages_of(row)[0] + index * block
 
     def advance():
-        """Where the tables have the block at the cursor, and how many pages of it to fetch; moves the cursor on."""
+        """Move the cursor on. Return where the block it stood at begins in the tables, and the pages of it to fetch."""
         row, index = jnp.minimum(cursor[ROW], last_row - 1), cursor[BLOCK]
         there = cursor[ROW] < last_row
         entered = there & (index == 0)
@@ -181,14 +182,14 @@ def _kernel(*refs, sizes: _Sizes):
     beside = min(BESIDE, block)
 
     def start_first(slot, column, count):
-        """The copies of the first pages of a block, without branches."""
+        """Start the copies of the first pages of a block, without branches."""
         for p in range(beside):
-            # read whether it is needed or not, from behind the row's end if need be, where another's table may be
-            # coming: what depends on the count is the copy alone
+            # the index is read even if it is not needed, and even past the row's end, where another row's table may
+            # be arriving: only the copy depends on the count
             pl.when(p < count)(functools.partial(start, slot, p, tables[column + p]))
 
     def start_rest(slot, column, count):
-        """Those of the others: all at once, or a few at a time."""
+        """Start the copies of the other pages: all at once, or a few at a time."""
         if beside == block:
             return
 
@@ -204,7 +205,7 @@ def _kernel(*refs, sizes: _Sizes):
         pl.when(count > beside)(lambda: lax.cond(count == block, all_of_them, some))
 
     def blank(slot, p, stored):
-        """Zeros for the values of what holds no entry in page `p` of a block, of which `stored` are."""
+        """Zero the values of page `p` of a block after its first `stored` entries."""
         x = buffers[slot, p, :, -width:]
         place = lax.broadcasted_iota(jnp.int32, x.shape, 0)
         buffers[slot, p, :, -width:] = jnp.where(place < stored, x, jnp.zeros_like(x))
@@ -232,8 +233,8 @@ def _kernel(*refs, sizes: _Sizes):
         q = q_ref[i]
 
         def seen(slot, index, state, part, whole=False):
-            """The state after the first `part` pages of a block that is there, of which all are full if it is
-            `whole`."""
+            """The state after the first `part` pages of a block that has arrived. All pages of a `whole` block are
+            full."""
             m, l, o = state
             kv = buffers[slot, :part].reshape(part * page, buffers.shape[3])
             x = lax.dot_general(
@@ -267,13 +268,13 @@ def _kernel(*refs, sizes: _Sizes):
             )
             return m_new, l, o * kept + pv
 
-        # a row without any takes one, too
+        # a row without pages takes one block, too
         blocks = jnp.maximum(_ceil_div(pages, block), 1)
-        # up to there the block that is fetched is neither the row's last nor another row's
+        # before this block, the block to fetch is neither the row's last nor another row's
         steady = blocks - SLOTS
 
         def long(index, taken, state):
-            """The blocks from `index` on that are full, and for which full ones are fetched."""
+            """Take the full blocks from `index` on during which full blocks are fetched."""
             begin = jnp.where((index > 0) | (stored_first == page), index, steady)
             count = jnp.maximum(steady - begin, 0)
             column = column_of(row, begin + SLOTS - 1)
@@ -328,7 +329,7 @@ def _kernel(*refs, sizes: _Sizes):
 
 
 def _start(q, new, sizes: _Sizes):
-    """The state after this call's own keys, of which a query sees those up to itself."""
+    """Return the state after this call's own keys. A query sees those up to itself."""
     queries, width = q.shape
     m = jnp.full((queries, 1), MASKED, jnp.float32)
     if new is None:
@@ -348,7 +349,7 @@ def _start(q, new, sizes: _Sizes):
 
 
 def _cores(rows: int) -> int:
-    """Cores that share the rows: two where a chip shows its two as one device, if the rows can be halved."""
+    """Return the cores that share the rows: two if a device has two cores and the number of rows is even."""
     return math.gcd(rows, pltpu.get_tpu_info().num_cores) if target().platform == "tpu" else 1
 
 
@@ -380,14 +381,14 @@ def tpu(
         ),
     )
     cores = _cores(r)
-    # Keys and values are cut out of entries between lanes 0 and 128, or not at all: then both products are as wide as
-    # an entry, q is zero beside the values and half of the output is not used.
+    # Keys and values are sliced out of entries only at whole lanes. Otherwise both products are as wide as an entry: q
+    # is padded with zeros for the values, and half of the output is not used.
     width = h if h % LANES == 0 else 2 * h
     row_bytes = queries * width * (q.dtype.itemsize + jnp.dtype(dtype).itemsize)
     step_rows = divisor(r // cores, min(STEP_ROWS, STEP_BYTES // row_bytes))
     steps = r // cores // step_rows
     ring = jnp.zeros(b, jnp.int32) if ring_length is None else ring_length
-    # The ring's columns backwards: those in use then end where the global ones begin.
+    # The ring's columns are reversed, so that those in use end where the global ones begin.
     table = jnp.concatenate([page_table[..., :ring_pages][..., ::-1], page_table[..., ring_pages:]], -1)
     table = jnp.clip(table.reshape(r, 1, columns), 0, capacity - 1)
     sizes = _Sizes(
@@ -403,7 +404,7 @@ def tpu(
     of_bias = []
     if bias is not None:
         bias = in_lanes(bias)[:, None]
-        of_bias = [  # the rows of lanes of a block's pages, where in the plane each page's biases begin
+        of_bias = [  # rows of lanes of a block's pages; the places in the plane where each page's biases begin
             pltpu.VMEM((SLOTS, sizes.block * max(1, page // LANES), 1, LANES), jnp.float32),
             pltpu.SMEM((SLOTS * sizes.block,), jnp.int32),
             pltpu.SemaphoreType.DMA((SLOTS,)),

@@ -1,5 +1,5 @@
-"""`paged_decode`'s writing on TPU. Memory is written there by tiles of eight entries: those of all rows are fetched at
-once, changed, and put back."""
+"""The writing of a decoded token on TPU. Memory is written there by tiles of eight entries: the tiles of all rows are
+fetched at once, changed, and put back."""
 
 import functools
 from typing import Any
@@ -22,17 +22,17 @@ SLOT, MOVED = range(2)
 
 
 def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows: int):
-    del lse_ref, pool_ref  # the one is read so that attention comes first, the other is the output
+    del lse_ref, pool_ref  # lse is an input so that attention comes first; the pool is the output
     first = pl.program_id(0) * rows
     pages, page, _ = out_ref.shape
 
     def place(row, which):
-        """The index of a row's entry, and whether there is one."""
+        """The index of a row's entry, and True if it lies in the pool."""
         index = places_ref[which, first + row]
         return index, index < pages * page
 
     def each_copy(act):
-        """`act(fetch, put)` for every tile: the copies of it from the pool and back."""
+        """Run `act(fetch, put)` for every tile, with its copies from the pool and back."""
 
         def copies(row, _):
             for which in (SLOT, MOVED):
@@ -62,7 +62,7 @@ def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows
 
 
 def written(pool, append: Append | None, new, lse, interpret: Any):
-    """Return what `append.written` does, written in place."""
+    """Return what `append.written` does; the pool is written in place."""
     if append is None:
         return pool
     r, kv = append.slot.size, pool.shape[2]

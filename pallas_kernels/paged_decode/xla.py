@@ -1,4 +1,4 @@
-"""`paged_decode` in XLA: a work list over rows and blocks of pages, as long as what is stored.
+"""`paged_decode` in XLA: a work list over rows and blocks of pages, whose length depends on what is stored.
 
 A row is one (sequence, kv head). Rows are sorted by length and taken a few at a time, so that those of a tile are
 about equally long; a tile gathers one block of the page table's columns for each of them. (Gathering whole tables,
@@ -16,11 +16,11 @@ from pallas_kernels.paged_decode.append import written
 from pallas_kernels.paged_decode.plane import of_pages
 
 QUERIES = 512
-"""Largest block of queries."""
+"""Most queries of a block."""
 
 ENTRIES = 256
-"""Of each row in a tile, or one page of more. These two were measured on two CPU cores: with many queries, a quarter of
-the one and half of the other take twice as long."""
+"""Most entries of each row in a tile; a larger page is one tile. `QUERIES` and `ENTRIES` were measured on two CPU
+cores: with many queries, a quarter of the one and half of the other take twice as long."""
 
 ROWS = 4
 LOGITS = 1 << 17
@@ -55,10 +55,10 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
 
 
 class _Stored:
-    """What the pages hold, as a list of tiles: `br` rows (sorted by length) and `bs` entries of each.
+    """The stored entries as a list of tiles: `br` rows (sorted by length) and `bs` entries of each.
 
-    A row's ring and global columns are neighbours, so its entries are one list, of which a partly filled ring leaves
-    some out.
+    A row's ring columns (local window) and global columns (retained entries) are adjacent, so its entries form one
+    list. A partly filled ring leaves gaps in it.
     """
 
     def __init__(self, pool, bias, page_table, length, ring_length, ring_pages, queries):
@@ -96,7 +96,7 @@ class _Stored:
         table = lax.dynamic_slice_in_dim(rows(self.page_table), column * self.bc, self.bc, 1)
 
         def side(start):
-            """Keys or values alone: cutting them out of gathered pages would be another pass over memory."""
+            """Gather keys or values alone: cutting them out of gathered pages would be another pass over memory."""
             size = (1, self.page, self.h)
             pages = jax.vmap(lambda p: lax.dynamic_slice(self.pool, (p, 0, start), size))(table.reshape(-1))
             return as_floats(pages.reshape(self.br, self.bs, self.h), q.dtype)
@@ -117,7 +117,7 @@ class _Stored:
         )
 
     def attend(self, q, state):
-        """The state of queries `[r queries h]` after all stored entries."""
+        """Return the softmax state of queries `[r queries h]` after all stored entries."""
         q, state = q[self.order], tuple(a[self.order] for a in state)
         state = lax.fori_loop(0, self.ends[-1], lambda x, state: self._tile(x, q, state), state)
         back = jnp.argsort(self.order)

@@ -18,18 +18,18 @@ IMPLEMENTATIONS = {"xla": xla, "counts": counts, "reference": reference, "tpu": 
 FASTEST = {"cpu": "xla", "tpu": "counts", "gpu": "xla"}
 """The default of each backend.
 
-CPU, measured on two cores, eight rows of 8192 and of 32768 keys, k an eighteenth: xla 13 and 58 ms, counts 31 and 286.
-TPU, not timed: counts is dense arithmetic, where the Fenwick tree takes a chain of scalar steps for each key that
-matters when it comes, and xla gathers and scatters single numbers.
-GPU, measured on an H100, eight rows of 8192, 32768 and 131072 keys, k an eighteenth: xla 0.17, 0.24 and 0.78 ms, counts
-as it was, without sorts, 0.09, 0.78 and 6.3, the Fenwick tree, which waits for memory at every key, 8, 38 and 163.
+CPU, two cores, eight rows of 8192 and 32768 keys, k = s / 18: xla takes 13 and 58 ms, counts 31 and 286 ms.
+TPU, not timed: counts is dense arithmetic. The Fenwick tree takes a chain of scalar steps for each key below the
+threshold, and xla gathers and scatters single numbers.
+GPU, H100, eight rows of 8192, 32768 and 131072 keys, k = s / 18: xla takes 0.17, 0.24 and 0.78 ms, an earlier counts
+without sorts 0.09, 0.78 and 6.3 ms, and the Fenwick tree, which waits for memory at every key, 8, 38 and 163 ms.
 """
 
 FOREVER = jnp.iinfo(jnp.int32).max
 
 
 def ranks(scores: Float[Array, "*b s"]) -> Int[Array, "*b s"]:
-    """The rank of each score among those of its row: 0 the highest, of equal ones the first, NaN after all others."""
+    """Return each score's rank in its row: 0 for the highest. Of equal scores the first ranks first; NaN ranks last."""
     order = jnp.argsort(-scores, axis=-1, stable=True)
     return jnp.argsort(order, axis=-1).astype(jnp.int32)
 
@@ -43,31 +43,31 @@ def running_topk(
     competes: Bool[Array, "b k s"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "b k t"], Int[Array, "b k s"]]:
-    """The threshold rank at every query, and for every key the index at which it is out.
+    """Return the threshold rank at every query, and for every key the index at which it drops out.
 
     Key `j` competes from index `j + window` on, when it has left the window. A query at index `I` sees those competing
-    keys whose rank is at most `tau_I`, the rank of the k-th best of them. As `tau` never rises, what is out stays out,
-    and `j <= I < end_j` says the same. The queries are the last `t` of the `s` indices: query `i` has index
+    keys whose rank is at most `tau_I`, the rank of the k-th best of them. As `tau` never rises, a key that is out stays
+    out, so `j <= I < end_j` is equivalent. The queries are the last `t` of the `s` indices: query `i` has index
     `I = i + s - t`.
 
     KVPOP, App. C; Fenwick, "A new data structure for cumulative frequency tables" (1994).
 
     Args:
         rank: int32, in each row a permutation of 0 to s - 1, 0 the best; `ranks` makes it from scores.
-        k: how many stay, at least 0; more than there are: all of them.
-        window: at least 1.
-        queries: t; None: s.
-        competes: the keys that take part; None: all.
+        k: the number of keys that stay, at least 0. If there are no more than k keys, all of them stay.
+        window: the size of the local window in tokens, at least 1.
+        queries: the number of queries, t. None: s.
+        competes: True for keys that take part. None: all do.
         implementation: "xla" (descends a wavelet tree), "counts" (counts in two levels, in XLA too), "tpu" or "gpu" (a
-            Fenwick tree in a kernel), "reference" (sorts for every query); None: the fastest here, `FASTEST`.
+            Fenwick tree in a kernel) or "reference" (sorts for every query). None: the platform's default (`FASTEST`).
 
     Returns:
-        tau: int32; s where fewer than k keys compete yet, and -1 where k is 0.
-        end: int32; at least `j + window` and, of the queries' indices, the first one that does not see the key. The
-            largest int32 where there is none, and for keys that do not compete.
+        tau: int32; s while fewer than k keys compete, and -1 if k is 0.
+        end: int32; the first of the queries' indices that does not see the key, and at least `j + window`. It is the
+            largest int32 if there is none, and for keys that do not compete.
 
     Raises:
-        ValueError: a rank that is not int32, a k that is no integer, shapes that disagree, k < 0, window < 1, more
+        ValueError: a rank that is not int32, a k that is not an integer, shapes that disagree, k < 0, window < 1, more
             queries than keys, an unknown implementation.
     """
     call = choose(IMPLEMENTATIONS, implementation, "running_topk", FASTEST)
@@ -82,20 +82,20 @@ def running_topk(
         competes = jnp.ones_like(rank, bool)
     rank, k, competes = alike(rank, k, competes)
     tau = call(rank, k, competes, window, t)
-    # Sorting numbers takes a TPU less time than gathering or scattering them one by one.
+    # A TPU sorts numbers faster than it gathers or scatters them one by one.
     seen = _seen_by_sorting if call in (counts, tpu) else _seen_by_counting
     return tau, _end(seen(rank, tau), competes, window, t)
 
 
 def _end(seen, competes, window, t):
-    """The queries that see a key are the first ones: `seen` says how many."""
+    """Return the end of each key. The first `seen` queries see it."""
     s = seen.shape[2]
     end = jnp.maximum(jnp.arange(s, dtype=jnp.int32) + window, s - t + seen)
     return jnp.where(competes & (end < s), end, FOREVER)
 
 
 def _seen_by_counting(rank, tau):
-    """How many queries see each key: those of a threshold at or above its rank."""
+    """Return the number of queries that see each key: those whose threshold is at or above its rank."""
     b, heads, s = rank.shape
     row = jnp.ogrid[:b, :heads, :1][:2]
     count = jnp.zeros_like(rank, shape=(b, heads, s + 2)).at[(*row, tau + 1)].add(1)
@@ -104,7 +104,7 @@ def _seen_by_counting(rank, tau):
 
 
 def _seen_by_sorting(rank, tau):
-    """The same: keys and thresholds in one order, the keys then back in their own."""
+    """Return what `_seen_by_counting` does: sort keys and thresholds together, then the keys back to their order."""
     s, t = rank.shape[2], tau.shape[2]
     order = jnp.concatenate([2 * rank, 2 * tau + 1], 2)
     key = jnp.broadcast_to(jnp.minimum(jnp.arange(s + t, dtype=jnp.int32), s), order.shape)

@@ -1,4 +1,4 @@
-"""`running_topk`: every implementation against what it may cost, a twentieth of a layer's dense attention."""
+"""Benchmark of `running_topk`. The target is a twentieth of the time of a layer's dense attention."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ def usual() -> tuple[str, ...]:
 
 
 def lines(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
-    """A quarter of the keys stay."""
+    """Return a line for each implementation; a quarter of the keys stay."""
     rank = ranks(jax.random.normal(key, (1, setting.k, s)))
     name, attention = dense()
     bound = f"1/{SHARE} of {name} attention"

@@ -1,9 +1,9 @@
 """`running_topk` in XLA by counting in two levels of about sqrt(s) counts: no step waits for a single key.
 
-The ranks are cut into buckets. A query counts the keys it has in each bucket: those of the chunks of queries before its
-own are carried, those of the blocks before its own and of its own block are added, the latter by a product with a
-triangle of ones. The first bucket in which the count reaches k holds the threshold, and there the keys are counted one
-by one, in order of rank.
+The ranks are cut into buckets. A query counts its keys in all buckets up to each one. The counts of earlier chunks of
+queries are carried; those of earlier blocks and of its own block are added, the latter by a product with a triangle of
+ones. The first bucket at which the count reaches k holds the threshold, and there the keys are counted one by one, in
+order of rank.
 """
 
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jax import lax
 from pallas_kernels.blocks import logits_at_once
 
 BLOCK = 128
-"""Queries whose keys are counted by one product: a TPU's lanes, and no more than 256, which bfloat16 still counts."""
+"""Queries whose keys are counted by one product: a TPU's lanes. bfloat16 counts exactly up to 256."""
 COUNTS = 1 << 18
-"""About how many counts of a row there are at once, and at least."""
+"""The approximate least number of counts of a row that are held at once."""
 
 
 def widths(s: int) -> tuple[int, int]:
-    """How many buckets, and of how many ranks each: a power of two, at most sqrt(s)."""
+    """Return the number of buckets and the ranks in each: a power of two, at most sqrt(s)."""
     width = 1 << (s.bit_length() - 1) // 2
     return -(-s // width), width
 
@@ -27,12 +27,12 @@ def counts(rank, k, competes, window, t):
     b, heads, s = rank.shape
     rows = b * heads
     buckets, width = widths(s)
-    # Query i adds the key that leaves the window there; the first one also has those that left before.
+    # Query i adds the key that leaves the window there; the first query also has those that left before.
     none = buckets * width
     entry = jnp.where(competes, rank, none).reshape(-1, s)
     entry = jnp.pad(entry, ((0, 0), (window, 0)), constant_values=none)
     before, entry = entry[:, : s - t], entry[:, s - t : s]
-    # By rank, the index at which the key competes.
+    # The index from which the key competes, in order of rank.
     start = jnp.where(competes, jnp.arange(s, dtype=jnp.int32) + window, s).reshape(-1, s)
     start = lax.sort((rank.reshape(-1, s), start), num_keys=1, is_stable=False)[1]
     start = jnp.pad(start, ((0, 0), (0, none - s)), constant_values=s)
@@ -52,7 +52,7 @@ def counts(rank, k, competes, window, t):
 
         def chunk(held, args):
             own, first = args
-            # of every block and bucket at most BLOCK, so products are exact
+            # each block adds at most BLOCK to a bucket's count, so products are exact
             added = (own[..., None] // width <= bucket).sum(1, dtype=jnp.float32)
             upto = jnp.einsum("nm,mb->nb", jnp.tri(blocks), added).astype(jnp.int32) + held
             # [query of the block, block, bucket]

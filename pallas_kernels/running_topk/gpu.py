@@ -22,7 +22,7 @@ def gpu(rank, k, competes, window, t, interpret: bool | None = None):
     rows = b * heads
     entry = entries(rank, competes, window)
     interpret = gpu_interpret(interpret)
-    # The interpreter knows no barriers, and needs none.
+    # The interpreter has no barriers and needs none.
     barrier = _nothing if interpret else plt.debug_barrier
     tau, _ = pl.pallas_call(
         functools.partial(_kernel, s=s, barrier=barrier),

@@ -1,4 +1,4 @@
-"""What `running_topk` means: for every query all competing ranks, sorted. For tests."""
+"""The definition of `running_topk`, for tests: sort all competing ranks for every query."""
 
 import jax.numpy as jnp
 

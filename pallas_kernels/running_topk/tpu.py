@@ -15,7 +15,7 @@ from pallas_kernels.varying import output
 KEYS = 1 << 17
 """Most keys: their tree takes half of the scalar memory."""
 BLOCK = 4096
-"""Queries at a time in scalar memory."""
+"""Queries that are in scalar memory at a time."""
 
 
 def tpu(rank, k, competes, window, t, interpret: Any = None):
@@ -89,6 +89,6 @@ def _kernel(k_ref, entry_ref, tau_ref, tree_ref, state_ref):
         tau_ref[0, 0, j] = tau
         return tau, keys
 
-    # The last block's end lies past the last query.
+    # The last block may extend past the last query.
     last = jnp.minimum(block, s - i * block)
     state_ref[0], state_ref[1] = lax.fori_loop(0, last, query, (state_ref[0], state_ref[1]))

@@ -2,8 +2,8 @@
 
 A level holds the ranks sorted by their leading bits and, where those are equal, in the order in which the keys begin to
 compete. So a query's keys with given leading bits are the first ones of that stretch, and counting the zeros among them
-says whether the k-th has a zero or a one there. Ranks are a permutation: a stretch begins at its smallest rank, and
-every complete stretch is half zeros, so both need no table.
+tells if the k-th has a zero or a one there. Ranks are a permutation, so a stretch begins at its smallest rank and every
+complete stretch is half zeros. Neither needs a table.
 
 Grossi, Gupta and Vitter, "High-order entropy-compressed text indexes" (2003); Claude and Navarro, "The wavelet matrix"
 (2012).

@@ -1,7 +1,7 @@
-"""Products with one layer's weights, which are read where they lie in the stack of all layers.
+"""Products with one layer's weights, read in place from the stack of all layers.
 
-api: the op. xla: a slice and a product. gpu: without the slice, of which XLA makes a copy there. reference: what the op
-means.
+api: the op. xla: a slice and a product. gpu: a kernel without the slice, which XLA would copy there. reference: the
+definition.
 """
 
 from pallas_kernels.stack_product.api import MOST_ROWS, stack_product

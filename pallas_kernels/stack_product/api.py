@@ -10,9 +10,9 @@ from pallas_kernels.varying import alike
 
 IMPLEMENTATIONS = {"xla": xla, "reference": reference, "gpu": gpu}
 FASTEST = {"cpu": "xla", "tpu": "xla", "gpu": "gpu"}
-"""The default of each backend. A TPU reads the slice in place; a CPU copies it."""
+"""The default of each backend. With "xla" a TPU reads the slice in place; a CPU copies it."""
 MOST_ROWS = 64
-"""Rows that the GPU's kernel takes. For more the weights' copy counts for little beside the product."""
+"""Most rows that the GPU kernel takes. With more rows, copying the weights costs little compared to the product."""
 
 
 def stack_product(
@@ -22,13 +22,13 @@ def stack_product(
     *,
     implementation: str | None = None,
 ) -> Float32[Array, "m f"]:
-    """`x · stack[layer]`, with sums in float32 and without a copy of the layer's weights.
+    """Return `x · stack[layer]` with sums in float32. On a GPU and TPU the layer's weights are not copied.
 
-    The GPU's kernel is not differentiable.
+    The GPU kernel is not differentiable.
 
     Args:
-        layer: from 0, less than l.
-        implementation: "xla", "gpu" (at most `MOST_ROWS` rows, float32 or bfloat16) or "reference"; None: the
+        layer: the index of the layer, from 0 to l - 1.
+        implementation: "xla", "gpu" (at most `MOST_ROWS` rows, float32 or bfloat16) or "reference". None: the
             backend's own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`stack_product`: the products of a layer of Llama-3.1-8B in decoding, whose weights' bytes are the bound."""
+"""Benchmark of `stack_product`: the products of a layer of Llama-3.1-8B in decoding, bound by the weights' bytes."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ PRODUCTS = {
     "gate and up": (4096, 28672),
     "down": (14336, 4096),
 }
-"""Inputs and outputs."""
+"""The number of inputs and outputs of each product."""
 LAYERS = 2
 
 
@@ -26,7 +26,7 @@ def usual() -> tuple[str, ...]:
 
 
 def lines(setting: Setting, key: jax.Array, rows: int, implementations: tuple[str, ...]) -> list[Line]:
-    """The rival is XLA's product with weights that lie alone, and need no slice."""
+    """Return a line for each product. The rival is XLA's product with weights in an array of their own."""
     small = 1 if setting.dtype == jnp.bfloat16 else 8
     found = []
     for name, (inputs, outputs) in PRODUCTS.items():

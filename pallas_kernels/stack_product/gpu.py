@@ -1,7 +1,7 @@
-"""`stack_product` on GPU, in Triton: a program has a tile of columns, and a part of the inputs.
+"""`stack_product` on GPU, in Triton: a program has a tile of columns and a part of the inputs.
 
-Weights are read once and nothing else is large, so what counts is that enough bytes are on their way. Of a product with
-few columns several programs share the inputs, and their sums are added afterwards, in XLA, which has a residual to add
+Weights are read once and nothing else is large, so the speed depends on having enough bytes in flight. In a product
+with few columns several programs share the inputs. Their sums are added afterwards in XLA, which has a residual to add
 there anyway.
 """
 
@@ -19,10 +19,10 @@ from pallas_kernels.varying import output
 PROGRAMS = 264
 """Programs that fill a device: two for each of 132 multiprocessors."""
 COLUMNS, INPUTS = 64, 128
-"""Sizes of a tile of 16-bit weights, 16 KiB, of which a program has several on their way; of float32 it is half as
-deep."""
+"""The size of a tile of 16-bit weights: 16 KiB. A program has several in flight. A float32 tile has half as many
+inputs."""
 LEAST = 4
-"""Tiles of inputs that a program reads at least."""
+"""The least number of tiles of inputs that a program reads."""
 
 
 def gpu(x, stack, layer, interpret=None):

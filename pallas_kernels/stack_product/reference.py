@@ -1,4 +1,4 @@
-"""What `stack_product` means, in float32 or, given float64, in that. For tests."""
+"""The definition of `stack_product`, for tests, in float32, or in float64 if given."""
 
 import jax.numpy as jnp
 

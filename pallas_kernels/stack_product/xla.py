@@ -1,4 +1,4 @@
-"""`stack_product` as XLA has it: a slice, which a TPU reads in place and other backends may copy, and a product."""
+"""`stack_product` in XLA: a slice, which a TPU reads in place and other backends may copy, and a product."""
 
 import jax.numpy as jnp
 from jax import lax

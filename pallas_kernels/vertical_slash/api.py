@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {
     "reference": reference,
 }
 FOREVER = jnp.iinfo(jnp.int32).max
-"""`end` of a key that stays."""
+"""The `end` of a key that stays."""
 
 
 def vertical_slash(
@@ -41,34 +41,35 @@ def vertical_slash(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Causal attention in which every (kv head, key) is visible up to a query of its own.
+    """Compute causal attention in which every (kv head, key) is visible up to a query of its own.
 
     The queries are the last `t` of the `s` indices: query `i` has index `I = i + s - t`. It sees key `j` iff
-    `j <= I < end[j]`; the logit is `q·k / sqrt(h)`, plus `log_gate[j]` where `I >= j + window` (WG-KV's training
-    attention). Query head `x` reads kv head `x // (n / k)`. Differentiable in q, k, v and log_gate.
+    `j <= I < end[j]`. The logit is `q·k / sqrt(h)`, plus `log_gate[j]` if `I >= j + window` (WG-KV's training
+    attention). Query head `x` reads kv head `x // (n / k)`. The op is differentiable in q, k, v and log_gate.
 
     Args:
-        q: queries. k, v: keys and values.
-        end: for each key the first index that no longer sees it: `j + window` for a dropped key, any later value, up to
-            the largest int32, for a kept one. `end <= j`, however negative: no query ever sees it (padding: then what
-            stands in k and v there does not matter). None: causal, nothing ends. `ends` makes it from a mask of
-            admitted keys.
-        window: how many indices, its own included, a key is visible to whatever its fate. At least 1.
+        q: queries.
+        k, v: keys and values.
+        end: the first index that no longer sees each key: `j + window` for a dropped key, any later value, up to the
+            largest int32, for a retained one. If `end <= j`, however negative, no query ever sees the key; then k and v
+            may hold anything there (padding). None: plain causal attention. `ends` makes it from a mask of admitted
+            keys.
+        window: the number of indices, its own included, to which a key is visible even if it is dropped. At least 1.
         log_gate: float32, any value down to -inf.
-        segment_ids: of each index the document it belongs to, where several are packed into one sequence: queries see
-            only keys of their own. A document's indices are neighbours.
-        dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
-            "hopper" gives 16 of its 24 bits.
-        implementation: "xla" (a CPU's), "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, forward, bfloat16 and head_dim 64,
-            128 or 256) or "reference" (dense); None: the platform's own, which on an H100 or H200 is "hopper" wherever
-            that takes q.
+        segment_ids: the document of each index, if several are packed into one sequence. Queries see only keys of
+            their own document, whose indices must be contiguous.
+        dtype: the dtype of the output. None: q's. Use float32 if the output is merged with more attention and rounded
+            afterwards; "hopper" gives 16 of its 24 bits.
+        implementation: "xla" (the default on a CPU), "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, forward, bfloat16 and
+            head_dim 64, 128 or 256) or "reference" (dense). None: the platform's own, which on an H100 or H200 is
+            "hopper" if that takes q.
 
     Returns:
-        The output and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible. Without queries
-        both are empty.
+        The output and the log-sum-exp of the logits in float32. They are 0 and -inf if nothing is visible. Without
+        queries both are empty.
 
     Raises:
-        ValueError: shapes that disagree, window < 1, t > s, an `end` or segment_ids that are no integers, an unknown
+        ValueError: shapes that disagree, window < 1, t > s, an `end` or segment_ids that are not integers, an unknown
             implementation, a dtype, head_dim or group of query heads that a kernel does not take.
     """
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
@@ -80,7 +81,7 @@ def vertical_slash(
         own = jnp.broadcast_to(_segment_end(segment_ids)[:, None], k.shape[:3])
         end = own if end is None else jnp.minimum(end, own)
     if end is not None:
-        # Kernels subtract a block's first index from it: below 0 that could wrap around.
+        # Kernels subtract a block's first index from `end`. With negative values that could wrap around.
         end = jnp.clip(end, 0, min(FOREVER, jnp.iinfo(end.dtype).max)).astype(jnp.int32)
     if log_gate is not None:
         log_gate = log_gate.astype(jnp.float32)
@@ -91,20 +92,20 @@ def vertical_slash(
 
 
 def ends(admitted: Bool[Array, "b k s"], window: int) -> Int[Array, "b k s"]:
-    """`end` of keys that stay for good where they are admitted, and else for the window.
+    """Return the `end` of keys: admitted keys stay for good, others for the window.
 
     Raises:
         ValueError: window < 1.
     """
     _check_window("ends", window)
     s = admitted.shape[2]
-    # A window beyond the last index is as good as one up to it, and cannot overflow.
+    # A window beyond the last index is equivalent to one of s, which cannot overflow.
     dropped = jnp.arange(s, dtype=jnp.int32) + min(window, s)
     return jnp.where(admitted, FOREVER, dropped)
 
 
 def _segment_end(segment_ids):
-    """The index after the last one of each index's own document."""
+    """Return, for each index, the end of its document: the index after its last one."""
     s = segment_ids.shape[1]
     last = jnp.concatenate(
         [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], 1

@@ -1,4 +1,4 @@
-"""`vertical_slash`: prefill at several shares of kept keys, and the backward pass of training."""
+"""Benchmark of `vertical_slash`: prefill at several shares of kept keys, and the backward pass of training."""
 
 import functools
 import importlib
@@ -27,13 +27,13 @@ from pallas_kernels.vertical_slash import ends, vertical_slash
 from pallas_kernels.vertical_slash.hopper import targeted
 
 BACKWARD = 2.5
-"""Products of the backward pass to those of the forward pass."""
+"""The products of the backward pass, relative to those of the forward pass."""
 SHARES = 0.05, 0.25, 1.0
-"""Kept keys."""
+"""The shares of keys that are kept."""
 ROWS = 512
-"""Queries at a time, of dense attention in blocks."""
+"""Queries of a block of `blockwise`."""
 LONGEST_MASK = 8192
-"""Longest context whose mask torch gets in full."""
+"""The longest context for which torch gets a full mask."""
 
 
 def usual() -> tuple[str, ...]:
@@ -41,7 +41,7 @@ def usual() -> tuple[str, ...]:
 
 
 def dense() -> tuple[str, Callable]:
-    """The name and function of dense causal attention of q [b t n h] over k and v [b t k h] on this device."""
+    """Return the name and function of dense causal attention of q [b t n h] over k and v [b t k h] on this device."""
     if target().platform == "gpu":
         return "cuDNN, dense", functools.partial(
             jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
@@ -50,7 +50,7 @@ def dense() -> tuple[str, Callable]:
 
 
 def blockwise(q, k, v):
-    """A block of queries at a time, over the keys up to its end."""
+    """Compute dense causal attention a block of queries at a time, over the keys up to its end."""
     t = q.shape[1]
     attend = jax.checkpoint(functools.partial(jax.nn.dot_product_attention, implementation="xla"))
     blocks = []
@@ -64,7 +64,7 @@ def blockwise(q, k, v):
 def torch_program(
     make: Callable[..., Callable], args: tuple[jax.Array, ...], work: int | float, inner: int = 1
 ) -> Candidate:
-    """The call that `make(torch, *tensors)` gives is timed; what `make` does is not."""
+    """Return the candidate for the call that `make(torch, *tensors)` returns. The time of `make` does not count."""
 
     def prepare() -> Run:
         torch: Any = importlib.import_module("torch")
@@ -87,7 +87,7 @@ def torch_causal(torch, q, k, v) -> Callable:
 
 
 def torch_masked(torch, q, k, v, end) -> Callable:
-    """With the mask that `end` [b k s] means, made beforehand."""
+    """Return torch's attention with the mask of `end` [b k s], which is made beforehand."""
     index = torch.arange(k.shape[2], device=q.device)
     seen = (index[:, None] >= index) & (index[:, None] < end[:, :, None])
     mask = seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -96,7 +96,7 @@ def torch_masked(torch, q, k, v, end) -> Callable:
 
 
 def torch_flex(torch, q, k, v, end) -> Callable:
-    """`flex_attention` with that mask, its table of blocks made beforehand."""
+    """Return `flex_attention` with the mask of `end`, whose table of blocks is made beforehand."""
     compiled = torch.compile if q.is_cuda else lambda function: function
     module = importlib.import_module("torch.nn.attention.flex_attention")
     group = q.shape[1] // k.shape[1]
@@ -115,14 +115,14 @@ def has_torch() -> bool:
 
 
 def arrays(setting: Setting, key: jax.Array, s: int) -> tuple[jax.Array, ...]:
-    """q, k and v."""
+    """Return random q, k and v."""
     keys = jax.random.split(key, 3)
     heads = setting.n, setting.k, setting.k
     return tuple(random(x, (1, n, s, setting.h), setting.dtype) for x, n in zip(keys, heads, strict=True))
 
 
 def kept(setting: Setting, key: jax.Array, s: int) -> dict[str, jax.Array]:
-    """`end` for every share, and for one head that keeps all and others that keep nothing, beside the same total."""
+    """Return `end` for every share. The last two keep the same total: spread evenly, or all of it in one head."""
     shape = (1, setting.k, s)
     even = f"1/{setting.k} kept"
     shares = {f"{share:.0%} kept": share for share in SHARES} | {even: 1 / setting.k}
@@ -133,19 +133,20 @@ def kept(setting: Setting, key: jax.Array, s: int) -> dict[str, jax.Array]:
 
 
 def same_mask_is_timed(share: str) -> bool:
-    """Whether rivals that keep the same entries are timed too: for the share that is aimed at, and the hardest."""
+    """Return True if rivals that keep the same entries are timed too: for the target share and for the hardest case."""
     return share.startswith("25%") or share.endswith("one head")
 
 
 def flops(setting: Setting, end: jax.Array | None, s: int) -> float:
-    """Two products for each visible pair of query and key, of a group of query heads for every kv head."""
+    """Return the FLOPs of two products for each visible pair of query and key, for all query heads."""
     end = jnp.full((1, setting.k, s), s) if end is None else jnp.minimum(end, s)
     pairs = float(jnp.sum((end - jnp.arange(s)).astype(jnp.float32)))
     return 4.0 * setting.h * (setting.n // setting.k) * pairs
 
 
 def bound() -> str:
-    """cuDNN's rate; where there is none a matrix product's, which XLA's dense attention does not come near."""
+    """The name of the bound: cuDNN's rate, or without cuDNN a matrix product's, which XLA's dense attention does not
+    come near."""
     return "cuDNN, dense" if target().platform == "gpu" else "matrix product"
 
 
@@ -173,7 +174,7 @@ def prefill(setting: Setting, key: jax.Array, s: int, implementations: tuple[str
 
 
 def training(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
-    """The backward pass alone."""
+    """Time the backward pass alone."""
     q, k, v = arrays(setting, key, s)
     name, attention = dense()
     gate = jax.nn.log_sigmoid(jax.random.normal(key, (1, setting.k, s)))
@@ -181,7 +182,7 @@ def training(setting: Setting, key: jax.Array, s: int, implementations: tuple[st
     full = BACKWARD * flops(setting, None, s)
     rivals = {name: backward(attention, tuple(x.swapaxes(1, 2) for x in (q, k, v)), full)}
     lines = []
-    # Hopper's gradient is Triton's
+    # "hopper" uses the gradient of "gpu"
     for x in dict.fromkeys("gpu" if x == "hopper" else x for x in implementations):
         call = functools.partial(vertical_slash, window=setting.window, implementation=x)
         gated = backward(
@@ -203,7 +204,7 @@ def backward(call: Callable, args: tuple[jax.Array, ...], work: int | float) -> 
 
 
 def checks(key: jax.Array, dtype: Any) -> list[Check]:
-    """The last 200 queries over kept keys and dropped ones, and the gradient with gates."""
+    """Check the last 200 queries over kept and dropped keys, and the gradient with gates."""
     s, h, window = 270, 64, 37
     keys = jax.random.split(key, 5)
     q, k, v = (random(x, (2, n, s, h), dtype) for x, n in zip(keys[:3], (8, 2, 2), strict=True))

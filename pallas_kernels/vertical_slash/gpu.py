@@ -21,8 +21,10 @@ def gpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
 
 
 def attend(q, band, far, dtype, *, first=0, window=1, interpret=None):
-    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]` of `dtype`, lse
-    `[b n t]`."""
+    """Compute o `[b n t h]` of `dtype` and lse `[b n t]` of queries `[b n t h]` over lists of keys.
+
+    `first` is the index of the first query.
+    """
     b, n, t, h = q.shape
     blocks = blocks_of(FORWARD, t, h, q.dtype)
     walk = Walk(far, band, blocks, first, window)

@@ -1,7 +1,8 @@
 """The gradient of `vertical_slash` on a GPU, in Triton: FlashAttention's recomputation (Dao et al., 2022).
 
-Probabilities are made again from the log-sum-exp. `dq` walks like the forward pass. `dk`, `dv` and the gate's gradient
-take a tile of keys each, as they stand, for all query heads of the group: the queries that see a key are contiguous.
+Probabilities are recomputed from the log-sum-exp. `dq` walks like the forward pass. For `dk`, `dv` and the gate's
+gradient a program takes a tile of keys, in place, and all query heads of the group: the queries that see a key are
+contiguous.
 """
 
 import functools
@@ -21,16 +22,16 @@ BACKWARD = {
     "bfloat16": {64: Blocks(64, 64, 4), 128: Blocks(64, 64, 4), 256: Blocks(64, 32, 8)},
     "float32": {64: Blocks(32, 32, 4), 128: Blocks(32, 32, 8), 256: Blocks(16, 32, 8)},
 }
-"""As `FORWARD`; two products more are in the registers."""
+"""The tiles of the backward pass, as in `FORWARD`. Registers hold two more products."""
 
 
 def gpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=None):
-    """The gradients of q, k, v and log_gate, given the forward pass's results and their cotangents."""
+    """Return the gradients of q, k, v and log_gate, given the forward pass's results and their cotangents."""
     b, n, t, h = q.shape
     heads, s = k.shape[1:3]
     # d lse adds p·dlse to every logit's gradient p·(dp − delta), so it joins delta
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
-    # an infinite log-sum-exp makes p = 0: of queries that saw nothing
+    # an infinite log-sum-exp makes p = 0, for queries that saw nothing
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse) * LOG2E
     queries = [x.reshape(b * n, *x.shape[2:]) for x in (q, do, lse, delta)]
     keys = key_lists.shown_by_row(k, v, end, log_gate)
@@ -86,7 +87,7 @@ def _gradient_of_keys(walk, queries, group, interpret):
     keys = walk.far
     r, s, _ = keys.k.shape
     gated = keys.log_gate is not None
-    # the far list's start is the key's place, or the first place beyond the window
+    # the far list's start is the key's index or, with gates, the first index beyond the window
     entries = [keys.k, keys.v, keys.start - walk.window if gated else keys.start, *keys[3:]][: 4 + gated]
     queries = [x.reshape(r, group * t, *x.shape[2:]) for x in queries]
     row = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda r, j: (r, *(0 for _ in x.shape[1:])))  # noqa: E731
@@ -109,8 +110,11 @@ def _gradient_of_keys(walk, queries, group, interpret):
 
 
 def _blocks_of_tiles(walk, t):
-    """Of each tile of keys `[r j 4]`: the first block of queries that sees any of it, the blocks between which all see
-    all of it, and the one from which on none sees any."""
+    """Return four blocks of queries for each tile of keys, `[r j 4]`.
+
+    They are the first block that sees any of the tile, the first and the end of the blocks that see all of it, and the
+    block from which on none sees any of it.
+    """
     bq, bk, _ = walk.blocks
     n = pl.cdiv(t, bq)
     ready, full_until, gone = (x - walk.first for x in key_lists.tiles(key_lists.padded(walk.far, bk), bk))
@@ -132,7 +136,7 @@ def _keys_kernel(walk, group, t, span, *refs):
     scale = dk_ref.shape[1] ** -0.5
 
     def tile(head, masked, i, state):
-        # beyond the last query all of these are 0, and so is what follows from them
+        # beyond the last query all of these are 0, and so are their gradients
         q, do, lse, delta = (part(ref, i * bq, bq, head * t, t) for ref in query_refs)
         dk, dv, *dgate = state
         x = dot(k, q, (1, 1)) * (scale * LOG2E)

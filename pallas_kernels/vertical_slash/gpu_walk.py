@@ -1,4 +1,4 @@
-"""How a GPU program walks tiles, in Triton: axes' sizes are powers of two, and what lies beyond an array is masked."""
+"""The walk of a GPU program over tiles, in Triton: axes' sizes are powers of two, with a mask beyond an array's end."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class Blocks(NamedTuple):
-    """Sizes: `queries` of one head and `keys` make a tile of logits; `warps` share it."""
+    """The size of a tile of logits, `queries` of one head × `keys`, and the `warps` that share it."""
 
     queries: int
     keys: int
@@ -24,7 +24,7 @@ class Blocks(NamedTuple):
 
 
 def power(x: int) -> int:
-    """The least power of two that is not below `x`."""
+    """Return the least power of two that is not below `x`."""
     return 1 << (x - 1).bit_length()
 
 
@@ -32,27 +32,31 @@ FORWARD = {
     "bfloat16": {64: Blocks(128, 64, 8), 128: Blocks(128, 64, 8), 256: Blocks(64, 32, 4)},
     "float32": {64: Blocks(64, 32, 8), 128: Blocks(32, 16, 8), 256: Blocks(32, 16, 8)},
 }
-"""By dtype and head_dim, up to a power of two: what `ptxas` puts into an H100's registers without spilling any.
+"""The tiles by dtype and head_dim, rounded up to a power of two, that `ptxas` fits into an H100's registers.
 
-Exact float32 products are made of scalar ones, each with its operands in registers: their tiles are small."""
+No register is spilled. Exact float32 products are made of scalar ones, each with its operands in registers, so their
+tiles are small.
+"""
 
 
 def blocks_of(sizes: dict[str, dict[int, Blocks]], t: int, h: int, dtype: Any) -> Blocks:
-    """Of `sizes`, a table like `FORWARD`, with no more queries than there are."""
+    """Return the blocks from `sizes`, a table like `FORWARD`, with no more queries than `t` needs."""
     blocks = sizes[jnp.dtype(dtype).name][max(64, power(h))]
     return blocks._replace(queries=min(blocks.queries, max(16, power(t))))
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """A product with float32 sums, exact where its arguments are float32."""
+    """A matrix product with float32 sums, exact if its arguments are float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = ((contract[0],), (contract[1],)), ((), ())
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def part(ref: Any, start: Any, size: int, begin: Any = 0, length: int | None = None) -> jax.Array:
-    """Of the `length` rows from `begin` on those from `start` to `start + size`, with zeros beyond, also in columns up
-    to a power of two."""
+    """Load rows `start` to `start + size` of the `length` rows from `begin` on.
+
+    Rows beyond them are zeros, and so are columns up to a power of two.
+    """
     row = start + jnp.arange(size)
     inside = row < (ref.shape[0] if length is None else length)
     row += begin
@@ -64,7 +68,7 @@ def part(ref: Any, start: Any, size: int, begin: Any = 0, length: int | None = N
 
 
 def put(ref: Any, start: Any, x: jax.Array) -> None:
-    """`ref[start : start + size] = x`, as far as that lies within it."""
+    """Store `x` in `ref` from row `start` on, as far as it lies within it."""
     row = start + jnp.arange(x.shape[0])
     if len(ref.shape) == 1:
         plt.store(ref.at[row], x.astype(ref.dtype), mask=row < ref.shape[0])
@@ -75,18 +79,17 @@ def put(ref: Any, start: Any, x: jax.Array) -> None:
 
 
 class Walk(NamedTuple):
-    """The walk over `band` (or None) and `far` by blocks of queries, the first of which has index `first`."""
+    """The walk over `band` (or None) and `far` by blocks of queries. `first` is the index of the first query."""
 
     far: Keys
     band: Keys | None
     blocks: Blocks
-    """Their sizes."""
     first: int
     window: int
-    """Last tokens that the band has."""
+    """The size of the local window in tokens."""
 
     def operands(self, t: int, group: int) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-        """What the kernel takes first, and which part of it the program `(query head, block)` sees."""
+        """Return the kernel's first operands, and block specs of the part that program `(query head, block)` sees."""
         bq, bk, _ = self.blocks
         far = padded(self.far, bk)
         first = self.first + bq * jnp.arange(pl.cdiv(t, bq))
@@ -102,12 +105,12 @@ class Walk(NamedTuple):
         return pl.BlockSpec((None, *x.shape[1:]), lambda q, i: (q // group, *(0 for _ in x.shape[1:])))
 
     def split(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """A kernel's refs as operands and its own."""
+        """Split a kernel's refs into the walk's operands and the kernel's own."""
         n = 1 + 4 + (self.far.log_gate is not None) + 4 * (self.band is not None)
         return refs[:n], refs[n:]
 
     def run(self, operands: Any, step: Callable[..., Any], state: Any) -> Any:
-        """`state = step(k, v, mask, state)` over the tiles; `mask(x)` gives the logits x their gates and MASKED."""
+        """Run `state = step(k, v, mask, state)` over the tiles. `mask(x)` adds gates to the logits x and masks them."""
         bq, bk, _ = self.blocks
         gated = self.far.log_gate is not None
         span, *refs = operands
@@ -129,7 +132,7 @@ class Walk(NamedTuple):
             return step(k, v, mask, state)
 
         if band:
-            # beyond the last key there are zeros, and a stop of 0: nobody sees them
+            # entries beyond the last key are zeros with a stop of 0: no query sees them
             start = jnp.maximum(begin - self.window + 1, 0)
             count = pl.cdiv(begin + bq - start, bk)
             state = lax.fori_loop(0, count, lambda j, state: tile(band, True, start + j * bk, state), state)

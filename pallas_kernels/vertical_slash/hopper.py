@@ -1,9 +1,9 @@
 """`vertical_slash` forward for Hopper, in Mosaic GPU: FlashAttention-3 (Shah et al., 2024) over lists of keys.
 
 A program has three warpgroups. One only moves tiles of keys into shared memory, by TMA, several ahead. The others have
-64 queries each, and take turns: while one has the tensor cores, the other computes its softmax. The two are query heads
-of one kv head, if its group is even, and else neighbours in time: either way a tile is fetched once for both. Programs
-of one kv head start next to each other, so that the group's others find it in L2.
+64 queries each, and take turns: while one uses the tensor cores, the other computes its softmax. They take two query
+heads of one kv head if its group is even, else consecutive queries of one head. Either way a tile is fetched once for
+both. Programs of one kv head start next to each other, so that the other programs of the group find the tile in L2.
 """
 
 import functools
@@ -25,33 +25,33 @@ from pallas_kernels.vertical_slash.gpu_walk import LN2, LOG2E
 from pallas_kernels.vertical_slash.key_lists import Keys
 
 QUERIES = 64
-"""Of a warpgroup: the rows of a wgmma. Beside 64 × h outputs twice as many would leave no registers for logits."""
+"""Queries of a warpgroup: the rows of a wgmma. Twice as many outputs would leave no registers for logits."""
 WORKERS = 2
 FETCHER = WORKERS
 
 SIZES = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
-"""By head_dim: the keys of a tile, and how many tiles fit into the 227 KB of shared memory beside the queries."""
+"""The keys of a tile, and the number of tiles that fit into 227 KB of shared memory beside the queries, by head_dim."""
 
 KINDS = "H100", "H200"
-"""What has these tensor cores: not the GPUs before, and not those after."""
+"""The GPUs that have these tensor cores. Neither older nor newer ones do."""
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Machine(NamedTuple):
-    """What jax 0.10's interpreter cannot do, for it to be given otherwise."""
+    """The operations that jax 0.10's interpreter lacks, which callers can replace to run the kernel there."""
 
     layout: Callable[[jax.Array, Any], jax.Array]
-    """Casts registers to a layout."""
+    """Cast registers to a layout."""
     scores: Callable[[Any, Any, Callable[[], None]], jax.Array]
-    """q · kᵀ, while something else runs."""
+    """Return q · kᵀ, and run a function meanwhile."""
     weighted: Callable[[jax.Array, jax.Array, Any], Any]
-    """o + p · v."""
+    """Return o + p · v."""
 
 
 def _scores(q, k, meanwhile):
-    """q · kᵀ; `meanwhile` runs while the tensor cores do."""
+    """Return q · kᵀ; `meanwhile` runs while the tensor cores do."""
 
     def product(acc):
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
@@ -62,7 +62,7 @@ def _scores(q, k, meanwhile):
 
 
 def _weighted(o, p, v):
-    """o + p · v."""
+    """Return o + p · v."""
     return pl.run_state(lambda acc: plgpu.wgmma(acc, p, v))(plgpu.WGMMAAccumulatorRef.init(o))
 
 
@@ -70,8 +70,11 @@ HOPPER = Machine(plgpu.layout_cast, _scores, _weighted)
 
 
 class Plan(NamedTuple):
-    """What a kernel is made for: `banded` lists, of which the far one may be `gated`; tiles of `keys`, `stages` of them
-    at once; and query heads, `group` of a kv head and `heads` of a program."""
+    """The compile-time settings of a kernel. `banded`: there is a band. `gated`: the far list has gates.
+
+    `stages` tiles of `keys` are in shared memory. A kv head has `group` query heads, and a program takes `heads` of
+    them.
+    """
 
     banded: bool
     gated: bool
@@ -80,23 +83,23 @@ class Plan(NamedTuple):
     group: int
     heads: int
     first: int
-    """Index of the first query."""
+    """The index of the first query."""
     window: int
-    """Last tokens that the band has."""
+    """The size of the local window in tokens."""
 
     @property
     def queries(self) -> int:
-        """The indices that a program's queries have."""
+        """The number of indices that a program's queries cover."""
         return QUERIES * WORKERS // self.heads
 
 
 def targeted() -> bool:
-    """Whether the computation is for such a GPU."""
+    """Return True if the computation is for an H100 or H200."""
     return any(kind in target().kind for kind in KINDS)
 
 
 def takes(q: jax.Array) -> bool:
-    """Whether it is, and the kernel takes q."""
+    """Return True if the computation is for an H100 or H200, and the kernel takes q."""
     return targeted() and q.dtype == jnp.bfloat16 and q.shape[-1] in SIZES
 
 
@@ -106,12 +109,11 @@ def hopper(q, k, v, end, log_gate, window, dtype, *, interpret=None):
 
 
 def attend(q, band, far, dtype, *, first=0, window=1, interpret=None, machine=HOPPER):
-    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]` of `dtype`, lse
-    `[b n t]`.
+    """Compute o `[b n t h]` of `dtype` and lse `[b n t]` of queries `[b n t h]` over lists of keys.
 
-    Of wider numbers than bfloat16 the kernel writes the bfloat16 nearest to each and, in an array of its own, the
-    bfloat16 nearest to the rest: 16 bits of mantissa, in as many bytes as float32 has, for which there would be no room
-    in shared memory.
+    `first` is the index of the first query. If `dtype` is wider than bfloat16, the kernel writes the nearest bfloat16
+    of each output and, in a second array, the nearest bfloat16 of the rest. That is 16 bits of mantissa in as many
+    bytes as float32, whose tile would not fit into shared memory.
     """
     b, n, t, h = q.shape
     parts = 1 if dtype == q.dtype else 2
@@ -168,7 +170,7 @@ def attend(q, band, far, dtype, *, first=0, window=1, interpret=None, machine=HO
 
 
 def _marks(keys: Keys) -> jax.Array:
-    """`[r 2 c]` or `[r 3 c]`: start, stop and the bits of the gate, which one copy fetches."""
+    """Stack start, stop and the bits of the gate, if any, to `[r 2 c]` or `[r 3 c]`, so that one copy fetches them."""
     gate = [] if keys.log_gate is None else [lax.bitcast_convert_type(keys.log_gate, jnp.int32)]
     return jnp.stack([keys.start, keys.stop, *gate], 1)
 
@@ -182,7 +184,7 @@ def _kernel(plan, machine, spans, *refs, **scratch):
     row = lax.div(lax.axis_index("heads") * plan.heads, plan.group)
     past, full, begun = (spans[row, block, at] for at in range(3))
     begin = plan.first + block * plan.queries
-    # TMA takes whole tiles of 8 rows
+    # TMA copies whole tiles of 8 rows
     start = lax.div(jnp.maximum(begin - plan.window + 1, 0), 8) * 8
     near = pl.cdiv(begin + plan.queries - start, plan.keys) if plan.banded else 0
     walk = Walk(row, start, near, past, jnp.maximum(past, full), begun)
@@ -200,8 +202,8 @@ def _kernel(plan, machine, spans, *refs, **scratch):
 
 
 class Walk(NamedTuple):
-    """A program's tiles of kv head `row`: `near` ones of the band from key `start` on, then the far list's from `past`
-    to `begun`, those up to `full` without a mask."""
+    """A program's tiles of kv head `row`: `near` tiles of the band from key `start` on, then those of the far list from
+    `past` to `begun`. The tiles up to `full` need no mask."""
 
     row: Any
     start: Any
@@ -213,7 +215,7 @@ class Walk(NamedTuple):
 
 def _fetch(plan, walk, far, band, *, k_tiles, v_tiles, marks, k_here, v_here, k_free, v_free, **_):
     def fetch(keys, at, i):
-        """The tile at key `at` as the program's `i`-th. What lies beyond a list is zeros, which nobody sees."""
+        """Fetch the tile at key `at` as the program's `i`-th. Entries beyond a list are zeros, which no query sees."""
         k, v, mark = (x.at[walk.row] for x in keys)
         slot = lax.rem(i, plan.stages)
         entries = pl.ds(at, plan.keys)
@@ -262,7 +264,7 @@ def _work(
             seen &= place < lax.broadcast_in_dim(mark(1), shape, (1,))
             x = jnp.where(seen, x, MASKED / scale)
         if masked or gated:
-            # the marks were read by other means than the copy that comes over them, which is told to wait
+            # the copy that overwrites the marks is asynchronous: a fence makes it wait for these reads
             plgpu.commit_smem()
         plgpu.barrier_arrive(k_free.at[slot])
         m_new = jnp.maximum(m, x.max(1) * scale)
@@ -270,7 +272,7 @@ def _work(
         p = jnp.exp2(x * scale - lax.broadcast_in_dim(m_new, shape, (0,)))
         l = l * kept + p.sum(1)
         acc *= lax.broadcast_in_dim(kept, acc.shape, (0,))
-        # all of this before the turn, since the compiler would not know why
+        # a barrier: the compiler does not see why all of this must come before the turn
         m, l, acc, p = lax.optimization_barrier((m_new, l, acc, p.astype(q.dtype)))
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(v_here.at[slot])

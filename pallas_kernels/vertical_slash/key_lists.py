@@ -1,9 +1,9 @@
-"""What a kernel of `vertical_slash` reads: lists of keys, in order, each key with the interval of queries that see it.
+"""The lists of keys that the kernels of `vertical_slash` read: in order, each with the interval of queries that see it.
 
-A block of queries walks a list from some tile to another, and a tile that all of its queries see needs no mask. Where
-something is different beyond the window there are two lists. The band holds every key, for the queries within the
-window. The far list holds, for the queries beyond, only the keys that some of them see, gathered in order: causality is
-then a prefix of it, and work and memory traffic are what is visible.
+A block of queries walks a list from one tile to another. A tile that all of its queries see needs no mask. There are
+two lists if visibility or gates differ beyond the window. The band holds every key, for the queries within the window.
+The far list holds, for the queries beyond, only the keys that some of them see, gathered in order. Causality is then a
+prefix of the list, and work and memory traffic are proportional to what is visible.
 """
 
 from typing import Any, NamedTuple
@@ -18,29 +18,30 @@ FOREVER = jnp.iinfo(jnp.int32).max
 
 
 class Keys(NamedTuple):
-    """A list of keys of each (sequence, kv head) row `r`. Query `I` sees an entry iff `start <= I < stop`; along a row
-    `start` does not fall. A gate is finite. `k` and `v` may be those of more rows, or without the padding that the
-    others have."""
+    """A list of keys for each (sequence, kv head) row `r`.
+
+    Query `I` sees an entry iff `start <= I < stop`. Along a row `start` does not fall. Gates are finite. `k` and `v`
+    may have more rows than the others, or lack their padding.
+    """
 
     k: Shaped[Array, "r c h"]
-    """After RoPE."""
+    """Keys after RoPE."""
     v: Shaped[Array, "r c h"]
-    """Beside them."""
     start: Int[Array, "r c"]
     stop: Int[Array, "r c"]
     log_gate: Float[Array, "r c"] | None
-    """Added to the key's logits; None: nothing is."""
+    """The addend to the key's logits. None: there is none."""
 
 
 class Tiles(NamedTuple):
-    """Of each tile of a list: from which query on all of its keys are seen, until which, and until which any is."""
+    """The queries that see each tile of a list."""
 
     ready: Int[Array, "r j"]
-    """From which query on all are seen."""
+    """The first query from which on all keys have started."""
     full_until: Int[Array, "r j"]
-    """Until which all are."""
+    """The first query at which a key has stopped: all are seen before it."""
     gone: Int[Array, "r j"]
-    """From which on none is."""
+    """The first query from which on no key is seen."""
 
 
 class Spans(NamedTuple):
@@ -57,15 +58,18 @@ def tiles(keys: Keys, size: int) -> Tiles:
 
 
 def spans(keys: Keys, size: int, first: Int[Array, " i"], last: Int[Array, " i"]) -> Spans:
-    """For blocks of the queries `first` to `last`. All blocks are compared with all tiles, in one pass that keeps
-    nothing; a binary search is a loop of small kernels, a millisecond on an H100."""
+    """Return the spans of blocks of the queries `first` to `last`.
+
+    All blocks are compared with all tiles, in one pass that stores no intermediate results. A binary search would be a
+    loop of small kernels, which takes a millisecond on an H100.
+    """
     ready, full_until, gone = (x[:, None] for x in tiles(keys, size))
     opens = keys.start[:, None, ::size]
     first, last = first[:, None], last[:, None]
     place = jnp.arange(ready.shape[2], dtype=jnp.int32)
 
     def before(stopping):
-        """How many tiles from the left stand before the first that is stopping."""
+        """The number of tiles before the first that is stopping."""
         return jnp.min(jnp.where(stopping, place, ready.shape[2]), 2)
 
     begun = jnp.sum(opens <= last, 2, dtype=jnp.int32)
@@ -74,14 +78,14 @@ def spans(keys: Keys, size: int, first: Int[Array, " i"], last: Int[Array, " i"]
 
 
 def padded(keys: Keys, multiple: int) -> Keys:
-    """With entries that nobody sees up to a multiple of a tile's size."""
+    """Pad the list to a multiple of a tile's size with entries that no query sees."""
     more = -keys.k.shape[1] % multiple
     k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0))) for x in (keys.k, keys.v))
     return marked(keys._replace(k=k, v=v), multiple)
 
 
 def marked(keys: Keys, multiple: int) -> Keys:
-    """The same of all but keys and values, which are not copied."""
+    """Pad everything but keys and values, which are not copied, with entries that no query sees."""
     row = (0, 0), (0, -keys.start.shape[1] % multiple)
     start = jnp.pad(keys.start, row, constant_values=FOREVER)
     gate = None if keys.log_gate is None else jnp.pad(keys.log_gate, row)
@@ -89,7 +93,7 @@ def marked(keys: Keys, multiple: int) -> Keys:
 
 
 def by_row(*arrays: Shaped[Array, "b k ..."] | None) -> Any:
-    """An op's arguments as `[r …]`."""
+    """Reshape an op's arguments to `[r …]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
 
 
@@ -99,14 +103,14 @@ def shown_by_row(
     end: Int[Array, "b k s"] | None,
     log_gate: Float[Array, "b k s"] | None,
 ) -> Any:
-    """The same for kernels whose products take keys as they stand: with zeros where no query ever looks."""
+    """Reshape the arguments, with zeros in keys and values that no query sees, for kernels that read them in place."""
     if end is not None:
         k, v = shown(k, end), shown(v, end)
     return by_row(k, v, end, log_gate)
 
 
 def seen(keys: Keys) -> Keys:
-    """The entries that some query sees, in order, then such that nobody does."""
+    """Gather the entries that some query sees, in order. Entries that no query sees fill the rest."""
     at = compact(keys.start < keys.stop, keys.start.shape[1])
     row = jnp.arange(at.shape[0])[:, None]
     found = jax.tree.map(lambda x: x.at[row, at].get(mode="fill", fill_value=0), keys)
@@ -120,7 +124,7 @@ def in_place(
     log_gate: Float[Array, "r s"] | None,
     window: int,
 ) -> tuple[Keys | None, Keys]:
-    """Band and far list, both of all keys; no band if nothing is different beyond the window."""
+    """Return band and far list, both of all keys. Without gates the far list starts at each key; the band is None."""
     band, far = both(k, v, end, log_gate, window)
     return (None, far._replace(start=band.start)) if log_gate is None else (band, far)
 
@@ -132,7 +136,10 @@ def gathered(
     log_gate: Float[Array, "r s"] | None,
     window: int,
 ) -> tuple[Keys | None, Keys]:
-    """The same, with only those keys in the far list that some query beyond the window sees."""
+    """Return band and far list, with only those keys in the far list that some query beyond the window sees.
+
+    Without `end` this is `in_place`.
+    """
     if end is None:
         return in_place(k, v, end, log_gate, window)
     band, far = both(k, v, end, log_gate, window)
@@ -146,7 +153,7 @@ def both(
     log_gate: Float[Array, "x s"] | None,
     window: int,
 ) -> tuple[Keys, Keys]:
-    """Band and far list of all keys, of the rows that `end` has."""
+    """Return band and far list of all keys, for the rows of `end`."""
     shape = k.shape[:2] if end is None else end.shape
     index = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), shape)
     stop = jnp.full_like(index, FOREVER) if end is None else end
@@ -156,12 +163,12 @@ def both(
 
 
 def shown(x: Shaped[Array, "*r s h"], end: Int[Array, "*r s"]) -> Shaped[Array, "*r s h"]:
-    """`x` with zeros where no query ever looks: what stands there may be NaN, and NaN times 0 is NaN."""
+    """Return `x` with zeros for keys that no query sees: they may be NaN, and 0 · NaN is NaN."""
     return jnp.where((end > jnp.arange(end.shape[-1]))[..., None], x, 0)
 
 
 def compact(chosen: Bool[Array, "*r s"], size: int) -> Int[Array, "*r {size}"]:
-    """The places of the True entries in order, then `s`, to a length of `size`."""
+    """Return the places of the True entries in order, then `s`, to a length of `size`."""
     s = chosen.shape[-1]
     rows = chosen.reshape(-1, s)
     slot = jnp.where(rows, jnp.cumsum(rows, -1, dtype=jnp.int32) - 1, size)

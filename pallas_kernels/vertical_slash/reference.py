@@ -1,4 +1,4 @@
-"""What `vertical_slash` means: one dense softmax, in float32 or, given float64, in that. For tests."""
+"""The definition of `vertical_slash`, for tests: one dense softmax, in float32, or in float64 if given."""
 
 import jax
 import jax.numpy as jnp

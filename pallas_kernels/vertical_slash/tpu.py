@@ -1,4 +1,4 @@
-"""`vertical_slash` forward on a TPU. See `tpu_walk.py` for what is walked and `tpu_backward.py` for the gradient."""
+"""`vertical_slash` forward on a TPU. See `tpu_walk.py` for the walk and `tpu_backward.py` for the gradient."""
 
 import dataclasses
 import functools
@@ -39,8 +39,10 @@ def tpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
 
 
 def attend(q, band, far, dtype, *, interpret=None):
-    """Queries `[b n t h]`, of which the first has index 0, over lists of keys -> o `[b n t h]` of `dtype`, lse
-    `[b n t]`."""
+    """Compute o `[b n t h]` of `dtype` and lse `[b n t]` of queries `[b n t h]` over lists of keys.
+
+    The first query has index 0.
+    """
     b, n, t, h = q.shape
     q = q.reshape(far.k.shape[0], -1, t, h)
     blocks = blocks_of(q.shape[1], t, far.k.shape[1], q.dtype)
@@ -49,7 +51,7 @@ def attend(q, band, far, dtype, *, interpret=None):
 
 
 def _walked(q, walk, dtype, out, interpret):
-    """o and lse of the queries `[r g t h]` of the walk's rows, filled in where there is an `out`."""
+    """Compute o and lse of the queries `[r g t h]` of the walk's rows. An `out`, if given, is filled in."""
     _, group, _, h = q.shape
     bq = walk.blocks.queries
     arrays, specs = walk.operands()

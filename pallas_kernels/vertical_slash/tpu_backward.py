@@ -1,7 +1,7 @@
 """The gradient of `vertical_slash` on a TPU: FlashAttention's recomputation (Dao et al., 2022), two kernels.
 
-Probabilities are made again from the log-sum-exp. `dq` walks like the forward pass. `dk`, `dv` and the gate's gradient
-take a tile of keys each, as they stand: the queries that see a key are contiguous.
+Probabilities are recomputed from the log-sum-exp. `dq` walks like the forward pass. For `dk`, `dv` and the gate's
+gradient a grid step takes a tile of keys, in place: the queries that see a key are contiguous.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from pallas_kernels.vmem import vmem_limit
 
 
 def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=None):
-    """The gradients of q, k, v and log_gate, given the forward pass's results and their cotangents."""
+    """Return the gradients of q, k, v and log_gate, given the forward pass's results and their cotangents."""
     b, n, t, _ = q.shape
     heads, s = k.shape[1:3]
     group = n // heads
@@ -38,7 +38,7 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
 
     # d lse adds p·dlse to every logit's gradient p·(dp − delta), so it joins delta
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
-    # an infinite log-sum-exp makes p = 0: of queries that saw nothing, and of padding
+    # an infinite log-sum-exp makes p = 0, for queries that saw nothing and for padding
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse) * LOG2E
     q_rows, do_rows = by_row(q), by_row(do)
     stats = jnp.stack([by_row(lse, jnp.inf), by_row(delta)], 2)
@@ -63,24 +63,27 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
 
 
 def blocks_of_gradient(group: int, t: int, s: int, dtype: Any) -> Blocks:
-    """Tiles of 1024 keys, whose loops are lighter; and of 1024 rows where the matrix unit is 256 wide, as v6e's and
-    v7x's, else of 512."""
+    """Return the size of tiles: up to 1024 keys, for fewer loop steps, and about 1024 rows if the matrix unit is 256
+    wide, as on v6e and v7x, else 512."""
     return blocks_of(group, t, s, dtype, 1024 if unit_width() > LANES else 512, most=1024)
 
 
 def unit_width() -> int:
-    """Columns of the matrix unit: 256 on v6e and v7x, 128 on others."""
+    """Return the columns of the matrix unit: 256 on v6e and v7x, 128 on others."""
     return pltpu.get_tpu_info().mxu_column_size if target().platform == "tpu" else LANES
 
 
 class Sum(NamedTuple):
-    """A sum of products `[n h]`. Where the matrix unit is wider than h it is kept as `[h n]`: the tile of logits is
-    then what the unit holds, all of it, and what passes through is h rows."""
+    """A sum of products `[n h]`.
+
+    If the matrix unit is wider than h, the sum is kept as `[h n]`. Then the unit holds the tile of logits, which fills
+    it, and h rows pass through.
+    """
 
     ref: Any
-    """Float32 in vector memory."""
+    """The sum in vector memory, in float32."""
     turned: bool
-    """Whether it is `[h n]`."""
+    """True if it is kept as `[h n]`."""
 
     @classmethod
     def scratch(cls, n: int, h: int) -> Any:
@@ -92,7 +95,7 @@ class Sum(NamedTuple):
         return cls(ref, h < unit_width())
 
     def add(self, x: jax.Array, y: jax.Array) -> None:
-        """x·y."""
+        """Add x·y."""
         self.ref[...] += dot(y.T, x, (1, 1)) if self.turned else dot(x, y)
 
     def value(self) -> jax.Array:
@@ -154,7 +157,7 @@ def _gradient_of_keys(walk, q, do, stats, interpret):
     r, group, _, h = q.shape
     bq, bk = walk.blocks
     keys = key_lists.marked(walk.far, bk)
-    # the far list's start is the key's place, or the first place beyond the window
+    # the far list's start is the key's index or, with gates, the first index beyond the window
     begins = keys.start - (walk.window if walk.gated else 0)
     gate = None if keys.log_gate is None else (keys.log_gate * LOG2E)[:, None]
     tables = jnp.stack(key_lists.tiles(keys, bk), 1)
@@ -243,7 +246,7 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
         index = lax.broadcasted_iota(jnp.int32, (bk, group, bq), 2).reshape(bk, rows) + query(i)
 
         def beyond(x):
-            """`x` where the gate is felt: everywhere, unless the tile has a mask."""
+            """Return `x` where the gate applies, else 0. A tile without a mask is all beyond the window."""
             return jnp.where(index >= begins + walk.window, x, 0) if masked else x
 
         if walk.gated:
@@ -257,7 +260,7 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
         if walk.gated:
             dgate_acc[...] += lane_sums(beyond(dx))
 
-    # of the queries, those from the tile's first key on until none of its keys is seen any more
+    # blocks of queries from the tile's first key on until none of its keys is seen
     first = jnp.maximum(j * bk - walk.first, 0) // bq
     last = jnp.minimum(pl.cdiv(jnp.minimum(tables[2, j], query(walk.n)) - walk.first, bq), walk.n)
 
@@ -279,7 +282,7 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
         copies(first, 0, lambda copy: copy.start())
 
     lax.fori_loop(first, last, step, None)
-    # of keys that nobody sees, where even NaN may stand, p is 0, but not dx
+    # a key that no query sees may be NaN: there p is 0, but dx is not
     shown = wide(begins_ref[...], h) < wide(stop_ref[...], h)
     dk_ref[...] = jnp.where(shown, dk.value() * h**-0.5, 0).astype(dk_ref.dtype)
     dv_ref[...] = dv.value().astype(dv_ref.dtype)

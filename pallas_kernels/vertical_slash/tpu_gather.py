@@ -1,11 +1,11 @@
-"""The far list on a TPU: of a list of keys those that some query sees, in order.
+"""The far list on a TPU: the keys of a list that some query sees, in order.
 
-XLA's gather moves one row at a time. Here all keys are read in order, and a product with a matrix of zeros and ones,
-which is exact, puts the seen ones of each 128 after those before them, into a buffer of two blocks. From there whole
-blocks go to memory, and last what is left.
+XLA's gather moves one row at a time. Here all keys are read in order. A product with a matrix of zeros and ones, which
+is exact, appends the seen keys of each 128 to a buffer of two blocks. Whole blocks are written from there to memory,
+and the rest at the end.
 
-A list is as long as all keys, whatever is seen of them. So that this does not take as much memory as they do, it is
-made and walked a few rows at a time.
+A list is allocated as long as all keys, however few are seen. To save memory, lists are made and walked a few rows at a
+time.
 """
 
 import functools
@@ -28,17 +28,20 @@ from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, both, marked,
 from pallas_kernels.vertical_slash.tpu_walk import LANES, dot, wide
 
 ROWS = 16
-"""Rows of a tile of memory in bfloat16, in float32 two."""
+"""Rows of a memory tile in bfloat16. In float32 these are two tiles."""
 BYTES = range(0, 32, 8)
-"""A mark as the shifts of its four bytes: each is exact in bfloat16."""
+"""The shifts of a mark's four bytes, each of which is exact in bfloat16."""
 
 
 SMALL = 64 << 20
-"""Bytes of lists that are made at once whatever the keys take."""
+"""Bytes of lists that may always be made at once."""
 
 
 def rows_at_once(k: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Of the rows of `k`: a quarter, or what is small, of which each of the chip's cores has as many."""
+    """Return the number of rows of `k` to take at once: up to a quarter of them or `SMALL` bytes, whichever is more.
+
+    Each of the chip's cores gets equally many. If the rows cannot be divided so, all are taken at once.
+    """
     r = k.shape[0]
     cores = pltpu.get_tpu_info().num_cores if target().platform == "tpu" else 1
     if r % cores:
@@ -50,8 +53,10 @@ def rows_at_once(k: jax.Array | jax.ShapeDtypeStruct) -> int:
 def in_parts(
     part: Callable[[Any, int, Any], Any], k: jax.Array, *like: jax.Array | jax.ShapeDtypeStruct
 ) -> Any:
-    """`part(row, rows, out)` for all of the rows of `k`, some at a time: it fills in those of `out`, arrays as `like`.
-    Where all go at once, `out` is empty."""
+    """Run `part(row, rows, out)` for all rows of `k`, some at a time, and return its results.
+
+    It fills in its rows of `out`, arrays as `like`. If all rows are taken at once, `out` is empty.
+    """
     r, rows = k.shape[0], rows_at_once(k)
     if rows == r:
         return part(0, r, ())
@@ -71,17 +76,17 @@ def lists(
     block: int,
     interpret: Any = None,
 ) -> tuple[Keys, Keys]:
-    """Band and far list of `rows` rows from `row` on; of the far list only what some query sees."""
+    """Return band and far list of `rows` rows from `row` on. The far list has only the keys that some query sees."""
     end, log_gate = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, rows), (end, log_gate))
     band, far = both(k, v, end, log_gate, window)
     return band, seen(far, block=block, row=row, interpret=interpret)
 
 
 def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
-    """The entries that some query sees, then such that nobody does. Nothing is written after the `block` of entries in
-    which the last seen one stands; walks in tiles of `block` read nothing there.
+    """Return the entries that some query sees, then entries that no query sees.
 
-    Keys and values are those of all rows, of which `row` is the first of the list.
+    Nothing is written after the `block` of entries that holds the last seen one. Walks in tiles of `block` read nothing
+    there. Keys and values have all rows; `row` is the first row of the list.
     """
     if keys.k.shape[1] < block:
         keys = padded(keys, block)
@@ -89,12 +94,12 @@ def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
     r, s = keys.start.shape
     n, chunks = s // block, block // LANES
     chosen = (keys.start < keys.stop).reshape(r, -1, LANES)
-    # sums by a product, which is exact: XLA compiles those of `cumsum` for a minute where there are few long rows
+    # sums by a product, which is exact: with few long rows XLA takes a minute to compile `cumsum`
     earlier = jnp.triu(jnp.ones((LANES, LANES), jnp.bfloat16), 1)
     rank = jnp.dot(chosen.astype(jnp.bfloat16), earlier, preferred_element_type=jnp.float32)
     rank = jnp.where(chosen, rank.astype(jnp.int32), -LANES)
-    # of each row how many are before each chunk, and in all; flat, since scalar memory pads every row: it has room for
-    # 33 million keys
+    # the number of chosen entries before each chunk of a row, and in all; flat, since scalar memory pads every row: it
+    # holds enough for 33 million keys
     before = jnp.pad(jnp.cumsum(jnp.sum(chosen, -1, dtype=jnp.int32), -1), ((0, 0), (1, 0)))
     marks = [keys.start, keys.stop]
     if keys.log_gate is not None:
@@ -115,7 +120,7 @@ def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
     def lines(place, count):
         return pl.BlockSpec((None, count, block), lambda *at: (place(*at)[0], 0, place(*at)[1]))
 
-    # in vector memory, where XLA may put it, it would be read by vector instructions beside the attention's
+    # keep it out of vector memory, where it would be read by vector instructions that compete with the attention's
     listed = pltpu.HBM.from_type(jax.typeof(keys.k).update(shape=(r, s + block, h)))
     k, v, found = pl.pallas_call(
         _kernel,
@@ -163,7 +168,7 @@ def _kernel(
     def filled(chunk):
         return before[row * (n * chunks + 1) + chunk]
 
-    # where the staged entries begin in the row's list
+    # the place in the row's list at which the staged entries begin
     first = filled(j * chunks) // block * block
 
     @pl.when(j == 0)
@@ -177,7 +182,7 @@ def _kernel(
             chunk = slice(c * LANES, (c + 1) * LANES)
             at, rank = filled(j * chunks + c) - first, rank_ref[:, chunk]
             begin, moved = _places(at, rank, ROWS)
-            # of what is not chosen nothing is read: it may be padding, where even NaN may stand, or beyond the keys
+            # entries that are not chosen are zeroed: they may be padding, even NaN, or beyond the keys
             chosen = wide(jnp.broadcast_to(rank, (LANES, LANES)).T, k_ref.shape[1]) >= 0
             for x, staged in ((k_ref, k_staged), (v_ref, v_staged)):
                 held = jnp.where(chosen, x[chunk].astype(jnp.float32), 0).astype(x.dtype)
@@ -205,7 +210,9 @@ def _kernel(
 
 
 def _places(at, rank, align):
-    """Where a chunk's entries go: from a multiple of `align` on; and which of them goes to which place there. What
-    stands before `at` stays, by adding zero; what stands after the entries becomes zero."""
+    """Return the place to write a chunk to, a multiple of `align`, and the matrix of zeros and ones that moves entries.
+
+    Entries before `at` stay, since zero is added; entries after the chunk's become zero.
+    """
     place = lax.broadcasted_iota(jnp.int32, (align + LANES, LANES), 0)
     return pl.multiple_of(at // align * align, align), place == rank + at % align

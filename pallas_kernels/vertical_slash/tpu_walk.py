@@ -1,12 +1,12 @@
-"""How a TPU kernel's block of queries walks the band and the far list.
+"""The walk of a TPU kernel's block of queries over the band and the far list.
 
 A grid step `(r, i)` is block `i` of the queries of one (sequence, kv head), the group's query heads in one tile. It
-walks the band from the first key of its window, then the far list's prefix. Tiles of keys are brought by
+walks the band from the first key of its window, then the far list's prefix. Tiles of keys are fetched by
 double-buffered copies; the last step of a block already fetches the next block's first tile.
 
-Keys and values that stand as the caller gave them are read there, however many. Copies begin and end on whole lanes'
-keys, so the last tile is moved back to end with them; where the keys do not, it has a copy of its own. Of a block
-within whose band there is padding, the tiles' padding is zeroed as they come, since NaN times 0 is NaN.
+Keys and values are read in the caller's arrays, whatever their number. Copies begin and end at multiples of the lanes,
+so the last tile is moved back to end with the keys. If the keys do not end at a multiple, their last tile is a padded
+copy. If a block's band has padding, the tiles' padding is zeroed as they arrive, since 0 · NaN is NaN.
 """
 
 import math
@@ -28,15 +28,18 @@ LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 
 class Blocks(NamedTuple):
-    """Sizes: `queries` of each of a group's heads, and `keys`, make a tile of logits."""
+    """The size of a tile of logits: `queries` of each of a group's heads × `keys`."""
 
     queries: int
     keys: int
 
 
 def blocks_of(group: int, t: int, s: int, dtype: Any, rows: int = 1024, most: int = 512) -> Blocks:
-    """Tiles of about `rows` × `most` keys, and of half as many logits in float32, whose exact products take more
-    memory. More rows share each key that is read; more keys would waste work at the edges of the window's band."""
+    """Return the size of tiles: about `rows` rows × `most` keys.
+
+    Tiles have half as many logits in float32, whose exact products take more memory. More rows share each key that is
+    read; more keys would waste work at the edges of the band.
+    """
     queries = min(LANES * max(1, rows // LANES // group), pl.cdiv(t, LANES) * LANES)
     logits = 2 * rows * most // jnp.dtype(dtype).itemsize
     keys = max(1, logits // (group * queries) // LANES) * LANES
@@ -44,38 +47,40 @@ def blocks_of(group: int, t: int, s: int, dtype: Any, rows: int = 1024, most: in
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """A product with float32 sums, exact where its arguments are float32."""
+    """A matrix product with float32 sums, exact if its arguments are float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = ((contract[0],), (contract[1],)), ((), ())
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def wide(x: jax.Array, n: int) -> jax.Array:
-    """`x` `[rows LANES]`, whose lanes are alike, as `[rows n]`."""
+    """Widen `x` `[rows LANES]`, whose lanes are equal, to `[rows n]`."""
     return x[:, :n] if n <= LANES else jnp.tile(x, (1, pl.cdiv(n, LANES)))[:, :n]
 
 
 def lane_sums(x: jax.Array) -> jax.Array:
-    """`x` `[rows n]` summed to `[rows LANES]`: what is left is one reduction across lanes, at the end of a block."""
+    """Sum `x` `[rows n]` to `[rows LANES]`. One reduction across lanes is left for the end of a block."""
     return sum((x[:, c : c + LANES] for c in range(LANES, x.shape[1], LANES)), x[:, :LANES])
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The walk over `band` (or None) and `far` by `n` blocks of queries, the first of which has index `first`. Rows are
-    those of the lists from the prefetched `row` on, of which the band's keys and values may have more."""
+    """The walk over `band` (or None) and `far` by `n` blocks of queries. `first` is the index of the first query.
+
+    The queries, and the band's keys and values, may have more rows than the lists: the walk takes those from the
+    prefetched `row` on.
+    """
 
     far: Keys
     band: Keys | None
     blocks: Blocks
-    """Their sizes."""
     n: int
     first: int
     window: int
-    """Last tokens that the band has."""
+    """The size of the local window in tokens."""
 
     row: Any = 0
-    """Of the queries, and of the band's keys and values, the one that is the lists' first."""
+    """The row of the queries, and of the band's keys and values, that is the lists' first row."""
 
     @property
     def gated(self) -> bool:
@@ -86,7 +91,7 @@ class Walk:
         return self.far.start.shape[0]
 
     def operands(self) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-        """What the kernel takes before its own arguments, and where each lies; the first is prefetched."""
+        """Return the operands before the kernel's own, and block specs of all but the first, which is prefetched."""
         bq, bk = self.blocks
         first = self.first + bq * jnp.arange(self.n)
         table = [*spans(marked(self.far, bk), bk, first, first + bq - 1)]
@@ -100,8 +105,11 @@ class Walk:
         return [row, table, *arrays], specs + [pl.BlockSpec(memory_space=pl.ANY)] * len(arrays)
 
     def _entries(self, keys: Keys, row: Any) -> list[jax.Array]:
-        """Keys, values, and the marks of each entry: start, stop and, where there are gates, the gate's bits. Then a
-        last tile of keys and of values, if those do not end on a lane's boundary. `row` is the first that is walked."""
+        """Return keys, values and the marks of each entry: start, stop and, if the far list has gates, the gate's bits.
+
+        If the keys do not end at a multiple of the lanes, a last tile of keys and one of values follow. `row` is the
+        first row that is walked.
+        """
         bk = self.blocks.keys
         if keys.k.shape[1] < bk:
             keys = padded(keys, bk)
@@ -119,18 +127,18 @@ class Walk:
         return [k, v, jnp.stack(marks, 1), *tail]
 
     def _hidden(self, band: Keys) -> jax.Array:
-        """Whether in the tiles of the band of each block there may be keys that nobody sees `[r i]`."""
+        """Return `[r i]`: 1 if the band's tiles of a block may hold keys that no query sees, else 0."""
         bq, bk = self.blocks
         hidden = jnp.pad(band.start >= band.stop, ((0, 0), (0, -band.start.shape[1] % bk)))
         hidden = hidden.reshape(self.rows, -1, bk).any(2)[:, None]
         tile = bk * jnp.arange(hidden.shape[2])
         query = (self.first + bq * jnp.arange(self.n))[:, None]
-        # the last tile may be moved back, or end behind the queries, by less than its size
+        # the last tile may be moved back, or end after the queries, by less than its size
         near = (tile + 2 * bk > query - self.window) & (tile < query + bq + bk)
         return jnp.any(hidden & near, 2).astype(jnp.int32)
 
     def scratch(self) -> list[Any]:
-        """What the kernel takes after its own scratch."""
+        """Return the scratch that the kernel takes after its own."""
         bk, k, v = self.blocks.keys, self.far.k, self.far.v
         return [
             pltpu.VMEM((2, bk, k.shape[2]), k.dtype),
@@ -141,18 +149,18 @@ class Walk:
         ]
 
     def split(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """A kernel's refs as operands, its own, scratch."""
+        """Split a kernel's refs into the walk's operands, the kernel's own, and the walk's scratch."""
         n = 2 + sum(self._refs())
         return refs[:n], refs[n:-5], refs[-5:]
 
     def _refs(self) -> list[int]:
-        """How many refs there are for each list."""
+        """Return the number of refs of each list."""
         lists = [x for x in (self.far, self.band) if x is not None]
         cut = [x.k.shape[1] > self.blocks.keys and x.k.shape[1] % LANES for x in lists]
         return [5 if x else 3 for x in cut]
 
     def run(self, operands: Any, scratch: Any, tile: Callable[..., None]) -> None:
-        """`tile(k, v, mask)` for each tile in turn; `mask(x)` gives the logits x their gates and MASKED."""
+        """Run `tile(k, v, mask)` for each tile in turn. `mask(x)` adds gates to the logits x and masks them."""
         bq, bk = self.blocks
         row_ref, table, *entries = operands
         of_far = self._refs()[0]
@@ -164,22 +172,22 @@ class Walk:
             return self.first + i * bq
 
         def band_start(i):
-            """The first key in the window of block `i`, on a lane's boundary."""
+            """The first key in the window of block `i`, rounded down to a multiple of the lanes."""
             return jnp.maximum(query(i) - self.window + 1, 0) // LANES * LANES
 
         def band_tiles(i):
             return pl.cdiv(jnp.minimum(query(i + 1), band[2].shape[2]) - band_start(i), bk) if band else 0
 
         def far_start(i, j):
-            """Of the `j`-th tile of block `i`."""
+            """The first entry of the `j`-th tile of block `i`, which is in the far list."""
             return (table[0, i] + j - band_tiles(i)) * bk
 
         def place(keys, begin):
-            """Where a tile begins that should at `begin`: the last is moved back to end with the keys."""
+            """The actual beginning of the tile at `begin`: the last tile is moved back to end with the keys."""
             return pl.multiple_of(jnp.minimum(begin, keys[2].shape[2] - bk), LANES)
 
         def copies(i, j, slot, act):
-            """`act` on each copy that brings the `j`-th tile of block `i`."""
+            """Run `act` on each copy that fetches the `j`-th tile of block `i`."""
 
             def bring(sources, *at):
                 for x, buffer in zip(sources, buffers[:2], strict=True):
@@ -209,7 +217,7 @@ class Walk:
                 each(far, 0, far_start(i, j))
 
         def visit(slot, masked, duplicates=0):
-            """The tile in `slot`, of which the first `duplicates` entries were seen before."""
+            """Run `tile` for the one in `slot`, whose first `duplicates` entries were seen before."""
             k, v, marks = (buffer[slot] for buffer in buffers)
 
             def mask(x):
@@ -226,7 +234,7 @@ class Walk:
             tile(k, v, mask)
 
         def clean(slot):
-            """Zeros for the keys and values in `slot` that nobody sees."""
+            """Zero the keys and values in `slot` that no query sees."""
             marks = buffers[2][slot]
             shown = (marks[0:1] < marks[1:2]).astype(jnp.float32)
             shown = jnp.broadcast_to(shown, (LANES, bk)).T
@@ -272,7 +280,7 @@ class Walk:
         def _():
             slot_ref[0] = 0
 
-        # without a band a row may have nothing to walk, and then none of its blocks has
+        # without a band a row may have nothing to walk; then this holds for all of its blocks
         @pl.when((block == 0) & (n > 0))
         def _():
             copies(0, 0, 0, lambda copy: copy.start())

@@ -8,13 +8,16 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 SAVED = "vertical_slash"
-"""The name of o and lse for `jax.checkpoint_policies.save_only_these_names`: rematerialisation that saves them need not
+"""The name of o and lse for `jax.checkpoint_policies.save_only_these_names`. Rematerialisation that saves them does not
 run the forward pass twice."""
 
 
 class Passes(NamedTuple):
-    """`forward(q, k, v, end, log_gate, window, dtype) -> o, lse`, with o of `dtype`, and `backward` of the same but the
-    dtype, and of o, lse and their cotangents, which returns the gradients of q, k, v and log_gate."""
+    """The forward and backward passes of an implementation.
+
+    `forward(q, k, v, end, log_gate, window, dtype)` returns o, of `dtype`, and lse. `backward(q, k, v, end, log_gate,
+    window, o, lse, do, dlse)` returns the gradients of q, k, v and log_gate.
+    """
 
     forward: Callable
     backward: Callable
@@ -37,7 +40,7 @@ def _forward(passes, window, dtype, *arguments):
 def _backward(passes, window, dtype, saved, cotangents):
     *arguments, o, lse = saved
     do, dlse = cotangents
-    do = do.astype(arguments[0].dtype)  # as the keys and values that it is multiplied with
+    do = do.astype(arguments[0].dtype)  # the dtype of the keys and values it is multiplied with
     dq, dk, dv, dgate = passes.backward(*arguments, window, o, lse, do, dlse)
     return dq, dk, dv, None, dgate
 

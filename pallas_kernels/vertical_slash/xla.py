@@ -1,7 +1,7 @@
-"""`vertical_slash` in XLA: compacts, does not mask. What a CPU runs.
+"""`vertical_slash` in XLA, which compacts keys instead of masking them. The default on a CPU.
 
-A block of queries walks the local band of the original keys, then the visible prefix of the head's kept keys, which are
-gathered in order so that causality is a count. Nothing of size t × s exists, and the work is what is visible.
+A block of queries walks the local band of the original keys, then the visible prefix of the head's kept keys. These are
+gathered in order, so that causality is a count. No array of size t × s exists, and the work is that of visible pairs.
 """
 
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def _sparse(q, k, v, end, log_gate, window, dtype):
         last = jnp.minimum((i + 1) * walk.bq, t) + s - t - 1
 
         def band(j, state):
-            """The `bw` keys before `to`, or the first `bw`."""
+            """The state after the `bw` keys before `to`, or the first `bw` keys."""
             to = last + 1 - j * bw
             k_tile, v_tile, key, until = (
                 walk.slice_keys(x, group, jnp.maximum(to - bw, 0), bw) for x in (k, v, start, stop)
@@ -71,7 +71,7 @@ def _sparse(q, k, v, end, log_gate, window, dtype):
         state = lax.fori_loop(0, jnp.minimum((reach + bw - 1) // bw, bands), band, softmax.start(q_block))
         left = walk.slice_keys(count, group, jnp.maximum(last - window, 0), 1).max()
         left = jnp.where(last >= window, left, 0)
-        # the first tiles may have ended for every query: those of documents packed before this one
+        # the first tiles may have ended for every query: those of earlier documents in a packed sequence
         past = jnp.all(walk.slice_keys(ended, group, 0, walk.tiles) <= query.min(), (0, 1)).sum()
         state = lax.fori_loop(past, (left + walk.bk - 1) // walk.bk, kept, state)
         o, lse = softmax.finish(state)

@@ -1,7 +1,7 @@
 """Every tile of keys up to the diagonal, in XLA: plain causal attention, WG-KV's log-gate, and the gradient.
 
-FlashAttention's recomputation (Dao et al., 2022): only o and the log-sum-exp are kept, and the backward pass makes each
-tile's probabilities again.
+FlashAttention's recomputation (Dao et al., 2022): only o and the log-sum-exp are kept, and the backward pass recomputes
+each tile's probabilities.
 """
 
 import functools
@@ -27,7 +27,7 @@ class _Walk(Blocks):
         return last // self.bk + 1
 
     def logits(self, q_block, group, i, j):
-        """With the gate beyond the window, and MASKED where a key is not seen."""
+        """Return the logits, with the gate beyond the window, and MASKED if the query does not see the key."""
         x = softmax.logits(q_block, self.keys(self.k, group, j))
         query, key = self.query_index[i][:, None], self.key_index[j]
         if self.log_gate is not None:
@@ -42,7 +42,7 @@ class _Walk(Blocks):
         return self.query_index[i][:, None] >= self.key_index[j] + self.window
 
     def if_seen(self, group, i, j, step, carry):
-        """`step(carry)`, or `carry` where every key of the tile has ended."""
+        """Return `step(carry)`, or `carry` if every key of the tile has ended."""
         if self.end is None:
             return step(carry)
         gone = self.keys(self.end, group, j).max()
@@ -50,8 +50,10 @@ class _Walk(Blocks):
 
 
 def causal(q, k, v, log_gate, window, dtype):
-    """q `[b k g t h]`, k and v `[b k s h]`, log_gate `[b k s]` float32 or None -> o `[b k g t h]` of `dtype`, lse
-    `[b k g t]`."""
+    """Compute plain causal attention: o `[b k g t h]` of `dtype` and lse `[b k g t]`.
+
+    q is `[b k g t h]`, k and v are `[b k s h]`, log_gate is `[b k s]` in float32 or None.
+    """
     walk = _Walk(q, k, None, log_gate, window)
 
     def block(group, i, out):
@@ -67,7 +69,7 @@ def causal(q, k, v, log_gate, window, dtype):
 
 
 def xla_backward(q, k, v, end, log_gate, window, o, lse, do, dlse):
-    """The gradients of q, k, v and log_gate, given the forward pass's results and their cotangents."""
+    """Return the gradients of q, k, v and log_gate, given the forward pass's results and their cotangents."""
     shape = q.shape
     b, heads = k.shape[:2]
     q, o, lse, do, dlse = (x.reshape(b, heads, -1, *x.shape[2:]) for x in (q, o, lse, do, dlse))
@@ -80,7 +82,7 @@ def xla_backward(q, k, v, end, log_gate, window, o, lse, do, dlse):
 
     def block(group, i, grads):
         q_block, do_block, delta_block, lse_block = (walk.queries(x, group, i) for x in (q, do, delta, lse))
-        # an infinite log-sum-exp makes p = 0: of a query that saw nothing, and so that none counts twice
+        # an infinite log-sum-exp makes p = 0: for a query that saw nothing, and for one that the block before holds too
         lse_block = jnp.where(walk.query_owned[i] & ~jnp.isneginf(lse_block), lse_block, jnp.inf)
 
         def step(j, carry):

@@ -1,7 +1,7 @@
-"""Makes the built-in model, its test-size sibling and the held-out text: `python -m train.builtin`.
+"""Make the built-in model, its test-size sibling and the held-out text: `python -m train.builtin`.
 
-It needs nothing but the machine it is on. The text is the Python standard library's source; the tasks are those of
-`kvjax.tasks`. A run that was stopped goes on from its last checkpoint. The same machine gives the same model.
+Nothing is downloaded. The text is the Python standard library's source; the tasks are those of `kvjax.tasks`. A run
+that was stopped resumes from its last checkpoint. The same machine gives the same model.
 """
 
 import os
@@ -45,12 +45,12 @@ from train.builtin.weights import (
 )
 
 SHARES = (0.4, 0.05, 0.25, 0.3)
-"""Of recall, needle, copy and text among the training sequences."""
+"""The shares of recall, needle, copy and text among the training sequences."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` updates on `batch` sequences of `length` tokens."""
+    """A stage of training: `steps` updates on `batch` sequences of `length` tokens."""
 
     length: int
     batch: int
@@ -59,9 +59,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and how it is trained.
+    """A model and its training.
 
-    The learning rates warm up, stay, and fall to a twentieth over the last `decay` of the steps.
+    The learning rates warm up, stay constant, and fall to a twentieth over the last `decay` of the steps.
     """
 
     config: ModelConfig
@@ -78,7 +78,7 @@ class Recipe:
         return sum(stage.steps for stage in self.stages)
 
     def summary(self, seconds: float, resumed: bool) -> str:
-        """How the model was trained, in a few sentences. `seconds` of processor time, if resumed from there on."""
+        """Return a few sentences on the training. `seconds` of processor time count from the last resumption."""
         tokens = sum(stage.length * stage.batch * stage.steps for stage in self.stages)
         stages = ", ".join(f"{s.steps} x {s.batch} x {s.length}" for s in self.stages)
         return (
@@ -99,7 +99,7 @@ def config(
     kv_heads: int,
     head_dim: int,
 ) -> ModelConfig:
-    """A Qwen3 in the built-in vocabulary. Its slow RoPE pairs hardly turn over a few thousand tokens."""
+    """Return a Qwen3 with the built-in vocabulary. Its slow RoPE pairs hardly rotate over a few thousand tokens."""
     return ModelConfig(
         vocab_size=VOCABULARY,
         num_layers=layers,
@@ -118,10 +118,10 @@ def config(
 
 
 def recipes(vocabulary: Vocabulary) -> dict[str, Recipe]:
-    """The model and its test-size sibling, by the folder they are written to."""
+    """Return the recipes of the model and its test-size sibling, by the folder that each is written to."""
     standard = config(vocabulary, layers=3, width=160, mlp_width=384, heads=8, kv_heads=4, head_dim=32)
     small = config(vocabulary, layers=2, width=64, mlp_width=96, heads=4, kv_heads=4, head_dim=16)
-    # long sequences are dear and needed only to get used to; short ones at the end keep what they taught
+    # long sequences are expensive and only needed for adaptation; short ones near the end preserve what was learned
     lengths = (128, 16, 800), (256, 8, 330), (512, 4, 50), (1024, 2, 40), (256, 8, 40), (1024, 2, 20)
     short = Stage(128, 16, 700), Stage(256, 8, 200), Stage(1024, 2, 30)
     return {
@@ -135,11 +135,11 @@ def recipes(vocabulary: Vocabulary) -> dict[str, Recipe]:
 
 
 def as_model(template: Decoder, weights: dict[str, Any]) -> Decoder:
-    """The decoder of the template's shapes with the model's own arrays, each split as the decoder splits it."""
+    """Return a decoder of the template's shapes with the given arrays, each sharded as the decoder shards it."""
     own = {f"{'' if name in TOP else 'layers.'}{name}.value": jnp.asarray(x) for name, x in weights.items()}
 
     def place(leaf: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
-        # a vocabulary is padded in storage
+        # the vocabulary is padded in storage
         padding = [(0, stored - size) for stored, size in zip(leaf.shape, array.shape, strict=True)]
         return reshard(jnp.pad(array, padding).astype(leaf.dtype), leaf.sharding.spec)
 
@@ -153,7 +153,7 @@ def template_of(recipe: Recipe, dtype: str = "float32") -> Decoder:
 def objective(
     model: Decoder, tokens: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Cross-entropy of the tokens that are no answers, plus that of the answers; both alone as well."""
+    """Return the cross-entropy of the tokens outside answers plus that of the answers, and each of the two alone."""
     loss, _ = cross_entropy(model, tokens)
     answers = weights[:, 1:]
     text = jnp.mean(loss * (1 - answers))
@@ -162,7 +162,7 @@ def objective(
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon (orthogonalised momentum) for the mlps, Adam for the rest."""
+    """Return the optimizer: Muon (orthogonalised momentum) for the mlps, Adam for the rest."""
     falling = int(recipe.steps * recipe.decay)
 
     def schedule(rate: float) -> optax.Schedule:
@@ -176,7 +176,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     mask = trained(recipe.config, recipe.matchers)
 
     def matrices(weights: Any) -> Any:
-        """The mlp's are [layer, in, out]; Adam takes the rest."""
+        """The dimension numbers of the mlp's matrices, [layer, in, out]. None for the rest, which Adam takes."""
         return {
             name: optax.contrib.MuonDimensionNumbers(1, 2) if name in ("gate", "up", "down") else None
             for name in weights
@@ -199,7 +199,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def batches(
     stream: Mixture, recipe: Recipe, seed: int, first_step: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(step, tokens [b, t], answer weights [b, t]) from `first_step` on."""
+    """Yield (step, tokens [b, t], answer weights [b, t]) from `first_step` on."""
     step = index = 0
     for stage in recipe.stages:
         for _ in range(stage.steps):
@@ -222,7 +222,7 @@ def train(
     save_every: int = 50,
     report: Callable[[int, dict[str, float]], None] = lambda step, losses: None,
 ) -> Decoder:
-    """The trained model. Goes on from `checkpoint` if it is there and brings it up to date every `save_every` steps."""
+    """Return the trained model. Resume from `checkpoint` if it exists, and update it every `save_every` steps."""
     tx, template = optimizer(recipe), template_of(recipe)
 
     def loss(weights, tokens, answers):
@@ -251,7 +251,7 @@ def train(
 
 
 def save_checkpoint(path: Path, tree: Any, step: int) -> None:
-    """Written beside and moved into place, so that a kill leaves the old one or the new one."""
+    """Write a checkpoint to a temporary file and move it into place, so that a kill leaves the old or the new one."""
     partial = path.with_suffix(".partial.npz")
     partial.parent.mkdir(parents=True, exist_ok=True)
     np.savez(partial, *jax.tree.leaves(tree), step=step)
@@ -270,17 +270,17 @@ class Options:
     """Make the built-in model, its test-size sibling and the held-out text."""
 
     out: Path = Path("kvjax/builtin")
-    """Folder for `model`, `test_model` and `heldout.txt`; those already there are replaced."""
+    """Folder for `model`, `test_model` and `heldout.txt`. Existing ones are replaced."""
     work: Path = Path("runs/builtin_model")
-    """Folder for checkpoints: a stopped run goes on from there."""
+    """Folder for checkpoints, from which a stopped run resumes."""
     only: Literal["all", "model", "test_model"] = "all"
-    """Which of the two to make."""
+    """The model to make; all: both."""
     seed: int = 0
-    """Of the initial weights and of the order of the data."""
+    """The seed of the initial weights and of the order of the data."""
 
 
 def show_progress(recipe: Recipe, name: str) -> Callable[[int, dict[str, float]], None]:
-    """A bar on a terminal, a line every 50 steps elsewhere."""
+    """Return a function that reports losses: as a progress bar on a terminal, elsewhere as a line every 50 steps."""
     bar = tqdm(total=recipe.steps, desc=name, disable=None)
 
     def report(step: int, losses: dict[str, float]) -> None:
@@ -296,7 +296,7 @@ def show_progress(recipe: Recipe, name: str) -> Callable[[int, dict[str, float]]
 def write_model(
     model: Decoder, tokenizer: Tokenizer, vocabulary: Vocabulary, card: str, folder: Path
 ) -> None:
-    """The whole Hugging Face folder, in the place of the one that is there."""
+    """Write the whole Hugging Face folder. An existing one is replaced."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         extras, made = Path(scratch) / "extras", Path(scratch) / "made"
         extras.mkdir()

@@ -1,4 +1,4 @@
-"""What the built-in model scores: with full attention, with one kv head alone, and the model card that says so."""
+"""The scores of the built-in model, with full attention and with one full kv head, and its model card."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from kvjax.tasks import Copy, Needle, Recall, Text, Tokens, Vocabulary, pack
 
 BuiltInTask = Recall | Needle | Copy | Text
 Judged = tuple[jax.Array, jax.Array]
-"""For each token but the first: its cross-entropy in nats, and whether it is the likeliest. Both [b, t - 1]."""
+"""The cross-entropy in nats of each token but the first, and True if it is the likeliest. Both are [b, t - 1]."""
 
 
 def cross_entropy(model: Decoder, tokens: jax.Array) -> Judged:
@@ -37,7 +37,7 @@ def score(
     samples: int,
     judge: Callable[..., Judged] | None = None,
 ) -> dict[str, float]:
-    """Share of answer tokens that are the likeliest, by kind of question and in all; for text bits per byte.
+    """Return the share of answer tokens that are the likeliest, by kind of question and in all; for text bits per byte.
 
     The questions of a sample follow its context of `length` tokens one after another.
     """
@@ -67,7 +67,7 @@ def score(
 def one_full_head(
     model: Decoder, tokens: jax.Array, full: jax.Array, sink: int = 4, window: int = 16
 ) -> Judged:
-    """`cross_entropy` when only the kv heads that are True in `full` [l k] see more than first and last tokens."""
+    """Return the `cross_entropy` if only kv heads that are True in `full` [l k] see beyond sink and window."""
 
     def local(q, k, v, full):
         place = jnp.arange(q.shape[2])
@@ -94,7 +94,7 @@ def one_full_head(
 
 
 def best_single_head(model: Decoder, task: BuiltInTask, length: int, samples: int) -> tuple[str, float]:
-    """The kv head that answers most of a task alone, and how much."""
+    """Return the kv head that, alone with full attention, answers most of a task, and the share that it answers."""
     judge = jax.jit(one_full_head)
     shape = model.config.num_layers, model.config.num_kv_heads
     shares = {}
@@ -109,7 +109,7 @@ def best_single_head(model: Decoder, task: BuiltInTask, length: int, samples: in
 def model_card(
     model: Decoder, vocabulary: Vocabulary, text: Tokens, training: str, length: int = 1024
 ) -> str:
-    """What the model is, how it was made, what was given to it at the start, and what it scores on the text."""
+    """Return the model card: the model's size, training, structured initial weights and scores on `text`."""
     c = model.config
     tasks = {kind.name: kind(vocabulary, text) for kind in (Recall, Needle, Copy, Text)}
     scores = []

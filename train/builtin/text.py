@@ -1,4 +1,7 @@
-"""The built-in model's text and tokenizer: the standard library's source, part of it held out, a BPE on the rest."""
+"""The built-in model's text and tokenizer.
+
+The text is the standard library's source, part of it held out. The tokenizer is a BPE trained on the rest.
+"""
 
 import json
 import sysconfig
@@ -14,12 +17,12 @@ from kvjax.tasks.builtin import FILE_HEADING
 VOCABULARY = 1088
 HELDOUT_BYTES = 295_000
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
-"""Not the standard library's own text, or tables of characters."""
+"""Folders of other code, of tests, or of tables of characters."""
 LICENCE_LINE = "Files of the Python standard library, © Python Software Foundation, PSF License Agreement.\n"
 
 
 def standard_library() -> dict[str, str]:
-    """Path -> source of this Python's standard library, in the order of the paths."""
+    """Return the source of each file of this Python's standard library by its path, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = {}
     for file in root.rglob("*.py"):
@@ -32,7 +35,7 @@ def standard_library() -> dict[str, str]:
 
 
 def hold_out(files: dict[str, str], seed: int = 0) -> tuple[list[str], str]:
-    """The sources to train on, and a packaged text of files that are not among them."""
+    """Return the sources to train on, and a packaged text of the held-out files."""
     names, held, size = list(files), [], 0
     for i in np.random.default_rng(seed).permutation(len(names)):
         n_bytes = len(files[names[i]].encode())
@@ -44,9 +47,9 @@ def hold_out(files: dict[str, str], seed: int = 0) -> tuple[list[str], str]:
 
 
 def train_tokenizer(sources: list[str]) -> Tokenizer:
-    """Byte-level BPE over the sources, with the marks of the tasks as special tokens at the end.
+    """Train a byte-level BPE on the sources, with the marks of the tasks as special tokens at the end.
 
-    As the model was trained, a text begins with `<|begin|>`.
+    Texts begin with `<|begin|>`, as in the model's training.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,7 +69,7 @@ def train_tokenizer(sources: list[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, vocabulary: Vocabulary, folder: Path) -> None:
-    """What transformers reads a tokenizer from, and the defaults of generation."""
+    """Write the files from which transformers reads a tokenizer, and the defaults of generation."""
     tokenizer.save(str(folder / "tokenizer.json"))
     marks = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     ids = {"bos_token_id": vocabulary.begin, "eos_token_id": vocabulary.end, "pad_token_id": vocabulary.end}

@@ -1,25 +1,25 @@
-"""The built-in model's initial weights: random, but some attention heads start as what they will be used for.
+"""The built-in model's initial weights: random, except that some attention heads start as look-up heads.
 
-From a random start a model this small does not find out in millions of tokens how to look something up. So some
-heads start as matchers, in the unchanged architecture, and what they look for is not trained (`trained`).
+From a random start a model this small does not learn in millions of tokens to look something up. So some heads start as
+matchers, in the unchanged architecture, and what they look for is not trained (`trained`).
 
-The residual stream is in three parts. Dimension 0 is a constant, dimensions 1 to 3 say which type of answer the token
-asks for. Four slots at the end hold the token itself and the ones 1, 2 and 3 places back, in a random projection. The
-rest is the token, and where everything else happens.
+The residual stream has three parts. Dimension 0 is a constant, and dimensions 1 to 3 flag the type of answer that the
+token asks for. Four slots at the end hold the token itself and the ones 1, 2 and 3 places back, in a random projection.
+The rest holds the token and everything else.
 
 * Layer 0: kv head i looks i places back, by the fastest RoPE pairs, and fills slot i.
 * Finding a record (`<|record|> a b c`) by the key in slot 1 of a question's last token: F matches it with slot 1 (the
   place of `b`), S with slot 2 (the place of `c`), R with slot 0 (the place of `b`, and gives slot 1, `a`).
-  One dimension more says whether the record mark is where it should be. Queries that do not ask in this way look at
-  their own place instead, so that plain text has no use for what these heads keep.
-* Going on with a passage: one head matches slot 0 with slot 1, another matches slot 1 with slot 2. Neither alone can
-  tell passages apart that share a token; their sum can. Queries that ask for a record look at their own place.
+  One more dimension tells if the record mark is where it should be. Queries that do not ask in this way look at their
+  own place instead, so that plain text does not need the keys that these heads keep.
+* Continuing a passage: one head matches slot 0 with slot 1, another matches slot 1 with slot 2. Neither alone can tell
+  apart passages that share a token; their sum can. Queries that ask for a record look at their own place.
 
 All of these match in the slowest RoPE pairs, so that the distance does not matter.
 
-By how much the right key wins is set after training (`settle_margins`), when it is settled how strongly keys match. A
-soft gate fades a key by log 1e-3 at most. Where the right key wins by more, training gates cannot see that a token is
-needed, and cutting it then costs the answer. So a query that asks for a record is drawn to its own place.
+The margin of the right key is set after training (`settle_margins`), when the strength of matches is known. A soft gate
+lowers a key's logit by at most |log 1e-3|. If the right key wins by more, gate training cannot see that a token is
+needed, and dropping it later costs the answer. So a query that asks for a record is drawn to its own place.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,30 +42,33 @@ Weights = dict[str, np.ndarray]
 
 SLOTS = 4
 CONSTANT, ASKS = 0, (1, 2, 3)
-"""Dimensions of the residual stream that are set apart, before the token's."""
+"""Reserved dimensions of the residual stream, before those of the token."""
 CONSTANT_VALUE, FLAG_VALUE = 0.3, 0.8
 KEEPS, STAYS = 4.0, 8.0
-"""How much keys and queries have of what makes a query look at its own place; what they compare has about 1."""
+"""The strength, in keys and queries, of the part that makes a query look at its own place.
+
+The parts that are compared have a strength of about 1.
+"""
 MARK_KEY, MARK_QUERY = 0.5, 2.0
-"""The same for the record mark."""
+"""The strength, in keys and queries, of the part that checks the record mark."""
 SHARP_PLACE, SHARP_RECORD, SHARP_PASSAGE = 4.0, 3.0, 3.0
-"""Scale of queries and of keys after their norms: in layer 0, and in the layers of matchers."""
+"""The scale of queries and keys after their norms: in layer 0, and in the layers of record and passage matchers."""
 FAST_PAIRS, NEAR_PAIRS = 5, 7
-"""RoPE pairs, from the fastest, by which layer 0 finds a place, and later layers their own."""
+"""The number of fastest RoPE pairs by which layer 0 finds a place, and by which later layers find their own."""
 NEAR = 16
 SMALLEST = 2.5
-"""Nats by which nine of ten right keys are to win over the last `NEAR` places together."""
+"""The margin in nats by which 9 of 10 right keys should win over the last `NEAR` places together."""
 FROM_MARK = (2, 3, 2)
-"""Where in a record the key of each type's answer is found."""
+"""The distance from the record mark to the right key, for each type of question."""
 
 
 @dataclass(frozen=True)
 class Matcher:
     """A kv head that starts as a matcher.
 
-    query and key: the slots it compares. gives: the slot it hands on, and how loudly. way: the type of question (F, S,
-    R) it serves, mark: the slot in which the record mark should then be, drawn: how much such a question is drawn to
-    its own place in training. way None: it serves all but questions.
+    query and key: the slots that it compares. gives: the slot that it copies to the output, scaled by loudness. way:
+    the type of question (F, S, R) that it serves. None: it serves all tokens but questions. mark: the slot in which the
+    record mark should be. drawn: the strength with which such a question is drawn to its own place in training.
     """
 
     layer: int
@@ -88,18 +91,18 @@ def record_matchers(layer: int) -> tuple[Matcher, ...]:
 
 
 def passage_matchers(layer: int) -> tuple[Matcher, ...]:
-    # louder, because what they find is shared out over all passages of a family
+    # louder, because their attention is spread over all passages of a family
     return (Matcher(layer, 0, query=0, key=1, loudness=1.2), Matcher(layer, 1, query=1, key=2, loudness=1.2))
 
 
 def initial_weights(
     config: ModelConfig, matchers: tuple[Matcher, ...], vocabulary: Vocabulary, seed: int
 ) -> Weights:
-    """Weights to start from, float32, by their names in the decoder."""
+    """Return the initial weights, in float32, by their names in the decoder."""
     rng = np.random.default_rng(seed)
     weights = _random_weights(config, rng)
     token, slots = _parts(config)
-    # what of a token a slot holds
+    # the random projection of a token that a slot holds
     view = np.zeros((config.width, slots[0].stop - slots[0].start))
     view[token] = rng.normal(size=view[token].shape) / np.sqrt(token.stop - token.start)
 
@@ -108,7 +111,7 @@ def initial_weights(
     embed[:, token.stop :] = 0
     embed[:, CONSTANT] = CONSTANT_VALUE
     embed[vocabulary.types, ASKS] = FLAG_VALUE
-    # marks of questions match nothing by chance
+    # so that marks of questions match nothing by chance
     embed[[vocabulary.begin, vocabulary.question, *vocabulary.types], token] = 0
     embed[vocabulary.record, token] *= 1.5
     mark = view.T @ embed[vocabulary.record]
@@ -133,12 +136,12 @@ def initial_weights(
 
 
 def trained(config: ModelConfig, matchers: tuple[Matcher, ...]) -> Weights:
-    """1 where a weight is trained, 0 where it stays as it starts; arrays that broadcast against the weights.
+    """Return 1 for weights that are trained and 0 for fixed ones, in arrays that broadcast against the weights.
 
-    What stays: where the heads for records look, and what layer 0's heads put into the slots. Nothing else may write
-    to the constant, the flags and the slots. The heads for passages go on matching in the slow RoPE pairs: with the
-    fast ones they would turn to the last few tokens. Trained freely on short sequences, heads come to look in ways that
-    fail on long ones.
+    Fixed are the queries and keys of the record heads, the queries, keys and values of layer 0's slot heads, and the
+    scales of both after their norms. Nothing else may write to the constant, the flags and the slots. The passage heads
+    keep matching in the slow RoPE pairs: with the fast ones they would turn to the last few tokens. Heads that are
+    trained freely on short sequences learn to look in ways that fail on long ones.
     """
     layers, d, h = config.num_layers, config.width, config.head_dim
     n, k = config.num_heads, config.num_kv_heads
@@ -174,7 +177,7 @@ def trained(config: ModelConfig, matchers: tuple[Matcher, ...]) -> Weights:
 def set_drawn(
     weights: Weights, matchers: tuple[Matcher, ...], drawn: Sequence[float] | np.ndarray
 ) -> Weights:
-    """The weights with the queries for each type of answer drawn to their own place by `drawn`."""
+    """Return the weights with the queries for each type of answer drawn to their own place by `drawn`."""
     q = np.array(weights["q"])
     group, dimension = q.shape[2] // weights["k"].shape[2], _slow_dimensions(q.shape[3])[2]
     for m in matchers:
@@ -185,7 +188,7 @@ def set_drawn(
 
 @jax.jit
 def queries_and_keys(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What every layer compares: [l b n t h] and [l b k t h]."""
+    """Return every layer's queries [l b n t h] and keys [l b k t h], as attention compares them."""
 
     def attend(step, carry, xs):
         attention = jax.shard_map(lambda q, k, v: vertical_slash(q, k, v, window=1)[0], out_specs=SPLIT)
@@ -199,7 +202,7 @@ def queries_and_keys(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, jax.
 def margins(
     model: Decoder, matchers: tuple[Matcher, ...], task: Recall, length: int, samples: int
 ) -> list[np.ndarray]:
-    """For each type of question the logits of the right keys over the log-sum-exp of the last `NEAR` places'."""
+    """Return margins by type of question: the right keys' logits less the log-sum-exp over the last `NEAR` places."""
     v = task.vocabulary
     found: list[list[float]] = [[] for _ in v.types]
     heads = {m.way: m for m in matchers if m.way is not None}
@@ -229,7 +232,7 @@ def settle_margins(
     length: int = 512,
     samples: int = 4,
 ) -> Weights:
-    """The weights with asking queries drawn to their own place as much as leaves right keys the margin they need."""
+    """Return the weights with asking queries drawn to their own place, as far as right keys keep `SMALLEST`."""
     low, high = np.zeros(3), np.full(3, 4.0)
     for _ in range(10):
         middle = (low + high) / 2
@@ -247,7 +250,7 @@ def _random_weights(config: ModelConfig, rng: np.random.Generator) -> Weights:
     def normal(*shape: int, inputs: int, scale: float = 1.0) -> np.ndarray:
         return rng.normal(size=shape) * scale / np.sqrt(inputs)
 
-    # what the layers add starts small beside what the matchers add
+    # the other parts of the layers start small compared to the matchers
     small = 0.15 / np.sqrt(2 * layers)
     return {
         "embed": rng.normal(size=(config.vocab_size, d)) * 0.1,
@@ -272,29 +275,29 @@ def _query_heads(config: ModelConfig, head: int) -> list[int]:
 
 
 def _slow_dimensions(head_dim: int) -> tuple[np.ndarray, int, int]:
-    """Dimensions of the slower half of the RoPE pairs: for what is compared, for the mark, and for being drawn.
+    """Return dimensions of the slower half of the RoPE pairs: for comparison, for the mark, and for being drawn.
 
-    Pair i is dimensions i and i + head_dim / 2. The slowest pair serves the last two.
+    Pair i is dimensions i and i + head_dim / 2. The mark and the draw share the slowest pair.
     """
     pairs = np.arange(head_dim // 4, head_dim // 2)
     return np.concatenate([pairs[:-1], pairs[:-1] + head_dim // 2]), head_dim - 1, head_dim // 2 - 1
 
 
 def _parts(config: ModelConfig) -> tuple[slice, list[slice]]:
-    """The dimensions of the residual stream that hold the token, and those of each slot."""
+    """Return the dimensions of the residual stream that hold the token, and those of each slot."""
     size = min(16, config.width // 8)
     first = config.width - SLOTS * size
     return slice(ASKS[-1] + 1, first), [slice(first + i * size, first + (i + 1) * size) for i in range(SLOTS)]
 
 
 def _look_back(config: ModelConfig, weights: Weights, offset: int, view: np.ndarray, slot: slice) -> None:
-    """Layer 0's kv head `offset` fills `slot` from the token `offset` places back."""
+    """Make layer 0's kv head `offset` fill `slot` from the token `offset` places back."""
     pairs = config.head_dim // 2
     frequencies = config.rope.theta ** -(np.arange(pairs) / pairs)
     turned = np.full(FAST_PAIRS, 1 / np.sqrt(FAST_PAIRS))
     query, key = np.zeros(config.head_dim), np.zeros(config.head_dim)
     query[:FAST_PAIRS] = turned
-    # a key turned ahead by `offset` is best met by the query `offset` places on
+    # a key that is rotated ahead by `offset` matches the query `offset` places later best
     key[:FAST_PAIRS] = turned * np.cos(offset * frequencies[:FAST_PAIRS])
     key[pairs : pairs + FAST_PAIRS] = turned * np.sin(offset * frequencies[:FAST_PAIRS])
 
@@ -310,7 +313,7 @@ def _look_back(config: ModelConfig, weights: Weights, offset: int, view: np.ndar
 
 
 def _match(config: ModelConfig, weights: Weights, m: Matcher, slots: list[slice]) -> None:
-    """The head's queries and keys are the slots it compares, and nothing else."""
+    """Make the head's queries and keys the slots that it compares, and nothing else."""
     compared = _slow_dimensions(config.head_dim)[0]
     size = min(slots[0].stop - slots[0].start, len(compared))
     weights["k"][m.layer, :, m.head] = 0
@@ -321,17 +324,17 @@ def _match(config: ModelConfig, weights: Weights, m: Matcher, slots: list[slice]
 
 
 def _want_mark(config: ModelConfig, weights: Weights, m: Matcher, mark: np.ndarray, slot: slice) -> None:
-    """Keys say whether their slot holds the mark, and queries want that it does."""
+    """Make queries prefer keys whose slot holds the record mark."""
     _, marked, _ = _slow_dimensions(config.head_dim)
     weights["k"][m.layer, slot, m.head, marked] = MARK_KEY * mark
     weights["q"][m.layer, CONSTANT, _query_heads(config, m.head), marked] = MARK_QUERY
 
 
 def _stay(config: ModelConfig, weights: Weights, m: Matcher) -> None:
-    """Queries that the head does not serve look at their own place.
+    """Make queries that the head does not serve look at their own place.
 
-    Those that ask for its type of record are drawn there a little: so a found key that a gate fades costs the answer
-    before it is quite gone, and the gate can learn.
+    Those that ask for its type of record are drawn there a little. So lowering a found key by a gate costs the answer
+    before the key is quite gone, and the gate can learn.
     """
     drawn, queries = _slow_dimensions(config.head_dim)[2], _query_heads(config, m.head)
     here = np.zeros(config.head_dim)
@@ -350,7 +353,7 @@ def _stay(config: ModelConfig, weights: Weights, m: Matcher) -> None:
 
 
 def _hand_on(config: ModelConfig, weights: Weights, m: Matcher, view: np.ndarray, slots: list[slice]) -> None:
-    """The matcher's values are a slot, and its output turns that back into the token, as well as it can."""
+    """Make the matcher's values a slot, which its output maps back to the token by a pseudo-inverse."""
     queries, size = _query_heads(config, m.head), view.shape[1]
     weights["v"][m.layer, :, m.head] = 0
     weights["v"][m.layer, slots[m.gives], m.head, :size] = np.eye(size)
