@@ -1,4 +1,4 @@
-"""`python -m kvjax.policies`: the methods, a line each."""
+"""Print the list of methods: `python -m kvjax.policies`."""
 
 from kvjax.policies.registry import listed
 

@@ -1,16 +1,16 @@
-"""What a method may define. Every method is a few of these functions; most define one or two.
+"""The base classes of policy methods. A method implements a few of these functions, most methods one or two.
 
-A method's numbers are NumPy arrays: a number or a vector counts for all layers, a table is by layer and kv head (or
-1 × 1, alike for all). `Policy.compile` puts them on a model's mesh, and these functions then see those of one layer, on
-one device's share of the batch and of the kv heads, as plain local code: a method writes no sharding.
+A method's numbers are NumPy arrays. A number or a vector counts for all layers; a table has a number for each layer and
+kv head, or is 1 × 1 for all. `Policy.compile` puts them on a model's mesh. These functions then see the numbers of one
+layer, on one device's share of the batch and of the kv heads, as plain local code: a method writes no sharding.
 
-A method is a `struct` that a person writes, `SnapKV(observed=32)`: `__post_init__` checks its numbers and makes arrays
-of those that are traced (`kvjax.policies.numbers`).
+A method is a `struct` such as `SnapKV(observed=32)`. Its `__post_init__` checks its numbers and makes arrays of those
+that are traced (`kvjax.policies.numbers`).
 
-Roles: `Admission` decides what leaves the ring for the global region, `Eviction` scores what is stored there when it
-is compacted, `Selection` filters pages when they are read, `Trainable` is what training asks of a gate, a scorer or a
-mask. An eviction defines `score`. What few evictions need comes with the classes below it: `Observer`,
-`TokenMetadata`, `LateMetadata`, `Reconstruction`, `Guided`, `ValueWeighted`.
+`Admission` decides which tokens are retained when they leave the local window. `Eviction` scores stored entries for a
+compaction. `Selection` chooses the pages that a decoded token reads. `Trainable` is the training form of a gate, a
+scorer or a mask. An eviction defines `score`. Functions that few evictions need come with the classes below it:
+`Observer`, `TokenMetadata`, `LateMetadata`, `Reconstruction`, `Guided`, `ValueWeighted`.
 """
 
 from __future__ import annotations
@@ -31,73 +31,77 @@ from kvjax.policies.views import Passage, Readout, Shape, Step, Stored
 from kvjax.struct import bare, struct
 
 Number = Any
-"""A method's own array: NumPy's until it is placed, then JAX's."""
+"""A method's own array: a NumPy array until it is placed on a mesh, then a JAX array."""
 State = Any
-"""A method's own memory: a pytree, of a layer `[b …]` (sums, counts, an mLSTM's…), kept in the cache."""
+"""A method's memory, which the cache keeps: a pytree of arrays `[b …]` for each layer, such as sums, counts or an
+mLSTM's state."""
 Trail = Any
-"""What is remembered of tokens, each apart: a pytree of arrays in the model's dtype."""
+"""An observation buffer, with a record of each of the last tokens: a pytree of arrays in the model's dtype."""
 Numbers = dict[str, Shaped[Array, "b k t"]]
-"""Of a call's tokens, by plane."""
+"""Entry metadata of a call's tokens, by name."""
 Planes = dict[str, Shaped[Array, "p page"]]
 BIAS = "bias"
-"""The plane that is added to the logits of entries in the global region (`TokenMetadata.bias`)."""
+"""The name of the entry metadata that is added to the logits of retained entries (`TokenMetadata.bias`)."""
 
 
 class Method:
-    """What all methods have in common."""
+    """The base of all methods."""
 
     name: ClassVar[str] = ""
-    """How it is called, in `make_policy` and in reports."""
+    """The method's name in `make_policy` and in reports."""
     made_for: MadeFor | None = None
-    """The model of the files that it was read from, if they say."""
+    """The model that the method's files were made for; None: there are none, or they do not say."""
     trained: ClassVar[str] = "gates"
-    """Its argument that takes what training left, if it has one; `make_policy` and commands take `gates` for it."""
+    """The argument that takes what training produced, if the method has one; `make_policy` and commands fill it from
+    `gates`."""
 
     @property
     def label(self) -> str:
-        """Its name, or that of its class."""
+        """The method's name, or that of its class."""
         return self.name or type(self).__name__
 
     @property
     def traced(self) -> Any:
-        """What compiled programs see of it: nothing that only the host reads."""
+        """The method as compiled programs see it, without the fields that only the host reads."""
         return bare(self)
 
     def check(self, model: Any) -> None:
-        """Raises UserError if it is not for a model of this configuration (`num_layers`, `num_kv_heads`,
+        """Raise UserError if the method is not for a model of this configuration (`num_layers`, `num_kv_heads`,
         `head_dim`)."""
         return None
 
 
 class Eviction(Method, abc.ABC):
-    """Decides, once there are too many entries, which are worth least."""
+    """A method that scores stored entries; a compaction drops those of lowest score."""
 
     @abc.abstractmethod
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
-        """What each entry is worth; a higher score stays. `state`: the memory of an `Observer`, else ()."""
+        """Return the score of each entry; a higher score stays. `state` is the memory of an `Observer`, else ()."""
         ...
 
     @property
     def needs(self) -> Needs:
-        """What always stays whatever its scores, and how far it looks back."""
+        """The entries that always stay whatever their scores, and the number of last tokens whose queries score."""
         return Needs()
 
     @property
     def shares(self) -> Shares:
-        """How layers and heads share its budget."""
+        """The way in which layers and heads share the budget."""
         return Shares()
 
     @property
     def usual_trigger(self) -> Trigger:
-        """When it compacts where nothing else is said."""
+        """The trigger of policies that state none."""
         return Trigger()
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
-        """Why it does not go with a schedule, or with an admission that does not store every token; empty: it does."""
+        """Return why the eviction does not go with a schedule, or with an admission that does not store every token; an
+        empty string if it does."""
         return ""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a function of one of the classes below it that nobody would call."""
+        """Raise TypeError if a subclass defines a function of a class below without deriving from that class: nobody
+        would call it."""
         super().__init_subclass__(**options)
         for kind in MIXINS:
             own = {x for x in vars(kind) if x in vars(cls) and x[0] != "_" and not hasattr(Eviction, x)}
@@ -106,113 +110,119 @@ class Eviction(Method, abc.ABC):
 
 
 class EntryMetadata:
-    """Numbers of a method's own beside every entry of the global region. They are moved and freed with their entries,
-    and counted in bytes. `Stored.planes` shows them to `score`. The plane "position" (int32), for whoever names it, is
-    written by the cache: where in its sequence an entry's token stood, from 0."""
+    """A method's own numbers of every retained entry. They are moved and freed with their entries, and count towards
+    the cache's size. `Stored.planes` shows them to `score`. If a method names "position" (int32), the cache itself
+    writes it: the position of an entry's token in its sequence, from 0."""
 
     @property
     def planes(self) -> Mapping[str, str]:
-        """Their names and dtypes."""
+        """The names and dtypes of the entry metadata."""
         return {}
 
 
 class TokenMetadata(EntryMetadata):
-    """Entry metadata that is written as tokens come. `state`: the memory of an admission or an `Observer`, else ()."""
+    """Entry metadata that is written as tokens come. `state` is the memory of an admission or an `Observer`, else
+    ()."""
 
     def bias(self, state: State, step: Step) -> Float[Array, "b k t"]:
-        """What a plane called "bias" says of a call's own tokens: it is added to their logits once they have left the
-        ring, in float32, whoever reads them. −inf hides a token. Known before the call's attention, `numbers` after."""
+        """Return the "bias" of a call's own tokens, if the method names such metadata. It is added to their logits, in
+        float32 and for every query, once they have left the local window. −inf hides a token. It is known before the
+        call's attention, `numbers` after it."""
         return jnp.zeros(step.k.shape[:3], jnp.float32)
 
     def numbers(self, state: State, step: Step, readout: Readout) -> Numbers:
-        """The planes' numbers of a call's own tokens, whichever are stored then or later."""
+        """Return the entry metadata of all of a call's own tokens, whichever of them are stored then or later."""
         return {}
 
     def update(self, state: State, planes: Planes, step: Step, readout: Readout) -> Planes:
-        """The planes once a call's queries have read the entries that were stored before it."""
+        """Return the entry metadata after a call's queries have read the entries that were stored before the call."""
         return planes
 
     @property
     def updates(self) -> bool:
-        """Whether it has such an `update`."""
+        """True if the method has an `update` of its own."""
         return type(self).update is not TokenMetadata.update
 
 
 class Observer:
-    """An eviction that looks at tokens as they come. It keeps sums over all tokens (`init`, `observe`), or a record of
-    each of the last ones (`trail`, `trace`), which `Stored.trail` shows to `score`."""
+    """An eviction that looks at tokens as they come. It keeps a memory of all tokens (`init`, `observe`), or an
+    observation buffer with a record of each of the last ones (`trail`, `trace`), which `Stored.trail` shows to
+    `score`."""
 
     def init(self, shape: Shape) -> State:
-        """The memory of one layer before the first token, of the sequences and kv heads of one device.
+        """Return the memory of one layer before the first token, for the sequences and kv heads of one device.
 
-        Arrays [b …]; an axis whose size grows with `shape.kv_heads` is split with them.
+        Arrays are [b …]; an axis whose size grows with `shape.kv_heads` is sharded with the heads.
         """
         return ()
 
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
-        """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before."""
+        """Return the memory after a call's tokens. The first `valid` tokens of each sequence are real; it had `seen`
+        tokens before."""
         return state
 
     def trail(self, shape: Shape) -> Trail:
-        """Room for what it remembers of each of the last w tokens of a layer (`trace`): zeros [b w d] or [b w n d], of
-        kv heads or query heads, with which they are split, in `shape.dtype`."""
+        """Return the empty observation buffer of one layer, for the records of the last w tokens (`trace`): zeros of
+        shape [b w d] or [b w n d] in `shape.dtype`. The axis n, of kv heads or query heads, is sharded with them."""
         return ()
 
     def trace(self, step: Step) -> Trail:
-        """What of a call's tokens goes there: arrays [b t d] or [b n t d], which are rounded to that dtype."""
+        """Return the records of a call's tokens: arrays [b t d] or [b n t d], which are rounded to the buffer's
+        dtype."""
         return ()
 
 
 class LateMetadata(TokenMetadata, Observer, abc.ABC):
-    """Entry metadata of which the newest tokens' may be known only when a compaction asks for it, from their
-    `trail`."""
+    """Entry metadata that is computed for the newest tokens only when a compaction asks for it, from the observation
+    buffer."""
 
     @property
     @abc.abstractmethod
     def pending(self) -> int:
-        """How many of the newest tokens may wait."""
+        """The number of newest tokens that may wait for their metadata."""
         ...
 
     @abc.abstractmethod
     def late(self, trail: Trail) -> Numbers:
-        """The planes' numbers of the last `pending` tokens, the newest last, of the trail [b n w d], oldest token
-        first; anything for those before the first."""
+        """Return the metadata of the last `pending` tokens, the newest last, from the buffer [b w d] or [b n w d],
+        oldest token first. If there were fewer tokens, the first numbers may be anything."""
         ...
 
     @property
     @abc.abstractmethod
     def of_prompts(self) -> Eviction:
-        """Its form where nothing is compacted while decoding, and no token has to wait."""
+        """The method's form for policies that compact nothing while decoding, so that no token has to wait."""
         ...
 
 
 class Pass(NamedTuple):
-    """Tokens that are read once more behind a prompt to look at a part of it, and leave nothing but numbers in
-    planes."""
+    """A reconstruction pass: tokens that are read after a prompt to look at a part of it. Only entry metadata remains
+    of them."""
 
     tokens: Int[np.ndarray, " t"]
-    """Their ids."""
+    """The token ids."""
     start: int
-    """The first token of the part."""
+    """The index of the part's first token."""
     stop: int
-    """The one behind its last."""
+    """The index after its last token."""
     first: int = 0
-    """How many of the prompt's first tokens are looked at beside it, at most `start` and `Needs.longest_prefix`."""
+    """The number of the prompt's first tokens that are looked at in addition to the part. At most `start`, and at most
+    the larger of `Needs.longest_prefix` and `Needs.first`."""
 
 
 class Reconstruction(EntryMetadata, abc.ABC):
-    """Entry metadata that is written by passes of more tokens behind a prompt. A prompt must then be stored whole, and
-    is compacted once, at its end."""
+    """Entry metadata that is written by reconstruction passes, which read more tokens after a prompt. The prompt must
+    be stored whole, and it is compacted once, at its end."""
 
     @abc.abstractmethod
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
-        """What is read behind a prompt of these token ids before it is compacted, in order; on the host. Their parts
-        do not overlap."""
+        """Return the passes after a prompt of these token ids, in order. They run before the prompt is compacted, and
+        their parts do not overlap. Called on the host."""
         ...
 
     @abc.abstractmethod
     def reread(self, step: Step, passage: Passage) -> Numbers:
-        """The planes' numbers of the entries in a passage, once a pass's tokens (`step`) have looked at them."""
+        """Return the metadata of the entries in a passage, computed from a pass's tokens (`step`)."""
         ...
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
@@ -227,25 +237,25 @@ class Reconstruction(EntryMetadata, abc.ABC):
 
 
 class Guided(abc.ABC):
-    """An eviction that scores by the last tokens' queries, which may be those of a text that is read behind a prompt
-    and dropped again (guidance)."""
+    """An eviction that scores by the queries of the last tokens. These may be the tokens of a text that is read after a
+    prompt and removed again (guidance)."""
 
     guidance: ClassVar[str] = ""
-    """The text where none is given, one of `kvjax.policies.guidance.TEXTS`; empty: there is none."""
+    """The default text, one of `kvjax.policies.guidance.TEXTS`; empty: there is none."""
 
     @abc.abstractmethod
     def guided(self, tokens: int) -> Eviction:
-        """Its form that looks by so many tokens of guidance."""
+        """Return the eviction's form for so many tokens of guidance."""
         ...
 
 
 class ValueWeighted(abc.ABC):
-    """An eviction whose score weighs by values, which a wrapper may do in its place."""
+    """An eviction whose score weighs entries by their values, which a wrapper may do in its place."""
 
     @property
     @abc.abstractmethod
     def without_values(self) -> Eviction:
-        """Its form without values in the score."""
+        """The eviction's form without values in the score."""
         ...
 
 
@@ -254,65 +264,68 @@ MIXINS = EntryMetadata, TokenMetadata, Observer, LateMetadata, Reconstruction, G
 
 @struct
 class Keep:
-    """Which of the tokens that leave the ring stay."""
+    """The rule by which tokens that leave the local window are retained."""
 
     threshold: Number
-    """The least priority that stays: one number, or one of each kv head."""
+    """The least priority that is retained: one number, or one for each kv head."""
     max_entries: Number | None = None
-    """How many a kv head keeps at most: those of highest priority among all that have left the ring so far, of equal
-    ones the earlier. What is out stays out. None: as many as there are. A row that has more, of a policy that went
-    before, keeps as many."""
+    """The most entries that a kv head retains: those of highest priority among all tokens that have left the local
+    window so far, of equal ones the earlier. A dropped token does not come back. None: there is no limit. A head cache
+    that an earlier policy left with more entries keeps that number."""
 
     def wanted(self, priority: Float[Array, "b k t"]) -> Bool[Array, "b k t"]:
-        """Which priorities reach the threshold. NaN does not."""
+        """Return the mask of the priorities that reach the threshold. NaN does not."""
         return priority >= jnp.asarray(self.threshold)[..., None]
 
 
 class Admission(Method, TokenMetadata, abc.ABC):
-    """Decides, before a token is written for good, whether anybody will need it once it has left the ring."""
+    """A method that decides, before a token is stored for good, whether it is retained when it leaves the local
+    window."""
 
     window: int | None = None
-    """The window of policies that name none; None: they must."""
+    """The window of policies that name none; None: they must name one."""
     owns_window: ClassVar[bool] = False
-    """Whether a policy can have no other: what the admission keeps depends on it."""
+    """True if a policy can have no other window, since what the admission keeps depends on it."""
 
     @property
     def revisits(self) -> int | None:
-        """How far before each of a call's tokens the one stands whose key and value it is to see again
-        (`Step.earlier`), from 1 and less than the window; None: it wants none."""
+        """The distance from each of a call's tokens back to the one whose key and value the admission sees again
+        (`Step.earlier`), from 1 and less than the window; None: it needs none."""
         return None
 
     def init(self, shape: Shape) -> State:
-        """The memory before the first token, as `Observer.init`."""
+        """Return the memory before the first token, as `Observer.init` does."""
         return ()
 
     @abc.abstractmethod
     def score(
         self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
     ) -> tuple[State, Float[Array, "b k t"], int]:
-        """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before.
+        """Return the memory and the priorities after a call's tokens. The first `valid` tokens of each sequence are
+        real; it had `seen` tokens before.
 
         Returns:
-            the memory after these tokens; the priorities that they make known, where `priority[…, i]` belongs to the
-            token `delay` before token `i` of the call (NaN: not known yet, but it must be before that token leaves the
-            ring); and `delay`, less than the window.
+            the memory after these tokens; the priorities, where `priority[…, i]` belongs to the token `delay` before
+            token `i` of the call (NaN: not known yet, but it must be known before that token leaves the local window);
+            and `delay`, less than the window.
         """
         ...
 
     @abc.abstractmethod
     def keep(self) -> Keep:
-        """The rule on leaving the ring: data, not code. Whether it has `max_entries` must not depend on numbers."""
+        """Return the rule for tokens that leave the local window: data, not code. Whether it has `max_entries` must not
+        depend on numbers."""
         ...
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
-        """How many of `tokens` tokens that have left the ring are expected in the global region, by layer and kv head;
-        by default all, up to `max_entries`. Sizes the default pool; called on the whole policy (with its layer axis),
-        outside jit."""
+        """Return how many of `tokens` tokens that have left the local window are expected to be retained, by layer and
+        kv head. By default all are; `max_entries` is applied afterwards. The result sizes the default pool. Called on
+        the whole policy (with its layer axis), outside jit."""
         return np.full((1, 1), tokens, np.float64)
 
 
 class Selection(Method, abc.ABC):
-    """Decides, when a query reads, which pages can matter to it."""
+    """A method that chooses the pages that can matter to a decoded token's query."""
 
     @abc.abstractmethod
     def select(
@@ -326,36 +339,37 @@ class Selection(Method, abc.ABC):
         seen: Int[Array, " b"],
         page_size: int,
     ) -> Bool[Array, "b k p"]:
-        """The pages of the global region that one token reads.
+        """Return the mask of the pages of retained entries that one token reads.
 
         Args:
-            bounds: of each page's keys k the smallest components of k and of −k (`kvjax.cache.Pages`); unspecified
+            bounds: the smallest components of k and of −k over each page's keys k (`kvjax.cache.Pages`); unspecified
                 for a page without entries.
-            length: entries in the global region.
-            local: how many of the last tokens it reads anyway, itself included. seen: tokens so far, itself included.
+            length: the number of retained entries.
+            local: the number of last tokens that it reads anyway, itself included.
+            seen: the number of tokens so far, itself included.
         """
         ...
 
 
 class Mask(NamedTuple):
-    """What a query sees in training: `weight` times attention with `end` and `log_gate` (as `vertical_slash` has them).
-    None: weight 1, plain causal attention, no gate."""
+    """One term of attention in training: `weight` times attention with `end` and `log_gate`, as in `vertical_slash`.
+    Fields that are None mean weight 1, plain causal attention and no gate."""
 
     weight: Float[Array, " k"] | None = None
-    """By kv head."""
+    """The weight by kv head."""
     end: Int[Array, "b k t"] | None = None
-    """The index from which on no query sees the key."""
+    """The index of the first query that no longer sees the key."""
     log_gate: Float[Array, "b k t"] | None = None
-    """Added to the logits of keys beyond the window."""
+    """The number that is added to the logits of keys beyond the window."""
 
 
 @runtime_checkable
 class Trainable(Protocol):
-    """What training asks of a method's parameters, of one layer. Random masks are drawn before, by the recipe's loss,
-    which has the step's key."""
+    """The training form of a method's parameters, of one layer. Random masks are sampled beforehand, by the recipe's
+    loss, which has the step's key."""
 
     def masks(self, step: Step) -> tuple[Any, Sequence[Mask]]:
-        """What `figures` is given, and one or more masks, whose attention is added."""
+        """Return the state that `figures` gets, and one or more masks, whose attention is added."""
         ...
 
     def figures(
@@ -364,6 +378,6 @@ class Trainable(Protocol):
         step: Step,
         outputs: Sequence[tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]],
     ) -> dict[str, Float[Array, "b k"]]:
-        """Numbers of this layer's sequences and kv heads for the loss and the log (sparsity, score losses). `outputs`:
-        of each mask the output before its weight and the log-sum-exp."""
+        """Return numbers of this layer's sequences and kv heads for the loss and the log (sparsity, score losses).
+        `outputs` holds, for each mask, the output before its weight and the log-sum-exp."""
         ...

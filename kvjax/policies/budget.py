@@ -1,7 +1,7 @@
-"""Budgets: how many entries a compaction keeps, of whom, and how the layers and heads share them.
+"""Budgets: how many entries a compaction keeps, and how layers and heads share them.
 
-Numbers are worked out on the host, in whole entries and without rounding errors, and reach the device as arrays: one
-compiled program serves all budgets.
+Numbers are computed on the host, in whole entries and without rounding errors. They reach the device as arrays, so that
+one compiled program serves all budgets.
 """
 
 import abc
@@ -18,25 +18,25 @@ from kvjax.struct import assign, short
 from kvjax.topk import OVER
 
 MOST = 2**62
-"""No context has so many entries or bytes."""
+"""A limit above the entries or bytes of any context."""
 
 
 class Budget(abc.ABC):
-    """What stays of a context."""
+    """The amount of a context that a compaction keeps."""
 
     proportional: ClassVar[bool] = False
-    """Whether more tokens leave more entries, however many there are."""
+    """True if more tokens always leave more entries, without a limit."""
 
     @property
     def floor(self) -> float:
-        """Entries with a lower score go, however many that leaves."""
+        """The least score that stays: entries with a lower score are dropped, however many that leaves."""
         return -math.inf
 
     @abc.abstractmethod
     def of(self, tokens: int, entry_bytes: int) -> float:
-        """Entries of each kv head on average for a context of `tokens` tokens, not yet rounded to whole ones.
+        """Return the entries of a kv head on average for a context of `tokens` tokens, not yet rounded to whole ones.
 
-        `entry_bytes`: one token's key and value in all layers and heads.
+        `entry_bytes`: the bytes of one token's key and value in all layers and heads.
         """
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class Ratio(Budget):
 
     proportional = True
     ratio: float
-    """Of the entries."""
+    """The share of the entries that stays."""
 
     def __post_init__(self):
         assign(self, ratio=real_number("budget", "ratio", self.ratio, above=0.0, most=1.0))
@@ -62,10 +62,10 @@ class Ratio(Budget):
 @named_fields
 @dataclass(frozen=True, repr=False)
 class Entries(Budget):
-    """So many entries of each kv head on average."""
+    """A number of entries of each kv head, on average."""
 
     entries: int
-    """At least 1."""
+    """The number of entries, at least 1."""
 
     def __post_init__(self):
         assign(self, entries=whole_number("budget", "entries", self.entries, most=MOST))
@@ -77,10 +77,10 @@ class Entries(Budget):
 @named_fields
 @dataclass(frozen=True, repr=False)
 class Size(Budget):
-    """So many bytes of a sequence, keys and values of all layers and heads together: a number, or "2GiB"."""
+    """A number of bytes of a sequence, for keys and values of all layers and heads together: a number, or "2GiB"."""
 
     size: int | str
-    """Bytes."""
+    """The number of bytes."""
 
     def __post_init__(self):
         size = self.size
@@ -95,7 +95,7 @@ class Size(Budget):
 @named_fields
 @dataclass(frozen=True, repr=False)
 class Threshold(Budget):
-    """Whatever has a score of at least `threshold`, which only the method's own scores give a meaning."""
+    """Every entry with a score of at least `threshold`, whose meaning depends on the method's scores."""
 
     proportional = True
     threshold: float
@@ -121,7 +121,8 @@ BUDGETS: dict[str, type[Budget]] = {
 
 
 def budget(**measures: Any) -> Budget | None:
-    """The budget of the one of `BUDGETS` that is not None; None: all are. Raises UserError for several of them."""
+    """Return the budget of the one of `BUDGETS` that is not None, or None if all are None. Raises UserError if several
+    are given."""
     given = {name: x for name, x in measures.items() if x is not None}
     if not given:
         return None
@@ -132,13 +133,13 @@ def budget(**measures: Any) -> Budget | None:
 
 
 def whole(entries: float) -> int:
-    """At least one; 0.29 · 100 is 28.999… in binary and means 29."""
+    """Return the whole number of entries that is meant, at least 1: 0.29 · 100 is 28.999… in binary and means 29."""
     return max(1, math.floor(entries * (1 + 1e-12)))
 
 
 def places(kept: float, layers: int, heads: int, over: str) -> Int[np.ndarray, "l k"]:
-    """Return the places of each head cache if those who share a budget (`Shares.over`) keep `kept` entries on average:
-    the whole number of their total, spread evenly."""
+    """Return the places of each head cache if those that share a budget (`Shares.over`) keep `kept` entries on average.
+    Their total is rounded down and spread evenly."""
     rows = {"head": 1, "layer": heads, "model": layers * heads}[over]
     total = math.floor(rows * kept * (1 + 1e-12))
     each = total // rows + (np.arange(rows) < total % rows)
@@ -147,16 +148,17 @@ def places(kept: float, layers: int, heads: int, over: str) -> Int[np.ndarray, "
 
 @dataclass(frozen=True)
 class Shares:
-    """How a budget is shared."""
+    """The way in which layers and heads share a budget."""
 
     over: str = "head"
-    """Who competes: "head" gives every kv head of a layer the same, "layer" lets a layer's heads share (AdaKV,
-    arXiv:2407.11550), "model" all layers and heads (KVzip)."""
+    """The scope of the competition: "head" gives every kv head of a layer the same number of entries, "layer" lets a
+    layer's heads share (AdaKV, arXiv:2407.11550), "model" all layers and heads (KVzip)."""
     pinned: float = 0.0
-    """The share of the average that every head keeps of its own best, whatever others have (AdaKV's α)."""
+    """The share of its average that every head keeps of its own best entries, whatever others have (AdaKV's α)."""
     pyramid: float | None = None
-    """Budgets fall linearly with depth: the last layer gets 1/`pyramid` of the average (PyramidKV's β,
-    arXiv:2406.02069). All layers get the average if that is below what must stay. None: every layer the same."""
+    """The divisor of the last layer's budget: budgets fall linearly with depth, and the last layer gets 1/`pyramid` of
+    the average (PyramidKV's β, arXiv:2406.02069). All layers get the average if that part is below what must stay.
+    None: every layer gets the same."""
 
     def __post_init__(self):
         one_of("budget", "over", self.over, OVER)
@@ -165,16 +167,16 @@ class Shares:
             assign(self, pyramid=real_number("budget", "pyramid", self.pyramid, above=1.0))
 
     def check(self, layers: int) -> None:
-        """UserError if a model of so many layers has none to share with."""
+        """Raise UserError if a model of so many layers has too few for a pyramid."""
         if self.pyramid is not None and layers < 2:
             raise UserError(f"a pyramid of budgets needs at least 2 layers, the model has {layers}")
 
     def counts(
         self, kept: Sequence[float], tokens: Sequence[int], layers: int, stay: Sequence[int]
     ) -> Int[np.ndarray, "l b"]:
-        """Entries of a kv head, by layer and sequence, if a sequence keeps `kept` of `tokens` on average.
+        """Return the entries of a kv head, by layer and sequence, if a sequence keeps `kept` of `tokens` on average.
 
-        `stay`: how many a pyramid leaves every layer.
+        `stay`: the least number of entries that a pyramid leaves each layer.
         """
         self.check(layers)
         rows = [
@@ -186,7 +188,8 @@ class Shares:
     def chunk_counts(
         self, kept: Sequence[int], tokens: Sequence[int], forced: Sequence[int], layers: int, window: int
     ) -> Int[np.ndarray, "l b"]:
-        """The same for a chunk of a prompt, of which the newest `forced` entries stay in every layer."""
+        """Return the entries of a kv head, by layer and sequence, for a chunk of a prompt. Its newest `forced` entries
+        stay in every layer."""
         self.check(layers)
         rows = []
         for n, t, newest in zip(kept, tokens, forced, strict=True):
@@ -198,16 +201,17 @@ class Shares:
         return np.array(rows, np.int32).reshape(len(rows), layers).T
 
     def pins(self, counts: Int[np.ndarray, "l b ..."]) -> Int[np.ndarray, "l b ..."]:
-        """How many of its best a head keeps anyway."""
+        """Return how many of its best entries each head keeps in any case: the share `pinned` of its count."""
         if self.pinned == 0:
             return np.zeros_like(counts)
         return np.minimum(np.vectorize(whole)(self.pinned * counts), counts).astype(np.int32)
 
 
 def pyramid(kept: float, tokens: int, layers: int, window: int, beta: float) -> list[int]:
-    """PyramidKV's entries of each layer, highest first layer (kvpress 0.5.5's form of arXiv:2406.02069, Sec. 4.2).
+    """Return PyramidKV's entries of each layer, the first layer's highest (kvpress 0.5.5's form of arXiv:2406.02069,
+    Sec. 4.2).
 
-    The last layer gets about the `beta`-th part of the average and the others lie on a line. Where that does not fit
+    The last layer gets about the `beta`-th part of the average, and the others lie on a line. If that does not fit
     between the window and the tokens, every layer gets the average.
     """
     low = kept / beta
@@ -221,7 +225,7 @@ def pyramid(kept: float, tokens: int, layers: int, window: int, beta: float) -> 
 
 
 def chunk_pyramid(free: int, tokens: int, forced: int, layers: int, window: int, beta: float) -> list[int]:
-    """PyramidKV's entries of each layer in a chunk: `forced` ones and, of `tokens` others, `free` on average
+    """Return PyramidKV's entries of each layer in a chunk: `forced` ones and, of `tokens` others, `free` on average
     (PruLong's code for arXiv:2506.17121, Sec. 4.3, in whole numbers)."""
     low = math.floor(free / beta)
     high = 2 * free - low
@@ -231,6 +235,6 @@ def chunk_pyramid(free: int, tokens: int, forced: int, layers: int, window: int,
     if tokens + window < 2 * free:
         return [forced + free] * layers
     step = (high - low) // (layers - 1)
-    if step < layers:  # rounding it down would give the upper layers a part of what is not theirs
+    if step < layers:  # rounding it down would give the upper layers more than their part
         return [forced + high - layer * (high - low) // (layers - 1) for layer in range(layers)]
     return [forced + high - layer * step for layer in range(layers)]

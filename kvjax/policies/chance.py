@@ -1,5 +1,5 @@
-"""Chance that repeats: uniform numbers that are a hash of what they are drawn for, so that they depend on no batch,
-chunking or mesh."""
+"""Reproducible random numbers: each is a hash of what it is drawn for, so that it does not depend on batch, chunking or
+mesh."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
@@ -8,7 +8,7 @@ from kvjax.policies.views import Step
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijective 32-bit finaliser with full avalanche (MurmurHash3's)."""
+    """Return a bijective 32-bit hash with full avalanche (MurmurHash3's finaliser)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -22,20 +22,21 @@ def _hash(*parts: Int[Array, "..."] | UInt32[Array, "..."]) -> UInt32[Array, "..
 
 
 def uniform(*parts: Int[Array, "..."] | UInt32[Array, "..."]) -> Float[Array, "..."]:
-    """Uniform numbers in [0, 1), one for each combination of the parts, which are broadcast."""
+    """Return uniform numbers in [0, 1), one for each combination of the parts, which are broadcast."""
     return (_hash(*parts) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def no_text(batch: int) -> UInt32[Array, " b"]:
-    """The hash of sequences without a token."""
+    """Return the hash of sequences without a token."""
     return jnp.zeros(batch, jnp.uint32)
 
 
 def text_hash(before: UInt32[Array, " b"], step: Step) -> UInt32[Array, "b t"]:
-    """The hash of each sequence up to each token of a call, that token included; `before` is the hash before the call.
+    """Return the hash of each sequence up to each token of a call, that token included. `before` is the hash before the
+    call.
 
-    A sum over the tokens of a hash of (position, token id), so that a sequence's is the same in any chunking. Padding
-    adds nothing.
+    The hash of a sequence is the sum of hashes of (position, token id) over its tokens, so that it is the same in any
+    chunking. Padding adds nothing.
     """
     assert step.token is not None
     each = jnp.where(step.position < 0, jnp.uint32(0), _hash(step.position, step.token))

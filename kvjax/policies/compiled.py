@@ -43,17 +43,17 @@ class States:
 
     admission: State
     eviction: State
-    """(): there is no eviction, or its work is done."""
+    """The eviction's memory; () if no eviction observes tokens, or its work is done."""
 
 
 @struct
 class View:
-    """Methods of a policy as compiled programs see them while tokens run. Every array has a leading layer axis,
-    and nothing in it is for the host alone, so that policies which differ in budgets share their programs."""
+    """The methods of a policy as compiled programs see them while tokens run. Every array has a leading layer axis, and
+    nothing in it is for the host alone, so that policies with different budgets share their programs."""
 
     admission: Admission
     eviction: Eviction | None
-    """None where nothing that comes will be compacted."""
+    """The eviction; None if no compaction to come needs it while these tokens run."""
     selection: Selection | None
     window: int = static()
 
@@ -138,16 +138,16 @@ class CompiledPolicy:
     read: View
     """Prefill: every token is stored or observed as the compaction at the prompt's end needs it."""
     extend: View
-    """A question behind a context. Where its compaction is over, nothing observes the tokens."""
+    """A question after a context. If no compaction follows, nothing observes the tokens."""
     decode: View
     """Single tokens, which read the pages that the selection chooses."""
     compact: Eviction | None
-    """The method that scores entries; None where nothing is compacted."""
+    """The method that scores entries; None if nothing is compacted."""
 
 
 def compile_policy(policy: Policy, layers: int, kv_heads: int) -> CompiledPolicy:
     """Return the views of a policy for a model of so many layers and KV heads, on the current mesh. Raises UserError as
-    `on_mesh`."""
+    `on_mesh` does."""
     host = on_mesh(policy, layers, kv_heads)
     eviction = host.eviction
     if eviction is not None:
@@ -165,15 +165,15 @@ def compile_policy(policy: Policy, layers: int, kv_heads: int) -> CompiledPolicy
 
 
 def looks(eviction: Eviction | None) -> bool:
-    """True if an eviction looks at tokens as they come, and not at what is stored alone."""
+    """Return True if an eviction looks at tokens as they come, and not only at what is stored."""
     return isinstance(innermost(eviction), Observer | TokenMetadata)
 
 
 def on_mesh(policy: Any, layers: int, kv_heads: int) -> Any:
-    """Return a policy, or a method, whose arrays are on the current mesh, for a model of so many layers and KV heads:
-    numbers get a layer axis, tables are split with the heads.
+    """Return a policy, or a method, whose arrays are on the current mesh, for a model of so many layers and KV heads.
+    Numbers get a layer axis, and tables are split with the heads.
 
-    Raises UserError for another model's table and for what is no number.
+    Raises UserError for another model's table and for a value that is no number.
     """
 
     def place(path: Any, given: Any) -> jax.Array:
@@ -189,7 +189,7 @@ def on_mesh(policy: Any, layers: int, kv_heads: int) -> Any:
             return put(np.broadcast_to(x, (layers, *x.shape)))
         if x.shape[:2] not in ((1, 1), (layers, kv_heads)):
             if isinstance(given, jax.Array) and x.shape[0] == layers:
-                return put(x)  # a module's, shared by a layer's heads
+                return put(x)  # an array of a module, shared by a layer's heads
             raise UserError(
                 f"policy {policy.name}: {name} is made for {x.shape[0]} layers × {x.shape[1]} kv heads, the model has "
                 f"{layers} × {kv_heads}"

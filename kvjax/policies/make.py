@@ -5,9 +5,9 @@
     argument := field "=" value | wrapper | wrapper "." field "=" value
     value    := a JSON number, true, false, null, list or quoted string, or bare text
 
-`snapkv:ratio=0.25,adakv` is SnapKV within AdaKV; of several wrappers the first stands innermost. The same as a mapping,
-in Python or YAML, is `{"snapkv": {"ratio": 0.25, "adakv": {}}}`. An eviction's part also takes its budget, its trigger
-and its guidance, an admission's part the window.
+`snapkv:ratio=0.25,adakv` is SnapKV within AdaKV. Of several wrappers the first is innermost. As a mapping, in Python or
+YAML, it is `{"snapkv": {"ratio": 0.25, "adakv": {}}}`. An eviction's part also takes its budget, its trigger and its
+guidance, and an admission's part takes the window.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ from kvjax.policies.trigger import ARGUMENTS, Trigger
 from kvjax.struct import changed
 
 SCHEDULE = (*BUDGETS, "when", *ARGUMENTS, "guidance")
-"""Arguments of every eviction's part."""
+"""The arguments of every eviction's part."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 """Numbers as people write them. JSON has neither `.2` nor `2.`."""
 Described = dict[str, dict[str, Any]]
@@ -72,17 +72,17 @@ def make_policy(
     Args:
         policy: methods joined by `+`, each with its arguments: `wgkv:tau=0.1+quest:ratio=0.5`; the same as a mapping,
             `{"wgkv": {"tau": 0.1}, "quest": {"ratio": 0.5}}`; or a policy, which is checked against the model.
-        model: the model it is for. What was made for another model is refused. Without it, the policy serves any model
-            that its tables fit, and gates and patterns are checked against each model that it is used with.
-        gates: what was trained for the one method of the policy that takes gates (or scorers, or a head pattern) and
-            has none in its arguments: a folder, a file of the method's authors, or the hub id of either.
-        tokenizer: the model's, for guidance that is text, and for methods that have the model read texts (kvzip) or
-            keep what its chat template puts before a prompt (fast_kvzip).
+        model: the model that the policy is for. Files made for another model are refused. Without it, the policy serves
+            any model that its tables fit, and gates and patterns are checked against each model that it is used with.
+        gates: the trained gates (or scorers, or head pattern) of the one method of the policy that takes them and has
+            none in its arguments: a folder, a file of the method's authors, or the hub id of either.
+        tokenizer: the model's tokenizer, for guidance that is text, and for methods that have the model read texts
+            (kvzip) or keep what its chat template puts before a prompt (fast_kvzip).
         force: take gates and patterns that were made for another model of the same shape.
 
     Raises:
-        UserError: an unknown method or argument (with the nearest known), a value that a method refuses, methods that
-            do not go together, or files made for another model.
+        UserError: for an unknown method or argument (with the nearest known), a value that a method refuses, methods
+            that do not go together, or files made for another model.
     """
     if model is not None and not hasattr(getattr(model, "config", None), "num_layers"):
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
@@ -118,14 +118,14 @@ def check_policy(
     tokenizer: Any = None,
     force: bool = False,
 ) -> None:
-    """Check a policy before weights are read, as far as that can be: without a tokenizer no method that waits for it,
-    and no policy that another package makes of the model.
+    """Check a policy before weights are read. A policy with a method that needs a missing tokenizer, or one that
+    another package makes from the model, is only parsed.
 
     Args:
-        config: of the model (`ModelConfig`), if it is known.
+        config: the model's `ModelConfig`, if it is known.
 
     Raises:
-        UserError: as `make_policy`.
+        UserError: as in `make_policy`.
     """
     if not isinstance(policy, Policy):
         parts = _parts(policy, gates)
@@ -139,12 +139,13 @@ def check_policy(
 
 
 def takes_tokenizer(policy: str | Mapping[str, Any], gates: Any = None) -> bool:
-    """True if `make_policy` has a use for the tokenizer. Raises UserError for unknown methods and arguments."""
+    """Return True if `make_policy` uses the tokenizer for this policy. Raises UserError for unknown methods and
+    arguments."""
     return _read_texts(_parts(policy, gates))
 
 
 def parse_policy(text: str) -> Described:
-    """Return the mapping that a policy string stands for. Raises UserError for a string that is none."""
+    """Return the mapping that a policy string stands for. Raises UserError if it is no policy string."""
     found: Described = {}
     for part in _split(text, "+"):
         name, arguments = _name_and_arguments(part.strip())
@@ -155,7 +156,7 @@ def parse_policy(text: str) -> Described:
 
 
 def format_policy(described: Described) -> str:
-    """Return the string of a mapping."""
+    """Return the policy string of a mapping."""
     parts = []
     for name, own in described.items():
         arguments = []
@@ -202,7 +203,7 @@ def _name_and_arguments(part: str) -> tuple[str, str | None]:
 
 
 def _arguments(name: str, text: str) -> dict[str, Any]:
-    """Read a part's arguments. A wrapper's own are a mapping."""
+    """Return a part's arguments. A wrapper's own arguments are a mapping."""
     found: dict[str, Any] = {}
     for argument in _split(text, ","):
         left, equals, value = (piece.strip() for piece in argument.partition("="))
@@ -225,21 +226,21 @@ def _value(text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A method as it is described."""
+    """A method as the policy describes it, not yet made."""
 
     name: str
     kind: Callable[..., Any]
-    """Its class, or a function that makes a policy."""
+    """The method's class, or a function that makes a policy."""
     own: dict[str, Any]
-    """Its own arguments."""
+    """The method's own arguments."""
     words: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The policy's arguments that stand in its part: `SCHEDULE` or the window."""
+    """The policy's arguments in this part: those of `SCHEDULE`, or the window."""
     wrappers: tuple["_Part", ...] = ()
-    """Innermost first."""
+    """The wrappers, innermost first."""
 
     @property
     def guidance(self) -> Any:
-        """What looks at prompts for an eviction (token ids, a text or its name); None if it is not guided."""
+        """The guidance that looks at prompts for an eviction (token ids, a text or its name); None: there is none."""
         observers = self.words.get("observers", "own")
         observed = not (isinstance(observers, str) and observers == "own")
         if "guidance" in self.words and observed:
@@ -247,7 +248,7 @@ class _Part:
         return self.words.get("guidance", None if observed else getattr(self.kind, "guidance", None) or None)
 
     def takes(self, name: str) -> bool:
-        """True if the method has an argument of this name, also one that `make_policy` gives."""
+        """Return True if the method has an argument of this name, including those that `make_policy` gives."""
         return name in inspect.signature(self.kind).parameters
 
     def build(self, *inner: Eviction, **given: Any) -> Any:
@@ -289,7 +290,7 @@ def _parts(policy: Any, gates: Any) -> dict[str, _Part]:
 
 
 def _read_texts(parts: dict[str, _Part]) -> bool:
-    """True if a method, or guidance that is a text, needs the tokenizer."""
+    """Return True if a method, or guidance that is a text, needs the tokenizer."""
     methods = [x for part in parts.values() for x in (part, *part.wrappers)]
     return any(isinstance(x.guidance, str) or x.takes("tokenizer") for x in methods)
 
@@ -344,7 +345,7 @@ def _wrapper(name: str, kind: Any, arguments: Any) -> _Part:
 
 
 def _checked(name: str, arguments: Any) -> Mapping[str, Any]:
-    """Return a method's arguments by name. None and True stand for none."""
+    """Return a method's arguments by name. None and True stand for no arguments."""
     found = {} if arguments is None or arguments is True else arguments
     if not isinstance(found, Mapping):
         raise UserError(f"{name}: got {shown(arguments)}, expected a mapping of its arguments")
@@ -352,14 +353,15 @@ def _checked(name: str, arguments: Any) -> Mapping[str, Any]:
 
 
 def _given(name: str, argument: str, value: Any) -> Any:
-    """Refuse an argument that is named like a wrapper, without a value."""
+    """Return an argument's value. Raises UserError if it stands without a value, like a wrapper."""
     if isinstance(value, Mapping) and not value:
         raise UserError(f"{name}: got {argument} without a value, expected {argument}=VALUE")
     return value
 
 
 def _check_files(parts: dict[str, _Part], model: Any) -> None:
-    """Refuse gates of another model where another package makes the policy. Methods know the files that they read."""
+    """Raise UserError for gates of another model in a part that another package makes. Methods check their own
+    files."""
     for part in parts.values():
         gates = part.own.get("gates")
         if (
@@ -383,7 +385,7 @@ def _composed(parts: dict[str, _Part], model: Any, tokenizer: Any, force: bool) 
     base = fields.get("admission")
     if not isinstance(base, Policy):
         return Policy(**fields)
-    # another package's policy is called as that package says
+    # a policy that another package makes keeps that package's name for it
     others = {name: x for name, x in fields.items() if name != "admission"}
     labels = [base.name, *(others[role].label for role in ("eviction", "selection") if role in others)]
     return dataclasses.replace(base, **others, name="+".join(labels)) if others else base

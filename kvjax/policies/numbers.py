@@ -1,4 +1,4 @@
-"""A method's own numbers as NumPy arrays, checked: what compiled programs are given of them once they are placed."""
+"""Checked NumPy arrays of a method's own numbers. Once they are placed on a mesh, compiled programs take them."""
 
 from typing import Any
 
@@ -14,19 +14,19 @@ NO_TABLE: np.ndarray = np.zeros(0)
 
 
 def is_placed(value: Any) -> bool:
-    """Whether it is on a mesh already, or in a compiled program: it was checked before."""
+    """Return True if the value is on a mesh already, or traced in a compiled program, so that it was checked before."""
     if isinstance(value, Tracer):
         return True
     return isinstance(value, jax.Array) and value.ndim > 0 and mesh_of(value) is not None
 
 
 def whole_array(where: str, name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> Any:
-    """int32 of `whole_number`."""
+    """Return `whole_number` as an int32 array. A placed value is returned as it is."""
     return value if is_placed(value) else np.array(whole_number(where, name, value, least, most), np.int32)
 
 
 def real_array(where: str, name: str, value: Any, *limits: float, above: float = -np.inf) -> Any:
-    """float32 of `real_number`."""
+    """Return `real_number` as a float32 array. A placed value is returned as it is."""
     return (
         value
         if is_placed(value)
@@ -43,8 +43,8 @@ def head_table(
     *,
     shares: bool = True,
 ) -> Float[np.ndarray, "l k"]:
-    """The table of heads that `value` is: of finite numbers, from 0 to 1 if they are `shares`, and of a model of so
-    many layers and kv heads where they are given."""
+    """Return `value` as a table of layers × kv heads. Raises UserError unless its numbers are finite, from 0 to 1 if
+    they are `shares`, and it has the numbers of layers and kv heads that are given."""
     try:
         given = np.asarray(value)
         table = given.astype(np.float64) if given.dtype.kind not in "SU" else NO_TABLE

@@ -24,35 +24,35 @@ EXAMPLES = {
 }
 
 EVERYTHING = Full()
-"""Where no admission is named."""
+"""The admission of policies that name none."""
 
 
 @struct
 class Policy:
-    """What a model keeps of its context: the last `window` tokens, and what `admission` lets into the global region
-    until `eviction` has it go, as `schedule` says.
+    """The methods that decide what a model keeps of its context: the last `window` tokens, and those that `admission`
+    retains until `eviction` drops them, as `schedule` says.
 
         Policy(WGKV("builtin"), eviction=Adaptive(SnapKV(observed=16)), schedule=Schedule(Ratio(0.1)))
 
-    A query at position i sees exactly the tokens j ≤ i with i − j < window or j admitted and not evicted; in decoding
-    only those of them in the pages that `selection` chooses for it.
+    A query at position i sees exactly the tokens j ≤ i with i − j < window or j admitted and not evicted. While
+    decoding, it reads only those retained tokens that are in the pages that `selection` chooses for it.
 
     Raises:
-        UserError: a composition that means nothing, or a part that is none.
+        UserError: if methods do not go together, or a part is not an object of its kind.
     """
 
     admission: Admission = EVERYTHING
-    """By default everything is stored."""
+    """The admission; by default every token is stored."""
     window: Any = static(default=None)
-    """A whole number; by default the admission's own."""
+    """The number of last tokens that are always visible, a query's own included; by default the admission's window."""
     eviction: Eviction | None = None
-    """What scores entries; None: none is evicted."""
+    """The method that scores entries; None: no entry is evicted."""
     schedule: Schedule | None = static(default=None)
-    """How much the eviction leaves, and when it runs. An eviction needs one."""
+    """The eviction's budget and trigger. An eviction needs a schedule."""
     selection: Selection | None = None
-    """Which pages a decoded token reads; None: all."""
+    """The method that chooses the pages that a decoded token reads; None: it reads all."""
     name: str = dataclasses.field(default="", repr=False, metadata={"static": True})
-    """How reports call it: by default the names of its methods."""
+    """The policy's name in reports; by default the names of its methods."""
 
     def __post_init__(self):
         parts = {"admission": Admission, "eviction": Eviction, "selection": Selection, "schedule": Schedule}
@@ -88,7 +88,7 @@ class Policy:
             self._check_max_entries()
 
     def _check_max_entries(self) -> None:
-        """Refuse what does not go with entries in no order."""
+        """Raise UserError for methods that need entries in order of position, and for a bad `max_entries`."""
         for what, other in (("an eviction", self.eviction), ("a selection of pages", self.selection)):
             if other is not None:
                 raise UserError(
@@ -108,7 +108,7 @@ class Policy:
             )
 
     def _check(self, eviction: Eviction, schedule: Schedule) -> None:
-        """Refuse what the eviction does not go with."""
+        """Raise UserError if the eviction does not go with its schedule, the window or the admission."""
         trigger, last, looking, name = schedule.trigger, schedule.needs.last, schedule.looking, self.name
         if refusal := eviction.refuses(schedule, self.stores_all):
             raise UserError(f"{eviction.label} {refusal}")
@@ -132,7 +132,7 @@ class Policy:
                     f"they must stay: last must be at least {looking}, got {last}"
                 )
             return
-        # what is stored is at least as old as the window, and the oldest query that is looked back at is younger
+        # stored entries have left the window, and the observed queries must be younger than they are
         if self.window < looking:
             raise UserError(
                 f"{eviction.label} looks back at the last {looking} tokens, which must still be in the window: "
@@ -160,7 +160,7 @@ class Policy:
 
     @property
     def stores_all(self) -> bool:
-        """Whether every token is stored for good as it comes: all are admitted, and there is no ring."""
+        """True if every token is stored for good as it comes: all are admitted, and there is no local window."""
         return isinstance(self.admission, Full) and self.window == 1
 
     @property
@@ -170,13 +170,14 @@ class Policy:
 
     @property
     def observes(self) -> bool:
-        """Whether there is a compaction for which tokens are looked at as they come."""
+        """True if the eviction looks at tokens as they come."""
         return self.schedule is not None and looks(self.eviction)
 
     def compile(self, model: Any) -> CompiledPolicy:
-        """Check it against a model and return what inference needs of it, on the current mesh or else the model's.
+        """Check the policy against a model and return what inference needs of it, on the current mesh or else the
+        model's.
 
-        Raises UserError if it is for another model.
+        Raises UserError if the policy is for another model.
         """
         self.check(model.config)
         for method in self._methods:
@@ -186,8 +187,8 @@ class Policy:
             return compile_policy(self, model.config.num_layers, model.config.num_kv_heads)
 
     def check(self, config: Any) -> None:
-        """Raises UserError if it is not for a model of this configuration (`num_layers`, `num_kv_heads`, `head_dim`,
-        `vocab_size`)."""
+        """Raise UserError if the policy is not for a model of this configuration (`num_layers`, `num_kv_heads`,
+        `head_dim`, `vocab_size`)."""
         for method in self._methods:
             method.check(config)
         if self.eviction is not None:
@@ -205,24 +206,25 @@ class Policy:
 
     @property
     def planes(self) -> dict[str, str]:
-        """The methods' numbers beside entries: names and dtypes."""
+        """The names and dtypes of the methods' entry metadata."""
         return {**self.admission.planes, **planes_of(self.eviction)}
 
     @property
     def max_entries(self) -> int | None:
-        """The most entries of a row's global region; None: there is no limit. Outside jit."""
+        """The most entries that a head cache retains; None: there is no limit. For use outside jit."""
         max_entries = self.admission.keep().max_entries
         return None if max_entries is None else int(np.asarray(max_entries).max())
 
     @property
     def rewritten(self) -> int | None:
-        """How many of a head cache's newest entries may be written to after the prompt; None: any of them may."""
+        """The number of a head cache's newest entries that may be written to after the prompt; None: any of them
+        may."""
         written = self.max_entries is not None or self.admission.updates or self.compacts_answers
         return None if written else 0
 
     def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:
-        """The most entries expected at one time while `tokens` tokens are read, ring included, by layer and kv head.
-        `entry_bytes`: one token's key and value in all layers and heads."""
+        """Return the most entries expected at one time while `tokens` tokens are read, local window included, by layer
+        and kv head. `entry_bytes`: the bytes of one token's key and value in all layers and heads."""
         ring = min(tokens, self.window - 1)
         stored = np.minimum(self.admission.admitted(tokens - ring), tokens - ring)
         stored = stored if self.max_entries is None else np.minimum(stored, self.max_entries)

@@ -1,4 +1,4 @@
-"""Methods by name: a line adds one. Other packages' are found by an entry point's name or
+"""The methods by name; a line here adds one. Methods of other packages are found by an entry point's name or by
 `package.module:NAME`."""
 
 import inspect
@@ -61,12 +61,12 @@ WRAPPERS: dict[str, type[Wrapper]] = {
     "critical_kv": CriticalKV,
     "protected": Protected,
 }
-"""What changes a part of an eviction, among whose arguments it is named."""
+"""Wrappers, each named among the arguments of the eviction that it changes."""
 SELECTIONS: dict[str, type[Selection]] = {
     "quest": Quest,
 }
 POLICIES = (*ADMISSIONS, *EVICTIONS, *SELECTIONS)
-"""Methods that a policy may consist of."""
+"""The methods that a policy may consist of."""
 
 
 def listed() -> str:
@@ -84,7 +84,7 @@ def listed() -> str:
 
 
 def _home(kind: type) -> Any:
-    """Return the method's file, or its package where it has one of its own."""
+    """Return the module that holds the method, or its package if it has one of its own."""
     return sys.modules[kind.__module__.removesuffix(".policy")]
 
 
@@ -101,18 +101,18 @@ def _with_default(parameter: inspect.Parameter) -> str:
 
 
 def arguments_of(kind: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return what a policy string may give a method's class or a function: all but what `make_policy` gives itself."""
+    """Return the parameters that a policy string may set: all but those that `make_policy` sets itself."""
     given = ("eviction", "tokenizer") if is_method(kind) else ("model", "tokenizer", "force")
     parameters = inspect.signature(kind).parameters.values()
     return [x for x in parameters if x.name not in given and x.kind is not x.VAR_KEYWORD]
 
 
 def find_method(name: str) -> Callable[..., Any]:
-    """Return the class of the method called `name`, or what another package brings: a class, or a function that makes a
-    policy of keyword arguments, such as the `policy` of a recipe.
+    """Return the class of the method called `name`, or what another package provides: a class, or a function that makes
+    a policy from keyword arguments, such as the `policy` of a recipe.
 
     Raises:
-        UserError: there is none, it cannot be imported, or it is none of these.
+        UserError: if there is none, if it cannot be imported, or if it is none of these.
     """
     own = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
     found = own.get(name) or find_from_package(name)
@@ -123,10 +123,10 @@ def find_method(name: str) -> Callable[..., Any]:
 
 
 def find_from_package(name: str) -> Callable[..., Any] | None:
-    """Return what another package brings under this name; None for a name that no package brings.
+    """Return what another package provides under this name; None for a name that no package provides.
 
     Raises:
-        UserError: it cannot be imported, or is neither a method nor makes a policy.
+        UserError: if it cannot be imported, or neither is a method nor makes a policy.
     """
     found = find(name, PLUGINS, "policy")
     found = find(name, METHODS, "policy") if found is None else found
@@ -143,7 +143,7 @@ def find_from_package(name: str) -> Callable[..., Any] | None:
 
 
 def _check_class(name: str, kind: type[Method]) -> None:
-    """Refuse a method's class that is not finished. Raises UserError, which says what it lacks."""
+    """Raise UserError if a method's class lacks something, saying what it lacks."""
     if not issubclass(kind, Admission | Eviction | Selection):
         raise UserError(f"policy {name}: {kind.__name__} must be an Admission, an Eviction or a Selection")
     if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
@@ -153,28 +153,28 @@ def _check_class(name: str, kind: type[Method]) -> None:
 
 
 def role(kind: Any) -> str:
-    """Which part of a policy a method's class, or an object of it, is: "admission", "eviction" or "selection". What
-    makes a whole policy stands for its admission."""
+    """Return the part of a policy that a method's class or object is: "admission", "eviction" or "selection". A
+    function that makes a whole policy counts as its admission."""
     kind = kind if isinstance(kind, type) else type(kind)
     roles = {"eviction": Eviction, "selection": Selection}
     return next((name for name, own in roles.items() if issubclass(kind, own)), "admission")
 
 
 def is_method(kind: Any) -> bool:
-    """True for a method's class."""
+    """Return True for a method's class."""
     return isinstance(kind, type) and issubclass(kind, Method)
 
 
 def is_wrapper(kind: Any) -> bool:
-    """True for the class of a method around an eviction."""
+    """Return True for the class of a method around an eviction."""
     return isinstance(kind, type) and issubclass(kind, Wrapper)
 
 
 def is_open_ended(kind: Callable[..., Any]) -> bool:
-    """True for a function that takes any keyword arguments."""
+    """Return True for a function that takes any keyword arguments."""
     return any(x.kind is x.VAR_KEYWORD for x in inspect.signature(kind).parameters.values())
 
 
 def trained(kind: Any) -> str:
-    """Return the argument that takes what training left, if the method has one."""
+    """Return the name of the argument that takes what training produced, by default "gates"."""
     return getattr(kind, "trained", "gates")

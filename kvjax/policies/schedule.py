@@ -1,4 +1,4 @@
-"""The schedule of an eviction: how much its compactions keep, and when there is one."""
+"""The schedule of an eviction: how much its compactions keep, and when they run."""
 
 import math
 from collections.abc import Sequence
@@ -16,44 +16,47 @@ from kvjax.struct import short
 
 
 class Ahead(NamedTuple):
-    """The newest tokens of a prompt that a compaction passes over: the next one looks at them, and the last one leaves
-    them. What stays of the others is what is above a threshold, the last place's score, and while decoding what is
-    not below it (Fast KVzip, arXiv:2601.17668, Sec. 4; ties as in its code)."""
+    """The newest tokens of a prompt that a compaction passes over. The next compaction looks at them, and the last one
+    leaves them. Of the other tokens, those whose scores are above the last place's stay; while decoding, those whose
+    scores are not below it (Fast KVzip, arXiv:2601.17668, Sec. 4; ties as in its code)."""
 
     tokens: int
-    """How many."""
+    """The number of tokens."""
     short: int = 0
-    """Of prompts below so many tokens …"""
+    """The length of prompts in tokens below which `share` applies."""
     share: float = 0.0
-    """… it is this share of theirs."""
+    """The share of a shorter prompt's tokens that is passed over, in place of `tokens`."""
 
 
 class Needs(NamedTuple):
-    """What a schedule must know of an eviction."""
+    """The requirements of an eviction, which a schedule must know."""
 
     last: int = 0
-    """The newest entries of each kv head that always stay. They take places of the budget."""
+    """The number of newest entries of each kv head that always stay. They take places of the budget."""
     first: int = 0
-    """The very first entries of each kv head that always stay. They take places of the budget, too."""
+    """The number of first entries of each kv head that always stay. They take places of the budget, too."""
     recent: float = 0.0
-    """The share of the budget that always goes to the newest, if that is more than `last`."""
+    """The share of the budget that always goes to the newest entries, if that is more than `last`."""
     observed: int = 0
-    """How many of the last tokens are looked back at."""
+    """The number of last tokens whose queries score."""
     ahead: Ahead | None = None
-    """What a compaction of a prompt passes over, in place of `last` and `first`, so that its budget is shared out range
-    by range; None: nothing."""
+    """The newest tokens that a compaction of a prompt passes over, in place of `last` and `first`. Its budget is then
+    shared out range by range. None: it passes over nothing."""
     prefix: int = 0
-    """A prompt's first tokens that always stay, beside the budget, which is that of the other tokens."""
+    """The number of a prompt's first tokens that always stay, in addition to the budget, which then counts only the
+    others."""
     opening: tuple[int, ...] = ()
-    """Token ids that prompts may begin with. What a prompt has in common with them stays as `prefix` does."""
+    """Token ids that prompts may begin with. The part of a prompt that it has in common with them stays as `prefix`
+    does."""
 
     @property
     def longest_prefix(self) -> int:
-        """The most of a prompt's first tokens that stay beside the budget."""
+        """The most of a prompt's first tokens that can stay in addition to the budget."""
         return max(self.prefix, len(self.opening))
 
     def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
-        """How many of a prompt's first tokens stay beside the budget, of its token ids."""
+        """Return the number of a prompt's first tokens that stay in addition to the budget. `row` holds its token
+        ids."""
         common = (one == other for one, other in zip(row.tolist(), self.opening, strict=False))
         return max(self.prefix, [*common, False].index(False))
 
@@ -62,32 +65,33 @@ class Range(NamedTuple):
     """The tokens of a prompt that one compaction looks at."""
 
     tokens: int
-    """How many."""
+    """The number of tokens."""
     ratio: float
     """The share of their entries that stays."""
     ahead: int
-    """How many of the tokens read so far come after them."""
+    """The number of tokens read so far that come after them."""
 
 
 @named_fields
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """How much a compaction keeps, and when there is one: `Schedule(Ratio(0.25), Trigger("chunk", chunk=4096))`.
+    """A budget and a trigger: how much a compaction keeps, and when it runs. For example
+    `Schedule(Ratio(0.25), Trigger("chunk", chunk=4096))`.
 
-    A context no longer than what always stays, or looks, is kept whole by a budget that grows with the tokens; of a
-    longer one whose budget is less than that the newest entries stay. An admission's window stays in any case. After
-    chunks, a budget that grows with the tokens is that of each chunk, which is scored by itself and whose
-    survivors then stay; other budgets are met by all entries.
+    Under a budget that grows with the tokens, a context no longer than the protected or observed tokens is kept whole.
+    If the budget of a longer context is below its protected tokens, only the newest entries stay. An admission's window
+    stays in any case. After chunks, a budget that grows with the tokens applies to each chunk: the chunk is scored by
+    itself, and its survivors then stay. Other budgets apply to all entries.
     """
 
     budget: Budget
-    """What stays."""
+    """The amount that stays."""
     trigger: Trigger = None  # pyright: ignore[reportAssignmentType]
-    """When; by default as the eviction usually is (`Eviction.usual_trigger`), which `Policy` fills in."""
+    """The trigger; by default the eviction's usual one (`Eviction.usual_trigger`), which `Policy` fills in."""
     needs: Needs = field(default=Needs(), repr=False)
-    """The eviction's, which `Policy` fills in."""
+    """The eviction's requirements, which `Policy` fills in."""
     shares: Shares = field(default=Shares(), repr=False)
-    """The eviction's, too."""
+    """The eviction's sharing of the budget, which `Policy` fills in, too."""
 
     def __post_init__(self):
         if not isinstance(self.budget, Budget):
@@ -101,7 +105,7 @@ class Schedule:
         return short(self)
 
     def check(self) -> None:
-        """Refuse a budget, a trigger and an eviction that do not go together."""
+        """Raise UserError if the budget, the trigger and the eviction do not go together."""
         when, chunk = self.trigger.when, self.trigger.chunk
         if self.trigger.in_chunks and chunk <= self.looking:
             raise UserError(f"when={when!r} needs a chunk of more than {self.looking} tokens, got {chunk}")
@@ -129,24 +133,25 @@ class Schedule:
 
     @property
     def by_chunk(self) -> bool:
-        """Whether a chunk's survivors are chosen among themselves."""
+        """True if a chunk's survivors are chosen among the chunk's own entries."""
         return self.trigger.in_chunks and (self.budget.proportional or self.needs.ahead is not None)
 
     @property
     def in_ranges(self) -> bool:
-        """Whether a prompt is compacted range by range, whatever the kind of its budget."""
+        """True if a prompt is compacted range by range, whatever the kind of its budget."""
         return self.needs.ahead is not None and not self.trigger.while_decoding
 
     @property
     def ties(self) -> str:
-        """Which entries with the last place's score stay, one of `kvjax.topk.TIES`."""
+        """The rule for entries with the last place's score, one of `kvjax.topk.TIES`."""
         if self.needs.ahead is None:
             return "first"
         return "out" if self.in_ranges else "in"
 
     def range(self, tokens: int, before: int, read: int, entry_bytes: int, prefix: int = 0) -> Range:
-        """What a compaction looks at of a prompt of `tokens` tokens of which `read` were read, `before` of them before
-        the last compaction (Fast KVzip's code, `prefill`); the first `prefix` of them stay beside the budget."""
+        """Return the range of a prompt that a compaction looks at. Of the prompt's `tokens` tokens `read` were read,
+        `before` of them before the previous compaction (Fast KVzip's code, `prefill`). The first `prefix` stay in
+        addition to the budget."""
         assert self.needs.ahead is not None
         of_prompt = max(tokens - prefix, 0)
         kept = min(self.budget.of(of_prompt, entry_bytes), of_prompt)
@@ -162,17 +167,18 @@ class Schedule:
 
     @property
     def looking(self) -> int:
-        """How many of a context's own last tokens look back: none where guidance does."""
+        """The number of a context's own last tokens that look back. Each token of guidance takes the place of one of
+        them."""
         return max(0, self.needs.observed - len(self.trigger.guidance))
 
     @property
     def read_behind(self) -> int:
-        """The most tokens that are read behind what is scored to look at it, and dropped again."""
+        """The most tokens that are read after the scored tokens to look at them, and removed again."""
         return max(self.needs.observed if self.trigger.patched else 0, len(self.trigger.guidance))
 
     def newest(self, kept: int | float, behind: int | None = None) -> int:
-        """How many of the newest of `kept` entries always stay of a context behind which so many tokens (None: as many
-        as guidance has) were only read to look at it. They are among the newest that the method keeps."""
+        """Return how many of the newest of `kept` entries always stay in a context. `behind` tokens were read after it
+        only to look at it (None: as many as guidance has); they count among the newest that the method keeps."""
         behind = len(self.trigger.guidance) if behind is None else behind
         return max(0, max(self.needs.last, int(self.needs.recent * kept)) - behind)
 
@@ -181,13 +187,13 @@ class Schedule:
         return max(self.newest(kept), ring) + self.needs.first
 
     def allowance(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
-        """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
+        """Return the entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
         needed = max(self.looking, self.newest(0) + self.needs.first) if self.budget.proportional else 0
         return [float(n) if n <= needed else self.budget.of(n, entry_bytes) for n in tokens]
 
     def of_prompts(self, tokens: Sequence[int], prefix: Sequence[int], entry_bytes: int) -> list[float]:
-        """Return what `allowance` does for prompts of which the first `prefix` tokens always stay: beside the budget,
-        which is that of the other tokens (KVzip's code)."""
+        """Return `allowance` for prompts of which the first `prefix` tokens always stay. They stay in addition to the
+        budget, which counts only the other tokens (KVzip's code)."""
         beside = [min(first, count) for count, first in zip(tokens, prefix, strict=True)]
         others = [count - first for count, first in zip(tokens, beside, strict=True)]
         kept = self.allowance(others, entry_bytes)
@@ -204,15 +210,16 @@ class Schedule:
     ) -> Int[np.ndarray, "l b k_or_1"]:
         """Return the entries that stay, by layer, sequence and kv head, of contexts of so many tokens.
 
-        Where all layers and heads share the budget, their total is a whole number, and not the part of each.
+        If all layers and heads share the budget, the number of all of them together is whole, not each one's part.
 
         Args:
-            kept, prefix: of `of_prompts`.
-            ring: how many of the last tokens are in the local window.
+            kept: the result of `of_prompts`.
+            prefix: the argument of `of_prompts`.
+            ring: the number of last tokens in the local window.
         """
         if self.shares.over == "model" and self.shares.pyramid is None:
             return np.stack([places(share, layers, heads, "model") for share in kept], 1)
-        # guidance is a pyramid's window, which stands behind the tokens
+        # the tokens of guidance, after the context, are the pyramid's window
         behind = len(self.trigger.guidance)
         stay = [
             max(self.stay(share, ring) + first, behind) for share, first in zip(kept, prefix, strict=True)
@@ -222,8 +229,9 @@ class Schedule:
     def chunk_counts(
         self, tokens: Sequence[int], kept: Sequence[float], forced: Sequence[int], layers: int
     ) -> Int[np.ndarray, "l b"]:
-        """The same of chunks of contexts, of which the newest `forced` stay anyway."""
-        # a short last chunk may be all newest tokens
+        """Return the entries that stay, by layer and sequence, of chunks of contexts. Their newest `forced` stay
+        anyway."""
+        # a short last chunk may consist of newest tokens alone
         entries = [
             min(max(whole(share), newest), count)
             for share, newest, count in zip(kept, forced, tokens, strict=True)
@@ -231,8 +239,9 @@ class Schedule:
         return self.shares.chunk_counts(entries, tokens, forced, layers, self.needs.observed)
 
     def check_bound(self, policy: str, ring: int, entry_bytes: int) -> None:
-        """UserError if a budget that does not grow with the tokens is below what always stays, `ring` entries of it in
-        the ring. Once at a prompt's end only the ring does: of less than the others the newest are kept."""
+        """Raise UserError if a budget that does not grow with the tokens is below what always stays, `ring` entries of
+        it in the local window. If the only compaction is at the prompt's end, just the local window counts: of the
+        other protected entries, the newest that fit the budget are kept."""
         if not self.budget.proportional and not self.in_ranges:
             kept = whole(self.budget.of(2**62, entry_bytes))
             stay = ring if self.trigger.when == "prompt" else self.stay(kept, ring)
@@ -242,13 +251,13 @@ class Schedule:
                 )
 
     def due(self, tokens: int, kept: float, ring: int) -> bool:
-        """Whether a sequence of so many tokens has more than its budget of `kept` entries, and enough of both for the
-        method: an answer may still make up for a prompt that is too short."""
+        """Return True if a sequence of so many tokens is over its budget of `kept` entries, and if it and its budget
+        are large enough for the method. If a prompt is too short, the answer may still make up for it."""
         over = math.isfinite(self.budget.floor) or tokens > kept
         return over and tokens > self.needs.observed and whole(kept) >= self.stay(kept, ring)
 
     def most(self, tokens: int, entry_bytes: int) -> float:
-        """Entries of a kv head that are held at most at one time while `tokens` tokens are read."""
+        """Return the most entries of a kv head that are held at one time while `tokens` tokens are read."""
         chunk = self.trigger.chunk
         if not self.trigger.in_chunks:
             return float(tokens)

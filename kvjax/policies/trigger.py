@@ -1,4 +1,4 @@
-"""When a cache is compacted."""
+"""Triggers, which say when a cache is compacted."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ TRIGGERS = {
 }
 """The values of `when`, and the arguments that each takes."""
 WHILE_DECODING = "every", "position", "overflow"
-"""Those that compact while answers are decoded."""
+"""The values of `when` that compact while answers are decoded."""
 OBSERVERS = "own", "prompt"
 
 
 @named_fields
 @dataclass(frozen=True, repr=False)
 class Trigger:
-    """When a cache is compacted.
+    """The rule that says when a cache is compacted.
 
     Args:
         when: "prompt": once, when the prompt was read.
@@ -72,7 +72,7 @@ class Trigger:
 
     @property
     def guidance(self) -> tuple[int, ...]:
-        """Token ids that look at what is scored, read behind it and dropped again."""
+        """Token ids that are read after the scored tokens to look at them, and removed again."""
         return () if isinstance(self.observers, str) else self.observers
 
     @property
@@ -81,7 +81,7 @@ class Trigger:
 
     @property
     def patched(self) -> bool:
-        """Whether chunks are looked at by the whole prompt's last tokens."""
+        """True if chunks are scored by the queries of the whole prompt's last tokens."""
         return self.observers == "prompt"
 
     @property
@@ -93,7 +93,7 @@ class Trigger:
 
 
 def _observers(given: Any, words: tuple[str, ...]) -> str | tuple[int, ...]:
-    """One of these words, or token ids. Raises UserError for anything else."""
+    """Return one of these words, or a tuple of token ids. Raises UserError for anything else."""
     if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
         one_of("eviction", "observers", given, words)
         return str(given)

@@ -1,4 +1,4 @@
-"""What one layer shows a cache policy: its shape, the tokens of a call, and the entries that are stored."""
+"""The views of one layer that a policy's methods get: its shape, the tokens of a call, and the stored entries."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from kvjax.struct import static, struct
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device holds of a layer."""
+    """The part of a layer that one device holds."""
 
     batch: int
-    """Sequences."""
+    """The number of sequences."""
     kv_heads: int
-    """Key and value heads."""
+    """The number of kv heads."""
     group: int
-    """Query heads of a kv head."""
+    """The number of query heads of each kv head."""
     head_dim: int
-    """Of queries, keys and values."""
+    """The width of queries, keys and values."""
     dtype: Any
-    """Of queries, keys and values."""
+    """The dtype of queries, keys and values."""
 
 
 @struct
@@ -33,37 +33,38 @@ class Step:
     hidden: Float[Array, "b t d"]
     """The layer's input after its attention norm."""
     q: Float[Array, "b n t h"]
-    """After RoPE."""
+    """Queries after RoPE."""
     k: Float[Array, "b k t h"]
-    """After RoPE."""
+    """Keys after RoPE."""
     q_pre: Float[Array, "b n t h"]
-    """Before RoPE, after QK-norm where the model has one."""
+    """Queries before RoPE, after QK-norm if the model has one."""
     k_pre: Float[Array, "b k t h"]
-    """Before RoPE, after QK-norm where the model has one."""
+    """Keys before RoPE, after QK-norm if the model has one."""
     v: Float[Array, "b k t h"]
-    """Of the tokens."""
+    """Values."""
     position: Int[Array, "b t"]
-    """True token positions, −1 for padding."""
+    """The tokens' positions in their sequences, −1 for padding."""
     layer: Int[Array, ""]
     """The layer's index."""
     head: Int[Array, " k"]
-    """The index of each kv head in the whole model (on a device that holds a part of them, its part)."""
+    """The index of each kv head in the whole model. A device that holds a part of the heads sees its part."""
     token: Int[Array, "b t"] | None = None
-    """The token ids; None where no policy runs."""
+    """The token ids; None if the call runs no policy."""
     earlier: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None
-    """The keys, after RoPE, and values of the tokens `Admission.revisits` before these, zeros for those before the
-    first; None: the admission revisits none."""
+    """Keys, after RoPE, and values of the tokens `Admission.revisits` positions before these, with zeros for those
+    before the first; None: the admission revisits none."""
 
     def without_padding(self) -> "Step":
-        """With zeros for the tokens that are padding: times a weight of zero, NaN would be NaN."""
+        """Return a copy with zeros for padding. NaN in padding would stay NaN even under a weight of zero."""
         real = self.position[:, None, :, None] >= 0
         names = "q", "k", "q_pre", "k_pre", "v"
         heads = {name: jnp.where(real, getattr(self, name), 0) for name in names}
         return dataclasses.replace(self, hidden=jnp.where(real[:, 0], self.hidden, 0), **heads)
 
     def revisiting(self, k: Float[Array, "b k r h"], v: Float[Array, "b k r h"]) -> "Step":
-        """With the tokens `r` or more before these, given the keys and values of the first `r` of them, or of as many
-        as there are tokens, as `earlier`."""
+        """Return a copy with `earlier`. `k` and `v` belong to the `r` tokens that begin `Admission.revisits` positions
+        before the call. `r` is that distance, or the number of the call's tokens if that is less. The call's own tokens
+        follow."""
         tokens = self.k.shape[2]
         k, v = (jnp.concatenate(x, 2)[:, :, :tokens] for x in ((k, self.k), (v, self.v)))
         return dataclasses.replace(self, earlier=(k, v))
@@ -71,74 +72,76 @@ class Step:
 
 @struct
 class Readout:
-    """What one layer's attention found, for methods that write numbers beside entries."""
+    """The results of one layer's attention, for methods that write entry metadata."""
 
     lse: Float[Array, "b n t"]
     """The log-sum-exp of each query's logits over all that it saw."""
     valid: Int[Array, " b"]
-    """How many of the call's tokens are real, by sequence."""
+    """The number of the call's tokens that are real, by sequence."""
     pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
     """The pages of entries."""
     page_table: Int[Array, "b k c"]
-    """The pages of the global region before the call. One past the pool's end is none."""
+    """The pages of the retained entries before the call. An index one past the pool's end means no page."""
     length: Int[Array, "b k"]
-    """Entries in the global region before the call."""
+    """The number of retained entries before the call."""
     chosen: Bool[Array, "b k c"] | None
-    """The pages of it that were read; None: all."""
+    """The mask of these pages that were read; None: all were."""
     dtype: Any = static()
-    """Of the entries; the pool may hold their bits."""
+    """The dtype of the entries; the pool may hold their bits as integers."""
 
 
 @struct
 class Stored:
-    """One layer's entries of the global region, to be scored: each row in order of position, its newest entry last (at
-    the right end)."""
+    """One layer's retained entries, to be scored. Each head cache is in order of position, with its newest entry at the
+    right end."""
 
     k: Float[Array, "b k s h"]
-    """As it was written, after RoPE; unspecified where there is no entry, as all that follows."""
+    """Keys as they were written, after RoPE. Keys, values and metadata are unspecified where there is no entry."""
     v: Float[Array, "b k s h"]
-    """As it was written."""
+    """Values as they were written."""
     place: Int[Array, "b k s"]
-    """An entry's place in its row, from its first one on; negative where there is none."""
+    """The index of an entry in its head cache, from 0; negative where there is none."""
     scored: Bool[Array, "b k s"]
-    """The entries that are scored together: all that there are, or those of a chunk."""
+    """The mask of the entries that are scored together: all that there are, or those of a chunk."""
     eligible: Bool[Array, "b k s"]
-    """Those of them among which some will go: not the newest that go anyway, or that the next compaction looks at."""
+    """The mask of the scored entries among which some will be dropped. It excludes the newest ones that are dropped
+    anyway or that the next compaction looks at."""
     forced: Bool[Array, "b k s"]
-    """Entries that stay whatever their score."""
+    """The mask of the entries that stay whatever their score."""
     count: Int[Array, "b k_or_1"]
-    """How many eligible entries are to stay in this layer, of each kv head or on average."""
+    """The number of eligible entries that stay in this layer, for each kv head or on average."""
     seen: Int[Array, " b"]
-    """Tokens so far."""
+    """The number of tokens so far."""
     output: Float[Array, "n h d"]
     """The output projection of these query heads."""
     frequencies: Float[Array, " pairs"]
-    """RoPE's radians a position of each rotated pair."""
+    """RoPE's frequency of each rotated pair, in radians per position."""
     rope_scale: Float[Array, ""]
-    """What RoPE multiplies cosines and sines by."""
+    """The factor of RoPE's cosines and sines."""
     layer: Int[Array, ""]
-    """Its index."""
+    """The layer's index."""
     head: Int[Array, " k"]
-    """As in `Step`."""
+    """The index of each kv head, as in `Step`."""
     planes: dict[str, Shaped[Array, "b k s"]]
-    """The method's own numbers of the entries."""
+    """The method's own metadata of the entries, by name."""
     trail: Any
-    """What the method remembers of the last tokens (`Observer.trace`), [b w d] or [b n w d], the oldest first."""
+    """The observation buffer of the last tokens (`Observer.trace`), [b w d] or [b n w d], oldest token first."""
     causal: bool = static()
-    """Whether the observed queries' own entries are the row's last (every token is stored as it comes). Otherwise they
-    are still in the ring, or stored nowhere, and no stored entry is younger than they are."""
+    """True if the last entries of a head cache are those of the observed queries, since every token is stored as it
+    comes. Otherwise these entries are still in the local window, or stored nowhere, and no stored entry is younger than
+    the queries."""
 
 
 @struct
 class Passage:
-    """One layer's stored entries that a pass of tokens looks at (`Reconstruction.passes`): first those of the row's
-    start, then those of the pass's own part of the row."""
+    """One layer's stored entries that a reconstruction pass looks at (`Reconstruction.passes`): first those at the
+    start of the sequence, then those of the pass's own part of it."""
 
     k: Float[Array, "b k s h"]
-    """As it was written, after RoPE; unspecified where there is no entry."""
+    """Keys as they were written, after RoPE; unspecified where there is no entry."""
     exists: Bool[Array, "b s"]
-    """Which of them there are."""
+    """True for places that hold an entry."""
     first: int = static()
-    """How many places are for the row's start."""
+    """The number of places for the start of the sequence."""
     valid: Int[Array, " b"]
-    """How many of the pass's tokens are real, by sequence; 0: the sequence has none."""
+    """The number of the pass's tokens that are real, by sequence; 0: the sequence has no such pass."""

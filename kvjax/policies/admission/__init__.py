@@ -1,4 +1,4 @@
-"""What leaves the window for the global region: a file a method.
+"""Admission methods, one file each: which tokens are retained when they leave the local window.
 
 pattern_folder: DuoAttention's file format, which head_pattern reads.
 """

@@ -10,7 +10,7 @@ from kvjax.struct import struct
 
 @struct
 class Full(Admission):
-    """Every token is admitted. The window changes nothing but where entries lie; 1 leaves no ring."""
+    """Admission of every token. `window` only decides where entries are stored; with 1 there is no local window."""
 
     window = 1
     name = "full"

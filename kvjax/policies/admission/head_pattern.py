@@ -22,28 +22,29 @@ from kvjax.struct import assign, host, remembered, struct
 
 @struct
 class HeadPattern(Admission):
-    """A kv head admits everything where `pattern` says so, else only the first `sink` positions.
+    """Admission by kv head: a retrieval head admits every token, a streaming head only the first `sink` positions.
 
-    `pattern` may be given as a pattern folder, or as its table, a weight for each layer and kv head; `sparsity`, `sink`
-    and `window` are by default the folder's own. The window counts the query's own token, and a folder's `recent_size`
-    is the window.
+    `pattern` is a pattern folder, or a table with a weight for each layer and kv head. `sparsity`, `sink` and `window`
+    are the folder's own by default. The window counts the query's own token, and a folder's `recent_size` is the
+    window.
 
     Raises:
-        UserError: no pattern folder, no table of finite numbers, weights outside 0 … 1 without a sparsity, a table of 0
-            and 1 with another sparsity than its own.
+        UserError: if `pattern` is neither a pattern folder nor a table of finite numbers, if a table comes without
+            `sink`, if weights are outside 0 … 1 and there is no sparsity, or if a table of 0 and 1 gets another
+            sparsity than its own.
     """
 
     pattern: Any
-    """Which heads keep everything, bool [… k]."""
+    """The mask of the heads that keep everything, bool [… k]."""
     sparsity: float | None = host(default=None)
-    """The share of kv heads that stream, of all layers together, the lowest weights first; None: those of weights below
-    0.5."""
+    """The share of all layers' kv heads that stream, the lowest weights first. None: the folder's; if it has none, the
+    heads with weights below 0.5 stream."""
     sink: Any = None
-    """First positions that every head keeps."""
+    """The number of first positions that every head keeps."""
     window: int | None = host(default=None, repr=False)
-    """The policy's, where it names none."""
+    """The window of policies that name none."""
     made_for: MadeFor | None = remembered()
-    """What the folder says."""
+    """The model that the folder was made for; None: it does not say."""
     name = "head_pattern"
     trained = "pattern"
 
@@ -81,8 +82,8 @@ class HeadPattern(Admission):
 
 
 def heads_for(weights: Float[np.ndarray, "l k"], sparsity: float | None) -> Bool[np.ndarray, "l k"]:
-    """The heads that keep everything, of their weights: `int(l · k · (1 − sparsity))`, or those of at least 0.5. Raises
-    UserError where the weights do not say which."""
+    """Return the mask of the heads that keep everything: those of the `int(l · k · (1 − sparsity))` highest weights, or
+    without a sparsity those of weight 0.5 or more. Raises UserError if the weights do not determine them."""
     if sparsity is None:
         if weights.min() < 0 or weights.max() > 1:
             raise UserError(
@@ -101,13 +102,14 @@ def heads_for(weights: Float[np.ndarray, "l k"], sparsity: float | None) -> Bool
 
 
 def whole_count(heads: int, sparsity: float) -> int:
-    """`int(heads · (1 − sparsity))` (PruLong, arXiv:2506.17121) of the number that was meant: 10 · (1 − 0.9) is
-    0.999… in binary, and 1."""
+    """Return `int(heads · (1 − sparsity))` (PruLong, arXiv:2506.17121) without binary rounding errors: 10 · (1 − 0.9)
+    is 0.999… in binary and means 1."""
     return math.floor(heads * (1 - sparsity) + 1e-6)
 
 
 def choose_heads(weights: Float[np.ndarray, "l k"], count: int) -> Bool[np.ndarray, "l k"]:
-    """The `count` heads of highest weight; of equal ones the earlier layer and head goes first."""
+    """Return the mask of the `count` heads of highest weight; of equal weights the earlier layer and head goes
+    first."""
     chosen = np.zeros(weights.size, bool)
     chosen[np.argsort(-weights.reshape(-1), kind="stable")[:count]] = True
     return chosen.reshape(weights.shape)

@@ -1,4 +1,4 @@
-"""DuoAttention's pattern folders: what each kv head is worth, as a table."""
+"""DuoAttention's pattern folders: a table with a weight for each kv head."""
 
 import hashlib
 import json
@@ -18,26 +18,26 @@ from kvjax.files import read_text, write_text
 
 
 class PatternFolder(NamedTuple):
-    """What a pattern folder says."""
+    """The contents of a pattern folder."""
 
     weights: Float[np.ndarray, "l k"]
-    """Of each kv head, as they are written: shares in 0 … 1, or any numbers that rank heads, such as log α."""
+    """The kv heads' weights as they are written: shares in 0 … 1, or any numbers that rank heads, such as log α."""
     sink: int
-    """First tokens that streaming heads keep."""
+    """The number of first tokens that streaming heads keep."""
     recent: int
-    """Last tokens that they keep."""
+    """The number of last tokens that streaming heads keep."""
     sparsity: float | None
-    """The share of streaming heads that it is for; None: it does not say."""
+    """The share of streaming heads that the pattern is for; None: it does not say."""
     made_for: MadeFor | None
-    """The model that it was written for; None: it does not say, as those of other programs."""
+    """The model that the pattern was made for; None: it is not stated, as in folders of other programs."""
 
 
 def read_pattern(folder: str | Path) -> PatternFolder:
-    """A pattern folder (format: mit-han-lab/duo-attention), of a training run's folder the one that it exported, or one
-    that comes with kvjax, by its name.
+    """Return the contents of a pattern folder (format: mit-han-lab/duo-attention). `folder` may also be a training run,
+    whose exported folder is read, or the name of a pattern that comes with kvjax.
 
     `full_attention_heads.tsv` has a row for each layer and a column for each kv head; `config.json` has `sink_size`,
-    `recent_size` and, if it is for one, `sparsity`. Raises UserError naming the file and what is wrong with it.
+    `recent_size` and, if the pattern is for one, `sparsity`. Raises UserError naming the faulty file and the fault.
     """
     named = builtin_gates(str(folder)) if str(folder) in GATES else of_run(Path(folder))
     files = named / TABLE, named / DESCRIPTION
@@ -63,7 +63,7 @@ def read_pattern(folder: str | Path) -> PatternFolder:
 
 
 def pattern_digest(folder: str | Path) -> str:
-    """What a pattern folder is known by: other weights in the same folder have another one."""
+    """Return a hash of a pattern folder's weights: other weights in the same folder give another one."""
     return hashlib.sha256(read_pattern(folder).weights.tobytes()).hexdigest()[:16]
 
 
@@ -76,13 +76,13 @@ def write_pattern(
     sparsity: float | None = None,
     described: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """A pattern folder, as `read_pattern` reads it. sparsity: the share of streaming heads, where weights are no shares
-    of which 0.5 parts the heads. described: what else config.json is to say."""
+    """Write a pattern folder that `read_pattern` reads. `sparsity` is the share of streaming heads, for weights that
+    0.5 does not divide into streaming and retrieval heads. `described` holds further entries of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     np.savetxt(folder / TABLE, weights, delimiter="\t")
     said = dict(described) | {"sink_size": sink, "recent_size": recent}
     said |= {} if sparsity is None else {"sparsity": sparsity}
-    # last: a folder that has it is whole
+    # written last: a folder with this file is complete
     write_text(
         folder / DESCRIPTION, json.dumps(said | ({} if made_for is None else made_for.description)) + "\n"
     )

@@ -1,4 +1,4 @@
-"""Random admission at a given rate: what a method's choice of tokens is worth is its distance from this."""
+"""Random admission at a given rate, the control that a method's choice of tokens is compared with."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ from kvjax.struct import assign, static, struct
 
 @struct
 class Random(Admission):
-    """A token is admitted with the probability of its kv head: a hash of layer, head and the text up to the token.
+    """Admission of a token with the probability of its kv head, by a hash of layer, head and the text up to the token.
 
-    Its state is the hash of the text so far. Sequences that begin alike are treated alike up to where they part.
+    The state is the hash of the text so far. Sequences with a common beginning are treated alike up to its end.
     """
 
     ratio: float | None = static(default=None)
-    """The same rate for every head, instead of `rates`, and then kept there."""
+    """The rate of every head, given instead of `rates`, which then holds it."""
     rates: Any = None
-    """By layer and kv head, such as another policy was measured to have."""
+    """The rates by layer and kv head, such as those measured for another policy."""
     seed: Number = 0
-    """Of the draws."""
+    """The seed of the random numbers."""
     name = "random"
 
     def __post_init__(self):

@@ -12,18 +12,19 @@ from kvjax.struct import assign, struct
 
 @struct
 class StreamingLLM(HeadPattern):
-    """Every head keeps the first `sink` tokens and the last of the window; sink 0 is plain local attention.
+    """Admission of the first `sink` tokens alone: every head keeps them and the local window. `sink=0` is plain local
+    attention.
 
-    A policy that names no window has one of 1020 tokens, which is the paper's (Table 1): with its 4 sinks 1024 entries.
+    A policy that names no window has the paper's 1020 tokens (Table 1): with its 4 sinks these are 1024 entries.
     """
 
     pattern: Any = dataclasses.field(default_factory=lambda: np.zeros((1, 1), bool), init=False, repr=False)
-    """No head is whole."""
+    """A pattern without retrieval heads."""
     sparsity: None = dataclasses.field(default=None, init=False, metadata={"static": True})
-    """Nothing is taken of a pattern."""
+    """Unused, since the pattern is fixed."""
     sink: Any = 4
     window: int = dataclasses.field(default=1020, init=False, metadata={"static": True})
-    """Of policies that name none."""
+    """The window of policies that name none."""
     name = "streaming_llm"
 
     def __post_init__(self):

@@ -1,5 +1,5 @@
-"""Which stored entries are worth least: a file a method.
+"""Eviction methods, one file each: which stored entries are dropped.
 
 wrapper: evictions that hold another one, which are those of adaptive (AdaKV, PyramidKV), critical_kv and protected.
-queries: the last queries, for methods that look at what was looked at. random: by chance, to compare with.
+queries: the last queries, for methods that score by their attention. random: chance, as a control.
 """

@@ -10,14 +10,15 @@ from kvjax.struct import assign, host, struct
 
 @struct
 class Adaptive(Wrapper):
-    """Heads compete for the budget (AdaKV, Feng et al., 2024, arXiv:2407.11550).
+    """A budget for which heads compete (AdaKV, Feng et al., 2024, arXiv:2407.11550).
 
-    `over`: those of a "layer" among themselves, or of the whole "model" (KVzip); "head" leaves each its own. `pinned`:
-    the share of the average that every head keeps of its own best, whatever others have (AdaKV's α).
+    With `over` "layer" the heads of a layer compete, with "model" those of all layers (KVzip); "head" leaves each head
+    its own budget. `pinned` is the share of its average that every head keeps of its own best entries, whatever others
+    have (AdaKV's α).
     """
 
     over: str = host(default="layer")
-    """Who competes: "head", "layer" or "model"."""
+    """The scope of the competition: "head", "layer" or "model"."""
     pinned: float = host(default=0.2)
     """α, from 0 to 1."""
     name = "adakv"
@@ -33,8 +34,8 @@ class Adaptive(Wrapper):
 
 @struct
 class Pyramid(Wrapper):
-    """Budgets fall linearly with depth (PyramidKV, Cai et al., 2024, arXiv:2406.02069): the last layer gets 1/`beta` of
-    the average. All layers get the average if that is below what must stay."""
+    """Budgets that fall linearly with depth (PyramidKV, Cai et al., 2024, arXiv:2406.02069): the last layer gets
+    1/`beta` of the average. All layers get the average if that part is below what must stay."""
 
     beta: float = host(default=20.0)
     """β, above 1."""

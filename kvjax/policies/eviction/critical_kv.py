@@ -17,13 +17,15 @@ from kvjax.topk import top
 
 @struct
 class CriticalKV(Wrapper):
-    """Another method's best `first_stage` of the places stay; the rest by (score + ε) · mean over the group of
-    ‖W_O v‖₁ (Alg. 1). Values weigh once: the method is taken without them (`ValueWeighted`)."""
+    """A wrapper whose score also counts what values add to the output (Alg. 1). The share `first_stage` of the places
+    goes to the best entries by the other method's score. The other places go by
+    (score + ε) · mean over the group of ‖W_O v‖₁. Values count only once: the other method is taken without them
+    (`ValueWeighted`)."""
 
     first_stage: float = static(default=0.5)
     """The share of the places that go by the other method's scores alone, from 0 to 1."""
     epsilon: float = static(default=1e-4)
-    """ε, so that a score of 0 does not hide the values."""
+    """ε, which keeps a score of 0 from hiding the values."""
     name = "critical_kv"
 
     def __post_init__(self):
@@ -62,5 +64,5 @@ def _output_norm(stored: Stored) -> Float[Array, "b k s"]:
         out = jnp.einsum("bksh,khd->bksd", stored.v, weight, preferred_element_type=jnp.float32)
         return jnp.abs(out).sum(-1)
 
-    # a head at a time: all outputs are as many numbers as the layer's activations for each of a group's heads
+    # one head of a group at a time: the outputs of all of them at once would take too much memory
     return jax.lax.map(head, weights).mean(0)

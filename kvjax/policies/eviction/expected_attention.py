@@ -1,4 +1,4 @@
-"""Expected Attention (Devoto et al., 2025, arXiv:2510.00636): what queries to come are expected to look at."""
+"""Expected Attention (Devoto et al., 2025, arXiv:2510.00636): the attention that future queries are expected to pay."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from kvjax.struct import assign, static, struct
 
 
 class QuerySums(NamedTuple):
-    """Of the queries before RoPE, by query head: how many, their sum, and that of their products."""
+    """Sums over the queries before RoPE, by query head."""
 
     number: Float[Array, " b"]
-    """How many queries."""
+    """The number of queries."""
     total: Float[Array, "b n h"]
     """Their sum."""
     products: Float[Array, "b n h h"]
@@ -29,23 +29,23 @@ class QuerySums(NamedTuple):
 
 @struct
 class ExpectedAttention(Observer, ValueWeighted, Eviction):
-    """(mean over a group of softmax(z) + ε) · ‖v‖₂ with z = (R μ)ᵀ k / √h + kᵀ R Σ Rᵀ k / 2h, the softmax over the keys
-    after the sinks (Sec. 3; kvpress 0.5.5's constants).
+    """The score (mean over a group of softmax(z) + ε) · ‖v‖₂ with z = (R μ)ᵀ k / √h + kᵀ R Σ Rᵀ k / 2h, the softmax
+    over the keys after the sinks (Sec. 3; kvpress 0.5.5's constants).
 
     1. μ, Σ: mean and covariance of the queries after the sinks, before RoPE.
     2. R: the mean rotation to the next `future` positions.
-    3. z: the expected logit of each key, its softmax the attention that it is expected to get.
-    4. Averaged over a group's query heads, and weighed by the length of the value.
+    3. z: the expected logit of each key. Its softmax is the attention that the key is expected to get.
+    4. This attention is averaged over a group's query heads and multiplied by the length of the value.
     """
 
     future: int = static(default=512)
-    """How many positions the queries are expected at."""
+    """The number of next positions over which queries are expected."""
     sink: int = static(default=4)
-    """Entries at the start that are not scored and stay."""
+    """The number of entries at the start that are not scored and always stay."""
     epsilon: Number = 0.0
-    """ε, added to the expected attention before values weigh it."""
+    """ε, which is added to the expected attention before values weigh it."""
     values: bool = static(default=True)
-    """Whether ‖v‖₂ is part of the score (not under CriticalKV)."""
+    """True if ‖v‖₂ is part of the score; False under CriticalKV."""
     name = "expected_attention"
 
     def __post_init__(self):
@@ -106,7 +106,7 @@ class ExpectedAttention(Observer, ValueWeighted, Eviction):
         return (weight + self.epsilon) * jnp.linalg.norm(stored.v.astype(jnp.float32), axis=-1)
 
     def _turn(self, stored: Stored) -> Float[Array, "b h h"]:
-        """The mean of RoPE's rotations to positions seen … seen + future − 1."""
+        """Return the mean of RoPE's rotations to positions seen … seen + future − 1."""
         position = stored.seen[:, None] + jnp.arange(self.future)
         angle = position[..., None].astype(jnp.float32) * stored.frequencies
         cos, sin = (jax.vmap(jnp.diag)((f(angle) * stored.rope_scale).mean(1)) for f in (jnp.cos, jnp.sin))

@@ -1,4 +1,5 @@
-"""H2O (Zhang et al., 2023, arXiv:2306.14048): heavy hitters, the entries that all queries so far attended to."""
+"""H2O (Zhang et al., 2023, arXiv:2306.14048): heavy hitters, the entries that got most attention from all queries so
+far."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
 
 ENTRIES = 4096
-"""Stored entries of a row that are looked at at a time."""
+"""The number of a head cache's stored entries that are processed at a time."""
 
 
 @struct
@@ -47,14 +48,15 @@ class H2O(TokenMetadata, Eviction):
         )
 
     def numbers(self, state: tuple[()], step: Step, readout: Readout) -> Numbers:
-        """What a call's tokens pay to each other."""
+        """Return the attention that a call's tokens pay to each other."""
         q, paid = _paying(step, readout)
         real = jnp.arange(q.shape[2]) < readout.valid[:, None]
         known = jnp.broadcast_to(real[:, None], step.k.shape[:3])
         return {"attention": attention_mass(q, step.k.astype(q.dtype), valid=known, **paid)}
 
     def update(self, state: tuple[()], planes: Planes, step: Step, readout: Readout) -> Planes:
-        """What they pay to the entries that were stored before, a block of pages at a time."""
+        """Return the metadata with the attention that a call's tokens pay to the entries stored before the call.
+        Entries are processed a block of pages at a time."""
         q, paid = _paying(step, readout)
         capacity, page_size, _ = readout.pool.shape
         table, columns = readout.page_table, readout.page_table.shape[-1]
@@ -76,7 +78,7 @@ class H2O(TokenMetadata, Eviction):
 
 
 def _paying(step: Step, readout: Readout) -> tuple[Float[Array, "b n t h"], dict[str, Any]]:
-    """The queries, and what their attention is counted by; padding pays nothing."""
+    """Return the queries, and the options by which their attention is counted. Padding pays none."""
     real = jnp.arange(step.q.shape[2]) < readout.valid[:, None]
     lse = jnp.where(real[:, None], readout.lse, -jnp.inf)
     return step.q.astype(readout.dtype), {"over": "sum", "group": "mean", "lse": lse}

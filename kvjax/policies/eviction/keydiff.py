@@ -1,4 +1,4 @@
-"""KeyDiff (Park et al., 2025, arXiv:2504.15364): keys unlike the others are those that are looked up."""
+"""KeyDiff (Park et al., 2025, arXiv:2504.15364): the keys that differ most from the others are those that matter."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,7 +10,7 @@ from kvjax.struct import struct
 
 @struct
 class KeyDiff(Eviction):
-    """−cos(k_i, mean over j of k_j / ‖k_j‖)  (Sec. 3.2)."""
+    """The score −cos(k_i, mean over j of k_j / ‖k_j‖) (Sec. 3.2)."""
 
     name = "keydiff"
 

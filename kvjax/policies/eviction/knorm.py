@@ -10,7 +10,7 @@ from kvjax.struct import struct
 
 @struct
 class KNorm(Eviction):
-    """−‖k‖₂."""
+    """The score −‖k‖₂."""
 
     name = "knorm"
 

@@ -1,4 +1,5 @@
-"""KVzip (Kim et al., 2025, arXiv:2505.23416): what the model looks at while it repeats the context is what it needs."""
+"""KVzip (Kim et al., 2025, arXiv:2505.23416): the model needs the entries that it looks at while it repeats the
+context."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,39 +21,39 @@ from pallas_kernels.attention_mass import attention_mass
 INSTRUCTION = "\n\nRepeat the previous context exactly."
 RESUMPTION = "\n\nRepeat the part of the previous context exactly, starting with "
 LEAD = 8
-"""The last tokens of the part before, behind `RESUMPTION`."""
+"""The number of last tokens of the part before, which follow `RESUMPTION`."""
 TEXTS = "instruction", "resumption", "tail", "opening"
-"""Fields of token ids."""
+"""The fields of token ids."""
 
 
 @struct
 class KVzip(Reconstruction, Eviction):
-    """The most that any query pays an entry while the model repeats the context, over queries and a group's query heads
-    (eq. 2 and 3): once the prompt was read, each part of `repeated` tokens is asked for and read once more behind it. A
-    query's attention is over the prompt's prefix, this part's entries and the input's own tokens alone. All layers and
-    heads share the budget unless told otherwise (`over`).
+    """The largest attention that any query pays to an entry while the model repeats the context, over queries and a
+    group's query heads (eq. 2 and 3). After the prompt, the model is asked for each part of `repeated` tokens, and the
+    part is read once more. A query's attention is over the prompt's prefix, this part's entries and the input's own
+    tokens alone. All layers and heads share the budget, unless a wrapper's `over` says otherwise.
 
-    The prefix (the chat template's own tokens, a system prompt) always stays, beside the budget, as in the authors'
-    code: a ratio is of the context's entries.
+    The prefix (the chat template's own tokens, a system prompt) always stays, in addition to the budget, as in the
+    authors' code: a ratio is a share of the context's entries.
     """
 
     tokenizer: Any = host(default=None, repr=False)
-    """The model's, which the texts are written with. It is not kept: their token ids are."""
+    """The model's tokenizer, which turns the texts into token ids. Only these are kept."""
     instruction: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids of what asks for the first part; none, here and below: the published text by the tokenizer."""
+    """Token ids that ask for the first part. Empty, here and below: those of the published text."""
     resumption: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids of what asks for a later part, whose beginning is told by the last 8 tokens of the part before."""
+    """Token ids that ask for a later part. The last 8 tokens of the part before follow, to say where it begins."""
     tail: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids between what asks and what is repeated: where the user's turn ends and the answer begins."""
+    """Token ids between the request and what is repeated, where the user's turn ends and the answer begins."""
     opening: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids that come before a user's text. What a prompt has in common with their beginning is its prefix."""
+    """Token ids that come before a user's text. A prompt's prefix is what it has in common with their beginning."""
     prefix: int | None = host(default=None)
-    """Tokens of every prompt's prefix; None: those in common with `opening`."""
+    """The number of tokens in every prompt's prefix; None: those in common with `opening`."""
     repeated: int = host(default=2000)
-    """Tokens of a part."""
+    """The number of tokens in a part."""
     sink: int | None = host(default=None)
-    """As kvpress has it, only so many first entries always stay and are looked at beside a part. They take places of
-    the budget, and the rest of the prefix goes first. None: the prefix stays."""
+    """The number of first entries that always stay and are looked at with each part, as in kvpress. They take places of
+    the budget, and the rest of the prefix is dropped first. None: the whole prefix stays."""
     name = "kvzip"
 
     def __post_init__(self):
@@ -86,7 +87,8 @@ class KVzip(Reconstruction, Eviction):
 
     @property
     def _beginning(self) -> Needs:
-        """A prompt's first tokens that are not asked for, as its prefix."""
+        """The requirements under which a prompt's prefix stays: its first tokens, which the model is not asked to
+        repeat."""
         return Needs(opening=self.opening) if self.prefix is None else Needs(prefix=self.prefix)
 
     @property
@@ -110,8 +112,8 @@ class KVzip(Reconstruction, Eviction):
     def reread(self, step: Step, passage: Passage) -> Numbers:
         entries, tokens = passage.k.shape[2], step.q.shape[2]
         real = jnp.arange(tokens) < passage.valid[:, None]
-        # Padding must not raise a maximum. In its place the first query stands once more: at a later index it has all
-        # the keys that it had before and more, so that what it pays each of them is no more than before.
+        # Padding must not raise a maximum, so the first query takes its place. At a later index it sees the same keys
+        # and more, so it pays none of them more than before.
         q = jnp.where(real[:, None, :, None], step.q, step.q[:, :, :1]).astype(passage.k.dtype)
         k = jnp.concatenate([passage.k, step.k.astype(passage.k.dtype)], 2)
         known = jnp.concatenate([passage.exists, real], 1)[:, None]
@@ -124,8 +126,8 @@ class KVzip(Reconstruction, Eviction):
 
 
 def _texts(tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """The published texts, and the chat template's, as token ids. Without a template a line break ends what asks, as in
-    kvpress."""
+    """Return the published texts and the chat template's as token ids. Without a template a line break ends the
+    request, as in kvpress."""
     after = around(tokenizer, enable_thinking=False)[1] if getattr(tokenizer, "chat_template", None) else "\n"
     texts = {"instruction": INSTRUCTION, "resumption": RESUMPTION, "tail": after}
     bare = {"add_special_tokens": False, "verbose": False}

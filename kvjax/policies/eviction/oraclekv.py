@@ -1,4 +1,5 @@
-"""OracleKV (LCFM workshop at ICML 2025): what a text about the questions to come looks at, before there is one."""
+"""OracleKV (LCFM workshop at ICML 2025): the entries that a text about the coming questions looks at, before there is
+one."""
 
 from typing import ClassVar
 
@@ -13,20 +14,21 @@ ALLOCATIONS = {
     "ada": Shares(over="layer", pinned=0.2),
     "pyramid": Shares(pyramid=20.0),
 }
-"""Who shares the budget: nobody, a layer's heads (AdaKV's α), or layers by depth (PyramidKV's β)."""
+"""The ways of sharing the budget: none, among a layer's heads (AdaKV's α), or by depth (PyramidKV's β)."""
 
 
 @struct
 class OracleKV(SnapKV):
-    """SnapKV whose queries are those of `guidance`, a text that stands for the questions to come: it is read behind the
-    context, looks at it, and leaves nothing (Sec. 4; eq. 2). Nothing stays but by its score, no window and no sinks.
+    """SnapKV with the queries of `guidance`, a text that stands for the coming questions. The text is read after the
+    context, looks at it, and is removed again (Sec. 4; eq. 2). Entries stay by their scores alone: no window and no
+    sinks are protected.
 
-    `allocation`: every kv head has its share ("uniform"), those of a layer compete ("ada"), or layers have less with
-    depth ("pyramid").
+    With `allocation` "uniform" every kv head has its own share of the budget, with "ada" the heads of a layer compete,
+    and with "pyramid" deeper layers have less.
     """
 
     allocation: str = host(default="uniform")
-    """One of `ALLOCATIONS`."""
+    """The sharing of the budget, one of `ALLOCATIONS`."""
     name = "oraclekv"
     guidance: ClassVar[str] = "G1"
 

@@ -8,13 +8,13 @@ from kvjax.struct import assign, host, struct
 
 @struct
 class Protected(Wrapper):
-    """Another eviction whose very `first` and newest `last` entries of each kv head always stay, in place of the
-    method's own numbers; None: they are the method's."""
+    """A wrapper that sets how many of the first and of the newest entries of each kv head always stay, in place of the
+    method's own numbers."""
 
     first: int | None = host(default=None)
-    """So many of the very first entries."""
+    """The number of first entries that always stay; None: the method's own."""
     last: int | None = host(default=None)
-    """So many of the newest."""
+    """The number of newest entries that always stay; None: the method's own."""
     name = "protected"
 
     def __post_init__(self):

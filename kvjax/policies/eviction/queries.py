@@ -1,4 +1,4 @@
-"""The last queries of every sequence, for methods that score entries by what was looked at last."""
+"""The last queries of every sequence, for methods that score entries by their attention."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from pallas_kernels.attention_mass import attention_mass
 
 
 class LastQueries(Guided, Observer, Eviction):
-    """A method whose memory is the last `observed` queries, of the tokens that always stay."""
+    """An eviction whose observation buffer holds the last `observed` queries. Their tokens always stay."""
 
     observed: int
 
@@ -26,7 +26,8 @@ class LastQueries(Guided, Observer, Eviction):
         return Needs(last=self.observed, observed=self.observed)
 
     def guided(self, tokens: int) -> Eviction:
-        """By all of them, where it may be told by how many."""
+        """Return a copy that observes all tokens of guidance, or the eviction itself if `observed` is not an argument
+        of it."""
         told = "observed" in (field.name for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
         return changed(self, observed=tokens) if told else self
 
@@ -39,8 +40,8 @@ class LastQueries(Guided, Observer, Eviction):
 
 
 def attention(stored: Stored) -> Float[Array, "b k s"]:
-    """The attention that each scored entry gets of the last queries, over those entries alone: the sum over the
-    queries, the mean over the query heads of its group."""
+    """Return the attention that each scored entry gets from the last queries, over those entries alone: the sum over
+    the queries, the mean over the query heads of its group."""
     q, offset = stored.trail.astype(stored.k.dtype), 0 if stored.causal else None
     return attention_mass(q, stored.k, over="sum", group="mean", offset=offset, valid=stored.scored)
 
@@ -50,8 +51,8 @@ def total(
     weigh: Callable[[Float[Array, "b k g w s"]], Float[Array, "b k w s"]],
     block: int = 8,
 ) -> Float[Array, "b k s"]:
-    """The sum over the last queries of what `weigh` makes of their logits, −inf where a query sees nothing. For methods
-    that put a group's query heads together query by query; `block` queries at a time."""
+    """Return the sum over the last queries of what `weigh` makes of their logits, which are −inf where a query sees
+    nothing. For methods that combine a group's query heads query by query; `block` queries are processed at a time."""
     q = rearrange(stored.trail.astype(stored.k.dtype), "b (k g) w h -> w b k g h", k=stored.k.shape[1])
     window, entries = len(q), stored.k.shape[2]
     block = math.gcd(window, block)
@@ -76,7 +77,7 @@ POOLING = {"average": (0.0, lax.add), "max": (-jnp.inf, lax.max)}
 
 
 def pooled(x: Float[Array, "b k s"], size: int, how: str = "average") -> Float[Array, "b k s"]:
-    """The average over `size` neighbours, with zeros beyond the edges, or the largest of them."""
+    """Return the average over `size` neighbours, with zeros beyond the edges, or with "max" the largest of them."""
     start, reduce = POOLING[how]
     around = (size - 1) // 2, size // 2
     found = lax.reduce_window(x, start, reduce, (1, 1, size), (1, 1, 1), ((0, 0), (0, 0), around))

@@ -1,4 +1,4 @@
-"""R-KV (Cai et al., 2025, arXiv:2505.24133): what matters and is not said again, for long reasoning."""
+"""R-KV (Cai et al., 2025, arXiv:2505.24133): entries that are important and not redundant stay, for long reasoning."""
 
 import jax
 import jax.numpy as jnp
@@ -14,33 +14,34 @@ from kvjax.policies.views import Stored
 from kvjax.struct import assign, host, static, struct
 
 ROWS = 128
-"""Keys whose likeness to all others is looked at at a time."""
+"""The number of keys whose similarity to all others is computed at a time."""
 
 
 @struct
 class RKV(queries.LastQueries):
-    """λ · importance − (1 − λ) · redundancy  (Sec. 3.4, eq. 5).
+    """The score λ · importance − (1 − λ) · redundancy (Sec. 3.4, eq. 5).
 
-    importance (eq. 2 and 3): the largest logit of a group's query heads, its softmax over the keys before the last
-    `observed`, the mean over these tokens' queries, the maximum over `pool` neighbours. redundancy (eq. 4): the softmax
-    over the keys of the mean cosine with the others, where each key forgives the last one that is like it by more than
-    `alike`: of things said twice the newest stays. The last `observed` and the first `sink` entries stay.
+    Importance (eq. 2 and 3) is the largest logit of a group's query heads, its softmax over the keys before the last
+    `observed`, the mean over these tokens' queries, and the maximum over `pool` neighbours. Redundancy (eq. 4) is the
+    softmax over the keys of the mean cosine with the others. A key is left out of the mean of the last key whose cosine
+    with it is above `alike`, so that of repeated content the newest stays. The last `observed` and the first `sink`
+    entries stay.
 
     The defaults are those of the authors' code (rkv/compression/r1_kv.py). The form in Fast KVzip's code is
-    `balance=0.1, sink=4`. Not copied: where a key has none alike, the authors' code forgives it the first key of all,
-    which eq. 4 does not.
+    `balance=0.1, sink=4`. One thing is not copied: in the authors' code, a key with no similar key is left out of the
+    mean of the very first key, which eq. 4 does not say.
     """
 
     observed: int = static(default=8)
-    """Last tokens whose queries are looked through."""
+    """The number of last tokens whose queries are used, and which stay."""
     pool: int = static(default=7)
-    """Neighbours over which the maximum is taken."""
+    """The number of neighbours over which the maximum is taken."""
     balance: Number = 0.07
-    """λ."""
+    """λ, the weight of importance."""
     alike: Number = 0.5
-    """The cosine above which a key forgives another."""
+    """The cosine above which two keys are alike."""
     sink: int = host(default=0)
-    """Entries at the start that always stay."""
+    """The number of entries at the start that always stay."""
     name = "r_kv"
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Random eviction: what a method's choice is worth is its distance from this."""
+"""Random eviction, the control that a method's choice of entries is compared with."""
 
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -11,10 +11,11 @@ from kvjax.struct import assign, struct
 
 @struct
 class RandomEviction(Observer, Eviction):
-    """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
+    """A random score, a hash of layer, head, place and the text so far: at each compaction every entry has the same
+    chance."""
 
     seed: Number = 0
-    """Of the draws."""
+    """The seed of the random numbers."""
     name = "random_eviction"
 
     def __post_init__(self):

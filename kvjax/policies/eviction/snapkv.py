@@ -1,4 +1,4 @@
-"""SnapKV (Li et al., 2024, arXiv:2404.14469): what the last queries looked at is what will be looked at."""
+"""SnapKV (Li et al., 2024, arXiv:2404.14469): what the last queries looked at, later queries will look at too."""
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,18 @@ GROUP = "mean", "max"
 
 @struct
 class SnapKV(queries.LastQueries):
-    """Attention of the last queries, averaged over them, over a group's query heads and over `pool` neighbouring keys
-    (Sec. 4.1, Listing 1; zeros beyond the edges and for the queries' own keys). WG-KV's composition takes the largest
-    of a group for each query, and of the neighbours. The last `observed` entries stay."""
+    """The attention of the last queries, averaged over them, over a group's query heads and over `pool` neighbouring
+    keys (Sec. 4.1, Listing 1; with zeros beyond the edges and for the queries' own keys). WG-KV's composition takes
+    maxima instead: over the group for each query, and over the neighbours. The last `observed` entries stay."""
 
     observed: int = static(default=64)
-    """Last tokens whose queries are looked through, and which stay."""
+    """The number of last tokens whose queries are used, and which stay."""
     pool: int = static(default=5)
-    """How many neighbours share their attention."""
+    """The number of neighbouring keys over which attention is pooled."""
     pooling: str = static(default="average")
-    """As their "average" or the "max"."""
+    """The pooling over neighbours, "average" or "max"."""
     group: str = static(default="mean")
-    """What counts of a group's query heads, "mean" or "max"."""
+    """The reduction over a group's query heads, "mean" or "max"."""
     name = "snapkv"
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Arguments of methods that have texts read, checked: token ids, and a tokenizer."""
+"""Checked arguments of methods that have the model read texts: token ids, and a tokenizer."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,13 +7,13 @@ from kvjax.errors import UserError, shown, whole_number
 
 
 def token_ids(method: str, field: str, given: Any) -> tuple[int, ...]:
-    """The value of a field of token ids. Raises UserError if it is none."""
+    """Return the value of a field of token ids as a tuple. Raises UserError if it is no list of token ids."""
     if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
         raise UserError(f"{method}: {field} must be a list of token ids, got {shown(given)}")
     return tuple(whole_number(method, f"a token id of {field}", token, 0) for token in given)
 
 
 def check_tokenizer(method: str, given: Any) -> None:
-    """Raises UserError for what is given as a tokenizer and is none."""
+    """Raise UserError if `given` is no tokenizer."""
     if not (callable(given) and hasattr(given, "decode")):
         raise UserError(f"{method}: tokenizer must come from kvjax.load_tokenizer, got {shown(given)}")

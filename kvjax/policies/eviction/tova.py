@@ -1,4 +1,4 @@
-"""TOVA (Oren et al., 2024, arXiv:2401.06104): what the last query of a layer looked at, all heads together."""
+"""TOVA (Oren et al., 2024, arXiv:2401.06104): what the last query of a layer looked at, over all heads together."""
 
 import jax.numpy as jnp
 from jax import lax

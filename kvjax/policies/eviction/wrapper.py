@@ -16,11 +16,11 @@ from kvjax.struct import bare, changed, struct
 
 @struct
 class Wrapper(Eviction):
-    """An eviction around another one. A subclass changes what is defined here; what the other one observes, and the
-    metadata that it keeps, are asked of that one (`innermost`)."""
+    """An eviction around another one. A subclass changes what is defined here. The other eviction itself is asked what
+    it observes and which metadata it keeps (`innermost`)."""
 
     eviction: Eviction
-    """The other one."""
+    """The wrapped eviction."""
 
     def __post_init__(self):
         if not isinstance(self.eviction, Eviction):
@@ -29,20 +29,21 @@ class Wrapper(Eviction):
             )
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse functions of another class that nobody would call."""
+        """Raise TypeError if a subclass also derives from another class of `kvjax.policies.base`, whose functions
+        nobody would call."""
         super().__init_subclass__(**options)
         if issubclass(cls, MIXINS):
             raise TypeError(f"{cls.__name__} must derive from Wrapper alone")
 
     @property
     def label(self) -> str:
-        """As in a policy string: `snapkv:adakv`."""
+        """The name as in a policy string: `snapkv:adakv`."""
         inner = self.eviction.label
         return f"{inner}{',' if ':' in inner else ':'}{super().label}"
 
     @property
     def traced(self) -> Any:
-        """The other one alone, unless this one scores."""
+        """The wrapped eviction alone, unless this one has a score of its own."""
         inner = self.eviction.traced
         return inner if type(self).score is Wrapper.score else changed(bare(self), eviction=inner)
 

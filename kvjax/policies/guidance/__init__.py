@@ -1,5 +1,5 @@
-"""Guidance: a text that stands for the questions to come, read behind a context to look at it and dropped again
-(OracleKV, Table A4, whose texts are the files here)."""
+"""Guidance: a text that stands for the coming questions. It is read after a context to look at it, and removed again.
+The files here are the texts of OracleKV's Table A4."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -13,20 +13,20 @@ from kvjax.policies.trigger import Trigger
 TEXTS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txt"))}
 """The published texts' names: G1 to G7 are general; T1 (a summary) and T2 (a number) are each for one task."""
 BEFORE = "\n\n"
-"""Between a context and its guidance."""
+"""The separator between a context and its guidance."""
 
 
 def text(guidance: str) -> str:
-    """A published text by its name, or what was given."""
+    """Return a published text by its name, or else the text that was given."""
     return TEXTS[guidance].read_text("utf-8").strip() if guidance in TEXTS else guidance
 
 
 def token_ids(guidance: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The token ids of guidance: one of `TEXTS`, any other text, or ids. A text comes behind an empty line and is
+    """Return the token ids of guidance: one of `TEXTS`, any other text, or ids. A text comes after an empty line and is
     tokenized by itself, so that the context's own tokens stay what they are.
 
     Raises:
-        UserError: guidance that is empty or neither, a text without a tokenizer, or what is none.
+        UserError: if guidance is empty or neither a text nor ids, or if there is a text without a valid tokenizer.
     """
     if not isinstance(guidance, str):
         ids = guidance.tolist() if hasattr(guidance, "tolist") else guidance

@@ -1,1 +1,1 @@
-"""Which pages a query reads: a file a method."""
+"""Selection methods, one file each: which pages a query reads."""

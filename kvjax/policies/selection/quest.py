@@ -20,20 +20,21 @@ from kvjax.struct import assign, changed, short, struct
 from kvjax.topk import top
 
 EVERYTHING = 2**30
-"""More tokens than any sequence has."""
+"""A number above the tokens of any sequence."""
 
 
 @struct
 class Quest(Selection):
-    """Of the two that say what a query reads, `tokens` and `ratio`, one is given (and the other then 0). When a single
-    token is decoded; prompts read everything."""
+    """A choice of pages for each decoded token; prompts read everything. One of `tokens` and `ratio` is given, and the
+    other is then 0."""
 
     tokens: Any = None
-    """Entries of each kv head that a query reads, those of the window included, which it always reads."""
+    """The number of entries of each kv head that a query reads. It includes those of the local window, which are always
+    read."""
     ratio: Any = None
-    """Instead, as a share of the tokens so far."""
+    """The share of the tokens so far that a query reads, given instead of `tokens`."""
     skip: Any = 0
-    """So many of the first layers read everything (2 in the paper's code)."""
+    """The number of first layers that read everything (2 in the paper's code)."""
     name = "quest"
 
     def __post_init__(self):
@@ -74,9 +75,9 @@ class Quest(Selection):
         seen: Int[Array, " b"],
         page_size: int,
     ) -> Bool[Array, "b k p"]:
-        """The ⌈max(T − local, 0) / page_size⌉ pages with the best scores (of equal ones the earlier). A last page that
-        is not full takes the first of these places whatever its score; without places nothing is read (WG-KV's
-        code)."""
+        """Return the mask of the ⌈max(T − local, 0) / page_size⌉ pages with the best scores, of equal ones the earlier;
+        T is the number of entries that a query reads. A last page that is not full takes the first of these places
+        whatever its score. Without places no page is read (WG-KV's code)."""
         budget = self.tokens + jnp.round(self.ratio * seen).astype(jnp.int32)
         budget = jnp.where(layer < self.skip, EVERYTHING, budget)
         places = -(-jnp.maximum(budget - local, 0) // page_size)
@@ -87,8 +88,8 @@ class Quest(Selection):
 
 
 def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -> Float32[Array, "b k p"]:
-    """max over the group's query heads of Σ_dims max(q · k_min, q · k_max), which is at least q · k for every key of
-    the page (Algorithm 1). `bounds` as in `kvjax.cache.Pages`."""
+    """Return the scores of pages: max over the group's query heads of Σ_dims max(q · k_min, q · k_max), which is at
+    least q · k for every key of the page (Algorithm 1). `bounds` is as in `kvjax.cache.Pages`."""
     # min(q, 0) · k_min + min(−q, 0) · (−k_max): one product over the page's row as it is stored
     corner = jnp.minimum(jnp.concatenate([q, -q], -1), 0)
     corner = rearrange(corner, "b (k g) 1 h -> b k g h", k=bounds.shape[1])

@@ -1,8 +1,8 @@
-"""KVPOP: a cache of constant size whose entries are chosen by how much attention they will get (workshop paper
-on token eviction guided by an xLSTM).
+"""KVPOP: a cache of constant size whose entries are chosen by how much attention they will get (workshop paper on token
+eviction guided by an xLSTM).
 
-An mLSTM per kv head reads keys and values as they come and scores each token once, as late as can be, before it leaves
-the window; the best scores so far stay. The whole model is trained to live with that.
+An mLSTM per kv head reads keys and values as they come. It scores each token once, as late as possible before the token
+leaves the window, and the tokens with the best scores so far stay. The whole model is trained with this cache.
 
 scorer: the network. policy: the admission. files: exported scorers.
 """

@@ -1,4 +1,4 @@
-"""Scorers as `kvjax.checkpoints.folder` has them: weights and a description."""
+"""Scorers in the folder format of `kvjax.checkpoints.folder`: weights and a description."""
 
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,17 @@ from kvjax.errors import UserError
 from kvjax.policies.admission.kvpop.scorer import Scorer, Sizes
 
 METHOD = "kvpop"
-"""As config.json has it."""
+"""The method's name in config.json."""
 
 
 def save_scorers(folder: str | Path, scorers: Scorer, description: dict[str, Any]) -> None:
-    """Write an export. `description` holds max_entries, sink, window, delayed, decay and age as they were trained, and
-    whatever else says how the scorers were made."""
+    """Write scorers to a folder. `description` holds max_entries, sink, window, delayed, decay and age as they were
+    trained, and anything else about how the scorers were made."""
     save_exported(folder, arrays_of(scorers), {"method": METHOD} | scorers.sizes._asdict() | description)
 
 
 def load_scorers(folder: str | Path) -> tuple[Scorer, dict[str, Any]]:
-    """The scorers and the description that `save_scorers` wrote. Raises UserError naming the file that is wrong."""
+    """Return the scorers and the description that `save_scorers` wrote. Raises UserError naming the faulty file."""
     description = describe(folder)
     try:
         sizes = Sizes(**read_sizes(description, Sizes.__annotations__))
@@ -33,7 +33,7 @@ def load_scorers(folder: str | Path) -> tuple[Scorer, dict[str, Any]]:
 
 
 def check_made_for(sizes: Sizes, model: Any) -> None:
-    """Refuse scorers for a model of another configuration."""
+    """Raise UserError if the scorers are for a model of another configuration."""
     wanted = model.num_layers, model.num_kv_heads, model.head_dim
     if sizes[:3] != wanted:
         raise UserError(

@@ -1,4 +1,5 @@
-"""The admission: a cache of constant size, in which a token that leaves the window replaces the lowest score."""
+"""The admission: a cache of constant size, in which a token that leaves the window replaces the entry of lowest score
+if its own score is higher."""
 
 import dataclasses
 from pathlib import Path
@@ -19,39 +20,40 @@ from kvjax.struct import assign, host, remembered, static, struct
 from pallas_kernels.mlstm import Memory, empty_memory
 
 USUAL = {"max_entries": 512, "sink": 4, "window": 64, "delayed": True, "decay": True, "age": 1}
-"""What is taken where neither the caller nor the folder says anything: the paper's (App. A)."""
+"""The values of arguments that neither the caller nor the folder gives: the paper's (App. A)."""
 
 
 @struct
 class KVPOP(Admission):
-    """A kv head holds the first `sink` tokens, the last of the window, and of those between the best by their scores,
-    `max_entries` in all, whatever comes (KVPOP, Sec. 3; App. C).
+    """A cache of at most `max_entries` entries per kv head: the first `sink` tokens, the local window, and the tokens
+    of best score between them (KVPOP, Sec. 3; App. C).
 
-    A token's score is what its query reads of the memory of all tokens up to the last before it leaves the window
-    (`delayed`), or up to its own; it falls with each position by the head's log γ (`decay`), as seen from any later
-    query alike, so that the order of two tokens never changes and what is out stays out. `scorers`: the scorers
-    themselves, or a folder that training exported. What else is not given is the folder's, else `USUAL`.
+    A token's score is computed from what its query reads from the memory. The memory holds all tokens up to the last
+    one before the token leaves the window (`delayed`), or up to the token itself. With `decay`, the score falls with
+    each later position by the head's log γ. The order of two tokens is the same for every query, so a dropped token is
+    never needed again. `scorers` is a `Scorer` or a folder that training exported. Arguments that are not given are the
+    folder's, or else those of `USUAL`.
     """
 
     scorers: Any = dataclasses.field(repr=False)
-    """The scorers, or where they are."""
+    """The scorers, or the folder that holds them."""
     max_entries: int | None = host(default=None)
-    """Most entries of a kv head: sinks, window and the others."""
+    """The most entries of a kv head: sinks, local window and others."""
     sink: Any = None
-    """First tokens that always stay."""
+    """The number of first tokens that always stay."""
     window: int | None = static(default=None)
-    """The last tokens, a query's own included."""
+    """The number of last tokens that are always visible, a query's own included."""
     delayed: bool | None = static(default=None)
-    """Whether a token is scored as late as can be."""
+    """True if a token is scored as late as possible before it leaves the window; False: as soon as it is read."""
     decay: bool | None = static(default=None)
-    """Whether scores fall with positions."""
+    """True if a token's score falls with each later position."""
     age: int | None = static(default=None)
-    """Positions that count as one: of a token at u and a query at q, ⌊q/age⌋ − ⌊u/age⌋. The paper's ⌊(q − u)/age⌋ would
-    have the order of two tokens change, so that what is out would have to come back."""
+    """The number of positions that count as one: for a query at q, a token at u is ⌊q/age⌋ − ⌊u/age⌋ old. With the
+    paper's ⌊(q − u)/age⌋ the order of two tokens would change, and dropped tokens would have to come back."""
     max_retained: Any = dataclasses.field(default=None, init=False, repr=False)
-    """Most entries of a kv head that have left the window, sinks among them: `max_entries` − `window`."""
+    """The most entries of a kv head that have left the window, sinks included: `max_entries` − `window`."""
     made_for: MadeFor | None = remembered()
-    """What the folder says."""
+    """The model that the folder's scorers were made for; None: it does not say."""
     name = "kvpop"
     owns_window = True
     trained = "scorers"
@@ -86,7 +88,7 @@ class KVPOP(Admission):
 
     @property
     def delay(self) -> int:
-        """How many tokens after its own a token's score is known."""
+        """The number of later tokens after which a token's score is known."""
         assert self.window is not None
         return self.window - 1 if self.delayed else 0
 
@@ -108,12 +110,13 @@ class KVPOP(Admission):
         return state, self.priority(score, position), self.delay
 
     def priority(self, score: Float[Array, "b k t"], position: Int[Array, "b t"]) -> Float[Array, "b k t"]:
-        """By which tokens at these positions are ranked: the score as if it fell from position 0 on, whatever query
-        looks; above all others for sinks."""
+        """Return the priorities of tokens at these positions: their scores as seen from position 0, so that they do not
+        depend on the query. Sinks are above all others."""
         return jnp.where(position[:, None] < self.sink, jnp.inf, self.fallen(score, position))
 
     def fallen(self, score: Float[Array, "b k t"], position: Int[Array, "b t"]) -> Float[Array, "b k t"]:
-        """Scores of tokens at these positions, which fall with age, in an order that no query changes."""
+        """Return the scores of tokens at these positions as seen from position 0. With `decay` they fall with age; the
+        order of two tokens is the same for every query."""
         if not self.decay:
             return score
         assert self.age is not None

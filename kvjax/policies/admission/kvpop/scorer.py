@@ -1,4 +1,4 @@
-"""The scorer: how much attention a key will get, told by a recurrent memory of keys and values."""
+"""The scorer, which predicts from a recurrent memory of keys and values how much attention a key will get."""
 
 import math
 from typing import NamedTuple
@@ -18,54 +18,54 @@ EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.f
 FEATURES = "hedgehog", "none"
 NORMALISERS = "plain", "xlstm"
 GAMMA = 0.999, 0.999999
-"""Between which a head's decay of a position is learned (paper, table 2)."""
+"""The range of a head's decay per position, γ, which is learned (paper, table 2)."""
 FORGET = 3.0, 6.0
-"""The bias of the forget gate at first, of a layer's first kv head and of its last."""
+"""The initial bias of the forget gate, for a layer's first kv head and for its last."""
 CAP = 15.0
-"""Beyond which no gate's logit goes, softly."""
+"""The bound of a gate's logit, which a soft cap enforces."""
 SMALLEST = 1e-12
-"""Of a feature."""
+"""The smallest value of a Hedgehog feature."""
 
 
 class Streams(NamedTuple):
-    """What a token's key and value are to the memory, in float32."""
+    """The mLSTM's view of a call's tokens, in float32."""
 
     q: Float[Array, "b k t d"]
-    """What it reads by."""
+    """The queries, by which tokens read."""
     k: Float[Array, "b k t d"]
-    """What it is found by."""
+    """The keys, by which tokens are found."""
     v: Float[Array, "b k t e"]
-    """What is read of it."""
+    """The values, which are read."""
     log_i: Float[Array, "b k t"]
-    """The logarithm of its weight."""
+    """The logarithm of the input gate, a token's weight."""
     log_f: Float[Array, "b k t"]
-    """The logarithm of what is left of all before it."""
+    """The logarithm of the forget gate, which scales what was written before a token."""
 
     def of_tokens(self, real: Bool[Array, "b t"]) -> "Streams":
-        """Without those of padding, which leaves no trace."""
+        """Return the streams with the gates of padding closed, so that padding leaves no trace. `real` is False for
+        padding."""
         real = real[:, None]
         log_i, log_f = jnp.where(real, self.log_i, -jnp.inf), jnp.where(real, self.log_f, 0)
         return self._replace(log_i=log_i, log_f=log_f)
 
 
 class Sizes(NamedTuple):
-    """Of scorers."""
+    """The sizes and forms of scorers."""
 
     layers: int
-    """Of the model."""
     kv_heads: int
-    """Of each."""
+    """The number of kv heads in each layer."""
     head_dim: int
-    """Of keys and values."""
+    """The width of keys and values."""
     features: str = "hedgehog"
-    """Of `FEATURES`."""
+    """One of `FEATURES`."""
     normaliser: str = "plain"
-    """Of `NORMALISERS`."""
+    """One of `NORMALISERS`."""
     capped: bool = True
-    """Whether gates' logits are."""
+    """True if the gates' logits are capped at ±`CAP`."""
 
     def make(self, seed: int = 0) -> "Scorer":
-        """New scorers of these sizes."""
+        """Return new scorers of these sizes."""
         forms = {"features": self.features, "normaliser": self.normaliser, "capped": self.capped}
         return Scorer(*self[:3], **forms, rngs=nnx.Rngs(seed))
 
@@ -74,20 +74,20 @@ class Scorer(nnx.Module):
     """One mLSTM per layer and kv head over [key after RoPE; value], and a head that scores what a token reads (KVPOP,
     Sec. 3).
 
-    With x = [k; v], which no gradient goes through: queries φ(W_q x) and keys φ(W_k x) of width d with the Hedgehog map
-    φ(y) = [softmax(y); softmax(-y)] over d/2 numbers, values W_v x of width d/2, gates log i = cap(w_i·x + b_i) and log
-    f = logsigmoid(cap(w_f·x + b_f)) with cap(y) = 15 tanh(y / 15). A token's score is a·SiLU(h) + c, of what its query
-    reads from the memory of all tokens up to the one by which it is read (`score`).
+    The input x = [k; v] passes no gradient on. Queries φ(W_q x) and keys φ(W_k x) have width d, with the Hedgehog map
+    φ(y) = [softmax(y); softmax(-y)] over d/2 numbers. Values W_v x have width d/2. The gates are
+    log i = cap(w_i·x + b_i) and log f = logsigmoid(cap(w_f·x + b_f)) with cap(y) = 15 tanh(y / 15). A token's score is
+    a·SiLU(h) + c, where h is what its query reads from the memory (`score`).
 
-    `theta` learns a head's decay by position, `log_gamma`. Arrays are float32, layers first, and split with the kv
-    heads. Initialised so that gates are alike for all tokens at first: W uniform in ±1/√(2d), w_i, w_f
-    and b_i 0, b_f from 3 to 6 over the heads of a layer, a normal of standard deviation 1/√d_v, c and theta 0.
+    `theta` is the learned parameter of a head's decay (`log_gamma`). Arrays are float32, with layers as the first axis,
+    and are sharded by kv head. At first the gates are alike for all tokens: W is uniform in ±1/√(2d), w_i, w_f and b_i
+    are 0, b_f is from 3 to 6 over the heads of a layer, a is normal with standard deviation 1/√d_v, c and theta are 0.
 
     Args:
-        features: "hedgehog"; or "none", for comparison: φ is the identity, with matrices twice as wide, and the
-            normaliser must be xlstm's, since products may be negative.
+        features: "hedgehog"; or "none", for comparison: φ is the identity, with matrices twice as wide. The normaliser
+            must then be "xlstm", since products may be negative.
         normaliser: "plain", a weighted mean of values; or "xlstm", whose divisor is at least 1.
-        capped: whether gates' logits are.
+        capped: True if the gates' logits are capped.
     """
 
     def __init__(
@@ -135,17 +135,17 @@ class Scorer(nnx.Module):
 
     @property
     def sizes(self) -> Sizes:
-        """Of the whole module."""
+        """The sizes and forms of these scorers, as the whole module has them."""
         layers, kv_heads = self.c.shape
         return Sizes(layers, kv_heads, self.head_dim, self.features, self.normaliser, self.capped)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of the memory's keys and of its values."""
+        """The widths of the memory's keys and of its values."""
         return self.head_dim if self.features == "none" else 2 * self.w_k.shape[-1], self.w_v.shape[-1]
 
     def streams(self, k: Float[Array, "b k t h"], v: Float[Array, "b k t h"]) -> Streams:
-        """Of one layer's tokens (this module sliced to that layer). No gradient reaches k and v."""
+        """Return the streams of one layer's tokens (this module sliced to that layer). No gradient reaches k and v."""
         x = self._input(k, v)
         log_i = self._capped(_project(x, self.w_i[...][..., None])[..., 0] + self.b_i[...][:, None])
         log_f = self._capped(_project(x, self.w_f[...][..., None])[..., 0] + self.b_f[...][:, None])
@@ -154,15 +154,16 @@ class Scorer(nnx.Module):
         return Streams(queries, keys, _project(x, self.w_v[...]), log_i, jax.nn.log_sigmoid(log_f))
 
     def queries(self, k: Float[Array, "b k t h"], v: Float[Array, "b k t h"]) -> Float[Array, "b k t d"]:
-        """What tokens read by, alone."""
+        """Return the tokens' queries alone."""
         return self._features(_project(self._input(k, v), self.w_q[...]))
 
     def score(
         self, queries: Float[Array, "b k t d"], streams: Streams, memory: Memory | None = None
     ) -> tuple[Float[Array, "b k t"], Memory]:
-        """What `queries` read at each of the tokens that are written meanwhile, as scores, and the memory after them.
+        """Return the scores of `queries`, and the memory after the call's tokens. Query t reads the memory of the
+        tokens up to t.
 
-        Delayed scoring gives at token t the query of token t − w + 1 (paper, Sec. 3.2), immediate scoring its own.
+        In delayed scoring it is the query of token t − w + 1 (paper, Sec. 3.2), in immediate scoring that of token t.
         """
         _, k, v, log_i, log_f = streams
         h, memory = mlstm(queries, k, v, log_i, log_f, memory, normaliser=self.normaliser)
@@ -170,7 +171,8 @@ class Scorer(nnx.Module):
         return score, memory
 
     def log_gamma(self) -> Float[Array, " k"]:
-        """By how much a score falls with each position, by kv head of one layer: between the logarithms of `GAMMA`."""
+        """Return the kv heads' log γ in one layer, the change of a score with each position. It lies between the
+        logarithms of `GAMMA`."""
         low, high = (math.log(gamma) for gamma in GAMMA)
         return low + jax.nn.sigmoid(self.theta[...]) * (high - low)
 

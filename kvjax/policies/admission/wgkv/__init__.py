@@ -1,8 +1,8 @@
 """WG-KV: a learned write gate decides which tokens outlive the local window (Huang et al., "KV Admission").
 
-The gate of a kv head looks at a token's key before and after RoPE and says how much it will be needed once it has left
-the window. In training the gate is soft: a query at distance ≥ window adds log g to the logit. Afterwards it is hard:
-a token is written to the global region iff g ≥ τ.
+The gate of a kv head looks at a token's key before and after RoPE, and predicts how much the token will be needed once
+it has left the window. In training the gate is soft: a query at distance ≥ window adds log g to the logit. Afterwards
+it is hard: a token is retained iff g ≥ τ.
 
 gate: the network. policy: the admission. soft: what is trained. files: exported gates.
 """

@@ -1,5 +1,5 @@
-"""Write gates as `kvjax.checkpoints.folder` has them, weights and a description, and as WG-KV's authors publish them: a
-file of torch.save's."""
+"""Write gates in two formats: the folder of `kvjax.checkpoints.folder`, weights and a description, and the file of
+torch.save that WG-KV's authors publish."""
 
 import functools
 import re
@@ -16,22 +16,21 @@ from kvjax.errors import UserError, shown
 from kvjax.policies.admission.wgkv.gate import WriteGate
 
 PUBLISHED = {"tau": 0.1, "window": 256}
-"""What the authors' files do not say: with what they were trained and are used."""
+"""The values with which the authors' gates were trained and are used. Their files do not state them."""
 PREFIX = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.g_predictors\.(.+)")
-"""Of their names: the layer, and what it is of its gates."""
+"""The pattern of names in the authors' files: the layer, and an array of its gates."""
 
 
 class Sizes(NamedTuple):
-    """Of write gates."""
+    """The sizes of write gates."""
 
     layers: int
-    """Of the model."""
     kv_heads: int
-    """Of each."""
+    """The number of kv heads in each layer."""
     head_dim: int
-    """Of keys."""
+    """The width of keys."""
     expand: float
-    """The hidden width over `head_dim`."""
+    """The hidden width divided by `head_dim`."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -39,13 +38,13 @@ class Sizes(NamedTuple):
         return *self[:3], round(self.head_dim * self.expand)
 
     def make(self, seed: int = 0) -> WriteGate:
-        """New gates of these sizes."""
+        """Return new gates of these sizes."""
         return WriteGate(*self[:3], expand=self.expand, rngs=nnx.Rngs(seed))
 
 
 def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]) -> None:
-    """Write an export. `description` holds tau, window, rate and peak_rate (the mean and the largest share of a
-    sequence's tokens that were admitted, layers × kv heads), and whatever else says how they were made."""
+    """Write gates to a folder. `description` holds tau, window, rate and peak_rate (the mean and the largest share of a
+    sequence's tokens that were admitted, layers × kv heads), and anything else about how the gates were made."""
     arrays = arrays_of(gates)
     layers, kv_heads, fan_in, width = arrays["w1"].shape
     shape = Sizes(layers, kv_heads, fan_in // 2, width / (fan_in // 2))
@@ -53,16 +52,17 @@ def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]
 
 
 def gate_sizes(path: str | Path) -> Sizes:
-    """The sizes of the gates in a folder or a file, whose weights are not read. Raises UserError as `load_gates`."""
+    """Return the sizes of the gates in a folder or a file without reading the weights. Raises UserError as `load_gates`
+    does."""
     with open_gates(path, _described, _published) as (found, _):
         return found.sizes
 
 
 def load_gates(path: str | Path, model: Any = None) -> tuple[WriteGate, dict[str, Any]]:
-    """The gates and the description that `save_gates` wrote into a folder; `builtin` is the folder of those that come
-    with kvjax. Or those of a file that the authors' code wrote, read without torch (`PUBLISHED` describes them).
+    """Return gates and their description. `path` is a folder that `save_gates` wrote, `builtin` for the gates that come
+    with kvjax, or a file that the authors' code wrote. Such a file is read without torch, and `PUBLISHED` describes it.
 
-    Raises UserError naming the file that is wrong, and for gates that are not for `model`.
+    Raises UserError naming the faulty file, or if the gates are not for `model`.
     """
     with open_gates(path, _described, _published) as (found, file):
         check_made_for(found.sizes[:3], getattr(model, "config", None))
@@ -70,7 +70,7 @@ def load_gates(path: str | Path, model: Any = None) -> tuple[WriteGate, dict[str
 
 
 def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
-    """Refuse gates for a model of another configuration than `model`, if there is one."""
+    """Raise UserError if there is a `model` and the gates are for another configuration."""
     if model is not None:
         wanted = (model.num_layers, model.num_kv_heads, model.head_dim)
         if shape != wanted:
@@ -90,7 +90,7 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
 
 
 def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """An authors' file's, by the names of ours."""
+    """Return the arrays of an authors' file under our names."""
     norm_pre, norm_post, w1, b1, w2, b2 = opened.stack(layers, _shapes(sizes)).values()
     heads, width = w2.shape[:2], w2.shape[2]
     return {
@@ -104,7 +104,7 @@ def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> di
 
 
 def _published(opened: TorchFile) -> Found[Sizes]:
-    """What an authors' file has, of the sizes that its first layer has."""
+    """Return the gates in an authors' file. Its first layer determines the sizes, which all layers must have."""
     sizes, layers = _layers(opened)
     opened.check(layers, _shapes(sizes))
     description = {"method": "wgkv"} | sizes._asdict() | PUBLISHED
@@ -112,7 +112,7 @@ def _published(opened: TorchFile) -> Found[Sizes]:
 
 
 def _layers(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
-    """The sizes that the first layer has, and what there is of each layer."""
+    """Return the sizes that the first layer has, and the arrays of each layer by name."""
     found: dict[int, dict[str, Any]] = {}
     for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
         parts = PREFIX.fullmatch(str(name))
@@ -130,8 +130,8 @@ def _layers(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
 
 
 def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """A layer's arrays in the authors' files: two convolutions with the kv heads as groups, the first one's outputs
-    head by head."""
+    """Return the shapes of a layer's arrays in the authors' files: two convolutions with the kv heads as groups. The
+    outputs of the first are ordered head by head."""
     _, k, h, m = sizes.shape
     return {
         "pre_key_norm.weight": (h,),

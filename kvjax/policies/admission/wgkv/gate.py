@@ -1,4 +1,4 @@
-"""The write gate: how much a token will be needed once it has left the window."""
+"""The write gate, which predicts how much a token will be needed once it has left the window."""
 
 import math
 
@@ -38,7 +38,7 @@ class WriteGate(nnx.Module):
         self.b2 = uniform(width, (layers, kv_heads), None, HEADS)
 
     def __call__(self, k_pre: Float[Array, "b k t h"], k: Float[Array, "b k t h"]) -> Float[Array, "b k t"]:
-        """The gates of one layer's tokens (this module sliced to that layer), in (0, 1)."""
+        """Return the gates of one layer's tokens (this module sliced to that layer), in (0, 1)."""
         features = jnp.concatenate([_rms(k_pre, self.norm_pre[...]), _rms(k, self.norm_post[...])], -1)
         exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
         hidden = jnp.einsum("bktc,kcm->bktm", features, self.w1[...], **exact) + self.b1[...][:, None]

@@ -1,4 +1,4 @@
-"""The admission: what leaves the window stays iff its gate is at least τ."""
+"""The admission: a token that leaves the window is retained iff its gate is at least τ."""
 
 import dataclasses
 from pathlib import Path
@@ -19,23 +19,23 @@ from kvjax.struct import assign, host, remembered, struct
 
 @struct
 class WGKV(Admission):
-    """Admission by the gate: a token that leaves the window is written iff g ≥ τ.
+    """Admission by the gate: a token that leaves the window is retained iff g ≥ τ.
 
-    `gates`: the gates themselves, a folder that training exported, a .pt file of the authors' (window 256, τ 0.1), or
-    `builtin` for those of the built-in model. What else is not given is the folder's.
+    `gates` is a `WriteGate`, a folder that training exported, a .pt file of the authors (window 256, τ 0.1), or
+    `builtin` for those of the built-in model. Arguments that are not given are the folder's.
     """
 
     gates: Any = dataclasses.field(repr=False)
-    """The gates, or where they are."""
+    """The gates, or the path to read them from."""
     tau: Any = None
     """The threshold; a higher one keeps less. By default the folder's, else 0.1."""
     rate: Any = dataclasses.field(default=None, repr=False)
-    """The largest share of a sequence's tokens that is expected to be admitted, by layer and kv head, which sizes the
-    pool; by default the folder's, if it was exported with this τ or a lower one; else 1."""
+    """The largest share of a sequence's tokens that is expected to be admitted, by layer and kv head. It sizes the
+    pool. By default it is the folder's rate if that was exported with this τ or a lower one, else 1."""
     window: int | None = host(default=None, repr=False)
-    """The window of policies that name none: by default the one that the gates were trained with."""
+    """The window of policies that name none; by default the one that the gates were trained with."""
     made_for: MadeFor | None = remembered()
-    """What the folder says."""
+    """The model that the folder's gates were made for; None: it does not say."""
     name = "wgkv"
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""The gates as they are trained: soft, as a bias of the logits, with the sparsity term."""
+"""The gates in training: soft, as a bias of the logits, with the sparsity term."""
 
 from typing import Any, Literal
 
@@ -17,19 +17,19 @@ GATE_FLOOR = 1e-3
 
 @struct
 class WriteGateTraining:
-    """What training asks of write gates: the soft gate as a logit bias, and the sparsity term.
+    """The training form of write gates: the soft gate as a logit bias, and the sparsity term.
 
-    `sparsity` "lifetime" is the code's form, R = mean[o_s + (1 − o_s)(1 − (1 − g)²)] with o_s = min(1, W/(N − s)) the
-    share of the remaining steps that token s spends in the ring anyway; "paper" is mean[g + g(1 − g)].
-    `hard`: the mask is the one of use, binarised at τ, and has no gradient.
+    With `sparsity` "lifetime" the term is that of WG-KV's code, R = mean[o_s + (1 − o_s)(1 − (1 − g)²)]. The share of
+    the remaining steps that token s spends in the local window anyway is o_s = min(1, W/(N − s)). With "paper" the term
+    is mean[g + g(1 − g)]. With `hard` the mask is that of inference: binarised at τ, and without gradient.
     """
 
     gates: WriteGate
-    """What is trained."""
+    """The gates that are trained."""
     tau: Float[Array, "*l"]
-    """The threshold of use, by layer or one."""
+    """The threshold of inference, by layer or one for all."""
     window: int = static()
-    """Tokens that are seen whatever their gate."""
+    """The number of last tokens that are visible whatever their gates."""
     sparsity: Literal["lifetime", "paper"] = static(default="lifetime")
     hard: bool = static(default=False)
 
@@ -42,10 +42,10 @@ class WriteGateTraining:
     def figures(
         self, state: Float[Array, "b k t"], step: Step, outputs: Any
     ) -> dict[str, Float[Array, "b k"]]:
-        """The sparsity term, the mean gate, the share of tokens that the hard gate admits, and the share of the
-        sequence's entries that it would leave in the cache at the end, ring included."""
+        """Return the sparsity term, the mean gate, the share of tokens that the hard gate admits, and the share of the
+        sequence's entries that it would leave in the cache at the end, local window included."""
         admitted, tokens = state >= self.tau, state.shape[-1]
-        # the loss sees the floor everywhere, and no gradient comes from below it (WG-KV's code)
+        # the floor counts in the loss, and gates below it get no gradient (WG-KV's code)
         gate = jnp.maximum(state, GATE_FLOOR)
         used = gate * (2 - gate)
         left = jnp.arange(tokens, 0, -1, dtype=jnp.float32)

@@ -1,5 +1,4 @@
-"""Fast KVzip (Kim, Han and Yun, 2026, arXiv:2601.17668): gates that foretell KVzip's scores from a
-token's hidden state.
+"""Fast KVzip (Kim, Han and Yun, 2026, arXiv:2601.17668): gates that predict KVzip's scores from a token's hidden state.
 
 gate: the network and the paper's alternatives to it. policy: the eviction. files: exported and published gates.
 """

@@ -1,5 +1,5 @@
-"""Gates as `kvjax.checkpoints.folder` has them, weights and a description, and as Fast KVzip's authors publish them: a
-file of torch.save's."""
+"""Gates in two formats: the folder of `kvjax.checkpoints.folder`, weights and a description, and the file of torch.save
+that Fast KVzip's authors publish."""
 
 import functools
 import re
@@ -17,59 +17,59 @@ from kvjax.errors import UserError
 from kvjax.policies.eviction.fast_kvzip.gate import FORMS, INPUTS, SinkGate
 
 METHOD = "fast_kvzip"
-"""As config.json has it."""
+"""The method's name in config.json."""
 PACKAGED = f"{BUILTIN}:{METHOD}"
 """The built-in model's gates."""
 
 
 class Sizes(NamedTuple):
-    """Of gates."""
+    """The sizes and forms of gates."""
 
     layers: int
-    """Of the model."""
     kv_heads: int
-    """Of each."""
+    """The number of kv heads in each layer."""
     group: int
-    """Query heads of a kv head."""
+    """The number of query heads of each kv head."""
     width: int
-    """Of what the gates look at."""
+    """The width of the gates' input."""
     dim: int
-    """D', of a gate's queries and keys."""
+    """D', the width of a gate's queries and keys."""
     sinks: int
-    """S, of each kv head."""
+    """S, the number of sink keys of each kv head."""
     form: str
-    """Of `FORMS`."""
+    """One of `FORMS`."""
     inputs: str
-    """Of `INPUTS`: what they look at."""
+    """The gates' input, one of `INPUTS`."""
 
     @classmethod
     def of(cls, gates: SinkGate, inputs: str = "hidden") -> "Sizes":
-        """Those of gates that look at `inputs`."""
+        """Return the sizes of gates that look at `inputs`."""
         return cls(*gates.shape, gates.dim, gates.sinks, gates.form, inputs)
 
     def make(self, seed: int = 0) -> SinkGate:
-        """New gates of these sizes."""
+        """Return new gates of these sizes."""
         return SinkGate(*self[:4], dim=self.dim, sinks=self.sinks, form=self.form, rngs=nnx.Rngs(seed))
 
 
 def save_gates(folder: str | Path, gates: SinkGate, description: dict[str, Any]) -> None:
-    """Write an export. `description` holds `inputs`, what the gates look at if that is not `hidden`, and whatever else
-    says how they were made."""
+    """Write gates to a folder. `description` holds `inputs`, the gates' input if that is not `hidden`, and anything
+    else about how the gates were made."""
     sizes = Sizes.of(gates, description.get("inputs", "hidden"))
     save_exported(folder, arrays_of(gates), {"method": METHOD} | sizes._asdict() | description)
 
 
 def gate_sizes(path: str | Path) -> Sizes:
-    """The sizes of the gates in a folder or a file, whose weights are not read. Raises UserError as `load_gates`."""
+    """Return the sizes of the gates in a folder or a file without reading the weights. Raises UserError as `load_gates`
+    does."""
     with open_gates(_named(path), _described, _published) as (found, _):
         return found.sizes
 
 
 def load_gates(path: str | Path, model: Any = None) -> tuple[SinkGate, dict[str, Any]]:
-    """The gates and the description that `save_gates` wrote into a folder. Or those of a file that the authors' code
-    wrote, read without torch.
+    """Return gates and their description. `path` is a folder that `save_gates` wrote, or a file that the authors' code
+    wrote, which is read without torch. `builtin` stands for the built-in model's gates.
 
-    Raises UserError naming the file that is wrong, and for gates that are not for `model`.
+    Raises UserError naming the faulty file, or if the gates are not for `model`.
     """
     with open_gates(_named(path), _described, _published) as (found, file):
         check_made_for(found.sizes, getattr(model, "config", None))
@@ -77,7 +77,7 @@ def load_gates(path: str | Path, model: Any = None) -> tuple[SinkGate, dict[str,
 
 
 def check_made_for(sizes: Sizes, model: Any) -> None:
-    """Refuse gates for a model of another configuration than `model`, if there is one."""
+    """Raise UserError if there is a `model` and the gates are for another configuration."""
     if model is not None:
         width = model.width if sizes.inputs == "hidden" else model.head_dim
         wanted = model.num_layers, model.num_kv_heads, model.num_heads // model.num_kv_heads, width
@@ -89,7 +89,7 @@ def check_made_for(sizes: Sizes, model: Any) -> None:
 
 
 def _named(path: str | Path) -> str | Path:
-    """Of `builtin` this method's."""
+    """Return the path; for `builtin`, the name of this method's gates."""
     return PACKAGED if str(path) == BUILTIN else path
 
 
@@ -108,7 +108,7 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
 
 
 def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """An authors' file's, by the names of ours."""
+    """Return the arrays of an authors' file under our names."""
     w_q, bias_q, w_k, norm_q, norm_k, k_base, b = opened.stack(layers, _shapes(sizes)).values()
     count, k, g, d, c = sizes[:5]
     return {
@@ -123,7 +123,8 @@ def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> di
 
 
 def _published(opened: TorchFile) -> Found[Sizes]:
-    """What an authors' file has, of the sizes that its first layer has, held against those in its name."""
+    """Return the gates in an authors' file. Its first layer determines the sizes, which the file's name and all layers
+    must have."""
     layers = opened.content.get("module") if isinstance(opened.content, dict) else None
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
         raise UserError(
@@ -145,8 +146,8 @@ def _published(opened: TorchFile) -> Found[Sizes]:
 
 
 def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """A layer's arrays in the authors' files: linear maps [out, in], whose outputs are head by head and, of queries,
-    query head by query head."""
+    """Return the shapes of a layer's arrays in the authors' files: linear maps [out, in]. Their outputs are ordered by
+    kv head and, for queries, by query head."""
     _, k, g, d, c, sinks, *_ = sizes
     return {
         "q_proj.weight": (k * g * c, d),

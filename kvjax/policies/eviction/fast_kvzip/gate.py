@@ -1,4 +1,4 @@
-"""The gate: what a token's key and value will be needed for, seen from the layer's input alone."""
+"""The gate, which predicts how much a token's key and value will be needed from the layer's input or the key alone."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kvjax.mesh import HEADS
 from kvjax.policies.views import Step
 
 INPUTS = "hidden", "k", "k_pre"
-"""What a gate may look at, by its name in `Step`."""
+"""The inputs that a gate may look at, by their names in `Step`."""
 EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 Input = Float[Array, "b t d"] | Float[Array, "b k t d"]
 Draw = Callable[..., nnx.Param]
@@ -25,18 +25,18 @@ Draw = Callable[..., nnx.Param]
 class SinkGate(nnx.Module):
     """One gate per layer and kv head: attention of a token's own queries to its own key, against learned sink keys.
 
-    A kv head has a key k and, for each of its `group` query heads, a query q_g, of width D' = `dim`, linear in the
-    input and normed (RMSNorm with weights that a layer's heads share). With c = 1/√D', a_g = c q_g·k + b_g and the
-    sinks' logits e_gr = c q_g·k_base_r (sink keys are not normed),
+    A kv head has a key k and, for each of its `group` query heads, a query q_g. They have width D' = `dim`, are linear
+    in the input, and are normed (RMSNorm with weights that a layer's heads share). With c = 1/√D', a_g = c q_g·k + b_g
+    and the sinks' logits e_gr = c q_g·k_base_r (sink keys are not normed),
 
         s = mean_g softmax([a_g, e_g1 … e_gS])_0   (Fast KVzip, Sec. 3.4).
 
-    b is added once, to the numerator's logit, whatever its sign: the form in which published gates are used. `form`
-    names it or one of the paper's alternatives (`FORMS`), which have other parameters.
+    b is added once, to the numerator's logit, whatever its sign. Published gates are used in this form. `form` names it
+    or one of the paper's alternatives (`FORMS`), which have other parameters.
 
-    Arrays are float32, layers first, and split with the kv heads; initialised as a torch linear layer,
-    U(±1/√width), sinks and b at 0. A layer's scores are local code: call it inside `shard_map` with the layer's part of
-    the arrays. Of all layers at once, in training, with x [l b t d] whose rows are split:
+    Arrays are float32, with layers as the first axis, and are sharded by kv head. They are initialised as a torch
+    linear layer, U(±1/√width), and sinks and b as 0. A layer's scores are local code: call the gate inside `shard_map`
+    with the layer's part of the arrays. For all layers at once, in training, with x [l b t d] sharded by sequence:
 
         def local(gates, x):
             return jax.vmap(lambda gate, x: gate(x))(gates, x)
@@ -44,7 +44,7 @@ class SinkGate(nnx.Module):
     """
 
     b: nnx.Param
-    """The bias, which every form has: by layer, kv head and, where it has them, query head."""
+    """The bias, which every form has: by layer, kv head and, if the form has them, query head."""
 
     def __init__(
         self,
@@ -78,23 +78,24 @@ class SinkGate(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Layers, kv heads, query heads of each, width of the input. Of the whole module."""
+        """The layers, kv heads, query heads of each, and width of the input, as the whole module has them."""
         layers, kv_heads = self.b.shape[:2]
         return layers, kv_heads, self.group, self.width
 
     def __call__(self, x: Input) -> Float[Array, "b k t"]:
-        """The scores of one layer's tokens (this module sliced to that layer), in (0, 1), float32.
+        """Return the scores of one layer's tokens (this module sliced to that layer), in (0, 1), float32.
 
         Args:
-            x: the same input for all kv heads (hidden states), or one of each (keys). The large products are of x's
-                dtype, with float32 sums: what is 16-bit takes the gates rounded to it, as they are published.
+            x: one input for all kv heads (hidden states), or one for each (keys). The large products are computed in
+                x's dtype with float32 sums: for a 16-bit input the gates are rounded to its dtype, as they are
+                published.
         """
         return FORMS[self.form].score(self, x)
 
 
 def inputs(step: Step, which: str) -> Input:
-    """What a gate made for `which` of `INPUTS` looks at: the layer's hidden states, or each kv head's own key after
-    (`k`) or before RoPE (`k_pre`)."""
+    """Return the input of a gate that was made for `which` of `INPUTS`: the layer's hidden states, or each kv head's
+    own key after (`k`) or before RoPE (`k_pre`)."""
     return getattr(step, which)
 
 
@@ -148,14 +149,14 @@ def _swiglu_score(gate: Any, x: Input) -> Float[Array, "b k t"]:
 
 
 def _logits(gate: Any, x: Input) -> tuple[Float[Array, "b k t g"], Float[Array, "b k t g"]]:
-    """c q·k, and the log of the sinks' summed exponentials."""
+    """Return c q·k, and the logarithm of the sinks' summed exponentials."""
     own, q = _queries(gate, x)
     sinks = jnp.einsum("bktgc,ksc->bktgs", q, gate.k_base[...], **EXACT) / math.sqrt(gate.dim)
     return own, jax.nn.logsumexp(sinks, -1)
 
 
 def _queries(gate: Any, x: Input) -> tuple[Float[Array, "b k t g"], Float[Array, "b k t g c"]]:
-    """c q·k, and q."""
+    """Return c q·k, and q."""
     q = _project(x, gate.w_q[...].reshape(-1, gate.group * gate.dim, gate.width))
     q = _rms(q.reshape(*q.shape[:-1], gate.group, gate.dim) + gate.bias_q[...][:, None], gate.norm_q[...])
     k = _rms(_project(x, gate.w_k[...]), gate.norm_k[...])
@@ -173,12 +174,12 @@ def _rms(x, scale):
 
 @dataclass(frozen=True)
 class Form:
-    """A way from an input to a score."""
+    """A form of the gate: its parameters, and the score that it computes from an input."""
 
     parameters: Callable[[Any, Draw], None]
-    """Gives a gate its arrays."""
+    """The function that gives a gate its arrays."""
     score: Callable[[Any, Input], Float[Array, "b k t"]]
-    """One layer's scores."""
+    """The function that scores one layer's tokens."""
 
 
 FORMS = {
@@ -188,6 +189,6 @@ FORMS = {
     "linear": Form(_linear, _linear_score),
     "mlp": Form(_swiglu, _swiglu_score),
 }
-"""sink: as published. paper: b = softplus(β) ≥ 0 in the denominator instead, as the paper prints it. sigmoid: no sinks,
-σ(a_g) (the code's S = 0, where b stays 0). linear: one logit a kv head. mlp: two layers with SwiGLU, of a hidden width
-that makes about as many parameters."""
+"""The forms of the gate. sink: as published. paper: b = softplus(β) ≥ 0 in the denominator instead, as the paper prints
+it. sigmoid: no sinks, σ(a_g) (the code's S = 0, where b stays 0). linear: one logit per kv head. mlp: two layers with
+SwiGLU, with a hidden width that gives about as many parameters."""

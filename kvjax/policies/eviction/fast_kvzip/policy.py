@@ -1,4 +1,4 @@
-"""The eviction: what the gates scored lowest goes, of all layers and kv heads together."""
+"""The eviction: the entries that the gates score lowest are dropped, of all layers and kv heads together."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,47 +22,47 @@ from kvjax.policies.views import Readout, Shape, Step, Stored
 from kvjax.struct import assign, changed, host, remembered, static, struct
 
 CHUNK = 16_000
-"""Tokens of a prompt between two compactions."""
+"""The number of tokens of a prompt between two compactions."""
 FIRST, LAST = 4, 128
-"""Entries of each kv head that always stay while decoding, unless others are named."""
+"""The numbers of first and last entries of each kv head that always stay while decoding, unless others are named."""
 OF_PROMPTS = {"window": "last", "short": "last", "share": "last", "prefix": "first"}
-"""Fields that say what stays of a prompt, and the word that does while decoding."""
+"""The fields that say what stays of a prompt, and the argument of `protected` that says it while decoding."""
 Waiting = Any
-"""What the gates see of the last tokens; (): nothing waits."""
+"""The gates' inputs of the last tokens; () if no token waits for its score."""
 
 
 @struct
 class FastKVzip(LateMetadata, Eviction):
-    """A gate's guess of KVzip's score, which an entry carries from birth (Sec. 3).
+    """A gate's prediction of KVzip's score, which is stored with each entry (Sec. 3).
 
-    A prompt is compacted chunk by chunk: what lies before its newest `window` tokens is thresholded over all layers and
-    kv heads, once; what stays then stays for good, and the window is kept whole. Of a budget that the window alone
-    exceeds its newest tokens stay. While decoding, tokens wait until there are `buffer` of them, whose scores one
-    product gives.
+    A prompt is compacted chunk by chunk. The entries before its newest `window` tokens are compared once with a
+    threshold over all layers and kv heads. Those above it then stay for good, and the window is kept whole. If the
+    window alone exceeds the budget, only its newest tokens stay. While decoding, tokens wait until there are `buffer`
+    of them, and one matrix product scores them all.
     """
 
     gates: Any = dataclasses.field(repr=False)
-    """The gates, or the folder or the authors' .pt file where they are."""
+    """The gates, or the folder or the authors' .pt file that holds them."""
     window: int = host(default=4096)
-    """A prompt's newest tokens, which a compaction passes over."""
+    """The number of a prompt's newest tokens that a compaction passes over."""
     short: int = host(default=CHUNK)
-    """Of prompts below so many tokens …"""
+    """The length of prompts in tokens below which `share` sets the window."""
     share: float = host(default=0.02)
-    """… the window is this share of theirs."""
+    """The window as a share of the prompt's tokens, for prompts below `short` tokens."""
     prefix: int | None = host(default=None)
-    """A prompt's first tokens, which stay beside the budget; None: those in common with `opening`, and the first 4 in
-    any case."""
+    """The number of a prompt's first tokens that stay in addition to the budget; None: those in common with `opening`,
+    and at least the first 4."""
     opening: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids that come before a user's text, a system prompt among them; none: the tokenizer's, or those that the
-    gates were trained behind."""
+    """Token ids that come before a user's text, a system prompt among them. Empty: those that the gates were trained
+    with if they begin with the tokenizer's, else the tokenizer's."""
     tokenizer: Any = host(default=None, repr=False)
-    """The model's, whose chat template says what the opening is. It is not kept."""
+    """The model's tokenizer, whose chat template says what the opening is. It is not kept."""
     buffer: int = static(default=LAST)
-    """Tokens of an answer that wait for their scores where answers are compacted; 1: none waits."""
+    """The number of an answer's tokens that wait for their scores if answers are compacted; 1: none waits."""
     inputs: Any = dataclasses.field(default=None, repr=False, metadata={"static": True})
-    """What the gates look at, one of `gate.INPUTS`; by default the folder's, else the hidden states."""
+    """The gates' input, one of `gate.INPUTS`; by default the folder's, else the hidden states."""
     made_for: MadeFor | None = remembered()
-    """What the folder says."""
+    """The model that the folder's gates were made for; None: it does not say."""
     name = "fast_kvzip"
 
     def __post_init__(self):
@@ -90,13 +90,13 @@ class FastKVzip(LateMetadata, Eviction):
         )
 
     def _opening(self, trained: Any) -> tuple[int, ...]:
-        """What the prompts' is, given the one that the gates were trained behind."""
+        """Return the token ids before a user's text, given those that the gates were trained with."""
         told, trained = (token_ids(self.name, "opening", ids) for ids in (self.opening, trained))
         own: tuple[int, ...] = ()
         if self.tokenizer is not None:
             check_tokenizer(self.name, self.tokenizer)
             own = opening(self.tokenizer)
-        # an instruction may stand behind the template's own
+        # after the template's own tokens the trained opening may have an instruction
         return told or (trained if trained[: len(own)] == own else own)
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
@@ -151,7 +151,7 @@ class FastKVzip(LateMetadata, Eviction):
         return inputs(step, self.inputs) if self.pending else ()
 
     def numbers(self, state: tuple[()], step: Step, readout: Readout) -> Numbers:
-        """Those of a prompt at once; a single token's are `late`."""
+        """Return the scores of a prompt's tokens at once. A single token that waits gets 0; `late` scores it."""
         if self.pending and step.hidden.shape[1] == 1:
             return {"score": jnp.zeros_like(step.k[..., 0], jnp.float32)}
         return {"score": self.gates(inputs(step, self.inputs))}
