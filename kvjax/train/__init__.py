@@ -1,9 +1,10 @@
 """Training: `python -m kvjax.train --method NAME`.
 
-recipe: what a way of training is; recipes: one file each. config: what a run is told. data: its sequences, of readers
-and documents; batches: rows of one process. packing: documents one after another; packs: separate ones, mixed;
-passkeys: hidden in them; labelled: the recipes of these. objective: what recipes minimise. update: one of them. loop:
-the run. validation: figures of held-out sequences. checkpoints, metrics: what a run keeps. memory: what it takes of a
-device. reporting: whether it ends with a table; report: of the built-in model; held_out_report: of others, with
+recipe: the base class of training methods; recipes: one file each. config: the options of a run. data: its sequences,
+made by readers from documents; batches: the rows of one process. packing: documents one after another; packs: separate
+documents from mixed sources; passkeys: words hidden in them; labelled: the base class of recipes that use these.
+objective: losses that recipes share. update: one update. loop: the run. validation: figures of held-out sequences.
+checkpoints, metrics: files that a run keeps. memory: the memory that it needs on a device. reporting: checks that a run
+can end with a report; report: the report of the built-in model; held_out_report: that of other models, with
 distillation and thresholds for its rows.
 """

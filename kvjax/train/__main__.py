@@ -24,7 +24,7 @@ def main(args: list[str] | None = None) -> None:
 
         print(dry_run(config))
         return
-    # the model's and the data's libraries come only once the command line is known to be good
+    # the libraries of model and data are imported only once the command line is known to be good
     import jax
 
     from kvjax.train.loop import resume_command, train
@@ -62,7 +62,7 @@ def _report(config: Recipe, trained: "RunOutput", summary: str) -> str:
 
 
 def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:
-    """Where the parameters are, what they are worth, and how to use them."""
+    """Return the folder of the exported parameters, their held-out figures and the commands that use them, in lines."""
     found, folder = trained.validation, trained.folder / config.exports
     own = folder / "model"  # if the run trained it
     model = [] if config.model == BUILTIN else ["--model", config.model]
@@ -85,11 +85,11 @@ def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:
 
 
 def _tasks_and_context(config: Recipe, policy: "Policy") -> list[str]:
-    """Tasks that mean something to the model, and contexts of which the smallest budget holds the window."""
+    """Return the options of tasks that suit the model, and of contexts whose smallest budget is above the window."""
     from kvjax.models.folder import speaks_builtin
 
     tasks = [] if speaks_builtin(config.model) else ["--tasks", "needle", "niah_single_1", "vt"]
-    # contexts of text are shorter than they may be, by the answer and by what more would not have fitted
+    # text contexts are shorter than the option says: the answer takes room, and the next text would not have fitted
     usual, least = min(EvaluateConfig.context), 1.5 * policy.window / min(EvaluateConfig.budgets)
     return tasks if least <= usual else [*tasks, "--context", str(usual * math.ceil(least / usual))]
 

@@ -1,4 +1,4 @@
-"""An update's rows: which of them a process reads, and how they get onto the mesh."""
+"""The rows of an update: the part that each process reads, and their placement on the mesh."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,19 +17,17 @@ TokenRows = Int[np.ndarray, "b t"]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows `start … stop − 1` of a step's `total`: those that one process reads."""
+    """The rows `start … stop − 1` that one process reads, of a step's `total`."""
 
     start: int
-    """The first."""
     stop: int
-    """Behind the last."""
     total: int
-    """Of all processes."""
+    """The number of rows of all processes."""
 
     @classmethod
     def of_this_process(cls, mesh: Mesh, total: int) -> "Rows":
-        """The rows on this process's devices. Processes that share their rows over `tensor` or `sequence` read the same
-        ones."""
+        """Return the rows on this process's devices. Processes that split the same rows over `tensor` or `sequence` all
+        read them."""
         parts = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((total,)).values()
         bounds = [part[0].indices(total) for part in parts if part is not None]
         return cls(min(b[0] for b in bounds), max(b[1] for b in bounds), total)
@@ -40,7 +38,7 @@ class Rows:
 
     @property
     def group(self) -> int:
-        """Which of the `groups` equal parts of a step this is."""
+        """The index of this part among the `groups` equal parts of a step."""
         return self.start // self.count
 
     @property
@@ -58,13 +56,13 @@ class HeldRows(Protocol):
 
 
 def stack(rows: Sequence[Any]) -> Any:
-    """Rows of the same shapes, pytrees of arrays, as one batch: [b …] of each array."""
+    """Stack rows, pytrees of arrays of the same shapes, into one batch of arrays [b …]."""
     return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
 def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
-    """A step's arrays on the mesh, their rows split over (data, fsdp), from each process's own rows; what is on devices
-    already stays as it is."""
+    """Place a step's arrays on the mesh, from each process's own rows, which are split over (data, fsdp). Arrays that
+    are on devices already stay as they are."""
 
     def place(own):
         if isinstance(own, jax.Array):
@@ -82,7 +80,7 @@ def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
 
 
 def from_mesh(rows: Rows, x: jax.Array) -> Shaped[np.ndarray, "b ..."]:
-    """This process's own rows of an array that is split as `to_mesh` splits it."""
+    """Return this process's own rows of an array that is split as `to_mesh` splits it."""
     own = np.empty((rows.count, *x.shape[1:]), x.dtype)
     for shard in x.addressable_shards:
         start, stop, _ = shard.index[0].indices(rows.total)

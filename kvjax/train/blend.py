@@ -1,4 +1,4 @@
-"""Training's attention of heads that may turn out to be retrieval heads or streaming heads: both, weighted."""
+"""Attention of training for heads that may become retrieval or streaming heads: a weighted sum of both."""
 
 from typing import Any
 
@@ -13,26 +13,27 @@ from pallas_kernels.vertical_slash import FOREVER
 
 @struct
 class Blend:
-    """z · full attention + (1 − z) · sinks and window, by layer and kv head (DuoAttention, arXiv:2410.10819, Eq. 1;
-    PruLong, arXiv:2506.17121, Eq. 3).
+    """The sum z · full attention + (1 − z) · streaming attention, by layer and kv head (DuoAttention, arXiv:2410.10819,
+    Eq. 1; PruLong, arXiv:2506.17121, Eq. 3).
 
-    A streaming head sees blocks: those of its first `sink` tokens, its own and those before it that make up `window`
-    tokens, as block-sparse kernels have it. Blocks of one token are exact: the first `sink` tokens and the last
-    `window`, its own among them. Both are counted in each document.
+    A query of a streaming head sees whole blocks, as in block-sparse kernels: the blocks of the first `sink` tokens,
+    its own block, and as many blocks before it as `window` tokens, rounded up to whole blocks, need. With blocks of one
+    token it sees exactly the first `sink` tokens and the last `window`, its own included. Sinks and window are counted
+    within each document.
     """
 
     z: Float[Array, "*l k"]
-    """How much of each kv head is full attention."""
+    """The weight of full attention in each kv head."""
     sink: int = static()
-    """First tokens of a streaming head."""
+    """The number of first tokens that a streaming head sees."""
     window: int = static()
-    """Last tokens of a streaming head."""
+    """The number of last tokens that a streaming head sees."""
     block: int = static()
-    """Tokens of a block."""
+    """The number of tokens of a block."""
 
     @property
     def band(self) -> int:
-        """How many of the last tokens every query of a streaming head sees at least."""
+        """The minimum number of last tokens that a query of a streaming head sees."""
         return (-(-self.window // self.block) - 1) * self.block + 1
 
     def masks(self, step: Step) -> tuple[None, list[Mask]]:
@@ -40,7 +41,8 @@ class Blend:
         return None, [Mask(self.z), Mask(1 - self.z, end)]
 
     def ends(self, position: Int[Array, "b t"]) -> Int[Array, "b t"]:
-        """The index from which on no query of a streaming head sees each key, given its position in its document."""
+        """Return the index from which on no query of a streaming head sees each key. `position`: the position of each
+        token in its document."""
         local, block = -(-self.window // self.block), self.block
         first = jnp.arange(position.shape[1]) - position
         last = first + (position // block + local) * block

@@ -1,4 +1,4 @@
-"""The score loss: whether a token that leaves the window is worth more than the one whose place it would take."""
+"""The score loss: it compares a token that leaves the window with the retained one that it would displace."""
 
 from typing import NamedTuple
 
@@ -11,31 +11,33 @@ from pallas_kernels.running_topk.api import ranks
 
 
 class Pairs(NamedTuple):
-    """For every token, in order, the one whose place it would take when it leaves the window."""
+    """The boundary of every token, in order: the retained token that it would displace when it leaves the window."""
 
     boundary: Int[Array, "b k t"]
-    """Its index."""
+    """The index of the boundary."""
     valid: Bool[Array, "b k t"]
-    """Whether there is one: the token competes, leaves within the sequence, and all places are taken by then."""
+    """True if there is a boundary: the token competes, it leaves the window within the sequence, and all places are
+    taken by then."""
 
 
 def boundary_pairs(
     target: Float[Array, "b k t"], competes: Bool[Array, "b k t"], max_entries: Int[Array, ""], window: int
 ) -> Pairs:
-    """Return, by the target, the lowest of the `max_entries` best that have left the window before a token does.
+    """Pair each token with the lowest, by the target, of the `max_entries` best that left the window before it.
 
-    KVPOP's eq. 2 (Sec. 3.4) takes the boundary among those eligible once the token has left, itself included. Whether
-    the token is kept is the same. One that is kept is paired here with the one that it displaces, never with itself.
+    KVPOP's eq. 2 (Sec. 3.4) takes the boundary among the tokens that are eligible once the token has left, itself
+    included. The same tokens are kept either way. A token that is kept is paired here with the one that it displaces,
+    never with itself.
 
     Args:
-        target: what each token is worth, in an order that no query changes.
-        competes: not the sinks, which always stay.
-        max_entries: how many of those that compete stay.
+        target: the value of each token. The order of the values is the same for all queries.
+        competes: False for the sinks, which always stay.
+        max_entries: the number of competing tokens that stay.
     """
     tokens = target.shape[-1]
     rank = ranks(target)
-    # the best k of all that left so far, at each query; token j leaves at query j + window, so those before it are what
-    # query j + window − 1 sees
+    # the k-th best of the tokens that left so far, at each query. Token j leaves at query j + window, so that query
+    # j + window − 1 has those that left before it
     tau, _ = running_topk(rank, k=max_entries, window=window, competes=competes)
     index = jnp.arange(tokens)
     last = jnp.broadcast_to(tau[..., -1:], (*tau.shape[:-1], min(window - 1, tokens)))
@@ -55,15 +57,18 @@ def boundary_loss(
     window: int,
     temperature: float = 1.0,
 ) -> dict[str, Float[Array, "b k"]]:
-    """`score_loss`, the logistic loss of each pair of a token and its boundary, weighted by how far apart their targets
-    are, at most 1, over the pairs that there are (KVPOP, Sec. 3.4 and App. D); `agreement`, the share of them that the
-    scores order as the target does; and `pairs`, how many there are. Only `score` has a gradient."""
+    """Return the loss and figures of the pairs of a token and its boundary (KVPOP, Sec. 3.4 and App. D).
+
+    `score_loss` is the mean logistic loss over the valid pairs, each weighted by the distance of its targets, at most
+    1. `agreement` is the share of them that the scores order as the targets do. `pairs` is their number. Only `score`
+    has a gradient.
+    """
     score, target, competes = (x[:, :, None, None] for x in (score, jax.lax.stop_gradient(target), competes))
 
     def head(row: tuple[Array, Array, Array]) -> dict[str, Array]:
         return _of_a_head(*row, max_entries, window, temperature)
 
-    # one after another: libtpu 0.0.42 fails for v5p on the gathers of eight rows of 8,192 tokens
+    # one head at a time: libtpu 0.0.42 fails for v5p on the gathers of eight rows of 8,192 tokens
     rows = tuple(x.reshape(-1, *x.shape[2:]) for x in (score, target, competes))
     return {name: x.reshape(score.shape[:2]) for name, x in jax.lax.map(head, rows).items()}
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run (Orbax): written beside the computation, whole or not at all, restored onto any mesh."""
+"""Checkpoints of a run (Orbax): saved asynchronously and atomically, and restored onto any mesh."""
 
 import contextlib
 import logging
@@ -18,14 +18,14 @@ STATE, NOTES = "state", "notes"
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run, in numbered folders. A context, which ends when all is on disk.
+    """The last `keep` checkpoints of a run, in numbered folders. A context manager that exits when all is on disk.
 
     A checkpoint counts once it is complete, so that a crash in the middle of a save leaves the one before it as the
-    latest. Some that are only read (`keep` None) may be those of a run that goes on.
+    latest. With `keep` None checkpoints are only read; the run that writes them may still be going on.
     """
 
     def __init__(self, folder: Path, keep: int | None):
-        # what fails in its threads Orbax raises here again, after logging it in every one of them
+        # Orbax logs an error of its threads in each of them, and then raises it here as well
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         writes = keep is not None
         options = ocp.CheckpointManagerOptions(
@@ -40,26 +40,26 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
-        """Start to save a pytree of arrays and a JSON value. Returns once the arrays have left the device; an error of
-        the save before is raised here.
+        """Start to save a pytree of arrays and a JSON value. Returns once the arrays have left the device. An error of
+        the previous save is raised here.
 
         Raises:
-            UserError: the disk has not enough room for it.
+            UserError: the disk has too little space.
         """
         check_room(self._folder, state)
         items = {STATE: ocp.args.StandardSave(leaves_by_path(state)), NOTES: ocp.args.JsonSave(notes)}
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint, if there is one."""
+        """Return the step of the newest complete checkpoint, None if there is none."""
         return self._manager.latest_step()
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The pytree and the notes saved at `step`.
+        """Return the pytree and the notes saved at `step`.
 
         Args:
-            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted (`abstract`); the mesh may be another
-                than the one that saved.
+            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted (`abstract`). The mesh may differ from the
+                one that saved.
 
         Raises:
             UserError: the checkpoint holds other arrays than `like`.
@@ -78,25 +78,25 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), restored[NOTES]
 
     def close(self) -> None:
-        """Wait until what was saved is on disk."""
+        """Wait until every save is on disk."""
         self._manager.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let the save under way end, also when the run has failed; then the run's own error matters more than its."""
+        """Wait for the save under way. If the run has failed, its own error is raised and not one of the save."""
         with contextlib.suppress(Exception) if any(error) else contextlib.nullcontext():
             self.close()
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, rising; none, if there is no such folder."""
+    """Return the steps of the complete checkpoints in a folder, ascending; an empty list if there is no such folder."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 @jax.jit
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether every number of every array is finite."""
+    """Return True if every number of every array is finite."""
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()

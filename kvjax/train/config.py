@@ -1,4 +1,4 @@
-"""What a training run is told: the command line over a YAML file over the recipe's own values, and the run's folder."""
+"""Options of a training run and its folder. The command line overrides a YAML file, which overrides the defaults."""
 
 import dataclasses
 import re
@@ -15,18 +15,18 @@ from kvjax.train.recipe import Recipe, option
 from kvjax.train.recipes import DEFAULT, find_recipe
 
 RUNS = Path("runs")
-"""Where runs without an --out go."""
+"""The folder of runs without --out."""
 SAVED = "config.yaml"
-"""What a run was told, in its folder."""
+"""The file of a run's options in its folder."""
 MAY_CHANGE = {
     *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tasks"),
     *("tensorboard", "out", "resume", "config", "dry_run"),
 }
-"""What a resumed run may be told anew; of the batch and the mesh, what keeps the sequences of an update."""
+"""Options that a resumed run may change. A change of batch or mesh must keep the number of sequences of an update."""
 
 
 def parse(args: Sequence[str] | None = None) -> Recipe:
-    """The run's configuration from the command line, over its --config, or over what the run to resume was told.
+    """Return the run's configuration: the command line over its --config, or over the options of the run to resume.
 
     `out` is chosen, but nothing is written. Raises UserError for anything wrong.
     """
@@ -83,13 +83,13 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
 
 
 def read_run(out: Path, mesh: MeshShape | None = None, method: str | None = None) -> Recipe:
-    """Return what the run in a folder was told, for its own mesh or another.
+    """Return the configuration of the run in a folder, for its own mesh or another.
 
     Args:
-        method: its method, if that is package.module:NAME, which is imported only if the caller names it.
+        method: the run's method. A method package.module:NAME is imported only if the caller names it.
 
     Raises:
-        UserError: there is no run, it is none for that mesh, or of another method.
+        UserError: there is no run, it cannot run on that mesh, or it is of another method.
     """
     _, before = _saved(out, method)
     if method not in (None, before.method):
@@ -105,7 +105,7 @@ def read_run(out: Path, mesh: MeshShape | None = None, method: str | None = None
 
 
 def _saved(out: Path, method: str | None, where: str = "") -> tuple[type[Recipe], Recipe]:
-    """The recipe of the run in a folder, which the command line may name, too, and what it was told."""
+    """Return the recipe of the run in a folder and its configuration. `method`: the one that the command line names."""
     file = out / SAVED
     if not is_there(file, where):
         raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
@@ -119,7 +119,7 @@ def _check_tasks(config: Recipe, arguments: Sequence[str]) -> None:
 
 
 def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:
-    """The options of a YAML file. Raises UserError, which says so if the file was written for another method."""
+    """Return the options of a YAML file. Raises UserError, which says so if the file is for another method."""
     try:
         loaded = load_config(recipe, name)
     except UserError as error:
@@ -133,9 +133,9 @@ def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Rec
 
 
 def _recipe(method: str | None, file: Path | None) -> type[Recipe]:
-    """The recipe that the command line names, else the file, else the default one.
+    """Return the recipe that the command line names, else the one of the file, else the default.
 
-    A file may be a stranger's: a module that only a file names is not imported.
+    A file may come from a stranger, so a module that only a file names is not imported.
     """
     written = _method(file) if file else DEFAULT
     if method is None and ":" in written:
@@ -147,7 +147,7 @@ def _recipe(method: str | None, file: Path | None) -> type[Recipe]:
 
 
 def _method(file: Path) -> str:
-    """The method that a file names."""
+    """Return the method that a file names."""
     return str(read_values(file).get("method", DEFAULT))
 
 
@@ -159,14 +159,13 @@ def _is_there(out: Path) -> bool:
 
 
 def _newest_run() -> int:
-    """The highest number of the runs in `RUNS` that were started, 0 without any."""
+    """Return the highest number of the runs that were started in `RUNS`, 0 without any."""
     found = [re.fullmatch(r"train-(\d+)", file.parent.name) for file in RUNS.glob(f"*/{SAVED}")]
     return max((int(match[1]) for match in found if match), default=0)
 
 
 def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
-    """Make the run's folder and, in the process that may `write`, keep the configuration in it. Raises UserError if it
-    cannot be written."""
+    """Make the run's folder and, if `write`, save the configuration in it. Raises UserError if it cannot be written."""
     assert config.out is not None, "parse chose it"
     try:
         config.out.mkdir(parents=True, exist_ok=True)
@@ -183,5 +182,5 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
 
 
 def release_folder(folder: Path) -> None:
-    """Let another run have the folder: this one left nothing to go on from. What it logged stays until then."""
+    """Release the folder of a run that left no checkpoint, so that another run can use it. Its log stays until then."""
     (folder / SAVED).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Whole contexts to take features of: FineWeb-Edu's documents as Fast KVzip picks them (`load_fineweb` of its code),
-any local text likewise, and the built-in model's own tasks.
+"""Contexts to compute features of: FineWeb-Edu's documents as Fast KVzip picks them (`load_fineweb` of its code), local
+text picked in the same way, and the built-in model's own tasks.
 
-Documents of some length in the order in which they come: so many of them alone, and some of the same ones again, joined
-by empty lines until they have a longer length.
+Text contexts are made of the documents within a range of lengths, in their order. The first ones are contexts by
+themselves. Then documents from the first one on are joined by empty lines into longer contexts.
 """
 
 import dataclasses
@@ -24,30 +24,31 @@ from kvjax.train.readers import Records, local_path, open_hub
 
 TokenRow = Int[np.ndarray, " _"]
 JOINED_BY = "\n\n"
-"""Stands before each document of a joined context."""
+"""The text before each document of a joined context."""
 BYTES = 4
-"""Of a token, about: what a long .txt file is cut into makes documents between the shortest and the longest."""
+"""The approximate bytes of a token. They size the pieces of a long .txt file, so that these are neither too short nor
+too long as documents."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What is read, and what would be asked of it."""
+    """A context and the questions about it."""
 
     prefix: TokenRow
-    """Tokens before it that are always kept, and that nothing is trained on."""
+    """The tokens before the context that are always kept. Gates are not trained on them."""
     tokens: TokenRow
-    """Its own."""
+    """The context's own tokens."""
     questions: tuple[TokenRow, ...] = ()
-    """Each question with its answer, as it stands behind the context."""
+    """The tokens of each question with its answer, as they follow the context."""
 
     @property
     def row(self) -> TokenRow:
-        """What the model reads."""
+        """The tokens that the model reads: prefix and context."""
         return np.concatenate([self.prefix, self.tokens]).astype(np.int32)
 
     @property
     def digest(self) -> str:
-        """What it is known by."""
+        """A hash of all tokens, questions included, which identifies the context."""
         whole = [self.prefix, self.tokens, *self.questions]
         text = b"|".join(np.ascontiguousarray(x, np.int32).tobytes() for x in whole)
         return hashlib.blake2b(text, digest_size=8).hexdigest()
@@ -55,29 +56,29 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which documents become contexts."""
+    """The choice of documents that become contexts."""
 
     shortest: int
-    """Tokens of a document, at least."""
+    """The minimum number of tokens of a document."""
     longest: int
-    """Tokens of a document, below this."""
+    """A document has fewer tokens than this."""
     joined: int
-    """Tokens from which on a context of joined documents is long enough."""
+    """The minimum number of tokens of a context of joined documents."""
     single: int
-    """Documents that are contexts alone."""
+    """The number of contexts that are one document each."""
     joins: int
-    """Contexts that are documents joined."""
+    """The number of contexts of joined documents."""
 
 
 Document = tuple[str, int]
-"""A text and its tokens, by the data set's own count where it has one."""
+"""A text and its number of tokens, by the data set's own count where it has one."""
 
 
 def chosen(documents: Callable[[], Iterator[Document]], choice: Choice) -> Iterator[str]:
     """Yield the texts of the contexts, as `load_fineweb` of the authors' code makes them.
 
-    Both kinds begin with the first document, so that the long ones are mostly made of the single ones. A joined context
-    takes documents until it has `choice.joined` tokens, and the document after it is dropped.
+    Single and joined contexts both begin with the first document, so the joined ones mostly repeat the single ones. A
+    joined context takes documents until it has `choice.joined` tokens, and the document after it is dropped.
     """
 
     def fitting() -> Iterator[Document]:
@@ -98,8 +99,8 @@ def chosen(documents: Callable[[], Iterator[Document]], choice: Choice) -> Itera
 
 
 def source_documents(source: str, seed: int, tokens: int, count: Callable[[str], int]) -> Iterator[Document]:
-    """A hub data set's documents in its own order, or local ones in an order drawn from the seed, each once; of a long
-    .txt file pieces of about so many tokens."""
+    """Yield each document once: a hub data set's in its own order, local ones in an order drawn from the seed. A long
+    .txt file is cut into pieces of about `tokens` tokens."""
     if (path := local_path(source)) is not None:
         documents = Documents(path, seed, piece=BYTES * tokens)
         texts = (documents[index] for index in range(len(documents)))
@@ -114,18 +115,18 @@ def source_documents(source: str, seed: int, tokens: int, count: Callable[[str],
 def text_contexts(
     source: str, choice: Choice, held_out: int, *, seed: int, tokenizer: Any, instruction: str
 ) -> tuple[list[Context], list[TokenRow]]:
-    """The contexts of a data set, and `held_out` sequences of documents that are in none of them: the next ones in its
-    order.
+    """Return the contexts of a data set and `held_out` sequences, of the next documents in its order that are in no
+    context.
 
     Raises:
-        UserError: nothing there, or too few documents of the wanted length.
+        UserError: there is no such data, or it has too few documents of the wanted length.
     """
 
     def documents() -> Iterator[Document]:
         tokens = round(math.sqrt(choice.shortest * choice.longest))
         return source_documents(source, seed, tokens, lambda text: len(_tokens(tokenizer, text)))
 
-    # what is looked at twice is tokenized once
+    # documents that are read twice are tokenized once
     seen: list[Document] = []
     rest = documents()
 
@@ -163,11 +164,11 @@ def text_contexts(
 def builtin_contexts(
     lengths: Sequence[int], held_out: Sequence[int], seed: int
 ) -> tuple[list[Context], list[TokenRow]]:
-    """Contexts of the built-in tasks, each with its questions, for sequences of these lengths; and held-out sequences,
-    of other text.
+    """Return contexts of the built-in tasks, each with its questions, for sequences of `lengths`, and held-out
+    sequences of other text.
 
     Raises:
-        UserError: a length that holds no questions.
+        UserError: a length is too short for questions.
     """
     from kvjax.tasks.builtin import builtin_text, builtin_vocabulary
     from kvjax.tasks.mixture import Mixture, builtin_mixture
@@ -190,8 +191,8 @@ def _tokens(tokenizer: Any, text: str) -> TokenRow:
 
 
 def prefix(tokenizer: Any, instruction: str) -> TokenRow:
-    """What always stands before a context: the chat template's own with the instruction, or what the tokenizer begins
-    every text with."""
+    """Return the tokens before every context: the chat template's own with the instruction, or, without a template,
+    those with which the tokenizer begins every text."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     ids = encode(tokenizer, f"{instruction}\n\n", "beginning") if has_template else opening(tokenizer)
     return np.asarray(ids, np.int32)

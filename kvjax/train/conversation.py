@@ -8,9 +8,9 @@ from kvjax.chat_template import templated, token_ids
 from kvjax.errors import UserError, shown
 
 COLUMNS = "text", "messages"
-"""Of a record: a text, or a chat."""
+"""The columns of a record's text and of its chat."""
 THINKING = "<think>\n{}\n</think>\n\n{}"
-"""Where a template has no place for an answer's reasoning."""
+"""The content of an answer with reasoning, for templates without `reasoning_content`."""
 
 
 class Conversation(str):
@@ -18,23 +18,23 @@ class Conversation(str):
 
     @classmethod
     def of(cls, messages: Any) -> "Conversation":
-        """Return the chat of a record's `messages`: each a `role`, a `content`, which may be None, and perhaps a
+        """Return the chat of a record's `messages`. Each has a `role`, a `content`, which may be None, and perhaps a
         `reasoning_content`.
 
-        Raises ValueError for what is none.
+        Raises ValueError if they are no chat.
         """
         if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
             raise ValueError(f"messages must be a chat, [{{'role': …, 'content': …}}], got {shown(messages)}")
         kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             return cls(json.dumps(kept, ensure_ascii=False))
-        except (TypeError, RecursionError):  # a Parquet file's dates, bytes and depths
+        except (TypeError, RecursionError):  # dates, bytes and deep nesting of a Parquet file
             raise ValueError(f"messages must hold what JSON does, got {shown(messages)}") from None
 
     def written(self, tokenizer: Any) -> str:
         """Return the whole chat as the tokenizer's template writes it, reasoning included.
 
-        Raises UserError without a template, or for a chat that it does not take.
+        Raises UserError if there is no template, or if it does not accept the chat.
         """
         template = getattr(tokenizer, "chat_template", None)
         if not template:
@@ -45,13 +45,13 @@ class Conversation(str):
         return templated(tokenizer, messages, add_generation_prompt=False)
 
     def tokens(self, tokenizer: Any) -> list[int]:
-        """Return the tokens of what is `written`."""
+        """Return the tokens of the `written` chat."""
         return token_ids(tokenizer, self.written(tokenizer))
 
 
 def chat_check(tokenizer: Any) -> Callable[[str], None]:
-    """Return what raises UserError for a chat that the tokenizer's template does not take. Of chats with the same roles
-    and keys, in order, it tries one: a template takes half a millisecond."""
+    """Return a function that raises UserError for a chat that the tokenizer's template does not accept. It tries one of
+    all chats with the same roles and keys in order, since a template takes half a millisecond."""
     taken = set[tuple[Any, ...]]()
 
     def check(text: str) -> None:
@@ -65,7 +65,7 @@ def chat_check(tokenizer: Any) -> Callable[[str], None]:
 
 
 def document(record: Any) -> str:
-    """Return a record's `text`, or the chat of its `messages`; an empty text if what it has of these is null or empty.
+    """Return a record's `text`, or the chat of its `messages`; an empty text if these are null or empty.
 
     Raises ValueError if it has neither.
     """

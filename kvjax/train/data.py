@@ -1,8 +1,8 @@
 """Training sequences: every step's equal-length rows, from the built-in tasks, text files or a streamed hub data set.
 
-Deterministic from the seed, and an iterator's position is a small JSON value that goes into checkpoints. Documents are
-cut as in WG-KV's recipe (App. C): one user turn, instruction + document, truncated on the right to exactly the step's
-length, which is the largest that it fills. Some are held out for validation.
+They are deterministic from the seed. The position of an iterator is a small JSON value that goes into checkpoints.
+Documents are cut as in WG-KV's recipe (App. C): one user turn, instruction + document, truncated on the right to
+exactly the step's length, which is the largest that it fills. Some documents are held out for validation.
 """
 
 import dataclasses
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
 
 SHORTEST_BUILTIN = 64
-"""Tokens that a sequence of built-in tasks needs for its questions."""
+"""The tokens that a sequence of built-in tasks needs for its questions."""
 FIRST_HELD_OUT = 2**31
-"""Index of the first held-out sequence of built-in tasks."""
+"""The index of the first held-out sequence of built-in tasks."""
 TURN = 256
-"""Tokens that the instruction and a chat template's own may take."""
+"""The maximum number of tokens of the instruction and of the chat template's own."""
 
 
 def draw_step_lengths(
     steps: int, lengths: Sequence[int], shares: Sequence[float], seed: int
 ) -> Int[np.ndarray, " steps"]:
-    """The length of every step: as many of each as `shares` say (`apportion`), in an order drawn from `seed`."""
+    """Return the length of every step: lengths occur in proportion to `shares` (`apportion`), in an order drawn from
+    `seed`."""
     return np.asarray(lengths)[apportion(steps, shares, np.random.default_rng((seed, 42)))]
 
 
 def apportion(count: int, shares: Sequence[float], rng: np.random.Generator) -> Int[np.ndarray, " count"]:
-    """Which share each of `count` things belongs to: as many to each as they say (largest remainders), in a drawn
-    order."""
+    """Return the index of a share for each of `count` items, in proportion to the shares (largest remainders) and in
+    random order."""
     exact = np.asarray(shares, np.float64) / np.sum(shares) * count
     counts = np.floor(exact).astype(int)
     counts[np.argsort(counts - exact, kind="stable")[: count - counts.sum()]] += 1
@@ -51,20 +52,20 @@ def apportion(count: int, shares: Sequence[float], rng: np.random.Generator) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """A document as tokens: one user turn, `instruction` before it, where the tokenizer has a chat template; a chat as
-    it is."""
+    """The encoding of a document. If the tokenizer has a chat template, a text becomes one user turn that begins with
+    `instruction`. A chat stays as it is."""
 
     tokenizer: Any
-    """The model's."""
+    """The model's tokenizer."""
     instruction: str
-    """What the turn begins with."""
+    """The text before the document in the user's turn."""
     longest: int
-    """Tokens that are needed at most."""
+    """The maximum number of tokens that are needed."""
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
             return np.asarray(text.tokens(self.tokenizer), np.int32)
-        # no tokenizer makes so few tokens of so many characters that the cut would show
+        # no tokenizer has tokens so long, on average, that this cut would reach the first `longest` of them
         text = text[: 64 * self.longest]
         templated = getattr(self.tokenizer, "chat_template", None)
         ids = encode(self.tokenizer, f"{self.instruction}\n\n{text}" if templated else text)
@@ -73,43 +74,43 @@ class Encoder:
 
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """The lengths that documents are cut to, rising. Each document belongs to the largest length that it fills."""
+    """The lengths that documents are cut to. Each document belongs to the largest length that it fills."""
 
     lengths: tuple[int, ...]
-    """Rising."""
+    """The lengths, ascending."""
     encode: Callable[[str], Int[np.ndarray, " t"]]
-    """A document's tokens."""
+    """The function that returns a document's tokens."""
 
     def tokens(self, text: str, shortest: int = 0) -> Int[np.ndarray, " t"]:
-        """The document's tokens. One that is surely shorter than `shortest` and than every length needs no tokenizer
-        and comes as zeros."""
+        """Return the document's tokens. A document that is surely shorter than `shortest`, or than every length, is not
+        tokenized but returned as zeros."""
         size, shortest = len(text.encode()), max(shortest, self.lengths[0])
         if size < shortest - TURN:  # a token has at least one byte
             return np.zeros(min(size, shortest - 1), np.int32)
         return self.encode(text)
 
     def of(self, tokens: int) -> int | None:
-        """The length that a document of so many tokens is cut to; None: it is too short for all of them."""
+        """Return the length that a document of `tokens` tokens is cut to, None if it is too short for every length."""
         return max((length for length in self.lengths if length <= tokens), default=None)
 
     def range(self, length: int) -> str:
-        """The sizes that belong to a length, in words."""
+        """Return the document sizes that belong to a length, in words."""
         above = [longer for longer in self.lengths if longer > length]
         return f"{length} to {above[0] - 1} tokens" if above else f"{length} or more tokens"
 
 
 COUNTED = 64
-"""Documents that are read at least, to say how much of their text is left out."""
+"""The minimum number of documents that are read to say how much of their text is left out."""
 
 
 class Count:
-    """What becomes of documents: how many were read, are too short, are cut, and how many tokens that leaves."""
+    """Counts of the documents that were read, that are too short and that are cut, and of the tokens that remain."""
 
     def __init__(self):
         self.read = self.short = self.cut = self.tokens = self.kept = 0
 
     def add(self, tokens: int, length: int | None) -> None:
-        """A document of so many tokens that is cut to `length`; None: it is too short for every length."""
+        """Count a document of `tokens` tokens that is cut to `length`, None if it is too short for every length."""
         self.read += 1
         self.short += length is None
         if length is not None:
@@ -117,7 +118,7 @@ class Count:
             self.tokens, self.kept = self.tokens + tokens, self.kept + length
 
     def remark(self, shortest: int, *, all_read: bool) -> str:
-        """What is left out, in a line; nothing, if nothing is."""
+        """Return a line that says how much is left out, empty if nothing is."""
         parts = []
         if self.short:
             parts.append(f"{self.short} shorter than {shortest} tokens and not trained on")
@@ -131,15 +132,15 @@ class Count:
 def hold_out(
     reader: Reader, bins: Bins, wanted: Sequence[int], trained: Sequence[int], source: str
 ) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes], str]:
-    """Held-out sequences: of each length's documents the second, fourth, … in the reader's order, as many as `wanted`
-    lists it, or as there are. Independent of the mesh, the processes, and where a run stands.
+    """Hold out the second, fourth, … document of each length in the reader's order, as often as `wanted` lists the
+    length, or as many as there are. The result does not depend on the mesh, the processes or the step of the run.
 
     Returns:
-        the sequences, cut to their lengths, the digests of their documents, and what the lengths leave out of the
-        documents that were read (all, or `COUNTED` or more), in words.
+        the sequences, cut to their lengths, the digests of their documents, and a remark on how much of the documents
+        that were read (all, or at least `COUNTED`) is left out.
 
     Raises:
-        UserError: no text at all, no document for one of the lengths that are `trained` on, or none to hold out.
+        UserError: there is no text at all, no document for one of the `trained` lengths, or none to hold out.
     """
     left, missing = Counter(wanted), set(trained)
     found: dict[int, list[Int[np.ndarray, " _"]]] = {length: [] for length in left}
@@ -182,9 +183,10 @@ def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserErro
 
 
 class DocumentSequences(grain.IterDataset[TokenRows]):
-    """Steps made of documents: row by row the next document of the step's length; each length reads on its own.
+    """The steps of a run, made of documents. Each row is the next document of the step's length, and each length has
+    its own reader.
 
-    Documents whose digests are in `held_out` are passed over.
+    Documents whose digests are in `held_out` are skipped.
     """
 
     def __init__(
@@ -206,7 +208,7 @@ class DocumentSequences(grain.IterDataset[TokenRows]):
 
 
 class DocumentIterator(grain.DatasetIterator[TokenRows]):
-    """`DocumentSequences`, running."""
+    """The iterator of `DocumentSequences`."""
 
     def __init__(self, dataset: DocumentSequences):
         super().__init__()
@@ -223,7 +225,7 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
 
     def _one(self, length: int) -> Int[np.ndarray, " t"]:
         bins, reader, longest, passes = self._data.bins, self._readers[length], 0, 0
-        while passes < 2:  # the first may have begun anywhere
+        while passes < 2:  # the first pass may have begun in the middle
             text = reader.next()
             if text is None:
                 passes += 1
@@ -245,61 +247,61 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
 
 
 class Data(NamedTuple):
-    """A run's data. A sequence is its tokens, int32 [t], or a mapping of these, `tokens`, and of what belongs to each
-    of them, [t …]."""
+    """A run's data. A sequence is either its tokens, int32 [t], or a mapping with the tokens under `tokens` and arrays
+    [t …] that belong to them."""
 
     sequences: grain.DatasetIterator
-    """The steps, each sequences of this process's rows, [b …], of the length of that step."""
+    """The batches of this process's rows, [b …], one for each step and of that step's length."""
     held_out: list[Any]
     """The held-out sequences, the same in every process."""
     remark: str = ""
-    """What the lengths leave out of the documents, if anything."""
+    """A line that says how much of the documents is left out, empty if nothing is."""
     held_rows: HeldRows | None = None
-    """What is held out where an update's rows are no sequences of tokens (`Recipe.row`); `sequences` gives those of the
-    updates then, and `held_out` is for the report."""
+    """The held-out rows if an update's rows are not sequences of tokens (`Recipe.row`). Then `sequences` gives such
+    rows, too, and `held_out` is only for the report."""
 
     @property
     def held_out_tokens(self) -> list[Int[np.ndarray, " _"]]:
-        """Of the held-out sequences the tokens."""
+        """The tokens of the held-out sequences."""
         return [x["tokens"] if isinstance(x, Mapping) else x for x in self.held_out]
 
 
 Open = Callable[["Decoder", Rows, Path, Callable[[str], None]], Data]
-"""Opens the data of a recipe that has its own (`Recipe.collect`): from the model, this process's rows and the run's
-folder, saying what it does."""
+"""A function that opens the data of a recipe that makes its own (`Recipe.collect`). Its arguments are the model, this
+process's rows, the run's folder and a function that prints a line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a run wants of its data."""
+    """The requirements of a run on its data."""
 
     source: str
     """`builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed)."""
     rows: Rows
-    """Of this process."""
+    """The rows of this process."""
     step_lengths: Int[np.ndarray, " steps"]
     """The length of every step."""
     lengths: Sequence[int]
-    """All that there are, rising."""
+    """All lengths, ascending."""
     validation: Int[np.ndarray, " s"]
     """The length of every held-out sequence."""
     seed: int
-    """Of orders, and of what is made."""
+    """The seed of the order of documents and of generated tasks."""
     tokenizer: Any = None
-    """The model's; None: of the built-in tasks."""
+    """The model's tokenizer; None for the built-in tasks."""
     instruction: str = ""
-    """What stands before a document in a user's turn."""
+    """The text before a document in the user's turn."""
 
     def open(self, source: str) -> Callable[[int, int], Reader]:
-        """`open_source` with .txt files in pieces that fill the longest sequence."""
+        """Call `open_source` with pieces of .txt files that are long enough to fill the longest sequence."""
         return open_source(source, self.seed, 16 * max(self.lengths), chat_check(self.tokenizer))
 
 
 def open_data(wanted: Wanted) -> Data:
-    """The run's data, a document cut to each sequence.
+    """Open the run's data, in which each sequence is one document cut to its length.
 
     Raises:
-        UserError: nothing there, no text in it, or no document long enough for one of the lengths.
+        UserError: there is no such data, no text in it, or no document long enough for one of the lengths.
     """
     if wanted.source == "builtin":
         return open_builtin(wanted)
@@ -314,16 +316,16 @@ def open_data(wanted: Wanted) -> Data:
 
 
 def prefetched(dataset: grain.IterDataset) -> grain.DatasetIterator:
-    """The steps of a data set, read by a thread while the devices work."""
+    """Return the steps of a data set, read ahead by a thread while the devices compute."""
     return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2))
 
 
 Made = Callable[[int, int, int], Any]
-"""The sequence of a seed, an index and a length."""
+"""A function that makes a sequence from a seed, an index and a length."""
 
 
 def tasks_and_text(split: Literal["train", "evaluate"]) -> Made:
-    """The built-in tasks and text (`kvjax.tasks.mixture`) as tokens."""
+    """Return the function that makes sequences of the built-in tasks and text (`kvjax.tasks.mixture`) as tokens."""
     from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
 
     mixture = Mixture(builtin_vocabulary(), builtin_text(split))
@@ -333,11 +335,11 @@ def tasks_and_text(split: Literal["train", "evaluate"]) -> Made:
 def open_builtin(
     wanted: Wanted, make: Callable[[Literal["train", "evaluate"]], Made] = tasks_and_text
 ) -> Data:
-    """Sequences in the built-in model's tokens, made of the packaged text for training, and of that for evaluation to
-    hold out. Sequence i of the run is that of index i, whatever the processes.
+    """Open sequences in the built-in model's tokens. They are made of the packaged training text, held-out ones of the
+    evaluation text. Sequence i of the run is made from index i, for any number of processes.
 
     Raises:
-        UserError: a length that is too short for the built-in tasks.
+        UserError: a length is too short for the built-in tasks.
     """
     rows, step_lengths, seed = wanted.rows, wanted.step_lengths, wanted.seed
     if (least := step_lengths.min()) < SHORTEST_BUILTIN:

@@ -1,4 +1,4 @@
-"""What a policy costs held-out sequences: how far it moves their final hidden states."""
+"""The distillation loss of policies: how far they move the final hidden states of held-out sequences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +19,8 @@ from kvjax.train.validation import by_length
 def distillation(
     model: Decoder, policies: Mapping[str, Policy], sequences: Sequence[Int[np.ndarray, " _"]]
 ) -> dict[str, float | None]:
-    """Of each policy the mean over whole sequences of the squared difference from full attention's final hidden states;
-    None: it evicts or selects, so that its admission does not say what a token sees."""
+    """Return each policy's mean squared difference from the final hidden states of full attention, over whole
+    sequences. It is None for a policy that evicts or selects: its admission alone does not say what a token sees."""
     shape = model.config.num_layers, model.config.num_kv_heads
     with use_mesh(model):
         methods = {
@@ -31,7 +31,7 @@ def distillation(
         errors: dict[str, list[Any]] = {name: [] for name in methods}
         shards = batch_shards()
         for group in by_length(sequences, shards):
-            # each shard has a row: the last one stands for those that are missing
+            # each shard needs a row, so the last row is repeated
             tokens = put(np.stack([group[min(row, len(group) - 1)] for row in range(shards)]), BATCH, None)
             teacher = _teacher(model, tokens)
             for name, method in methods.items():

@@ -1,4 +1,4 @@
-"""Local text as documents: .txt, .jsonl and .parquet files, in an order that reads from disk in blocks."""
+"""Documents of local .txt, .jsonl and .parquet files, in an order that reads them from disk in blocks."""
 
 import codecs
 import dataclasses
@@ -17,42 +17,43 @@ from kvjax.train.conversation import COLUMNS, document
 
 BLOCK_LINES = 1024
 LONGEST_LINE = 256 << 20
-"""Bytes of a line of .jsonl."""
+"""The limit of a .jsonl line, in bytes."""
 CHUNK = 1 << 24
-"""Bytes of a .txt file that are checked at a time."""
+"""The number of bytes of a .txt file that are checked at a time."""
 
 Check = Callable[[str], object]
-"""Raises UserError for a document that the run could not use."""
+"""A function that raises UserError for a document that the run could not use."""
 
 
 def digest(text: str) -> bytes:
-    """Return what a document is known by, so that no copy of a held-out one is trained on."""
+    """Return a hash of a document, by which copies of held-out documents are kept out of training."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Documents that are read together: `count` of them in `file`, from `start` (a byte, or a parquet row group)."""
+    """A block of `count` documents that are read together from `file`, at `start` (a byte, or a parquet row group)."""
 
     file: Path
     start: int
     size: int
-    """Bytes, or row groups."""
+    """The size in bytes, or in parquet row groups."""
     count: int
     empty: int = 0
-    """Documents without text among them."""
+    """The number of documents without text."""
 
 
 class Documents:
-    """The documents of a file or of a folder's files, shuffled by `seed`: blocks, and documents within a block.
+    """The documents of a file or of a folder's files. `seed` shuffles the blocks, and the documents within a block.
 
-    A .txt file is one document, or one for every `piece` bytes of a long file; .jsonl has one a line under `text`, or
-    a chat under `messages`; .parquet has a column of either name. All of them are read and checked here, so that no
-    training ends at a line that it meets after hours. Documents without text are warned of once and are empty texts.
+    A .txt file is one document, or one for every `piece` bytes of a long file. A .jsonl file has one a line, a text
+    under `text` or a chat under `messages`. A .parquet file has a column of either name. All files are read and checked
+    here, so that no training fails after hours at a line that it cannot use. Documents without text become empty texts,
+    with one warning.
 
     Raises:
-        UserError: no such file, none of these kinds, a file that cannot be read, what is no document, by its file and
-            its line, what `check` refuses, or nothing in it.
+        UserError: there is no such file, its kind is none of these, it cannot be read or has no text, a record is no
+            document (with its file and line), or `check` refuses one.
     """
 
     def __init__(self, path: Path, seed: int, piece: int, check: Check = lambda text: None):
@@ -134,7 +135,7 @@ def _read_text(block: Block) -> list[str]:
     with block.file.open("rb") as file:
         file.seek(block.start)
         data = file.read(block.size)
-    # the file is UTF-8, and only a character that a piece's border cuts is left out
+    # the file is known to be UTF-8, so only a character that is cut at the border of a piece is dropped
     text = data.decode("utf-8", errors="ignore").removeprefix("\ufeff")
     return [text if text.strip() else ""]
 
@@ -157,13 +158,14 @@ def _line_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]
 
 
 class Faults:
-    """Faults in a file's documents: the first one, and their number."""
+    """The first fault in a file's documents, and the number of faults."""
 
     def __init__(self, file: Path, what: str, check: Check):
         self._file, self._what, self._check, self._first, self._count = file, what, check, "", 0
 
     def is_empty(self, where: str, text_of: Callable[[Any], str], record: Any) -> bool:
-        """Check a document and return whether it has no text. A fault is kept; one that `check` finds is raised."""
+        """Check a document and return True if it has no text. A record that is no document is counted; a UserError of
+        `check` is raised."""
         try:
             text = text_of(record)
             self._check(text)
@@ -176,7 +178,7 @@ class Faults:
         return not text
 
     def refuse(self) -> None:
-        """Raise UserError if there are any."""
+        """Raise UserError if there are faults."""
         if self._count:
             others = self._count - 1
             more = f"; {others:,} more {self._what}{'s are' if others > 1 else ' is'} wrong" if others else ""
@@ -194,7 +196,7 @@ def _read_lines(block: Block) -> list[str]:
 
 
 def _text_of(line: bytes) -> str:
-    """Return the document of a line, empty if it has no text. Raises ValueError if it is none."""
+    """Return the document of a line, empty if it has no text. Raises ValueError if the line is no document."""
     if not line.strip():
         return ""
     try:
@@ -207,7 +209,7 @@ def _text_of(line: bytes) -> str:
 
 
 def _checked(record: Any) -> str:
-    """Return a record's document, empty if it has no text. Raises ValueError if it is none, or not Unicode text."""
+    """Return a record's document, empty if it has no text. Raises ValueError if it is no document or not Unicode."""
     text = document(record)
     try:
         text.encode()
@@ -233,7 +235,7 @@ def _parquet_blocks(file: Path, size: int, piece: int, check: Check) -> list[Blo
                 blocks.append(Block(file, group, 1, len(rows), empty))
     except UserError:
         raise
-    except Exception as error:  # of a damaged file pyarrow raises many kinds
+    except Exception as error:  # pyarrow raises many kinds for a damaged file
         raise UserError(f"--data {file}: is no whole parquet file ({error})") from None
     faults.refuse()
     return blocks
@@ -268,4 +270,4 @@ KINDS = {
     ".jsonl": (_line_blocks, _read_lines),
     ".parquet": (_parquet_blocks, _read_parquet),
 }
-"""Functions that find and check the blocks of a kind of file, and that read one."""
+"""The functions of each kind of file: one that finds and checks its blocks, and one that reads a block."""

@@ -1,4 +1,4 @@
-"""`--dry-run` of a training: its options against the model's shape, and how much it would train."""
+"""The `--dry-run` of a training: it checks the options against the model's shape and says how much it would train."""
 
 import jax
 
@@ -10,10 +10,10 @@ from kvjax.train.recipe import Recipe
 
 
 def dry_run(config: Recipe) -> str:
-    """Check a training without weights, data or network, and return what it would train.
+    """Check a training without weights, data or network, and return a text that says what it would train.
 
     Raises:
-        UserError: options that do not go with the model, or a model of no known shape.
+        UserError: the options do not fit the model, or the model's shape is not known.
     """
     shape = find_shape(config.model).config
     check_shape(config, shape)

@@ -1,7 +1,7 @@
-"""What the layers computed of contexts, with the targets that a teacher gave, kept on disk or in memory to train on.
+"""Features of contexts and a teacher's targets for them, kept on disk or in memory to train on.
 
-Arrays are position-major, [positions, layers, …], so that what an update reads of a position lies in one piece. On disk
-a context is a folder, which is there whole or not at all and is written once; `manifest.json` says what all are of.
+Arrays are position-major, [positions, layers, …], so that an update reads a position from one place. On disk a context
+is a folder, which is written once and atomically. `manifest.json` says what the features were computed from.
 """
 
 import contextlib
@@ -23,29 +23,29 @@ from kvjax.files import partial_folder
 from kvjax.train.kept import begin_kept, check_kept, check_room, mending, size
 
 VERSION = 1
-"""Of the layout."""
+"""The version of the layout."""
 HELD_OUT = 100
-"""Of so many positions the first is held out."""
+"""The first of every 100 positions is held out."""
 
 Arrays = Mapping[str, Shaped[np.ndarray, "n ..."]]
-"""Of a context's positions."""
+"""The arrays of a context's positions, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What is kept of a position: the shape and dtype of each array."""
+    """The arrays that are kept for each position."""
 
     arrays: Mapping[str, tuple[tuple[int, ...], Any]]
-    """By name."""
+    """The shape and dtype of each array, by name."""
 
     @property
     def bytes(self) -> int:
-        """Of a position."""
+        """The bytes of a position."""
         return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for shape, dtype in self.arrays.values())
 
 
 class Memory:
-    """Contexts' features on the host."""
+    """The features of contexts in the host's memory."""
 
     def __init__(self, kind: Kind, sizes: Sequence[int]):
         self.kind, self.sizes = kind, tuple(sizes)
@@ -53,36 +53,37 @@ class Memory:
 
     @property
     def finished(self) -> set[int]:
-        """The contexts that are there."""
+        """The indices of the contexts that are complete."""
         return set(self._kept)
 
     @property
     def plan(self) -> str:
-        """What will be kept, in words."""
+        """The size of all features and their place, in words."""
         return f"{size(sum(self.sizes) * self.kind.bytes)} of the host's memory"
 
     @contextlib.contextmanager
     def writing(self, index: int) -> Iterator[dict[str, np.ndarray]]:
-        """A context's arrays to fill, which count once all are."""
+        """Yield the arrays of a context to fill. The context is finished once the block ends without an error."""
         count = self.sizes[index]
         arrays = {name: np.zeros((count, *shape), dtype) for name, (shape, dtype) in self.kind.arrays.items()}
         yield arrays
         self._kept[index] = arrays
 
     def read(self) -> "Features":
-        """All contexts, one after another."""
+        """Return the features of all contexts, one after another."""
         return Features([self._kept[index] for index in range(len(self.sizes))])
 
 
 class Shards:
-    """Contexts' features in a folder.
+    """The features of contexts in a folder.
 
     Args:
-        manifest: what they are of; `made_for`'s fingerprint may be of another dtype of the same weights.
+        manifest: what the features are computed from. The fingerprint in its `made_for` may be that of the same weights
+            in another dtype.
 
     Raises:
-        UserError: the folder holds those of another model, of other data or options, or of another version; or the disk
-            has no room for those that are missing.
+        UserError: the folder holds features of another model, of other data or options, or of another version; or the
+            disk has no space for the missing ones.
     """
 
     def __init__(self, folder: Path, kind: Kind, sizes: Sequence[int], manifest: Mapping[str, Any]):
@@ -99,20 +100,20 @@ class Shards:
 
     @property
     def finished(self) -> set[int]:
-        """The contexts that are there."""
+        """The indices of the contexts that are complete."""
         return {index for index in range(len(self.sizes)) if self._at(index).is_dir()}
 
     @property
     def plan(self) -> str:
-        """What will be kept, in words."""
+        """The size of all features and their folder, in words."""
         return f"{size(sum(self.sizes) * self.kind.bytes)} in {self.folder}"
 
     @contextlib.contextmanager
     def writing(self, index: int) -> Iterator[dict[str, np.ndarray]]:
-        """A context's arrays to fill, which are moved into place once all are.
+        """Yield the arrays of a context to fill. They are moved into place once the block ends without an error.
 
         Raises:
-            UserError: the disk fills.
+            UserError: the disk fills up.
         """
         count = self.sizes[index]
         with self._mending(), partial_folder(self._at(index)) as partial:
@@ -130,7 +131,7 @@ class Shards:
                     raise
 
     def read(self) -> "Features":
-        """All contexts, one after another, mapped into memory."""
+        """Return the features of all contexts, one after another, mapped into memory."""
 
         def mapped(index: int, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
             file = self._at(index) / f"{name}.npy"
@@ -159,8 +160,8 @@ class Shards:
 
 
 def _allocated(file: Path, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A new .npy file mapped into memory, of bfloat16 its bits. Its room is taken at once: on a disk that is full a
-    mapped file would only fail while it is filled, which kills the process."""
+    """Return a new .npy file mapped into memory; bfloat16 is stored as its bits. The file is allocated at once: on a
+    full disk a mapped file would only fail while it is filled, which kills the process."""
     wanted = jnp.dtype(dtype)
     stored = wanted if wanted.isbuiltin == 1 else np.dtype(np.uint16)
     mapped = np.lib.format.open_memmap(file, mode="w+", dtype=stored, shape=shape)
@@ -170,7 +171,7 @@ def _allocated(file: Path, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 class Features:
-    """Positions of contexts, one context after another."""
+    """The positions of contexts, one context after another."""
 
     def __init__(self, contexts: Sequence[Arrays]):
         self._contexts = contexts
@@ -187,11 +188,12 @@ class Features:
 
     @property
     def held_out(self) -> Int[np.ndarray, " n"]:
-        """The others."""
+        """The positions that are held out."""
         return np.arange(0, len(self), HELD_OUT)
 
     def take(self, positions: Int[np.ndarray, " n"]) -> dict[str, Shaped[np.ndarray, "n ..."]]:
-        """Their arrays, in their order; read in the order in which they lie on disk."""
+        """Return the arrays of some positions, in the given order. They are read in the order in which they lie on
+        disk."""
         first, order = self._contexts[0], np.argsort(positions, kind="stable")
         found = {name: np.empty((len(positions), *x.shape[1:]), x.dtype) for name, x in first.items()}
         owner = np.searchsorted(self._ends, positions[order], side="right")
@@ -205,7 +207,7 @@ class Features:
 
 
 class HeldOut:
-    """The positions that are held out, as rows to slice."""
+    """The held-out positions, as rows to slice."""
 
     def __init__(self, features: Features):
         self._features, self._positions = features, features.held_out
@@ -218,11 +220,11 @@ class HeldOut:
 
 
 THREADS, AHEAD = 8, 4
-"""That read, and updates that they read ahead."""
+"""The number of reading threads, and of updates that they read ahead."""
 
 
 def check_positions(count: int, rows: int) -> None:
-    """Raises UserError if so many positions are fewer than an update takes, beside those that are held out."""
+    """Raise UserError if of `count` positions fewer than the `rows` of an update are left to train on."""
     training = count - len(range(0, count, HELD_OUT))
     if training < rows:
         raise UserError(
@@ -232,8 +234,9 @@ def check_positions(count: int, rows: int) -> None:
 
 
 def batches(features: Features, rows: int, steps: int, seed: int) -> grain.DatasetIterator:
-    """Each update's `rows` positions: a permutation of those that are trained on for each epoch, of which there are as
-    many (`check_positions`) and whose remainder is left out. Read by threads while the devices work."""
+    """Return the `rows` positions of each update, read by threads while the devices compute. Each epoch is a
+    permutation of the training positions, of which there are at least `rows` (`check_positions`). Its remainder is left
+    out."""
     positions = features.training
     each = len(positions) // rows
     lock = threading.Lock()
@@ -244,7 +247,7 @@ def batches(features: Features, rows: int, steps: int, seed: int) -> grain.Datas
 
     def step(index: int) -> dict[str, Shaped[np.ndarray, "n ..."]]:
         epoch, inside = divmod(index, each)
-        with lock:  # drawn once, and not by every thread
+        with lock:  # one thread draws the order, the others wait for it
             own = order(epoch)
         return features.take(own[inside * rows : (inside + 1) * rows])
 

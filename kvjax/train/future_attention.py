@@ -1,4 +1,4 @@
-"""KVPOP's scorers as they are trained: under the mask of use, by the attention that tokens then get."""
+"""Training of KVPOP's scorers: under the mask of inference, towards the attention that tokens get later."""
 
 from typing import Any, Literal
 
@@ -16,27 +16,27 @@ from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.vertical_slash import vertical_slash
 
 FLOOR = -30.0
-"""The logarithm of the least attention that is told from none."""
+"""The lower limit of the logarithm of a token's attention."""
 
 
 @struct
 class KVPOPTraining:
-    """What training asks of scorers: the mask that a cache of their size would have, which has no gradient, and of
-    each layer the score loss (KVPOP, Sec. 3.3 and 3.4; App. D).
+    """The mask and the score loss of scorers in training (KVPOP, Sec. 3.3 and 3.4; App. D).
 
-    The target of a token is the logarithm of the attention that queries pay it once it has left the window, the largest
-    of its group's query heads, as this very model under this very mask would pay it.
+    The mask is that of a cache of `max_entries` entries, and has no gradient. The target of a token is the logarithm of
+    the attention that queries pay to it once it has left the window, in this model and under this mask. It is the
+    largest among the query heads of its group.
     """
 
     admission: KVPOP
-    """Placed: its numbers have a leading layer axis."""
+    """The placed admission: its numbers have a leading layer axis."""
     over: Literal["kept", "all"] = static(default="kept")
-    """Whose attention is 1 together: that of the keys a query sees, so that what was evicted may be worth more than 1;
-    or all before it."""
+    """The keys over which a query's attention sums to 1: those that it sees, so that an evicted key may get more than
+    1; or all keys before it."""
     falls: bool = static(default=True)
-    """Whether targets fall with positions as scores do."""
+    """True if targets fall with positions as scores do."""
     temperature: float = static(default=1.0)
-    """Of the loss."""
+    """The temperature of the loss."""
 
     def masks(self, step: Step) -> tuple[Float[Array, "b k t"], list[Mask]]:
         assert self.admission.window is not None
@@ -55,7 +55,8 @@ class KVPOPTraining:
         return boundary_loss(state, target, competes, chosen, **told)
 
     def target(self, step: Step, lse: Float[Array, "b n t"]) -> Float[Array, "b k t"]:
-        """Of each token, as if it fell from position 0 on, like `KVPOP.priority`; `FLOOR` where nothing looks."""
+        """Return the target of each token: the logarithm of its attention, `FLOOR` if no query attends to it. If
+        `falls`, it falls as if from position 0 on, like `KVPOP.priority`."""
         admission = self.admission
         q, k, v, lse = jax.lax.stop_gradient((step.q, step.k, step.v, lse))
         if self.over == "all":

@@ -1,4 +1,4 @@
-"""Pictures of gates that learn targets layer by layer: predictions of held-out positions, and how they learned."""
+"""Pictures of gates that learn targets layer by layer: predictions at held-out positions, and losses over updates."""
 
 import json
 from pathlib import Path
@@ -10,15 +10,15 @@ from jaxtyping import Float
 from kvjax.evaluate.pictures import figure
 
 POINTS = 4000
-"""Of a layer, that are drawn at most."""
+"""The maximum number of points that are drawn for a layer."""
 LEAST = 1e-4
-"""What is smaller is drawn there."""
+"""The lower limit of the axes. Smaller scores are drawn there."""
 SMOOTHED = 50
-"""Updates of whose training losses a curve shows the mean, or a twentieth of all if that is less."""
+"""The number of updates over which a curve averages training losses, or a twentieth of all if that is less."""
 
 
 def _grid(layers: int, each: float) -> tuple[Any, list[Any]]:
-    """A figure with axes for so many layers."""
+    """Return a figure with axes for each layer, `each` inches wide and high."""
     columns = min(layers, 6)
     rows = -(-layers // columns)
     sheet = figure(each * columns, each * rows + 0.4)
@@ -28,8 +28,8 @@ def _grid(layers: int, each: float) -> tuple[Any, list[Any]]:
 def draw_predictions(
     file: Path, predicted: Float[np.ndarray, "n l k"], target: Float[np.ndarray, "n l k"], important: float
 ) -> None:
-    """Predicted against target scores, a panel a layer, of held-out positions and all kv heads; lines at the score from
-    which a token counts as important."""
+    """Draw predicted against target scores of held-out positions and all kv heads, one panel per layer. Lines mark the
+    score from which a token counts as important."""
     sheet, panels = _grid(predicted.shape[1], 1.9)
     for layer, axes in enumerate(panels):
         x, y = (np.ravel(scores[:, layer]) for scores in (target, predicted))
@@ -48,8 +48,8 @@ def draw_predictions(
 
 
 def draw_losses(file: Path, metrics: Path, prefix: str) -> None:
-    """Each layer's training loss, smoothed, and held-out loss over the updates, from a run's metrics.jsonl; the layers'
-    losses have names that begin with `prefix`."""
+    """Draw each layer's smoothed training loss and held-out loss over the updates, from a run's metrics.jsonl. The
+    names of the layers' losses begin with `prefix`."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     held = [line for line in lines if "validation" in line]
     steps = [line for line in lines if "validation" not in line]

@@ -1,8 +1,8 @@
-"""What training bought on a model of one's own: held-out text, and tasks that are named, against measured KV size.
+"""The report of a run on a model other than the built-in one: scores on held-out text and on tasks, by KV size.
 
-Every row is measured through the paged cache: contexts are read in four chunks; then a text's end is predicted, each
-token after the true ones before it, and a task's questions are asked. What was trained stands there as a sweep
-(`Recipe.sweep`), beside the full cache. The distillation loss is of the same sequences, whole.
+Every row is measured through the paged cache. Contexts are read in four chunks. Then the end of a text is predicted,
+each token after the true ones before it, or a task's questions are asked. The report compares the full cache with a
+sweep of the trained policy (`Recipe.sweep`). The distillation loss is measured on the same sequences, whole.
 """
 
 import dataclasses
@@ -30,42 +30,43 @@ from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.report import draw_heads
 
 PREDICTED = {"default": 128, "full": None}
-"""Tokens at the end of each held-out sequence that are predicted, by --report: so many at most, or its last eighth."""
+"""The maximum number of tokens to predict, of the last eighth of each held-out sequence, by --report; None: all of it.
+"""
 SAMPLES = {"default": 16, "full": 64}
-"""Contexts of each task that is named, by --report. Their seeds do not depend on the run's."""
+"""The number of contexts of each task of --tasks, by --report. Their seeds do not depend on the run's."""
 TOKENS = 16384
-"""Of the contexts that are read at a time, where the mesh has not more sequences at a time."""
+"""The number of tokens of the contexts that are read at a time; more if the mesh has more sequences at a time."""
 OF_FILES = "documents", "text", "qa_1", "qa_2"
-"""Tasks that cannot be made here."""
+"""Tasks that are made of files, which a training run does not take."""
 TEXT, FULL = "held-out text", "full"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One size of what was trained, or the full cache, on held-out text or a task."""
+    """The trained policy at one size, or the full cache, on held-out text or a task."""
 
     task: str
-    """Its name."""
+    """The name of the task."""
     policy: str
-    """A policy string, without gates."""
+    """The policy string, without gates."""
     kv_ratio: float
-    """Of the full cache's entries, once the contexts were read."""
+    """The entries relative to the full cache's, once the contexts were read."""
     footprint: float
-    """Of the entries over all steps."""
+    """The KV footprint: entries held over all steps, relative to full attention's."""
     score: float
-    """Of a text the share of next tokens that are the full cache's; of a task its own."""
+    """The task's own score; for text the share of next tokens that agree with the full cache's."""
     perplexity: float | None
-    """Of a text's tokens; None: of a task."""
+    """The perplexity of a text's tokens; None for a task."""
     distillation: float | None
-    """Of a text: the mean squared difference of final hidden states from full attention's; None: of a task, or of a
+    """The mean squared difference of final hidden states from full attention's on text; None for a task, or for a
     policy that evicts or selects."""
     answers: int
-    """How many; of a text its tokens."""
+    """The number of answers; for text the number of predicted tokens."""
 
 
 def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:
-    """So many samples of each task that --tasks names, as long as the longest sequence that is trained on. Raises
-    UserError for a task that is not for the model, or not for that length."""
+    """Return `count` samples of each task of --tasks, as long as the longest training sequence. Raises UserError for a
+    task that is not for the model or for that length."""
     inputs = Inputs(config.model)
     made = {}
     for name in config.tasks:
@@ -90,7 +91,9 @@ def report(
 ) -> str:
     """Measure, write report.md, report.json, tradeoff.png and heads.png into `folder`, and return the table.
 
-    validation: the last one. summary: of the run, in lines: where the export is, its last validation, how it is used.
+    Args:
+        validation: the run's last validation.
+        summary: lines that say where the export is, its last validation and how it is used.
     """
     how = str(config.report)
     tasks = {TEXT: [continuation(tokens, most=PREDICTED[how]) for tokens in held_out]}
@@ -113,9 +116,9 @@ def compare(
     shards: int,
     say: Callable[[str], None],
 ) -> tuple[list[Row], Float[ndarray, "l k"]]:
-    """Measure the full cache and every policy on every task, each from the smallest cache on; and the share of tokens
-    that the first policy keeps in each head on the first task. Texts that are given are scored by their agreement with
-    the full cache."""
+    """Measure the full cache and every policy on every task. Return the rows, by task and ascending size, and the share
+    of tokens that the first policy keeps in each head on the first task. Texts whose answer is given are scored by
+    their agreement with the full cache."""
     rows: list[Row] = []
     rates = None
     for task, samples in tasks.items():
@@ -123,7 +126,7 @@ def compare(
         manner = Manner(batch=max(shards, TOKENS // longest), chunk=default_chunk(longest))
         full = measure(model, make_policy(FULL, model=model), samples, manner)
         if full.perplexity is not None:
-            full = dataclasses.replace(full, score=1.0)  # by its own next tokens
+            full = dataclasses.replace(full, score=1.0)  # it agrees with itself
         found, scored = {FULL: full}, score_agreements(samples, full.outputs)
         for name, policy in policies.items():
             found[name] = one = measure(model, policy, scored, manner)
@@ -142,7 +145,7 @@ def compare(
 
 
 def table(rows: Sequence[Row], soft: float | None = None) -> str:
-    """The rows as a Markdown table. `soft`: the distillation loss of what was trained, which has no threshold."""
+    """Return the rows as a Markdown table. `soft`: the distillation loss as trained, without a threshold."""
     names = "task", "policy", "KV size", "KV footprint", "score", "perplexity", "distillation", "answers"
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     lines += [
@@ -162,7 +165,7 @@ def _short(number: float | None) -> str:
 def write(
     folder: Path, rows: Sequence[Row], rates: Float[ndarray, "l k"], soft: float | None, notes: str
 ) -> None:
-    """`report.md`, `report.json`, `tradeoff.png` and `heads.png` in `folder`."""
+    """Write `report.md`, `report.json`, `tradeoff.png` and `heads.png` into `folder`."""
     figures = {
         "rows": [dataclasses.asdict(row) for row in rows],
         "soft_distillation": soft,

@@ -1,5 +1,5 @@
-"""Folders of what is computed once before the updates, and shared between runs: what they say they are of, and disks
-that fill, each in one line."""
+"""Folders of arrays that are computed once before the updates and shared between runs. Each has a manifest of what the
+arrays were computed from. A wrong manifest or a full disk is an error of one line."""
 
 import contextlib
 import errno
@@ -15,12 +15,18 @@ from kvjax.files import write_text
 
 MANIFEST = "manifest.json"
 SPARE = 1 << 26
-"""Bytes of a disk that are left for checkpoints and logs."""
+"""The bytes of a disk that are left free for checkpoints and logs."""
 
 
 def check_kept(folder: Path, manifest: Mapping[str, Any], what: str, option: str) -> None:
-    """Refuse a folder, if it is there, of something else than `manifest` says, whose `made_for` has a fingerprint that
-    may be of another dtype of the same weights. `option` names the folder. Raises UserError."""
+    """Raise UserError if the folder exists and its manifest does not agree with `manifest`.
+
+    The fingerprints in their `made_for` may be those of the same weights in different dtypes.
+
+    Args:
+        what: what the folder holds, for the message.
+        option: the command line's option that names the folder.
+    """
     if not (folder / MANIFEST).exists():
         return
     remedy = f"name another folder (--out, {option}), or remove it"
@@ -45,14 +51,14 @@ def check_kept(folder: Path, manifest: Mapping[str, Any], what: str, option: str
 
 
 def begin_kept(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Make the folder, and say in it what it is of."""
+    """Make the folder and write its manifest, unless they exist."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MANIFEST).exists():
         write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def check_room(folder: Path, need: int, what: str, remedy: str) -> None:
-    """Refuse a folder, which need not be there yet, whose disk has no room for so many bytes more. Raises UserError."""
+    """Raise UserError if the disk of a folder, which need not exist yet, has no space for `need` more bytes."""
     nearest = folder.absolute()
     while not nearest.exists():
         nearest = nearest.parent
@@ -63,7 +69,7 @@ def check_room(folder: Path, need: int, what: str, remedy: str) -> None:
 
 @contextlib.contextmanager
 def mending(folder: Path, finished: Callable[[], str]) -> Iterator[None]:
-    """Errors of the disk as one line, with what is finished."""
+    """Turn errors of the disk into a UserError of one line, which also says what is `finished`."""
     try:
         yield
     except OSError as error:
@@ -75,5 +81,5 @@ def mending(folder: Path, finished: Callable[[], str]) -> Iterator[None]:
 
 
 def size(count: int) -> str:
-    """Bytes, in words."""
+    """Return a number of bytes in MiB or GiB, in words."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""Of recipes whose loss knows documents apart, and which tokens are learned: natural text, or passkeys hidden in it."""
+"""The base class of recipes whose loss needs document borders and labelled tokens: natural text, or hidden passkeys."""
 
 import dataclasses
 import functools
@@ -17,26 +17,25 @@ from kvjax.train.passkeys import ORDINALS, Passkeys, Text
 from kvjax.train.recipe import Recipe, Rule
 
 ASKED = 0.6, 0.1, 0.1, 0.0
-"""Shares of the built-in tasks, of `kvjax.tasks.Mixture`, where answers are learned: plain text has none."""
+"""The shares of `kvjax.tasks.Mixture` if only answers are learned. Plain text has no answers, so its share is 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelledRecipe(Recipe):
-    """A recipe whose loss gets for its batch `tokens`, `document` and `labelled`, [b t] each
-    (`kvjax.train.packs.Labelled`)."""
+    """A recipe whose batches have `tokens`, `document` and `labelled`, [b t] each (`kvjax.train.packs.Labelled`)."""
 
     data_kind: Literal["natural", "passkeys"] = "natural"
-    """What is learned: documents, packed and each by itself, all of their tokens (PruLong); or random words hidden in
-    their text and asked for behind it (DuoAttention). Of the built-in tasks: all tokens, or the answers to questions
-    about what is hidden."""
+    """The tokens that are learned. natural: all tokens of packed documents, which do not see each other (PruLong).
+    passkeys: random words that are hidden in the documents' text and asked for at its end (DuoAttention). With the
+    built-in tasks: all tokens, or the answers to questions about what is hidden."""
     also: tuple[str, ...] = ()
-    """Sources beside --data, each named as that is: a sequence's documents are of one of them."""
+    """The sources in addition to --data, named in the same way. All documents of a sequence come from one source."""
     mix: tuple[float, ...] = ()
-    """With --also: the share of tokens of --data and of each other source, relative to the others."""
+    """The relative shares of tokens of --data and of each source of --also."""
     passkeys: int = 10
-    """Of --data-kind passkeys: how many a sequence."""
+    """The number of passkeys of a sequence, for --data-kind passkeys."""
     words: int = 32
-    """Of --data-kind passkeys: words of each."""
+    """The number of words of a passkey, for --data-kind passkeys."""
 
     def rules(self) -> Iterator[Rule]:
         yield from super().rules()
@@ -56,7 +55,7 @@ class LabelledRecipe(Recipe):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All that the run's documents come from."""
+        """All sources of the run's documents."""
         return self.data, *self.also
 
     def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -75,8 +74,8 @@ class LabelledRecipe(Recipe):
 
 
 def _builtin(passkeys: bool, split: Literal["train", "evaluate"]) -> Made:
-    """Sequences of the built-in tasks, a document each: with text, of which all is learned, or (`passkeys`) those that
-    ask for what they hide, of which the answers are."""
+    """Return the function that makes sequences of the built-in tasks, each one document. With `passkeys` the tasks all
+    ask for something hidden, and the answers are learned. Otherwise plain text is among them, and all tokens are."""
     from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
 
     mixture = Mixture(builtin_vocabulary(), builtin_text(split), ASKED if passkeys else Mixture.shares)

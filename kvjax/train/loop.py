@@ -1,4 +1,4 @@
-"""A training run from its configuration to what it exports."""
+"""A training run, from its configuration to its export."""
 
 import bisect
 import contextlib
@@ -52,25 +52,24 @@ from kvjax.train.validation import make_validate
 
 @dataclasses.dataclass(frozen=True)
 class RunOutput:
-    """What a run leaves: the model, loaded or trained, the method's own parameters, the folder, the validation, and the
-    held-out sequences."""
+    """The results of a run."""
 
     model: Decoder
-    """Loaded, or trained."""
+    """The trained model, or the loaded one if the run did not train it."""
     params: Any
-    """The method's own."""
+    """The method's own parameters."""
     mesh: Mesh
-    """Of the run."""
+    """The mesh of the run."""
     folder: Path
-    """Of the run."""
+    """The folder of the run."""
     validation: Validation
-    """The last one."""
+    """The last validation."""
     held_out: Sequence[Int[np.ndarray, " _"]] = ()
     """Sequences that were never trained on."""
 
 
 def check(config: Recipe) -> None:
-    """Refuse what can be seen to fail before a device is used. Raises UserError."""
+    """Raise UserError for everything that is known to fail before a device is used."""
     folder = find_model(config.model)
     model = read_config(folder)
     if config.data == "builtin" and not speaks_builtin(folder):
@@ -92,7 +91,7 @@ def check(config: Recipe) -> None:
 
 
 def check_shape(config: Recipe, model: ModelConfig) -> None:
-    """Refuse options that do not go with a model of that shape. Raises UserError."""
+    """Raise UserError if the options do not fit a model of that shape."""
     check_mesh(config.mesh, model)
     for phase in config.phases():
         phase.check_model(model)
@@ -102,10 +101,12 @@ def check_shape(config: Recipe, model: ModelConfig) -> None:
 
 
 def train(config: Recipe) -> RunOutput:
-    """Train as `config` (from `parse`) says: checkpoints and metrics on the way, the parameters exported at the end.
+    """Train by `config` (from `parse`). Checkpoints and metrics are written on the way, and the parameters are exported
+    at the end.
 
     Raises:
-        UserError: whatever is wrong with the model, the data, the folder or the devices, before anything compiles.
+        UserError: before the first update, for anything wrong with the model, the data, the folder or the devices;
+            later, for numbers that are not finite or a disk that is full.
     """
     check(config)
     phases, mesh = _phases(config), start(config.mesh)
@@ -118,7 +119,7 @@ def train(config: Recipe) -> RunOutput:
         begins = np.cumsum([0, *(phase.steps for phase in phases)]).tolist()
         updates = tuple(map(make_update, phases, dtypes, begins))
         beside = memory.check(phases, updates, dtypes, mesh, model)
-        # the folder is taken once nothing is left that the user could have to mend
+        # take the folder only after all errors that the user has to fix
         folder = prepare_folder(config, write=one)
         lock.take()
         with _ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
@@ -133,7 +134,7 @@ def train(config: Recipe) -> RunOutput:
             if without:
                 _say(without)
             read = None if config.takes_model else model
-            del model  # what a recipe took over is not kept twice
+            del model  # a recipe that took the model over would otherwise have two copies
             state, found = run.steps(state, first, read, tokens=tokens)
             into = folder / config.exports
             left = _export(run, len(phases) - 1, into, state, read, found)
@@ -143,29 +144,30 @@ def train(config: Recipe) -> RunOutput:
 
 
 def _say(text: str) -> None:
-    """A line, of the first process."""
+    """Print a line in the first process."""
     if jax.process_index() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def _policy(config: Recipe, state: TrainState, loaded: Decoder) -> Policy:
-    """What a state would be deployed as."""
+    """Return the policy that deploys a state."""
     own, trained = config.split(state.params)
     return config.deploy(own, loaded if trained is None else trained)
 
 
 def export_checkpoint(config: Recipe, step: int | None, into: Path | None) -> tuple[RunOutput, int, Path]:
-    """Export the parameters of a run's checkpoint, its last one unless a `step` is named, as the run does at its end:
-    `into` a folder, by default the run's own. The run may be going on.
+    """Export the parameters of a run's checkpoint, as the run does at its end. The run may still be going on.
 
     Args:
-        config: of the run, from `parse` with --resume.
+        config: the configuration of the run, from `parse` with --resume.
+        step: the step of the checkpoint; None: the last one.
+        into: a new folder; None: the run's own.
 
     Returns:
-        what was exported, the step and the folder.
+        the exported model and parameters, the step and the folder.
 
     Raises:
-        UserError: no such checkpoint, a folder that holds something else, or whatever `train` raises.
+        UserError: there is no such checkpoint, `into` exists, or `train` would raise one for the same options.
     """
     check(config)
     assert config.out is not None, "parse chose it"
@@ -203,8 +205,8 @@ def _phases(config: Recipe) -> tuple[Recipe, ...]:
 
 
 def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder, Rows, Open, int]:
-    """The model, this process's rows, what opens the data, and the tokens of the whole run, or what its rows count as
-    where they are no sequences."""
+    """Return the model, this process's rows, the function that opens the data, and the number of tokens of the whole
+    run, or of its rows if they are not sequences."""
     rows = Rows.of_this_process(mesh, config.rows)
     longest = max(phase.most_tokens for phase in phases)
     if (own := config.collect()) is not None:
@@ -228,7 +230,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
 
 
 def step_lengths(phases: Sequence[Recipe]) -> Int[np.ndarray, " steps"]:
-    """Return the length of the sequences of every update of a run."""
+    """Return the sequence length of every update of a run."""
     return np.concatenate(
         [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
     )
@@ -236,8 +238,8 @@ def step_lengths(phases: Sequence[Recipe]) -> Int[np.ndarray, " steps"]:
 
 @contextlib.contextmanager
 def _ending(config: Recipe, folder: Path) -> Iterator[None]:
-    """Say how to go on after a run that ends too early. The folder of one that fails before its first checkpoint is
-    free for another; one that is stopped keeps it."""
+    """Say how to go on after a run that ends early. A run that fails before its first checkpoint releases its folder;
+    one that is stopped keeps it."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -251,7 +253,7 @@ def _ending(config: Recipe, folder: Path) -> Iterator[None]:
 
 
 def stopped(method: str, folder: Path) -> str:
-    """How to go on with a run that a person or a batch system stopped, in one line."""
+    """Return a line that says how to go on with a run that a person or a batch system stopped."""
     saved = saved_steps(folder / "checkpoints")
     if saved:
         return (
@@ -261,21 +263,20 @@ def stopped(method: str, folder: Path) -> str:
 
 
 def resume_command(method: str, folder: Path) -> str:
-    """Return the command that goes on with a run, or makes the report of a finished one."""
+    """Return the command that resumes a run, or makes the report of a finished one."""
     command = ["python", "-m", "kvjax.train", "--resume", "--out", str(folder)]
     return shlex.join([*command, *_told_again(method)])
 
 
 def _told_again(method: str) -> list[str]:
-    """Return the option that names a method which is imported only from the command line."""
+    """Return the --method option for a method that is imported only if the command line names it, else nothing."""
     return ["--method", method] if ":" in method else []
 
 
 def _export(
     run: "Run", phase: int, into: Path, state: TrainState, loaded: Decoder | None, found: Validation
 ) -> RunOutput:
-    """Write the parameters of a state of a phase, for use, into a folder, which is there whole or not at all; one that
-    was there is replaced."""
+    """Export the parameters of a phase's state into a folder. It is written atomically and replaces an older one."""
     recipe, params = run.phases[phase], round_parameters(state.params, run.dtypes[phase])
     own, trained = recipe.split(params)
     model = loaded if trained is None else trained
@@ -285,7 +286,7 @@ def _export(
     first = jax.process_index() == 0
     with contextlib.ExitStack() as partial:
         if first:
-            # of an export that fails nothing is left
+            # an export that fails leaves nothing behind
             partial.callback(shutil.rmtree, new, ignore_errors=True)
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
@@ -309,13 +310,13 @@ def _export(
 
 
 class TokenCount:
-    """Sequences, of which each process has its rows, with the tokens of those that were taken; where an update's rows
-    are none (`tokens`), each counts as one."""
+    """An iterator over this process's batches that counts the tokens of all `rows` of a batch. With `tokens` False the
+    rows are not sequences of tokens, and each counts as one."""
 
     def __init__(self, sequences: Iterable[Any], rows: int, tokens: bool):
         self._sequences, self._rows, self._each, self._tokens = sequences, rows, tokens, 0
         self.taken = 0
-        """How many were taken since the last call of `take`."""
+        """The number of batches since the last call of `take`."""
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._sequences:
@@ -324,13 +325,13 @@ class TokenCount:
             yield batch
 
     def take(self) -> int:
-        """The tokens of all rows since the last call."""
+        """Return the number of tokens since the last call, and reset the counts."""
         tokens, self._tokens, self.taken = self._tokens, 0, 0
         return tokens
 
 
 def check_taken(recipe: Recipe, count: int) -> None:
-    """Refuse a recipe that made a batch of the sequences of `count` updates, if that is not one. Raises ValueError."""
+    """Raise ValueError if a recipe took the sequences of `count` updates for a batch, unless `count` is 1."""
     if count != 1:
         raise ValueError(
             f"{type(recipe).__name__}.batches must take the sequences of one update for a batch, took those of "
@@ -339,7 +340,7 @@ def check_taken(recipe: Recipe, count: int) -> None:
 
 
 def not_finite(config: Recipe, folder: Path, error: NotFiniteError) -> str:
-    """Why a run stopped whose numbers are no longer finite, what is kept, and how to go on, in one line."""
+    """Return a line that says why a run with numbers that are not finite stopped, what is kept, and how to go on."""
     total = sum(phase.steps for phase in config.phases())
     rate, saved = config.own_options().get("lr"), saved_steps(folder / "checkpoints")
     left = "there is no checkpoint before it"
@@ -356,7 +357,13 @@ def not_finite(config: Recipe, folder: Path, error: NotFiniteError) -> str:
 
 
 def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
-    """What a run is going to do, or to go on with, in one line. tokens: of the whole run; parameters: trained."""
+    """Return a line that says what a run is going to do.
+
+    Args:
+        first: the updates that are done already.
+        tokens: the number of tokens of the whole run.
+        parameters: the number of trained parameters.
+    """
     rows, steps = config.rows, sum(phase.steps for phase in config.phases())
     counted = f", {tokens:,} tokens" if config.unit == "sequences" else ""
     text = f"{parameters:,} parameters, {rows * steps:,} {config.unit}{counted} in all: {steps} updates of {rows}"
@@ -370,40 +377,41 @@ def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What stays the same from the first step to the last."""
+    """The parts of a run that stay the same from the first step to the last."""
 
     config: Recipe
-    """What the run was told."""
+    """The configuration of the run."""
     phases: tuple[Recipe, ...]
-    """Its recipe's, one after another."""
+    """The phases of its recipe, one after another."""
     folder: Path
-    """Where it writes."""
+    """The folder of the run."""
     mesh: Mesh
-    """Where it runs."""
+    """The mesh of the run."""
     rows: Rows
     """This process's rows of an update."""
     data: Data
-    """At the next update's sequences, with those held out."""
+    """The data, positioned at the next update's sequences."""
     checkpoints: Checkpoints
-    """The run's."""
+    """The checkpoints of the run."""
     dtypes: tuple[Any, ...]
-    """Of each phase's parameters with master weights (`param_dtypes`)."""
+    """The dtypes of each phase's parameters with master weights (`param_dtypes`)."""
     updates: tuple[Update, ...] = ()
-    """Of each phase; none where only a checkpoint is read."""
+    """The update function of each phase; empty if only a checkpoint is read."""
     beside: tuple[int, ...] = ()
-    """Of each phase, from `memory.check`; as above."""
+    """The result of `memory.check`, in bytes for each phase; empty if only a checkpoint is read."""
 
     @property
     def ends(self) -> list[int]:
-        """The updates of the run after which each phase is over."""
+        """The number of updates of the run after which each phase is over."""
         return np.cumsum([phase.steps for phase in self.phases]).tolist()
 
     def first_state(self, model: Decoder, phase: int) -> TrainState:
-        """`kvjax.train.update.first_state` of this run."""
+        """Return `kvjax.train.update.first_state` for this run."""
         return first_state(self.phases, self.dtypes, model, phase)
 
     def begin(self, model: Decoder) -> tuple[TrainState, int]:
-        """The state to go on with and its step, the data moved there: the last checkpoint's, or the first ones."""
+        """Return the state to go on from and its step, and move the data there: the last checkpoint's on a resume, else
+        the first."""
         step = self.checkpoints.latest() if self.config.resume else None
         if step is None:
             given = 0 if self.config.takes_model else ()
@@ -420,24 +428,27 @@ class Run:
         return state, step
 
     def phase(self, step: int) -> int:
-        """The phase that the state after `step` updates is of."""
+        """Return the index of the phase of the state after `step` updates."""
         return bisect.bisect_left(self.ends, step)
 
     def restore(self, model: Decoder, step: int) -> tuple[TrainState, dict[str, Any]]:
-        """A checkpoint's state, with its notes."""
+        """Return a checkpoint's state and its notes."""
         like = abstract(lambda model: self.first_state(model, self.phase(step)), self.mesh, model)
         return self.checkpoints.restore(step, like)
 
     def steps(
         self, state: TrainState, first: int, model: Decoder | None, *, tokens: int
     ) -> tuple[TrainState, Validation]:
-        """The steps from `first` on; the state after them, and its validation. tokens: of the whole run.
+        """Run the steps from `first` on, and return the state after them and its validation.
 
         A checkpoint of step n is saved once the metrics up to n are on disk.
 
+        Args:
+            tokens: the number of tokens of the whole run.
+
         Raises:
             NotFiniteError: the loss, a gradient, the parameters or a figure of the validation is not finite. All
-                processes see the same numbers, and stop together.
+                processes see the same numbers and stop together.
         """
         config, ends = self.config, self.ends
         total, found = ends[-1], None
@@ -493,7 +504,7 @@ class Run:
         return state, found or validate(state, model)
 
     def positions(self) -> list[Any]:
-        """Where each of the `rows.groups` parts of the data stands, a JSON value each."""
+        """Return the position of each of the `rows.groups` parts of the data, a JSON value each."""
         own = self.data.sequences.get_state()
         if jax.process_count() == 1:
             return [own]

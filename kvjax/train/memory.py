@@ -1,4 +1,4 @@
-"""Memory of a device during a training run: the check before its first update, and what a run says of it."""
+"""Memory of a device during a training run: the check before its first update, and the lines that report it."""
 
 import math
 import re
@@ -25,15 +25,15 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def check(
     phases: Sequence[Recipe], updates: Sequence[Update], dtypes: Sequence[Any], mesh: Mesh, model: Decoder
 ) -> list[int]:
-    """Refuse a run whose longest sequence does not fit this machine's devices, in one line with what would (of virtual
-    CPU devices, their share of the host's memory). What is compiled here the run does not compile again.
+    """Check that the longest sequence of a run fits this machine's devices. A virtual CPU device has its share of the
+    host's memory. The run does not compile again what is compiled here.
 
     Returns:
-        Bytes of a device that each phase's longest update takes beside model and state; 0 where its batches need the
-        weights, so that only the run itself can tell.
+        the bytes of a device that each phase's longest update takes in addition to model and state; 0 if its batches
+        cannot be planned without the weights.
 
     Raises:
-        UserError: the longest sequence does not fit.
+        UserError: the longest sequence does not fit. The message says what would.
     """
     usable, beside = device_bytes(), []
     shapes = jax.tree.map(_shape, model)
@@ -68,8 +68,8 @@ def check(
 
 
 def describe(recipe: Recipe, state: TrainState, model: Decoder | None, beside: int) -> str:
-    """Return the bytes of a device by part, in one line, and those that the longest sequence's update takes beside
-    them, from `check` (0: not known)."""
+    """Return a line with the bytes of a device by part. `beside`: the bytes that the update of the longest sequence
+    takes in addition, from `check`; 0: not known."""
     trees = {
         "weights": model,
         "trained parameters": state.params,
@@ -83,8 +83,8 @@ def describe(recipe: Recipe, state: TrainState, model: Decoder | None, beside: i
 
 
 def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder) -> Any:
-    """Return the shapes of what the recipe makes of an update's sequences, or of its rows of another kind. Raises
-    UserError where it needs the weights. `model`: shapes."""
+    """Return the shapes of the recipe's batch of an update. Raises UserError if they cannot be found without the
+    weights. `model`: shapes."""
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         spec = P(BATCH, *[None] * (x.ndim - 1))
@@ -96,7 +96,7 @@ def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder) -> Any:
     sequences = iter([np.zeros((recipe.rows, length), np.int32)])
     try:
         made = next(recipe.batches(sequences, None if recipe.takes_model else model))
-    except Exception as error:  # another package's code, which was given shapes
+    except Exception as error:  # code of another package, which got shapes instead of arrays
         raise UserError(
             f"--method {recipe.method}: its batches cannot be planned without the model's weights ({error})"
         ) from None
@@ -116,11 +116,11 @@ def held(*trees: Any) -> int:
 
 
 def refused_bytes(message: str) -> int | None:
-    """Return the bytes that a program needs in all, arguments and results included, by the compiler's refusal, 0 where
-    that does not say; None: the message is another's."""
+    """Return the bytes that a program needs in all, arguments and results included, from the compiler's error message;
+    0 if the message does not say, None if it is another error."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    # libtpu calls all of it temporaries: a program without any is refused with the sum of what goes in and comes out
+    # libtpu calls everything temporaries, even for a program that has only inputs and outputs
     said = re.search(r"Used ([\d.]+)([KMGT]?) of|HLO temporaries \(([\d.]+)([KMGT]?)\)", message)
     if said is None:
         return 0
@@ -133,7 +133,7 @@ def _shape(x: Any) -> Any:
 
 
 def _need(own: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    """Bytes of a device while the program runs, with what it is given and does not read."""
+    """Return the bytes of a device while the program runs, arguments that it does not read included."""
     given = held(arguments[:-1])
     try:
         memory = own.lower(*arguments).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
@@ -141,7 +141,7 @@ def _need(own: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
         needed = refused_bytes(str(error))
         if needed is None:
             raise
-        return needed or sys.maxsize  # it need not say how much
+        return needed or sys.maxsize  # the message may not say how much
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return (
         max(given, memory.argument_size_in_bytes)

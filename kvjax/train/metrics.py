@@ -1,6 +1,6 @@
-"""What a run shows and keeps: a live bar on a terminal, plain lines elsewhere, `metrics.jsonl`, TensorBoard.
+"""Metrics of a run: a progress bar on a terminal, plain lines elsewhere, `metrics.jsonl`, and TensorBoard events.
 
-Values are looked at one step late, when the next step is already queued, so that the device never waits for them.
+Values are read one step late, when the next step is already queued, so that the device never waits for them.
 """
 
 import importlib.util
@@ -25,19 +25,19 @@ from kvjax.errors import UserError
 from kvjax.files import write_text
 
 FORETOLD = 10
-"""Steps after which a run says when it ends."""
+"""The number of steps after which a run says when it will end."""
 LINE_SECONDS = 10.0
-"""Seconds between two plain lines."""
+"""The seconds between two plain lines."""
 LINE = "step", "seconds", "tokens_per_second", "validation"
-"""What a line of `metrics.jsonl` holds besides a recipe's scalars."""
+"""The keys of a line of `metrics.jsonl` besides a recipe's scalars."""
 FINITE = "finite"
-"""Among a step's values: whether its loss and its gradients are. It is looked at and not written."""
+"""The name of a step's value that is True if its loss and gradients are finite. It is checked and not written."""
 RECENT_STEPS = 33
-"""Steps over which speed is averaged: few enough that compilation of a length drops out of it soon."""
+"""The number of steps over which speed is averaged: small enough that the compilation of a length drops out soon."""
 
 
 class NotFiniteError(Exception):
-    """After `step` updates a number of the run is not finite: `what` says which."""
+    """A number of the run is not finite after `step` updates; `what` says which."""
 
     def __init__(self, step: int, what: str):
         super().__init__(f"step {step}: {what}")
@@ -45,18 +45,18 @@ class NotFiniteError(Exception):
 
 
 class Metrics:
-    """A run's record, as a context: `step` with each step's values, `note` for what is measured now and then, `say` for
-    anything else.
+    """The record of a run, as a context manager: `step` takes each step's values, `note` occasional measurements, `say`
+    a line of text.
 
     Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}, or {"step": …, "seconds": …, name: {values…}} for
-    a note; those of steps from `first` on, left by a run that was killed, are dropped.
+    a note. Lines of steps from `first` on, left by a run that was killed, are dropped.
 
     Args:
-        total, first: steps of the run, and the one it starts at.
+        total, first: the number of steps of the run, and the step at which it starts.
         shown: the names to show, in order, with their formats.
-        tensorboard: also write its events (see `check_tensorboard`).
+        tensorboard: also write TensorBoard events (see `check_tensorboard`).
         quiet: write nothing at all (processes other than the first).
-        counted: what a step's `tokens` are, in a word.
+        counted: the unit of a step's `tokens`.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class Metrics:
         step before.
 
         Raises:
-            NotFiniteError: one of those is not finite, or was made with a gradient that is not (`FINITE`).
+            NotFiniteError: a value of the step before is not finite, or its gradient is not (`FINITE`).
         """
         self._write_held()
         self._held = (step, values, tokens)
 
     def flush(self) -> None:
-        """Record what is held. All that was recorded is on disk when this returns: a checkpoint of step n comes after
-        the values of step n. Raises NotFiniteError as `step`."""
+        """Record the values of the last step. All records are on disk when this returns, so that a checkpoint of step n
+        comes after the values of step n. Raises NotFiniteError as `step` does."""
         self._write_held()
         if self._file is not None:
             os.fsync(self._file.fileno())
 
     def note(self, step: int, name: str, values: dict[str, float]) -> None:
-        """Record what was measured after step `step`, under its own name, after that step's own values."""
+        """Record a measurement after step `step` under its own name, after that step's own values."""
         self._write_held()
         self._write({"step": step, "seconds": round(time.monotonic() - self._started, 3), name: values})
         if self._events is not None:
@@ -151,7 +151,7 @@ class Metrics:
             self._file.flush()
 
     def say(self, text: str) -> None:
-        """A line of text, above the bar where there is one."""
+        """Print a line of text, above the bar if there is one."""
         if self._quiet:
             return
         if self._bar is not None:
@@ -175,14 +175,14 @@ class Metrics:
 
 
 def check_numbers(step: int, values: Mapping[str, float], what: str = "") -> None:
-    """NotFiniteError for the first of the values after `step` updates that is not finite."""
+    """Raise NotFiniteError for the first value that is not finite after `step` updates."""
     for name, value in values.items():
         if not math.isfinite(value):
             raise NotFiniteError(step, f"{what}{name} is {value}")
 
 
 class _Bar(Progress):
-    """A progress bar with a line of numbers below it, so that both fit a narrow terminal."""
+    """A progress bar with a line of numbers below it. In two lines both fit a narrow terminal."""
 
     def __init__(self, total: int, first: int):
         self._numbers = "compiling"
@@ -205,7 +205,7 @@ class _Bar(Progress):
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, or hours as well."""
+    """Return seconds as minutes:seconds, or hours:minutes:seconds."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
@@ -226,7 +226,7 @@ def _step_of(line: str) -> float:
 
 
 def check_tensorboard() -> None:
-    """UserError if tensorboardX is not installed."""
+    """Raise UserError if tensorboardX is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
         raise UserError("--tensorboard needs tensorboardX: pip install 'kvjax[tensorboard]'")
 
@@ -234,6 +234,6 @@ def check_tensorboard() -> None:
 def _event_writer(out: Path, first: int) -> Any:
     from tensorboardX import SummaryWriter
 
-    if not first:  # of a run that left no checkpoint
+    if not first:  # events of a run that left no checkpoint
         shutil.rmtree(out / "tensorboard", ignore_errors=True)
     return SummaryWriter(str(out / "tensorboard"))

@@ -1,5 +1,4 @@
-"""What recipes minimise: a student under a small cache, beside the frozen model that it is distilled from or by the
-tokens that follow."""
+"""Losses of recipes: a student under the mask of a small cache learns from a frozen teacher or from the next tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,13 +27,13 @@ def student(
     *,
     window: int,
 ) -> tuple[Float[Array, "b t d"], dict[str, Float[Array, "l b k"]]]:
-    """The final hidden states of the model with every layer's attention masked by the method at once, and the method's
-    figures. Layers are recomputed in the backward pass.
+    """Return the final hidden states of the model, with the attention of all layers masked by the method, and the
+    method's figures. Layers are recomputed in the backward pass.
 
     Args:
-        method: its arrays have a leading layer axis; tables by layer and kv head are split with the heads here, so that
-            who makes them writes no sharding.
-        document: of which document each token is, where several follow one another, none of which sees another.
+        method: its arrays have a leading layer axis. Arrays by layer and kv head are split with the heads here, so
+            callers need not shard them.
+        document: the index of each token's document, if a sequence has several. Documents do not see each other.
     """
     method = jax.tree.map(lambda x: _split_heads(x, model), method)
 
@@ -48,13 +47,15 @@ def student(
 
 
 def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[Array, "b k t"], Mask]:
-    """What each query of whole sequences sees under an admission, as it will when it is used, and every token's
-    priority, −inf for the last ones whose priority is not known. For `Trainable.masks`: what is kept has no gradient,
-    priorities and biases have."""
+    """Return the priority of every token and the mask that an admission gives whole sequences at inference.
+
+    The priority of the last tokens is not known yet and is −inf. Priorities and biases have a gradient, the choice of
+    kept tokens has none. `Trainable.masks` can use it.
+    """
     batch, heads, tokens, head_dim = step.k.shape
     shape = Shape(batch, heads, step.q.shape[1] // heads, head_dim, step.k.dtype)
     whole = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
-    # a memory that a scan carries must differ between devices as what it sees does
+    # the carry of a scan must vary over the same mesh axes as its inputs
     state = jax.tree.map(lambda x: alike(x, step.k)[0], admission.init(shape))
     if admission.revisits is not None:
         step = from_the_start(step, admission.revisits)
@@ -69,19 +70,20 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
 
 
 def from_the_start(step: Step, revisits: int) -> Step:
-    """Whole sequences beside the tokens so far before theirs, of which there are none before the first."""
+    """Return the step of whole sequences with the keys and values of the tokens `revisits` before each token as
+    `earlier`; before the first token they are zeros."""
     before = jnp.zeros_like(step.k[:, :, :revisits])
     return step.revisiting(before, before)
 
 
 @struct
 class Deployed:
-    """An admission's own mask, as a student's."""
+    """The mask of an admission at inference, as a method for `student`."""
 
     admission: Admission
-    """Placed: its numbers have a leading layer axis."""
+    """The placed admission: its numbers have a leading layer axis."""
     window: int = static()
-    """Tokens that are seen whatever the admission says."""
+    """The last tokens that are visible whether or not they are admitted."""
 
     def masks(self, step: Step) -> tuple[None, list[Mask]]:
         return None, [deployed_mask(self.admission, step, self.window)[1]]
@@ -98,16 +100,16 @@ def _split_heads(x: jax.Array, model: Decoder) -> jax.Array:
 
 
 TOKENS_AT_ONCE = 512
-"""Of a device's tokens of a sequence, whose logits are there at one time."""
+"""The number of tokens of a sequence whose logits a device holds at a time."""
 Part = Callable[[Array], Array]
-"""Cuts the same tokens out of each array [b t …]."""
+"""A function that cuts the same tokens out of each array [b t …]."""
 
 
 def next_token_loss(
     model: Decoder, hidden: Float[Array, "b t d"], tokens: Int[Array, "b t"]
 ) -> Float[Array, ""]:
-    """The mean cross-entropy (nats, float32) of every token but the first, given the hidden states before it. The
-    logits of a part of each sequence are there at a time, and are made again in the backward pass."""
+    """Return the mean cross-entropy (nats, float32) of all tokens but the first, from the hidden states before them.
+    Logits are computed for a part of each sequence at a time, and again in the backward pass."""
     return next_token_losses(model, hidden, tokens).mean()
 
 
@@ -117,7 +119,8 @@ def next_token_losses(
     tokens: Int[Array, "b t"],
     labelled: Bool[Array, "b t"] | None = None,
 ) -> Float[Array, " b"]:
-    """The same of each sequence; of its labelled tokens alone, 0 where there are none."""
+    """Return the `next_token_loss` of each sequence. With `labelled` only its labelled tokens count; the loss is 0 if
+    there are none."""
     following = _following(tokens)
 
     def errors(cut: Part):
@@ -133,11 +136,12 @@ def distilled_token_loss(
     tokens: Int[Array, "b t"],
     teacher: Callable[[Part], tuple[Float[Array, "b t n"], Int[Array, "b t n"]]],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The same, and the mean divergence KL(teacher ‖ student) over the tokens that the teacher names, as if there were
-    no others for either (KVPOP, Sec. 4).
+    """Return the `next_token_loss` and the mean divergence KL(teacher ‖ student). Both distributions of the divergence
+    are renormalised over the tokens that the teacher gives (KVPOP, Sec. 4).
 
     Args:
-        teacher: of a part of the sequences the logits of some tokens and which they are (`likeliest`).
+        teacher: a function that returns the logits and the indices of some next tokens (`likeliest`) for a part of the
+            sequences.
     """
     following = _following(tokens)
 
@@ -157,14 +161,14 @@ def distilled_token_loss(
 def likeliest(
     model: Decoder, hidden: Float[Array, "b t d"], count: int
 ) -> tuple[Float[Array, "b t n"], Int[Array, "b t n"]]:
-    """The logits of the likeliest `count` next tokens, and which they are, the likeliest first."""
+    """Return the logits and the indices of the `count` likeliest next tokens, the likeliest first."""
     logits, which = jax.lax.top_k(model.logits(hidden), min(count, model.config.vocab_size))
     return logits, which
 
 
 def cut_tokens(x: Shaped[Array, "b t ..."], first: Any, count: int) -> Shaped[Array, "b cut ..."]:
-    """Of each device's own tokens of every sequence `count`, from its `first` one on; of all tokens, where they are
-    whole on every device."""
+    """Cut `count` tokens from each device's own part of every sequence, from the part's token `first` on. If sequences
+    are not split over devices, the part is the whole sequence."""
     (b, t, *rest), whole = x.shape, (None,) * (x.ndim - 2)
     axis, shards = token_axis(t), token_shards(t)
     x = reshard(x, P(BATCH, axis, *whole))
@@ -186,8 +190,8 @@ def _sums_by_parts(
     tokens: Int[Array, "b t"],
     labelled: Bool[Array, "b t"] | None = None,
 ) -> tuple[tuple[Float[Array, " b"], ...], Int[Array, " b"]]:
-    """Sums of each over all tokens that another one, or a labelled one, follows, of sequences cut in parts, one after
-    another; and how many tokens these are."""
+    """Return the sums of each error over all tokens that are followed by another one (by a labelled one if `labelled`
+    is given), and the number of these tokens. Errors are computed for one part of the sequences after another."""
     b, t = tokens.shape
     shards = token_shards(t)
     own = t // shards
@@ -199,7 +203,7 @@ def _sums_by_parts(
     @jax.checkpoint
     def some(first: Any, done: Any):
         cut = lambda x: cut_tokens(x, first, part)  # noqa: E731
-        # the last part begins early enough to be whole
+        # the last part begins earlier, so that it is as long as the others
         new = jnp.tile(jnp.arange(part) + first >= done, shards)
         return tuple(jnp.sum(jnp.where(cut(counts) & new, x, 0), 1) for x in errors(cut))
 
@@ -216,8 +220,8 @@ def student_errors(
     *,
     window: int,
 ) -> tuple[Float[Array, "b t d"], dict[str, Float[Array, "l b k"]]]:
-    """The squared differences between the final hidden states of the student and of `teacher` (`model.hidden`, with
-    plain causal attention), in float32, and the method's figures."""
+    """Return the squared differences between the final hidden states of the student and of `teacher` (`model.hidden`,
+    with plain causal attention), in float32, and the method's figures."""
     hidden, figures = student(method, model, tokens, window=window)
     difference = hidden.astype(jnp.float32) - teacher.astype(jnp.float32)
     return jnp.square(difference), figures

@@ -1,4 +1,4 @@
-"""How far a long computation is: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a long computation: a bar on a terminal, a line now and then elsewhere."""
 
 import sys
 import time
@@ -10,14 +10,14 @@ from kvjax.train.metrics import LINE_SECONDS, clock
 
 
 class Pace(Counted):
-    """As a context, on stderr: `total` of a `unit`, `before` of them done by an earlier run."""
+    """A context manager that shows progress and speed on stderr. `before` of the `total` units were done earlier."""
 
     def __init__(self, what: str, unit: str, total: int, before: int):
         super().__init__(what, total, before, TextColumn("{task.fields[pace]}"), pace="compiling")
         self._what, self._unit, self._before, self._said = what, unit, before, 0.0
 
     def advance(self, count: int) -> None:
-        """So many more are done."""
+        """Record that `count` more units are done."""
         self._finished += count
         now = time.monotonic()
         speed = (self._finished - self._before) / max(now - self._began, 1e-9)

@@ -16,16 +16,16 @@ from kvjax.train.documents import digest
 from kvjax.train.readers import Reader
 
 Encode = Callable[[str], Int[np.ndarray, " t"]]
-"""A document's tokens, with what ends it."""
+"""A function that returns a document's tokens, with the token that ends it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamEncoder:
-    """A document as it stands in a stream: a text with the tokenizer's own beginning, if it has one, and its token for
-    the end; a chat as the template writes it."""
+    """The encoding of a document of a stream. A text gets the tokenizer's own beginning, if it has one, and its
+    end-of-sequence token. A chat is written by the template."""
 
     tokenizer: Any
-    """The model's."""
+    """The model's tokenizer."""
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
@@ -36,8 +36,8 @@ class StreamEncoder:
 
 
 class PackedSequences(grain.IterDataset[TokenRows]):
-    """Steps made of a stream of documents, whose rows follow one another in it. Documents whose digests are in
-    `held_out` are passed over."""
+    """The steps of a run, made of a stream of documents. Rows follow one another in the stream. Documents whose digests
+    are in `held_out` are skipped."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class PackedSequences(grain.IterDataset[TokenRows]):
 
 
 class PackedIterator(grain.DatasetIterator[TokenRows]):
-    """`PackedSequences`, running. Its position is the reader's before the document that was begun last, and how many
-    tokens of that were taken."""
+    """The iterator of `PackedSequences`. Its position is that of the reader before the current document, and the number
+    of tokens that were taken from this document."""
 
     def __init__(self, dataset: PackedSequences):
         super().__init__()
@@ -82,7 +82,7 @@ class PackedIterator(grain.DatasetIterator[TokenRows]):
         return np.concatenate(parts)
 
     def _open_next(self) -> None:
-        # `hold_out_of_stream` found documents that are trained on, so that passes over them end
+        # this ends: `hold_out_of_stream` found documents to train on
         while True:
             before, text = self._reader.get_state(), self._reader.next()
             if text and digest(text) not in self._data.held_out:
@@ -104,15 +104,15 @@ class PackedIterator(grain.DatasetIterator[TokenRows]):
 def hold_out_of_stream(
     reader: Reader, encode: Encode, wanted: Sequence[int], source: str
 ) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes]]:
-    """Held-out sequences of the lengths `wanted`: the second, fourth, … document in the reader's order, as far as they
-    are needed, packed; of what there is but once, no more than half. Independent of the mesh, the processes, and where
-    a run stands.
+    """Hold out sequences of the lengths `wanted`, packed from the second, fourth, … document in the reader's order, as
+    far as they are needed. At most half of the distinct documents are held out. The result does not depend on the mesh,
+    the processes or the step of the run.
 
     Returns:
         the sequences and the digests of their documents.
 
     Raises:
-        UserError: no text at all, or not enough for one sequence to train on and one to hold out.
+        UserError: there is not enough text for one sequence to train on and one to hold out.
     """
     longest, needed = max(wanted), sum(wanted)
     held, others = dict[bytes, Int[np.ndarray, " t"]](), dict[bytes, int]()
@@ -145,10 +145,10 @@ def hold_out_of_stream(
 
 
 def open_stream(wanted: Wanted) -> Data:
-    """The run's data, its documents one after another in sequences; the built-in tasks are a sequence each.
+    """Open the run's data: documents one after another, cut into sequences. Each built-in task is one sequence.
 
     Raises:
-        UserError: nothing there, or too little text in it.
+        UserError: there is no such data, or too little text in it.
     """
     if wanted.source == "builtin":
         return open_builtin(wanted)

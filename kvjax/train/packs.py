@@ -1,8 +1,9 @@
-"""Packs: sequences of whole documents that are separate, each from one of several sources that are mixed by weights.
+"""Packs: sequences of separate documents. Each sequence draws on one of several sources, which are mixed by weights.
 
-As ProLong's (arXiv:2410.02660, Sec. 4), which PruLong trains on: a document that is longer than the sequence is cut to
-it, and what is left of it dropped; shorter ones follow one another until it is full, the last one cut. So a source of
-long documents gives one a sequence. Each sequence begins with a document.
+Packs are made as in ProLong (arXiv:2410.02660, Sec. 4), whose data PruLong trains on. A document that is longer than
+the sequence is cut to it, and its rest is dropped. Shorter documents follow one another until the sequence is full, and
+the last one is cut. So a source of long documents gives one document per sequence. Each sequence begins with the
+beginning of a document.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,29 +22,29 @@ from kvjax.train.packing import Encode
 from kvjax.train.readers import Reader
 
 Labelled = dict[str, Shaped[np.ndarray, "*b t"]]
-"""Of a sequence, [t], or of several, [b t]: `tokens` int32; `document` int32, which of its sequence's documents a token
-is of, from 0 on; `labelled` bool, whether a token, as those before it predict it, is learned."""
+"""A sequence [t], or several [b t]: `tokens` int32; `document` int32, the index of each token's document in its
+sequence, from 0 on; `labelled` bool, True if the prediction of the token is learned."""
 Finish = Callable[[int, Int[np.ndarray, " t"], Int[np.ndarray, " t"]], Labelled]
-"""What is trained on, of a pack's index in the run, its tokens and their documents."""
+"""A function that makes a training sequence from a pack's index in the run, its tokens and their documents."""
 
 
 def labelled(
     tokens: Int[np.ndarray, " t"], document: Int[np.ndarray, " t"], learned: Bool[np.ndarray, " t"]
 ) -> Labelled:
-    """A sequence."""
+    """Return a sequence of these tokens."""
     return {"tokens": tokens.astype(np.int32), "document": document.astype(np.int32), "labelled": learned}
 
 
 def natural(index: int, tokens: Int[np.ndarray, " t"], document: Int[np.ndarray, " t"]) -> Labelled:
-    """A pack as it is: every token is learned but the first of each document, which nothing predicts."""
+    """Return a pack as it is. All tokens are learned but the first of each document, which nothing predicts."""
     return labelled(tokens, document, np.diff(document, prepend=-1) == 0)
 
 
 def draw_sources(
     lengths: Int[np.ndarray, " n"], weights: Sequence[float], seed: int
 ) -> Int[np.ndarray, " n"]:
-    """The source of each of the sequences of these lengths: of every length as many as `weights` say, so that they are
-    shares of the tokens, in an order drawn from `seed`."""
+    """Return the index of the source of each sequence, in an order drawn from `seed`. The sequences of every length are
+    split by `weights`, which are thus shares of the tokens."""
     found, rng = np.zeros(len(lengths), int), np.random.default_rng((seed, 44))
     for length in np.unique(lengths):
         own = np.flatnonzero(lengths == length)
@@ -52,17 +53,17 @@ def draw_sources(
 
 
 def joined(documents: Sequence[Int[np.ndarray, " _"]]) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"]]:
-    """A pack's tokens, and the document of each, of those that have any."""
+    """Return a pack's tokens and the document of each token. Documents without tokens are not counted."""
     sizes = [len(tokens) for tokens in documents if len(tokens)]
     return np.concatenate(documents), np.repeat(np.arange(len(sizes)), sizes)
 
 
 class PackedDocuments(grain.IterDataset[Labelled]):
-    """Steps made of packs. Documents whose digests are in `held_out` are passed over.
+    """The steps of a run, made of packs. Documents whose digests are in `held_out` are skipped.
 
     Args:
-        sources: what gives each source's reader, by its name.
-        drawn: the source of every row of the run, those of all processes (`draw_sources`).
+        sources: the functions that open each source's reader, by its name.
+        drawn: the source of every row of the run, of all processes (`draw_sources`).
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PackedDocuments(grain.IterDataset[Labelled]):
 
 
 class PackIterator(grain.DatasetIterator[Labelled]):
-    """`PackedDocuments`, running. Its position is the readers': a pack begins with a document."""
+    """The iterator of `PackedDocuments`. Its position is that of the readers, since a pack begins with a document."""
 
     def __init__(self, dataset: PackedDocuments):
         super().__init__()
@@ -108,7 +109,7 @@ class PackIterator(grain.DatasetIterator[Labelled]):
 
     def _next(self, source: int) -> str:
         passes = 0
-        while passes < 2:  # the first may have begun anywhere
+        while passes < 2:  # the first pass may have begun in the middle
             text = self._readers[source].next()
             passes += text is None
             if text and digest(text) not in self._data.held_out:
@@ -130,18 +131,18 @@ class PackIterator(grain.DatasetIterator[Labelled]):
 def hold_out_packs(
     reader: Reader, encode: Encode, wanted: Sequence[int], longest: int, source: str
 ) -> tuple[list[tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"]]], frozenset[bytes]]:
-    """Held-out packs of the lengths `wanted`: of the second, fourth, … document in the reader's order, as far as they
-    are needed; of what there is but once, no more than half. Independent of the mesh, the processes, and where a run
-    stands.
+    """Hold out packs of the lengths `wanted`, made of the second, fourth, … document in the reader's order, as far as
+    they are needed. At most half of the distinct documents are held out. The result does not depend on the mesh, the
+    processes or the step of the run.
 
     Returns:
         the packs, and the digests of their documents.
 
     Raises:
-        UserError: no text at all, or not enough for one pack of `longest` tokens to train on and one to hold out.
+        UserError: there is not enough text for a pack of `longest` tokens to train on and for one to hold out.
     """
     packs, documents, held, others = [], [], set[bytes](), set[bytes]()
-    begun = set[bytes]()  # of the pack that is not full yet
+    begun = set[bytes]()  # documents of the pack that is not full yet
     trained = missing = 0
     while (text := reader.next()) is not None:
         name = digest(text) if text else b""
@@ -178,11 +179,11 @@ def _too_little(source: str, tokens: int, what: str, length: int) -> UserError:
 def open_packs(
     wanted: Wanted, sources: Sequence[str], weights: Sequence[float], encode: Encode, finish: Finish
 ) -> Data:
-    """The run's data, of packs of several sources: `weights` are their shares of the tokens. Which source a row comes
-    from does not depend on the processes.
+    """Open the run's data: packs of several sources, whose shares of the tokens are `weights`. The source of a row does
+    not depend on the processes.
 
     Raises:
-        UserError: a source that is not there, or too little text in one.
+        UserError: a source does not exist, or has too little text.
     """
     rows, longest = wanted.rows, max(wanted.lengths)
     opened = {source: wanted.open(source) for source in sources}

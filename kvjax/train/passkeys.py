@@ -1,8 +1,8 @@
-"""Passkeys: random words hidden in real text and asked for behind it, in any tokenizer's tokens.
+"""Passkeys: random words hidden in real text and asked for after it, in any tokenizer's tokens.
 
-After DuoAttention (arXiv:2410.10819, Sec. 2.2): 10 passkeys of 32 words, at depths drawn from 1,000 between 5% and 95%
-of the text, asked for in their order. Here as many tokens of text as fill the sequence, and the answers alone are
-labelled, as in the paper; the authors' code labels the questions, too.
+They follow DuoAttention (arXiv:2410.10819, Sec. 2.2): 10 passkeys of 32 words, at depths drawn from 1,000 between 5%
+and 95% of the text, asked for in their order. Here the text is as long as the sequence has space for it. Only the
+answers are labelled, as in the paper; the authors' code labels the questions, too.
 """
 
 import functools
@@ -21,7 +21,7 @@ WORDS = (
     *("lima", "mike", "november", "oscar", "papa", "quebec", "romeo", "sierra", "tango", "uniform", "victor"),
     *("whiskey", "xray", "yankee", "zulu"),
 )
-"""Of passkeys: the radio alphabet, as published."""
+"""The words of passkeys: the radio alphabet, as published."""
 ORDINALS = (
     *(
         "first",
@@ -39,9 +39,9 @@ ORDINALS = (
     *("twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth"),
     *("nineteenth", "twentieth"),
 )
-"""What passkeys are called, so that there are at most so many."""
+"""The names of passkeys, which limit their number."""
 DEPTHS = np.linspace(0.05, 0.95, 1000)
-"""Shares of the text, before a passkey."""
+"""The possible depths of a passkey: shares of the text before it."""
 HEAD, TAIL = "Here is a long book. <book>\n\n", "\n\n</book>"
 KEY = "\n\nRemember these words in their order. They are the {} passkey to the vault:"
 QUESTION = "\n\nAccording to the book, what is the {} passkey to the vault?\nPasskey:"
@@ -49,10 +49,10 @@ QUESTION = "\n\nAccording to the book, what is the {} passkey to the vault?\nPas
 
 @dataclass(frozen=True)
 class Text:
-    """A document as it stands in the text that passkeys are hidden in."""
+    """The encoding of a document of the text that passkeys are hidden in."""
 
     tokenizer: Any
-    """The model's."""
+    """The model's tokenizer."""
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
@@ -62,22 +62,23 @@ class Text:
 
 @dataclass(frozen=True)
 class Passkeys:
-    """What is made of a pack of text: its first tokens with passkeys in between and, behind them, the questions with
-    their answers. All of it is one document. The words and their depths depend on seed and index alone."""
+    """A function that makes a sequence from a pack of text: the first tokens of the text with passkeys in between,
+    followed by the questions with their answers. All of it is one document. Words and depths depend on seed and index
+    alone."""
 
     tokenizer: Any
-    """The model's."""
+    """The model's tokenizer."""
     seed: int
-    """Of words and depths."""
+    """The seed of words and depths."""
     count: int = 10
-    """Passkeys of a sequence."""
+    """The number of passkeys of a sequence."""
     words: int = 32
-    """Of a passkey."""
+    """The number of words of a passkey."""
 
     def __call__(
         self, index: int, tokens: Int[np.ndarray, " t"], document: Int[np.ndarray, " t"]
     ) -> Labelled:
-        """Sequence `index`, as long as the pack. Raises UserError: it is too short for what is hidden and asked."""
+        """Return sequence `index`, as long as the pack. Raises UserError if passkeys and questions do not fit."""
         rng = np.random.default_rng((self.seed, 45, index))
         drawn = [" ".join(rng.choice(WORDS, self.words)) for _ in range(self.count)]
         depths = np.sort(rng.choice(DEPTHS, self.count, replace=False))
@@ -98,7 +99,7 @@ class Passkeys:
         return labelled(whole, np.zeros(len(whole), np.int32), np.concatenate(learned))
 
     def check(self, length: int) -> None:
-        """Refuse sequences of so many tokens if some words may not fit. Raises UserError with the least that do."""
+        """Raise UserError, with the least length that fits, if passkeys may not fit sequences of `length` tokens."""
         longest = max(WORDS, key=lambda word: len(_bare(self.tokenizer, f" {word} {word}")))
         words = " ".join([longest] * self.words)
         keys = [self._said(KEY, i, words, "\n\n")[0] for i in range(self.count)]
@@ -107,14 +108,14 @@ class Passkeys:
             raise self._too_short(length, least)
 
     def _said(self, form: str, index: int, words: str, after: str = "") -> tuple[Int[np.ndarray, " t"], int]:
-        """A passkey or a question with its words, and how many of the tokens come before those."""
+        """Return the tokens of a passkey or a question with its words, and the number of tokens before the words."""
         before = form.format(ORDINALS[index])
         whole, own = (_bare(self.tokenizer, text) for text in (f"{before} {words}{after}", before))
         same = whole[: len(own)] == own[: len(whole)]
         return whole, len(same) if same.all() else int(np.argmin(same))
 
     def _size(self, keys: list[Any], asked: list[Any]) -> int:
-        """Tokens of all but the text."""
+        """Return the number of tokens of all but the text."""
         return sum(map(len, (*self._around, *keys, *asked)))
 
     def _too_short(self, length: int, least: int) -> UserError:
@@ -125,7 +126,7 @@ class Passkeys:
 
     @functools.cached_property
     def _around(self) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]:
-        """What stands before the text, with what the tokenizer begins a text with, and what stands behind it."""
+        """The tokens before the text, the tokenizer's beginning of a text included, and the tokens after it."""
         begin = self.tokenizer("", verbose=False)["input_ids"][:1]
         begin = begin if begin == [self.tokenizer.bos_token_id] else []
         head, tail = (_bare(self.tokenizer, text) for text in (HEAD, TAIL))
@@ -133,5 +134,5 @@ class Passkeys:
 
 
 def _bare(tokenizer: Any, text: str) -> Int[np.ndarray, " t"]:
-    """A text's tokens, with none of the tokenizer's own around them."""
+    """Return a text's tokens without the tokenizer's special tokens."""
     return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)

@@ -1,4 +1,4 @@
-"""Where documents come from: files on this machine, or a streamed hub data set."""
+"""Readers of documents, from files on this machine or from a streamed hub data set."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,14 +11,14 @@ from kvjax.train.conversation import document
 from kvjax.train.documents import KINDS, Check, Documents
 
 BAD, SHARE = 10, 0.01
-"""A streamed data set may have so many records that are no documents, and this share of those read besides."""
+"""The records of a streamed data set that may be no documents: this number, plus this share of those read."""
 HUB_SECONDS = 10.0
-"""That the hub may take to say whether it has a data set."""
+"""The seconds that the hub may take to say whether it has a data set."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """One pass after another over documents; `next` gives None between two passes."""
+    """A reader of documents, pass after pass. `next` returns None between two passes."""
 
     def next(self) -> str | None: ...
 
@@ -28,7 +28,7 @@ class Reader(Protocol):
 
 
 class FileReader:
-    """Documents `first`, `first + stride`, … of local files, in an order drawn from the seed."""
+    """A reader of the documents `first`, `first + stride`, … of local files, in an order drawn from the seed."""
 
     def __init__(self, documents: Documents, first: int, stride: int):
         self._documents, self._first, self._stride = documents, first % len(documents), stride
@@ -49,8 +49,8 @@ class FileReader:
 
 
 class Records:
-    """The documents of a pass over a streamed data set's records, which cannot be checked beforehand: those that are
-    none, or that `check` refuses, are skipped, up to a share (`BAD`, `SHARE`)."""
+    """The documents of one pass over the records of a streamed data set. Records cannot be checked beforehand. Those
+    that are no documents, or that `check` refuses, are skipped, up to a limit (`BAD`, `SHARE`)."""
 
     def __init__(self, records: Iterator[Mapping[str, Any]], name: str, check: Check = lambda text: None):
         self._records, self._name, self._check = records, name, check
@@ -59,7 +59,7 @@ class Records:
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield each record's document, empty if it has no text, with the record.
 
-        Raises UserError once too many are none, or for a record that cannot be read.
+        Raises UserError if too many records were skipped, or if one cannot be read.
         """
         while True:
             try:
@@ -93,7 +93,7 @@ class Records:
 
 
 class HubReader:
-    """A streamed hub data set's `text` column, or chats in its `messages`, every `groups`-th document."""
+    """A reader of every `groups`-th document of a streamed hub data set: its `text` column, or chats in `messages`."""
 
     def __init__(self, dataset: Any, group: int, groups: int, name: str, check: Check = lambda text: None):
         from datasets.distributed import split_dataset_by_node
@@ -117,10 +117,10 @@ class HubReader:
 
 
 def local_path(source: str) -> Path | None:
-    """Return the path of local data, None if there is none. Raises UserError for a name that no file can have."""
+    """Return the path of local data, None if it does not exist. Raises UserError for a name that no file can have."""
     try:
         path = Path(source).expanduser()
-    except RuntimeError:  # the home of nobody
+    except RuntimeError:  # the home folder of an unknown user
         return None
     return path if is_there(path, "--data") else None
 
@@ -128,16 +128,16 @@ def local_path(source: str) -> Path | None:
 def open_source(
     source: str, seed: int, piece: int, check: Check = lambda text: None
 ) -> Callable[[int, int], Reader]:
-    """Return what gives readers of a group's every `groups`-th document, by (group, groups).
+    """Return a function that opens a reader, by (group, groups), of every `groups`-th document from `group` on.
 
     Args:
-        source: a .txt, .jsonl or .parquet file or a folder of them, in an order drawn from `seed`; or a hub data set,
-            in its own.
-        piece: bytes of a .txt file that are a document (`Documents`).
-        check: raises UserError for a document that cannot be used.
+        source: a .txt, .jsonl or .parquet file or a folder of them, read in an order drawn from `seed`; or a hub data
+            set, read in its own order.
+        piece: the bytes of a .txt file that are one document (`Documents`).
+        check: a function that raises UserError for a document that cannot be used.
 
     Raises:
-        UserError: nothing there, or nothing in it.
+        UserError: the source does not exist, or local files cannot be used (`Documents`).
     """
     if (path := local_path(source)) is not None:
         documents = Documents(path, seed, piece, check)
@@ -147,8 +147,8 @@ def open_source(
 
 
 def open_hub(name: str) -> Any:
-    """A hub data set, `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT` (`NAME::SPLIT`), its train split unless another is
-    named, streamed. Raises UserError if it cannot be had."""
+    """Open a hub data set for streaming: `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT` (`NAME::SPLIT`), by default its
+    train split. Raises UserError if it cannot be opened."""
     path, config, split = [*name.split(":", 2), "", ""][:3]
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) or Path(path).suffix in KINDS:
         raise UserError(f"--data {name}: no such file or folder")
@@ -157,7 +157,7 @@ def open_hub(name: str) -> Any:
     import huggingface_hub
 
     try:
-        # asked once first: `datasets` tries a hub that does not answer for half a minute
+        # ask the hub first: `datasets` retries for half a minute if the hub does not answer
         huggingface_hub.dataset_info(path, timeout=HUB_SECONDS)
         return datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
     except Exception as error:  # the hub's client raises dozens of kinds

@@ -1,4 +1,4 @@
-"""What a way of training is: every run's options, and what the loop asks of a method."""
+"""The base class of training methods: the options of every run, and the interface that the loop calls."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from kvjax.train.data import Data, Open, Wanted
 
 PLAIN = bool, int, float, str, type(None)
-"""What `config.json` holds of an option, alone or in a tuple."""
+"""The types of options that `config.json` can hold, alone or in a tuple."""
 T = TypeVar("T")
 Rule = tuple[bool, str, str, Any]
-"""Whether it holds, the option, what is expected of it, its value."""
+"""A check of an option: True if it holds, the option, what is expected, and the value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Validation:
     """A recipe's figures (`Recipe.measure`) of the held-out sequences."""
 
     numbers: dict[str, float]
-    """Means of those that are one number a sequence."""
+    """The means of the figures that are one number per sequence."""
     by_sequence: dict[str, Float[np.ndarray, "s ..."]]
-    """The others, of every sequence."""
+    """The other figures, for every sequence."""
     sequences: int
-    """How many."""
+    """The number of held-out sequences."""
     unit: str = "sequences"
-    """What they are (`Recipe.unit`)."""
+    """The word for them (`Recipe.unit`)."""
 
     def __str__(self) -> str:
-        """Without those of a group, which have a slash in their names."""
+        """Return a line of the means, without those that have a slash in their names."""
         shown = ((name, value) for name, value in self.numbers.items() if "/" not in name)
         figures = ", ".join(f"{name} {value:.4g}" for name, value in shown)
         return f"held out ({self.sequences} {self.unit}): {figures}"
@@ -56,110 +56,118 @@ class Validation:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(abc.ABC):
-    """One way of training: what a run is told, and what is made of it.
+    """The base class of a training method: its options and its steps.
 
-    A subclass is a frozen dataclass whose fields (numbers, words, tuples of these) become command-line options and
-    YAML keys beside these, which are every run's. Its methods are all that the loop knows of it; parameters are pytrees
+    A subclass is a frozen dataclass. Its fields (numbers, words, tuples of these) become command-line options and YAML
+    keys, in addition to the fields here, which every run has. The loop calls its methods only. Parameters are pytrees
     of arrays.
     """
 
     mesh: MeshShape = MeshShape()
-    """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2; sequences longer than a device's memory are split over
-    sequence=2. Virtual CPU devices where there is no accelerator."""
+    """The devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2. sequence=2 splits sequences that are too long for
+    a device's memory. Without an accelerator these are virtual CPU devices."""
     method: str = ""
-    """What is trained: one of kvjax's own, a method that an installed package brings, or package.module:NAME."""
+    """The method to train: one of kvjax's own, a method of an installed package, or package.module:NAME."""
     config: str | None = None
-    """A YAML file of these options, or the name of one that comes with kvjax: for wgkv builtin, smollm2-135m,
-    qwen2.5-coder-0.5b, llama-3.2-1b, llama-3.1-8b, qwen2.5-7b and qwen3-4b, for other methods such as
+    """A YAML file of these options, or the name of one that comes with kvjax. For wgkv: builtin, smollm2-135m,
+    qwen2.5-coder-0.5b, llama-3.2-1b, llama-3.1-8b, qwen2.5-7b and qwen3-4b; for other methods such as
     fast_kvzip-builtin or prulong-llama-3.1-8b (the repository's configs/ has all)."""
     model: str = "builtin"
     """A Hugging Face folder, a GGUF file, a hub id, or `builtin`."""
     dtype: str | None = None
-    """The model's dtype: float32, bfloat16 or float16; by default that of its weights. What is added is float32."""
+    """The model's dtype: float32, bfloat16 or float16; by default that of its weights. Added parameters are float32."""
     data: str = "builtin"
-    """`builtin` (for the built-in model); a .txt, .jsonl or .parquet file or a folder of them; or a hub data set,
-    NAME or NAME:CONFIG, which is streamed."""
+    """The training data: `builtin` (for the built-in model), a .txt, .jsonl or .parquet file or a folder of them, or a
+    hub data set, NAME or NAME:CONFIG, which is streamed."""
     instruction: str = "Please analyze and summarize the following text:"
-    """What stands before each document in the user's turn, with an empty line, for models with a chat template."""
+    """The text before each document in the user's turn, followed by an empty line. Only for models with a chat
+    template."""
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
-    """Tokens of a sequence: a document is cut to the largest length that it fills."""
+    """The lengths of sequences in tokens. A document is cut to the largest length that it fills."""
     shares: tuple[float, ...] = (4000.0, 2000.0, 1000.0, 500.0)
-    """How often each length is trained on, relative to the others; where --lengths alone are told, inversely
-    proportional to them, as these are."""
+    """The relative frequency of each length. If --lengths is given without --shares, frequencies are inversely
+    proportional to the lengths, as they are by default."""
     sequences: int = 7500
-    """Sequences to train on in all, on any mesh."""
+    """The total number of sequences to train on, on any mesh."""
     batch: int = 1
-    """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp: a larger one makes fewer updates."""
+    """The number of sequences of an update, rounded up to a multiple of the mesh's data × fsdp (times --accumulate). A
+    larger one makes fewer updates."""
     accumulate: int = 1
-    """Parts of an update's sequences that are computed one after another, their gradients added: less memory."""
+    """The number of parts of an update's sequences, which are computed one after another to save memory. Their
+    gradients are averaged."""
     master_weights: bool = False
-    """Keep 16-bit parameters in float32 between updates; the loss sees them rounded."""
+    """Keep 16-bit parameters in float32 between updates. The loss sees them rounded."""
     seed: int = 0
-    """Of the initial values, of what a loss draws, of the order of the data and of the report's tasks."""
+    """The seed of initial values, of samples that a loss draws, of the data's order and generated tasks, and of the
+    report's random policies."""
     out: Path | None = None
-    """Folder of the run: checkpoints, metrics, exports, report. By default runs/train-1, or the next number."""
+    """The folder of the run: checkpoints, metrics, exports, report. By default runs/train-1, or the next number."""
     dry_run: bool = False
-    """Only check the options against the model's shape, and say how much would be trained: without weights, data or
-    network, in seconds. For a model of a known shape (as in kvjax.plan) or a folder with its config.json."""
-    resume: bool = False
-    """Go on from the last checkpoint in --out (by default the newest in runs/)."""
-    checkpoint_every: int = 250
-    """Updates between two checkpoints."""
-    validation: int = 8
-    """Held-out sequences, of the lengths in their shares. Their documents are never trained on."""
-    validate_every: int | None = None
-    """Updates between two validations; by default as many as between two checkpoints. The last update has one, too."""
-    keep: int = 2
-    """Checkpoints that are kept."""
-    report: Literal["default", "full", "none"] = "default"
-    """The table at the end: of the built-in model with at least 192 answers a cell, with at least 500, or none; of
-    another held-out text against KV size, its last 128 tokens or its last eighth predicted. Where none can be made
-    (several processes, a method that compacts while it decodes) a line says so before the start, and full is refused.
+    """Only check the options against the model's shape and say how much would be trained. This takes seconds and needs
+    no weights, data or network. The model must have a known shape (as in kvjax.plan) or be a folder with config.json.
     """
+    resume: bool = False
+    """Go on from the last checkpoint in --out (by default the newest run in runs/)."""
+    checkpoint_every: int = 250
+    """The number of updates between two checkpoints."""
+    validation: int = 8
+    """The number of held-out sequences, with lengths in proportion to --shares. Their documents are never trained
+    on."""
+    validate_every: int | None = None
+    """The number of updates between two validations; by default as between two checkpoints. The last update is always
+    validated."""
+    keep: int = 2
+    """The number of checkpoints that are kept."""
+    report: Literal["default", "full", "none"] = "default"
+    """The table at the end. For the built-in model each result has at least 192 answers (default) or 500 (full). For
+    another model it is held-out text against KV size: the last eighth of the text is predicted, at most 128 tokens of
+    it (default) or all (full). If no report can be made (several processes, a method that compacts while it decodes), a
+    line says so before the start, and full or --tasks is an error."""
     tasks: tuple[str, ...] = ()
-    """RULER's tasks that the report of another model than the built-in one adds: niah_single_1, …, vt, cwe, fwe."""
+    """The RULER tasks to add to the report of a model other than the built-in one: niah_single_1, …, vt, cwe, fwe."""
     tensorboard: bool = False
-    """Also write TensorBoard events (needs tensorboardX)."""
+    """Write TensorBoard events, too (needs tensorboardX)."""
 
     @property
     def rows(self) -> int:
-        """Sequences of an update, on this mesh."""
+        """The number of sequences of an update on this mesh."""
         shards = self.mesh.batch_shards * self.accumulate
         return -(-self.batch // shards) * shards
 
     @property
     def steps(self) -> int:
-        """Updates, on this mesh: the last one is filled up."""
+        """The number of updates on this mesh. The last one is filled up."""
         return -(-self.sequences // self.rows)
 
     exports: ClassVar[str] = "parameters"
-    """The folder of a run that holds what it leaves for use."""
+    """The folder of a run's exported parameters, in the run's folder."""
     builtin: ClassVar[str | None] = None
-    """The YAML file that is taken for the built-in model, if none is named."""
+    """The name of the YAML file for the built-in model if --config names none."""
     soft: ClassVar[str | None] = None
-    """Which figure of `measure` is the distillation loss of what is trained, where what is used is something harder."""
+    """The figure of `measure` that is the distillation loss of the soft masks of training, if those of inference are
+    hard."""
     shown: ClassVar[Mapping[str, str]] = {"loss": ".4f"}
-    """Which of the logged scalars the progress bar shows, where they are logged, and how."""
+    """The logged scalars that the progress bar shows, with their formats. Those that are not logged are left out."""
     unit: ClassVar[str] = "sequences"
-    """What the rows of an update are, which `sequences` and `batch` count: another word where they are no sequences of
-    tokens (`row`)."""
+    """The word for the rows of an update, which `sequences` and `batch` count. It is another one if they are not
+    sequences of tokens (`row`)."""
 
     @property
     def takes_model(self) -> bool:
-        """Whether `init` takes the loaded model's memory over: then nothing else is given it."""
+        """True if `init` takes over the memory of the loaded model. Afterwards nothing else gets that model."""
         return False
 
     @property
     def most_tokens(self) -> int:
-        """Of the longest sequence that the model is run on."""
+        """The number of tokens of the longest sequence that the model is run on."""
         return max(self.lengths)
 
     def update_of(self, length: int) -> str:
-        """An update in words, of sequences of `length` tokens if it is of sequences."""
+        """Describe an update in words. `length` is that of its sequences, if its rows are sequences."""
         return f"{self.rows} × {length} tokens" if self.unit == "sequences" else f"{self.rows} {self.unit}"
 
     def rules(self) -> Iterator[Rule]:
-        """What the options must be; a subclass adds its own."""
+        """Yield the rules that the options must obey. A subclass adds its own."""
         yield self.sequences >= 1, "--sequences", "at least 1", self.sequences
         yield self.batch >= 1, "--batch", "at least 1", self.batch
         yield self.accumulate >= 1, "--accumulate", "at least 1", self.accumulate
@@ -173,18 +181,21 @@ class Recipe(abc.ABC):
         yield self.dtype in known, "--dtype", "float32, bfloat16 or float16", self.dtype
 
     def fitted(self, told: Container[str]) -> Recipe:
-        """With what follows from the options that were `told` together (their fields' names) where others were not:
-        the shares of lengths."""
+        """Return the recipe with defaults that depend on other options: here the shares of lengths.
+
+        Args:
+            told: the names of the fields that the user has set.
+        """
         if "lengths" not in told or "shares" in told or not self.lengths or min(self.lengths) < 1:
             return self
         return dataclasses.replace(self, shares=tuple(self.lengths[-1] / length for length in self.lengths))
 
     def check(self) -> None:
-        """Refuse values that cannot be trained with.
+        """Check the values of the options.
 
         Raises:
-            UserError: for a value.
-            TypeError: for an option of the subclass that `config.json` could not hold.
+            UserError: a value is wrong.
+            TypeError: `config.json` could not hold an option of the subclass.
         """
         for name, value in self.own_options().items():
             if not all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple) else (value,))):
@@ -213,45 +224,48 @@ class Recipe(abc.ABC):
             )
 
     def check_model(self, model: ModelConfig) -> None:
-        """Refuse options that do not go with the model. Raises UserError, before a device is used."""
+        """Raise UserError if the options do not fit the model. This is called before a device is used."""
         return None
 
     def phases(self) -> Sequence[Recipe]:
-        """The run's phases, one after another, each with its own sequences, lengths, loss and optimizer."""
+        """Return the run's phases in order, each with its own sequences, lengths, loss and optimizer."""
         return (self,)
 
     @abc.abstractmethod
     def init(self, model: Decoder) -> Any:
-        """The parameters before the first update, float32 unless they are the model's own. Jitted under the mesh, so
-        that what `jax.eval_shape` says of it holds; may hold the model, or a part of it."""
+        """Return the parameters before the first update, float32 unless they are the model's own. They may include the
+        model or a part of it. Jitted under the mesh, so `jax.eval_shape` must work on it."""
 
     def begin(self, params: Any) -> Any:
-        """The parameters of a new run, given those of `init`: others of the same shapes, dtypes and shardings where
-        they are read from files. Not jitted, and not called where a resume has a checkpoint."""
+        """Return the first parameters of a new run, given those of `init`. Parameters from files must have the same
+        shapes, dtypes and shardings. Not jitted, and not called if a run resumes from a checkpoint."""
         return params
 
     def enter(self, params: Any) -> tuple[Any, Any]:
-        """A later phase's first parameters, from those of the phase before, and what it holds of them besides (a
-        teacher), which no update changes."""
+        """Return a later phase's first parameters, from those of the phase before, and its constants (a teacher), which
+        no update changes."""
         return params, None
 
     def frozen(self, model: Decoder | None, constants: Any) -> Any:
-        """What the loss reads and nobody trains: by default the loaded model. `constants` are what `enter` gave."""
+        """Return the arrays that the loss reads and no update changes: by default the loaded model. `constants`: those
+        of `enter`."""
         return model
 
     def split(self, params: Any) -> tuple[Any, Decoder | None]:
-        """The parameters as those that are the method's own and, if the run trained it, the model."""
+        """Split the parameters into the method's own and, if the run trained it, the model."""
         return params, None
 
     def batches(self, sequences: Iterator[Any], model: Decoder | None) -> Iterator[Any]:
-        """What the loss gets, of sequences int32 [rows, length] (or as `open_data` makes them), those of one update for
-        each batch: a pytree whose arrays have their rows first. A resume begins with the next update's. With several
-        processes each gets its own rows, over which no program of the whole mesh can be run."""
+        """Make the loss's batches, pytrees whose arrays have their rows first, each from the sequences of one update.
+
+        `sequences` are int32 [rows, length], or as `open_data` makes them. A resume begins with those of the next
+        update. With several processes each gets its own rows, so no program of the whole mesh can run here.
+        """
         return sequences
 
     def row(self, model: Decoder, length: int) -> Any:
-        """The shapes and dtypes of a row of an update, of a sequence of `length` tokens if it is of one, a pytree. The
-        model may be shapes, too. None: they are what `batches` makes of any tokens."""
+        """Return the shapes and dtypes of a row of an update, a pytree; None: they are those that `batches` makes from
+        any tokens. `length`: the tokens of a sequence, if rows are sequences. `model` may have shapes for arrays."""
         return None
 
     def prepare(
@@ -263,50 +277,53 @@ class Recipe(abc.ABC):
         tokens: int,
         say: Callable[[str], None],
     ) -> None:
-        """Compute what `batches` adds to sequences, in files of the run's folder or of another that is named, once and
-        before the first update.
+        """Compute the arrays that `batches` adds to sequences, once before the first update, into files of the run's
+        folder or of another folder that an option names.
 
         Args:
-            sequences: this process's rows of every update, and `tokens` in all of them; nothing and 0 where a
-                checkpoint is exported, which needs what is held out alone.
+            sequences: this process's rows of every update; none if a checkpoint is exported, which only needs the
+                held-out sequences.
+            tokens: the number of tokens of all updates; 0 if a checkpoint is exported.
 
         Raises:
-            UserError: a folder of something else, or a disk that fills.
+            UserError: the folder belongs to something else, or the disk fills up.
         """
         return None
 
     def open_data(self, wanted: Wanted) -> Data:
-        """The run's sequences and those held out, by default a document that is cut to each. Raises UserError."""
+        """Open the run's sequences and the held-out ones, by default one cut document each. Raises UserError if the
+        data cannot be used."""
         from kvjax.train.data import open_data
 
         return open_data(wanted)
 
     def collect(self) -> Open | None:
-        """What opens the run's data where an update's rows are no sequences of tokens (`row`). What can be seen to be
-        wrong with them is raised here, before the run has its folder; what takes long is done by what is returned."""
+        """Return the function that opens the run's data if an update's rows are not sequences of tokens (`row`), else
+        None. Errors in the data should be raised here, before the run has its folder, and long computations left to
+        the function."""
         return None
 
     @abc.abstractmethod
     def loss(
         self, params: Any, frozen: Any, batch: Any, key: jax.Array, step: Int[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """What is minimised, in float32, and the scalars to log, of any name; those with a slash in it are logged and
-        not shown.
+        """Return the loss, in float32, and the scalars to log. Scalars with a slash in their names are logged and not
+        shown.
 
         Args:
-            batch: of one update, or of one part of it; split over the mesh by its rows.
-            key: another one for each update, the same for its parts, so that these are the update. step: updates before
-                this one, in this phase.
+            batch: the batch of an update or of a part of it, split over the mesh by its rows.
+            key: a key for each update, which all parts of the update share.
+            step: the number of updates before this one, in this phase.
         """
 
     @abc.abstractmethod
     def optimizer(self) -> optax.GradientTransformation:
-        """Of one phase: groups with rates of their own, ascent and clipping are optax's."""
+        """Return the optimizer of one phase. Use optax for groups with their own rates, ascent and clipping."""
 
     def measure(self, params: Any, frozen: Any, batch: Any) -> dict[str, Float[Array, "b ..."]]:
-        """Figures of held-out sequences, each by itself: of those [b] means are logged and exported, of others every
-        sequence's is kept. By default what the loss gives, with one key and as after the last step, for a batch that
-        has one sequence in every row."""
+        """Return figures of each held-out sequence by itself. The means of figures [b] are logged and exported; other
+        figures are kept for every sequence. By default these are the loss and its scalars, with one key and as after
+        the last step, for a batch that has one sequence in every row."""
         import jax
         import jax.numpy as jnp
 
@@ -315,16 +332,16 @@ class Recipe(abc.ABC):
         return {name: x[None] for name, x in ({"loss": value} | numbers).items()}
 
     def remark(self, validation: Validation) -> str:
-        """What a person should know of the last validation besides its means."""
+        """Return a remark for the user on the last validation, besides its means."""
         return ""
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
-        """Write what `policy` reads into `folder`: by default the method's own parameters by name, and the recipe's own
-        options. The loop adds an Orbax checkpoint of all parameters (`orbax`) and, if the run trained it, the model
-        (`model`). Called in every process.
+        """Write the files that `policy` reads into `folder`: by default the method's own parameters by name, and the
+        recipe's own options. The loop adds an Orbax checkpoint of all parameters (`orbax`) and, if the run trained it,
+        the model (`model`). Called in every process.
 
         Args:
-            params, model: as `split` gives them; the loaded model if no other was trained.
+            params, model: the results of `split`; the loaded model if the run did not train one.
         """
         from kvjax.checkpoints.folder import save_tree
 
@@ -333,52 +350,52 @@ class Recipe(abc.ABC):
         save_tree(folder, params, description | origin)
 
     def draw(self, folder: Path, validation: Validation) -> None:
-        """Pictures of a finished run into its folder, in the first process."""
+        """Draw pictures of a finished run into its folder. Called in the first process."""
         return None
 
     def own_options(self) -> dict[str, Any]:
-        """The options that are this recipe's and not every run's."""
+        """Return the options of this recipe that not every run has."""
         common = {field.name for field in dataclasses.fields(Recipe)}
         names = (field.name for field in dataclasses.fields(self) if field.name not in common)
         return {name: getattr(self, name) for name in names}
 
     @property
     def used_as(self) -> str:
-        """The policy that what was trained is for."""
+        """The name of the policy that uses the trained parameters."""
         return self.method
 
     def evaluate_options(self, folder: Path) -> Sequence[str]:
-        """What `kvjax.evaluate` is told for what was exported to `folder` to be among what it compares."""
+        """Return the options with which `kvjax.evaluate` compares the export in `folder` with other policies."""
         return "--policies", "full", *self.rivals.values(), self.method, "--gates", str(folder)
 
     def use_options(self, folder: Path) -> Sequence[str]:
-        """What `kvjax.generate` is told to use what was exported to `folder` as `deploy` does."""
+        """Return the options with which `kvjax.generate` uses the export in `folder` as `deploy` does."""
         return "--policy", self.used_as, "--gates", str(folder)
 
     @property
     def rivals(self) -> Mapping[str, str]:
-        """The evictions that the report compares it with at its size, beside the full cache, static heads and chance,
-        by the words that the report has for them."""
+        """The evictions that the report compares with the trained policy at its size, by their names in the report. The
+        full cache, static patterns and random policies are compared, too."""
         return UNTRAINED
 
     @abc.abstractmethod
     def deploy(self, params: Any, model: Decoder) -> Policy:
-        """The policy of the method's own parameters, for a model."""
+        """Return the policy with the method's own parameters, for a model."""
 
     def sweep(
         self, params: Any, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
     ) -> Mapping[str, Policy]:
-        """Return what the report of a user's own model measures, by its arguments in a policy string: the deployed
-        policy first, then smaller and larger ones of the same parameters, as held-out sequences ask for them. By
-        default the deployed one alone, without arguments."""
+        """Return the policies that the report of a user's own model measures, by their arguments in a policy string:
+        the deployed policy first, then smaller and larger ones with the same parameters, which may be chosen on the
+        held-out sequences. By default the deployed policy alone, without arguments."""
         return {"": self.deploy(params, model)}
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any, **options: Any) -> Policy:
-        """The policy of an exported folder, with its options or others, for `model`.
+        """Return the policy of an exported folder for `model`. `options` override those of the folder.
 
         Raises:
-            UserError: the folder holds no such parameters, or an option that the recipe does not have.
+            UserError: the folder holds no such parameters, or the recipe does not have an option.
         """
         import jax
 
@@ -398,12 +415,12 @@ class Recipe(abc.ABC):
 
 
 def option(field: str) -> str:
-    """The command line's name of a field."""
+    """Return the command-line option of a field."""
     return "--" + field.rstrip("_").replace("_", "-")
 
 
 def read_init(read: Callable[[str], T], init: str) -> T:
-    """What is read of the gates that a run is to begin with. Raises UserError, which names the option."""
+    """Call `read` on the gates that a run begins with. Raises UserError, which names the option --init."""
     try:
         return read(init)
     except UserError as error:

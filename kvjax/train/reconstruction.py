@@ -1,4 +1,4 @@
-"""KVzip's teacher: what a context's own repetition pays to its keys (arXiv:2505.23416, eq. 2 and 3)."""
+"""KVzip's teacher: the attention that the repetition of a context pays to its keys (arXiv:2505.23416, eq. 2 and 3)."""
 
 import functools
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ from kvjax.train.contexts import Context
 from kvjax.train.targets import Into, fill_input, fill_score
 
 PIECE = 1024
-"""Tokens of a call, whose hidden states of all layers a device holds at once."""
+"""The tokens of a call. A device holds their hidden states of all layers at once."""
 
 
 def repetition(tokenizer: Any, prefix: int) -> Policy:
-    """The policy whose scores are the targets, of contexts behind so many tokens."""
+    """Return the policy whose scores are the targets. `prefix`: the number of tokens before every context."""
     return Policy(eviction=KVzip(tokenizer=tokenizer, prefix=prefix), schedule=Schedule(Ratio(1.0)))
 
 
 def reconstruction(
     model: Decoder, contexts: Sequence[Context], which: str, into: Into, *, policy: Policy
 ) -> None:
-    """The most that any token of a context's repetition pays to a key, by the policy's passes over a cache that holds
-    the contexts whole."""
+    """Fill in the most attention that any token of a context's repetition pays to each key. The policy's reconstruction
+    passes compute it over a cache that holds the contexts whole."""
     rows = [context.row for context in contexts]
     with use_mesh(model):
         compiled = policy.compile(model)
@@ -45,7 +45,7 @@ def reconstruction(
         for count, size in pieces(longest, PIECE):
             part = [row[start : start + count] for row in rows]
             cache, captured = read_piece(model, compiled.read, cache, *padded(part, size), which=which)
-            # behind the piece there is padding
+            # padding follows the piece
             captured = np.asarray(captured)[..., :count, :]
             fill_input(contexts, into, captured, which, start=start)
             start += count
@@ -73,7 +73,8 @@ def read_piece(
 
 @functools.partial(jax.jit, static_argnames="tokens")
 def _scores(cache: Cache, layer: Int[Array, ""], *, tokens: int) -> Float[Array, "b k t"]:
-    """The plane's numbers of one layer's tokens: all are stored, so a token's place is its position."""
+    """Return the scores of one layer's tokens from the entry metadata. All tokens are stored, so the index of an entry
+    is its position."""
     own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), cache.layers)
 
     def local(plane, layer):

@@ -1,7 +1,7 @@
-"""What training bought: accuracy against measured KV size, beside what costs nothing to train, at equal size.
+"""The report of a run on the built-in model: accuracy by measured KV size, and untrained methods at the same size.
 
-Every row is measured through the paged cache: contexts are read in four chunks, then questions asked of the small
-cache; the sizes are the cache's own.
+Every row is measured through the paged cache. Contexts are read in four chunks, then questions are asked of the small
+cache. The sizes are the cache's own.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ from kvjax.tasks.suite import RIGHT, FromSeeds
 from kvjax.train.recipe import Recipe, option
 
 CONTEXT = 1024
-"""Tokens of the report's contexts."""
+"""The tokens of the report's contexts."""
 SAMPLES = {"default": {Recall: 16}, "full": {Recall: 32, Needle: 176, Copy: 256}}
-"""Samples of each task, by --report: at least 192 answers by default, at least 500 in full. Their seeds do not depend
-on the run's: every run is asked the same."""
+"""The number of samples of each task, by --report: at least 192 answers by default, at least 500 in full. Their seeds
+do not depend on the run's, so every run gets the same questions."""
 RIVAL_SAMPLES = {Recall: 8, Needle: 16, Copy: 16}
-"""Samples of each task that static rivals are chosen on."""
+"""The number of calibration samples of each task, on which the static policies are chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +41,23 @@ class Row:
     """One method on one task."""
 
     method: str
-    """As the report calls it."""
+    """The name of the method in the report."""
     task: str
-    """Its name."""
+    """The name of the task."""
     context: int
-    """Tokens."""
+    """The tokens of a context."""
     kv_ratio: float
-    """Of the full cache's entries, once the context was read."""
+    """The entries relative to the full cache's, once the context was read."""
     footprint: float
-    """Of the entries over all steps."""
+    """The KV footprint: entries held over all steps, relative to full attention's."""
     accuracy: float
-    """Over the answers, from 0 to 1."""
+    """The accuracy over the answers, from 0 to 1."""
     answers: int
-    """How many."""
+    """The number of answers."""
     by_kind: dict[str, float]
     """The accuracy by kind of question."""
     choice: str = ""
-    """What was chosen on calibration contexts, in words."""
+    """The values that were chosen on calibration contexts, in words."""
 
 
 def same_size(
@@ -70,11 +70,12 @@ def same_size(
     window: int,
     seed: int,
 ) -> dict[str, tuple[Policy, str]]:
-    """The policies that a trained one is held against, each sized to hold as many entries as it did: `kv_ratio` of all,
-    of which `rates` of each head's beyond the window.
+    """Return the policies that a trained one is compared with, each with the values chosen for it, in words.
 
-    Sink + window and the head pattern: the best on calibration contexts (`Rivals`), with what was chosen in words. The
-    evictions once a context was read. Random: as many tokens, evenly; and by the trained one's own rate of each head.
+    Each is sized to hold as many entries as the trained policy did: the share `kv_ratio` of all, and beyond the window
+    the share `rates` of each head. Sink + window and the head pattern are the best on calibration contexts (`Rivals`).
+    Evictions run once a context was read. Random policies keep as many tokens, with the same rate in all heads or with
+    the trained policy's rate of each head.
     """
     entries = kv_ratio * static.context
     choices = {"sink + window": static.sink_and_window(entries), "head pattern": static.head_pattern(entries)}
@@ -103,8 +104,13 @@ def compare(
     seed: int,
     say: Callable[[str], None],
 ) -> tuple[list[Row], Float[np.ndarray, "l k"]]:
-    """Measure every method, the trained one by its name, on every task, whose samples are those compared and those for
-    calibration; returns the rows and the share of the tokens that it keeps in each head on the first task."""
+    """Measure every method on every task. Return the rows and the share of tokens that the trained policy keeps in each
+    head on the first task.
+
+    Args:
+        trained: the name and the policy of the trained method.
+        tasks: the samples of each task that are measured, and those for calibration.
+    """
     (method, policy), rows, first_rates = trained, [], None
 
     def add_row(
@@ -156,7 +162,7 @@ def report(
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     lines = ["| task | method | KV size | KV footprint | accuracy | answers |", "|---|---|---|---|---|---|"]
     lines += [
         f"| {r.task}, {r.context} tokens | {r.method} | {r.kv_ratio:.3f} | {r.footprint:.3f} | "
@@ -169,7 +175,7 @@ def table(rows: list[Row]) -> str:
 def write(
     out: Path, rows: list[Row], rates: Float[np.ndarray, "l k"], description: dict[str, object]
 ) -> None:
-    """`report.json`, `report.md`, `tradeoff.png` and `heads.png` in `out`."""
+    """Write `report.json`, `report.md`, `tradeoff.png` and `heads.png` into `out`."""
     figures = {"rows": [dataclasses.asdict(row) for row in rows], "rates": rates.tolist()}
     (out / "report.json").write_text(json.dumps(description | figures, indent=1) + "\n")
     choices = {
@@ -186,7 +192,7 @@ def write(
 
 
 def draw_heads(file: Path, rates: Float[np.ndarray, "l k"]) -> None:
-    """The share of tokens that each head keeps, as a map."""
+    """Draw the share of tokens that each head keeps, as a map."""
     layers, heads = rates.shape
     figure = pictures.figure(2.5 + 0.45 * heads, 1.6 + 0.3 * layers)
     image = pictures.draw_heads(figure.add_subplot(), rates, "share of tokens admitted")

@@ -1,4 +1,4 @@
-"""Whether a run can end with a report: known, and said, before it starts."""
+"""Checks that a run can end with a report, made before it starts."""
 
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def measured(policy: "Policy") -> bool:
-    """Whether `kvjax.evaluate` can measure it."""
+    """Return True if `kvjax.evaluate` can measure the policy."""
     return not policy.compacts_answers
 
 
 def without_report(policy: "Policy | None" = None) -> str:
-    """Why this run can have no report, of the `policy` that it deploys if that is known; nothing, if it can."""
+    """Return why this run can have no report, an empty text if it can. `policy`: the one that it deploys, if known."""
     import jax
 
     if jax.process_count() > 1:
@@ -26,10 +26,10 @@ def without_report(policy: "Policy | None" = None) -> str:
 
 
 def check_report(config: Recipe, policy: "Policy | None" = None) -> str:
-    """The line that says that a run which may have a report will have none; nothing, if it will or should not.
+    """Return the line that says that a run cannot have its report, empty if it can or if none is wanted.
 
     Raises:
-        UserError: it was told to make one that cannot be made.
+        UserError: the options ask for a report that cannot be made.
     """
     why = "" if config.report == "none" else without_report(policy)
     if why and (config.report == "full" or config.tasks):

@@ -1,8 +1,8 @@
-"""Features of contexts and what each of their tokens is worth, by forward passes of the frozen model alone.
+"""Features of contexts and the scores of their tokens, by forward passes of the frozen model.
 
-Contexts of about one length are read together, one for each batch shard of the mesh or, of short ones, more. KVzip's
-teacher is in `kvjax.train.reconstruction`; here are the two that Fast KVzip compares it with: the most that any later
-query of the context itself pays to a key, or that queries of questions with their answers do.
+Contexts of similar length are read together, one for each batch shard of the mesh, or more if they are short. KVzip's
+teacher is in `kvjax.train.reconstruction`. This module has the two that Fast KVzip compares it with: the most attention
+that any later query of the context itself pays to a key, or that queries of questions with their answers pay to it.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from kvjax.train.pace import Pace
 from pallas_kernels.attention_mass import attention_mass
 
 Into = Sequence[dict[str, Shaped[np.ndarray, "_ _ ..."]]]
-"""Arrays of each context to fill."""
+"""The arrays to fill, by context. A context without arrays is not kept."""
 Teacher = Callable[[Decoder, Sequence[Context], str, Into], None]
-"""Fills `input`, what a gate will look at (a field of `Step`), and `score` of every token of the contexts but the
-prefixes'; no arrays: nobody wants them. There are as many contexts in each batch shard."""
+"""A function that fills `input`, which a gate sees (a named field of `Step`), and `score` for every token of the
+contexts but those of prefixes. Every batch shard has the same number of contexts."""
 TOGETHER = 4096
-"""Tokens of contexts that a batch shard reads together, if that is more than one."""
+"""The maximum number of tokens of contexts that a batch shard reads together, unless it reads a single context."""
 
 
 def kind_of(model: Decoder, which: str) -> Kind:
-    """What is kept of a position: the gates' input in the model's dtype, the targets in float32."""
+    """Return the arrays that are kept of a position: the gates' input in the model's dtype, the targets in float32."""
     config = model.config
     own = (config.width,) if which == "hidden" else (config.num_kv_heads, config.head_dim)
     layers = config.num_layers
@@ -50,10 +50,10 @@ def kind_of(model: Decoder, which: str) -> Kind:
 def collect(
     model: Decoder, contexts: Sequence[Context], store: Memory | Shards, teacher: Teacher, which: str
 ) -> None:
-    """Fill the store with those of the contexts that are not finished in it, each put there once.
+    """Fill the store with the contexts that it lacks.
 
     Raises:
-        UserError: the disk fills; what is finished stays.
+        UserError: the disk fills up. Finished contexts stay.
     """
     finished = store.finished
     order = sorted(range(len(contexts)), key=lambda index: len(contexts[index].row))
@@ -67,7 +67,7 @@ def collect(
             missing = [index for index in group if index not in finished]
             if not missing:
                 continue
-            # groups stay as they are after a resume, and the last context stands for those that they lack
+            # groups are the same after a resume, and a group that is too small repeats its last context
             whole = [group[min(row, len(group) - 1)] for row in range(together)]
             with contextlib.ExitStack() as stack:
                 into = {index: stack.enter_context(store.writing(index)) for index in missing}
@@ -78,7 +78,7 @@ def collect(
 
 
 def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
-    """The most that any later query of the context pays to a key, over the queries and the heads of the group."""
+    """Fill in the most attention that any later query of the context pays to each key, over the heads of its group."""
     rows = [context.row for context in contexts]
     for layer, found in enumerate(_layers(model, rows, (which, "q", "k", "lse"))):
         mass = _most(found["q"], found["k"], _silent(found["lse"], rows), offset=1)
@@ -87,8 +87,8 @@ def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: In
 
 
 def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
-    """The most that any query of a question with its answer, read behind the context, pays to a key of it; each
-    question is read by itself."""
+    """Fill in the most attention that any query of a question with its answer pays to each key of the context. Each
+    question is read by itself after the context."""
     rows = [context.row for context in contexts]
     keys: list[np.ndarray] = []
     for layer, found in enumerate(_layers(model, rows, dict.fromkeys((which, "k")))):
@@ -96,7 +96,7 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
         fill_input(contexts, into, found[which][None], which, layer=layer)
     cache, best = prefill(model, rows, policy=Policy()), [np.zeros(x.shape[:3], np.float32) for x in keys]
     for turn in range(max(len(context.questions) for context in contexts)):
-        # where there is no further question the last one is asked again, which changes no maximum
+        # a context without a further question gets its last one again, which changes no maximum
         asked = [context.questions[min(turn, len(context.questions) - 1)] for context in contexts]
         for layer, found in enumerate(_layers(model, asked, ("q", "lse"), cache)):
             mass = _most(found["q"], keys[layer], _silent(found["lse"], asked), offset=None)
@@ -106,7 +106,7 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
 
 
 def larger(first: Teacher, second: Teacher) -> Teacher:
-    """The larger of two teachers' scores."""
+    """Return the teacher that fills in the larger of two teachers' scores."""
 
     def teach(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
         first(model, contexts, which, into)
@@ -126,7 +126,7 @@ def _layers(
 
 
 def _silent(lse: Float[np.ndarray, "b n t"], rows: Sequence[Any]) -> Float[np.ndarray, "b n t"]:
-    """The padding's queries count for nothing."""
+    """Return log-sum-exps with −inf for the queries of padding, which then count for nothing."""
     real = np.arange(lse.shape[-1]) < np.array([len(row) for row in rows])[:, None, None]
     return np.where(real, lse, -np.inf)
 
@@ -138,7 +138,8 @@ def _most(
     *,
     offset: int | None,
 ) -> Float[np.ndarray, "b k s"]:
-    """The most that a query pays to a key, rows split over the batch shards, and heads."""
+    """Return the most attention that a query pays to each key. Rows are split over the batch shards, and heads over the
+    head shards."""
     placed = [put(x, BATCH, HEADS) for x in (q, k, lse)]
     return np.asarray(_largest(*placed, offset=offset))
 
@@ -164,11 +165,11 @@ def fill_input(
     layer: int = 0,
     start: int = 0,
 ) -> None:
-    """What was captured of some layers, from `layer` on, and of some tokens of the rows, from `start` on."""
+    """Fill in the captured inputs of some layers, from `layer` on, and some tokens of the rows, from `start` on."""
     found = found if which == "hidden" else found.swapaxes(2, 3)
     layers = slice(layer, layer + len(found))
     for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
-        first = start - len(context.prefix)  # of the context's own tokens
+        first = start - len(context.prefix)  # index among the context's own tokens
         stop = min(first + found.shape[2], len(context.tokens))
         if arrays and stop > max(first, 0):
             own = found[:, row, max(-first, 0) : stop - first]
@@ -178,7 +179,7 @@ def fill_input(
 def fill_score(
     contexts: Sequence[Context], into: Into, layer: int, score: Float[np.ndarray, "b k t"]
 ) -> None:
-    """One layer's scores of whole rows."""
+    """Fill in one layer's scores of whole rows."""
     for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
         first = len(context.prefix)
         if arrays:

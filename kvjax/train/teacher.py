@@ -1,7 +1,8 @@
-"""What a teacher says of a run's sequences, computed once and kept on disk: the likeliest next tokens after each token.
+"""A teacher's likeliest next tokens after each token of a run's sequences, computed once and kept on disk.
 
-A file a sequence, found by the tokens themselves: whatever the order, the mesh or the processes, and for every run that
-trains on the same sequences. A file is there whole or not at all, so that what was stopped goes on.
+Each sequence has a file, which is named by a hash of its tokens. So files do not depend on the order, the mesh or the
+processes, and serve every run that trains on the same sequences. Files are written atomically, so that a run that was
+stopped can go on.
 """
 
 import contextlib
@@ -33,12 +34,12 @@ from kvjax.train.objective import TOKENS_AT_ONCE, cut_tokens, likeliest
 from kvjax.train.pace import Pace
 
 VERSION = 1
-"""Of the layout."""
+"""The version of the layout."""
 OPTION = "--teacher"
 
 
 def shapes(length: int, count: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A sequence with what is said of it (`Said.read`)."""
+    """Return the shapes of a sequence with its teacher's likeliest tokens (`Said.read`)."""
     return {
         "tokens": jax.ShapeDtypeStruct((length,), jnp.int32),
         "logits": jax.ShapeDtypeStruct((length, count), jnp.float16),
@@ -47,17 +48,17 @@ def shapes(length: int, count: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 class Said:
-    """A folder of a teacher's likeliest `count` tokens after each token of sequences: which they are, and their logits
-    less the largest of them."""
+    """A folder of a teacher's `count` likeliest tokens after each token of sequences, and of their logits minus the
+    largest one."""
 
     def __init__(self, folder: Path, count: int):
         self.folder, self.count = folder, count
 
     def begin(self, teacher: Decoder, name: str) -> None:
-        """Make the folder of this teacher, which is called so. Called in every process.
+        """Make the folder for this teacher, a model called `name`. Call it in every process.
 
         Raises:
-            UserError: it holds what another teacher said, or so many other tokens, or is of another version.
+            UserError: the folder is of another teacher, of another `count`, or of another version.
         """
         made_for = MadeFor.of(teacher, name).description
         manifest = {
@@ -74,17 +75,17 @@ class Said:
 
     @property
     def bytes(self) -> int:
-        """Of a token."""
+        """The bytes that are kept for a token."""
         return sum(x.dtype.itemsize * x.size for name, x in shapes(1, self.count).items() if name != "tokens")
 
     def has(self, row: Int[np.ndarray, " t"]) -> bool:
-        """Whether a sequence is there."""
+        """Return True if the folder has the sequence."""
         return self._at(row).exists()
 
     def write(
         self, row: Int[np.ndarray, " t"], logits: Float[np.ndarray, "t n"], which: Int[np.ndarray, "t n"]
     ) -> None:
-        """What is said of a sequence. Raises UserError: the disk fills."""
+        """Write the likeliest tokens of a sequence and their logits. Raises UserError if the disk fills up."""
         file = self._at(row)
         partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
         with self.mending():
@@ -99,7 +100,7 @@ class Said:
                 partial.unlink(missing_ok=True)
 
     def read(self, rows: TokenRows) -> dict[str, Shaped[np.ndarray, "b t ..."]]:
-        """Sequences with what is said of them. Raises UserError for one that is missing or damaged."""
+        """Read the likeliest tokens of sequences and their logits. Raises UserError if a file is missing or damaged."""
         found = [self._one(row) for row in rows]
         return {"tokens": rows} | {name: np.stack([one[name] for one in found]) for name in found[0]}
 
@@ -124,12 +125,12 @@ class Said:
         return self.folder / name[:2] / f"{name}.npz"
 
     def finished(self, of: Mapping[str, Any]) -> Path:
-        """The file that is there once all sequences are that follow from `of`."""
+        """Return the file that exists once all sequences that depend on `of` are kept."""
         name = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
         return self.folder / f"finished-{name}.json"
 
     def mending(self) -> contextlib.AbstractContextManager[None]:
-        """Errors of the disk as one line."""
+        """Turn errors of the disk into a UserError of one line."""
         return mending(self.folder, lambda: "sequences are")
 
 
@@ -143,18 +144,19 @@ def listen(
     tokens: int,
     of: Mapping[str, Any],
 ) -> None:
-    """Keep what the teacher says of all sequences of a run and of those held out, but for those that are there.
+    """Keep the teacher's likeliest tokens of all sequences of a run, held-out ones included, that are not kept yet.
 
     Args:
-        steps: of each update this process's rows.
-        tokens: of the updates of all processes.
-        of: what the sequences depend on; where all of them were once kept for the same, nothing is read.
+        steps: this process's rows of each update.
+        tokens: the number of tokens of all updates, in all processes.
+        of: the values that the sequences depend on. If all sequences were kept before for the same values, nothing is
+            read.
 
     Raises:
-        UserError: the disk is too small, or fills.
+        UserError: the disk is too small or fills up.
     """
     finished = said.finished(of)
-    # one process decides: others may see the folder of another moment, or another disk
+    # one process decides, since others may see the folder a moment later, or on another disk
     if multihost_utils.broadcast_one_to_all(np.array(finished.exists())):
         return
     if not any(said.folder.glob("??/*.npz")):
@@ -178,7 +180,7 @@ def listen(
 
 
 def _keep(said: Said, teacher: Decoder, own: TokenRows, mesh: Mesh, rows: Rows) -> None:
-    """Write those of this process's rows that are missing; where one is, all processes compute."""
+    """Write those of this process's rows that are missing. All processes compute if any of them misses a row."""
     missing = {row.tobytes(): index for index, row in enumerate(own) if not said.has(row)}
     if not np.any(multihost_utils.process_allgather(np.array(len(missing)))):
         return
@@ -203,8 +205,8 @@ def _hidden(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
 def _likeliest(
     model: Decoder, hidden: Float[Array, "b t d"], first: Int[Array, ""], part: int, count: int
 ) -> tuple[Float[Array, "b cut n"], Int[Array, "b cut n"]]:
-    """`likeliest` after `cut_tokens`."""
+    """Return `likeliest` of the tokens that `cut_tokens` cuts, with logits minus the largest one in float16."""
     logits, which = likeliest(model, cut_tokens(hidden, first, part), count)
-    # a divergence does not change with them, and half precision is finest near 0
+    # a shift does not change the divergence, and half precision is finest near 0
     below = (logits.astype(jnp.float32) - logits[..., :1]).astype(jnp.float16)
     return tuple(jax.sharding.reshard(x, P(BATCH, None, None)) for x in (below, which.astype(jnp.int32)))

@@ -1,4 +1,4 @@
-"""Thresholds at which what held-out tokens are worth keeps given shares of them."""
+"""Thresholds that keep given shares of held-out tokens, from their priorities."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import numpy as np
 from jaxtyping import Float32
 
 SHARES = 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9
-"""Of the tokens, that the rows of a report keep."""
+"""The shares of tokens that the rows of a report keep."""
 CLOSE = 0.02
-"""Of a share, by which a threshold in fewer digits may miss it."""
+"""The error of a share, relative to it, that a threshold with fewer digits may have."""
 
 
 def thresholds(priorities: Float32[np.ndarray, " n"], shares: Sequence[float] = SHARES) -> list[float]:
-    """For each share a number that so much of the priorities reaches, in the fewest digits that keep as many. Where
-    equal ones cross the share, all of them are kept."""
+    """Return a threshold for each share, which that share of the priorities reaches. It has the fewest digits that keep
+    about as many (`CLOSE`). If equal priorities cross the share, all of them are kept."""
     ranked = np.sort(priorities)
 
     def kept(threshold: float) -> float:

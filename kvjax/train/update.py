@@ -1,4 +1,4 @@
-"""One update: parameters and the optimizer's state in, the next ones and the numbers to log out."""
+"""The update of a training step: from parameters and optimizer state to the next ones and the numbers to log."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,38 +16,41 @@ from kvjax.train.metrics import FINITE, LINE
 from kvjax.train.recipe import Recipe
 
 MASTER = jnp.float32
-"""What 16-bit parameters are kept in between updates, if they are."""
+"""The dtype of the master weights of 16-bit parameters."""
 
 
 @struct
 class TrainState:
-    """All that changes while training, split over the mesh as the parameters are."""
+    """The state of a training, split over the mesh as the parameters are."""
 
     params: Any
-    """The recipe's; with master weights in float32."""
+    """The recipe's parameters; 16-bit ones are float32 if there are master weights."""
     opt: Any
-    """optax's."""
+    """The state of the optax optimizer."""
     constants: Any = None
-    """What a later phase holds of the one before; no update changes it."""
+    """The arrays that a later phase holds from the one before. No update changes them."""
 
 
 def initial_state(recipe: Recipe, model: Decoder) -> TrainState:
-    """The state before the first update. To be jitted under a mesh."""
+    """Return the state before the first update. To be jitted under a mesh."""
     params = _masters(recipe, recipe.init(model))
     return TrainState(params, recipe.optimizer().init(params))
 
 
 def enter(recipe: Recipe, before: Any, dtypes: Any = None) -> TrainState:
-    """The first state of a later phase, from the parameters of the one before and, where these are master weights,
-    their `dtypes`: what is trained goes on from them, what is held is rounded. To be jitted under a mesh."""
+    """Return the first state of a later phase, from the parameters of the phase before. To be jitted under a mesh.
+
+    If the parameters `before` are master weights, `dtypes` are the dtypes that they are rounded to. Training goes on
+    from the master weights, and constants are rounded.
+    """
     params = _masters(recipe, recipe.enter(before)[0])
     constants = recipe.enter(round_parameters(before, dtypes))[1]
     return TrainState(params, recipe.optimizer().init(params), constants)
 
 
 def first_state(phases: Sequence[Recipe], dtypes: Sequence[Any], model: Decoder, phase: int) -> TrainState:
-    """A state of the structure and shardings that a phase's have; of the first, the one before any update. `dtypes`: of
-    each phase (`param_dtypes`). To be jitted under a mesh."""
+    """Return a state with the structure and shardings of a phase's states; for the first phase it is the state before
+    any update. `dtypes`: those of each phase (`param_dtypes`). To be jitted under a mesh."""
     state = initial_state(phases[0], model)
     for later, before in zip(phases[1 : phase + 1], dtypes, strict=False):
         state = enter(later, state.params, before)
@@ -65,7 +68,7 @@ def _masters(recipe: Recipe, params: Any) -> Any:
 
 
 def param_dtypes(phases: Sequence[Recipe], model: Decoder) -> tuple[Any, ...]:
-    """The dtypes that each phase made its parameters of, where its state keeps master weights; else None."""
+    """Return the dtypes of each phase's parameters if its state keeps master weights, else None for it."""
     if not any(phase.master_weights for phase in phases):
         return (None,) * len(phases)
     params, found = jax.eval_shape(phases[0].init, model), []
@@ -76,7 +79,7 @@ def param_dtypes(phases: Sequence[Recipe], model: Decoder) -> tuple[Any, ...]:
 
 
 def round_parameters(params: Any, dtypes: Any) -> Any:
-    """The parameters as the loss sees them and as they are exported: rounded, if these are master weights."""
+    """Return the parameters as the loss sees them and as they are exported: rounded if they are master weights."""
     return params if dtypes is None else jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
 
 
@@ -84,15 +87,15 @@ Update = Callable[[TrainState, Decoder | None, Any, Any], tuple[TrainState, dict
 
 
 def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
-    """The jitted step `(state, model, batch, step) -> (state, numbers)`; it takes the state's memory over. Beside the
-    loss and the recipe's scalars the numbers say whether loss and gradients are finite (`FINITE`).
+    """Return the jitted step `(state, model, batch, step) -> (state, numbers)`, which donates the state. The numbers
+    are the loss, the recipe's scalars and `FINITE`, True if loss and gradients are finite.
 
     Args:
-        dtypes: of parameters with master weights (`param_dtypes`).
-        before: updates of the run before this phase; its steps count from 0.
+        dtypes: the dtypes of parameters with master weights (`param_dtypes`).
+        before: the number of updates of the run before this phase, whose steps count from 0.
 
     Raises:
-        ValueError: where the recipe's loss gives a scalar a name that the log has for something else.
+        ValueError: the recipe's loss gives a scalar a name that the log reserves. Raised when the step is traced.
     """
     tx = recipe.optimizer()
 
@@ -115,7 +118,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
             found, numbers = gradient(state, model, batch, key, step)
         else:
             found, numbers = _accumulate(recipe.accumulate, gradient, state, model, batch, key, step)
-            # moments have the parameters' dtypes, and keep them
+            # the optimizer's moments keep the parameters' dtypes
             found = jax.tree.map(lambda x, param: x.astype(param.dtype), found, state.params)
         numbers[FINITE] = all_finite((numbers["loss"], found))
         change, opt = tx.update(found, state.opt, state.params)
@@ -133,7 +136,8 @@ def _accumulate(
     key: jax.Array,
     step: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """The means over the batch's parts, one after another; each part has as many rows of every device."""
+    """Return the mean gradient and numbers over the batch's parts, computed one after another. Each part has the same
+    number of rows of every device."""
 
     def split(x):
         rest = (None,) * (x.ndim - 1)

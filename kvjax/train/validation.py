@@ -1,4 +1,4 @@
-"""What parameters are worth on held-out sequences: a recipe's figures of each, whatever the mesh."""
+"""Validation: a recipe's figures of each held-out sequence, which do not depend on the mesh."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,11 +24,12 @@ def make_validate(
     dtypes: Any = None,
     held_rows: HeldRows | None = None,
 ) -> Validate:
-    """A function that measures a state on the held-out sequences, or on held-out rows of another kind. The figures of
-    one do not depend on the mesh. `dtypes`: of parameters with master weights (`param_dtypes`)."""
+    """Return a function that measures a state on the held-out sequences, or on held-out rows of another kind. The
+    figures of a sequence do not depend on the mesh. `dtypes`: those of parameters with master weights (`param_dtypes`).
+    """
 
     shards = recipe.mesh.batch_shards
-    # the loss is a mean over its batch: each sequence is then in every row
+    # the loss is a mean over its batch, so a batch has one sequence in every row
     alone = type(recipe).measure is Recipe.measure
 
     @jax.jit
@@ -65,7 +66,7 @@ def make_validate(
 
 
 def by_length(sequences: Sequence[Any], size: int) -> list[list[Any]]:
-    """Sequences, arrays [t …] or pytrees of them, of one length, at most `size` together."""
+    """Return groups of at most `size` sequences of one length. Sequences are arrays [t …] or pytrees of them."""
     found: dict[int, list[Any]] = {}
     for sequence in sequences:
         found.setdefault(len(jax.tree.leaves(sequence)[0]), []).append(sequence)
@@ -73,7 +74,8 @@ def by_length(sequences: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def in_rows(held: HeldRows, rows: int) -> Iterator[tuple[int, Any]]:
-    """All that is held out in batches of so many rows, and how many of each are not its last one repeated."""
+    """Yield the held-out rows in batches of `rows`, each with its number of real rows. The last real row is repeated to
+    fill the batch."""
     for start in range(0, len(held), rows):
         count = min(rows, len(held) - start)
         part = held[start : start + count]

@@ -1,6 +1,9 @@
-"""Ways of training, a file each, by the names that `--method` knows. wgkv: write gates (WG-KV).
-fast_kvzip: gates on hidden states (Fast KVzip). kvpop: a whole model and its scorers (KVPOP).
-prulong, duo_attention: which kv heads need the whole context (PruLong, DuoAttention; head_masks: what they share)."""
+"""The training methods, one file each, by their names for `--method`.
+
+wgkv: write gates (WG-KV). fast_kvzip: gates on hidden states (Fast KVzip). kvpop: a whole model and its scorers
+(KVPOP). prulong, duo_attention: the kv heads that need the whole context (PruLong, DuoAttention). head_masks: the base
+class of these two.
+"""
 
 from kvjax.errors import UserError
 from kvjax.plugins import METHODS, find, load, names
@@ -14,14 +17,14 @@ RECIPES = {
     "duo_attention": "kvjax.train.recipes.duo_attention:DuoAttention",
 }
 DEFAULT = "wgkv"
-"""What is trained where no --method is named."""
+"""The method if there is no --method."""
 
 
 def find_recipe(method: str) -> type[Recipe]:
-    """Return the recipe called so: kvjax's, an installed package's, or the class at package.module:NAME.
+    """Return the recipe of a method: one of kvjax, of an installed package, or the class at package.module:NAME.
 
     Raises:
-        UserError: there is none, or it is no recipe.
+        UserError: there is no such method, or it is no recipe.
     """
     own = RECIPES.get(method)
     found = load(own, "--method") if own else find(method, METHODS, "--method")

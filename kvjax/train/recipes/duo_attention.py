@@ -1,5 +1,5 @@
-"""DuoAttention: which kv heads need the whole context, by how much of a frozen model's hidden states at synthetic
-passkeys depends on it (arXiv:2410.10819, Sec. 2.2)."""
+"""DuoAttention: the kv heads that need the whole context, found by how much a frozen model's hidden states at synthetic
+passkeys depend on it (arXiv:2410.10819, Sec. 2.2)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,39 +15,43 @@ from kvjax.train.recipe import Rule
 from kvjax.train.recipes.head_masks import HeadMasks
 
 RAMP, FLOOR = 5, 0.1
-"""The learning rate rises over a fifth of the updates and falls over the last fifth, from and to a tenth."""
+"""The learning rate rises over the first fifth of the updates from a tenth of its peak, and falls to a tenth over the
+last fifth."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DuoAttention(HeadMasks):
-    """Train DuoAttention's head weights: which kv heads of a frozen model keep the whole context, by passkeys.
+    """Train DuoAttention's head weights: they choose, by passkeys, the kv heads of a frozen model that keep the whole
+    context.
 
-    By default the authors' numbers for Llama-3.
+    The defaults are the authors' numbers for Llama-3.
     """
 
     method: str = "duo_attention"
-    """What is trained."""
+    """The method to train."""
     data_kind: Literal["natural", "passkeys"] = "passkeys"
-    """What is learned: random words hidden in the documents' text and asked for behind it; or documents, packed and
-    each by itself, all of their tokens (as PruLong). Of the built-in tasks: the answers to questions about what is
-    hidden, or all tokens."""
+    """The tokens that are learned. passkeys: random words that are hidden in the documents' text and asked for at its
+    end. natural: all tokens of packed documents, which do not see each other (as PruLong). With the built-in tasks: the
+    answers to questions about what is hidden, or all tokens."""
     sparsity: float = 0.5
-    """The share of kv heads that are streaming heads where the pattern is used; it may be used at another, too."""
+    """The share of kv heads that stream at inference. The pattern can be used with another share, too."""
     window: int = 256
-    """Last tokens that a streaming head sees."""
+    """The number of last tokens that a streaming head sees."""
     regularized: float = 0.05
-    """Weight of the mean α in the loss."""
+    """The weight of the mean α in the loss."""
     lr: float = 0.02
-    """Peak learning rate of AdamW, without decay: a fifth of the updates leads up to it, the last fifth down."""
+    """The peak learning rate of AdamW, without decay. It rises over the first fifth of the updates and falls over the
+    last fifth."""
     lengths: tuple[int, ...] = (8000, 16000, 24000, 32000)
-    """Lengths of sequences in tokens. The authors draw one of 50 from 1,000 to 32,000, each a program to compile."""
+    """The lengths of sequences in tokens. The authors draw one of 50 lengths from 1,000 to 32,000; here each length is
+    a program to compile."""
     shares: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
-    """How often each length is trained on, relative to the others."""
+    """The relative frequency of each length."""
     sequences: int = 2000
-    """Sequences to train on in all, on any mesh: 2,000 updates of one, as the authors' eight devices share a
-    sequence."""
+    """The total number of sequences to train on, on any mesh. The default makes 2,000 updates of one sequence, which
+    the authors' eight devices share."""
     batch: int = 1
-    """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp."""
+    """The number of sequences of an update, rounded up to a multiple of the mesh's data × fsdp (times --accumulate)."""
 
     builtin: ClassVar[str | None] = "duo_attention-builtin"
     shown: ClassVar[Mapping[str, str]] = {"distillation": ".4f", "alpha": ".3f"}
@@ -64,8 +68,9 @@ class DuoAttention(HeadMasks):
         return params["alpha"]
 
     def _errors(self, z: Float[Array, "l k"], frozen: Decoder, batch: Any) -> Float[Array, " b"]:
-        """The mean squared difference of the final hidden states that predict each sequence's labelled tokens. (The
-        authors take those at the answers' own tokens, of which the last predicts nothing: of one token, that is all.)
+        """Return the mean squared difference of the final hidden states that predict each sequence's labelled tokens.
+        The authors take the states at the answer's own tokens instead. The last of these predicts nothing, and an
+        answer of one token has no other.
         """
         predicts = jnp.pad(batch["labelled"][:, 1:], ((0, 0), (0, 1)))
         teacher = jax.lax.stop_gradient(frozen.hidden(batch["tokens"], batch["document"]))
@@ -76,19 +81,19 @@ class DuoAttention(HeadMasks):
     def loss(
         self, params: dict[str, Array], frozen: Decoder, batch: Any, key: jax.Array, step: Int[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """The mean squared difference at labelled tokens + `regularized` · mean α (Eq. 2 and 3)."""
+        """Return the mean squared difference at labelled tokens + `regularized` · mean α (Eq. 2 and 3)."""
         error, alpha = self._errors(params["alpha"], frozen, batch).mean(), params["alpha"].mean()
         return error + self.regularized * alpha, {"distillation": error, "alpha": alpha}
 
     def measure(self, params: dict[str, Array], frozen: Decoder, batch: Any) -> dict[str, Array]:
-        """The squared difference of each sequence, with heads weighted and as they are used."""
+        """Return the mean squared difference of each sequence, with weighted heads and with heads as at inference."""
         return {
             "distillation": self._errors(params["alpha"], frozen, batch),
             "used_distillation": self._errors(self.rounded(params), frozen, batch),
         }
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW, and each α brought back to [0, 1] after every update."""
+        """Return AdamW, with each α clipped to [0, 1] after every update."""
         ramp = max(self.steps // RAMP, 1)
 
         def rate(step):

@@ -1,5 +1,5 @@
-"""Fast KVzip: gates that say from a token's hidden state what a context's reconstruction would pay to it, trained on
-features of a frozen model (arXiv:2601.17668, Sec. 3)."""
+"""Fast KVzip: gates that predict, from a token's hidden state, the attention that a context's reconstruction would pay
+to it. They are trained on features of a frozen model (arXiv:2601.17668, Sec. 3)."""
 
 import dataclasses
 import functools
@@ -43,75 +43,80 @@ from kvjax.train.score_loss import (
 from kvjax.train.targets import Teacher, answer, collect, kind_of, larger, next_token
 
 TARGETS = "targets"
-"""The run's folder's, where features and targets are."""
+"""The folder of features and targets in the run's folder."""
 ASKED = "answer", "both"
 """Targets that need questions."""
 RATIOS = 0.2, 0.3, 0.4, 0.5
-"""Of the cache, that the rows of a report keep."""
+"""The shares of entries that the rows of a report keep."""
 Batch = Mapping[str, Float[Array, "b l ..."]]
-"""`input` [b l d] or [b l k h], and `score` [b l k], of positions."""
+"""The arrays of positions: `input` [b l d] or [b l k h], and `score` [b l k]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KVzipGates(Recipe):
     """Train Fast KVzip's gates for a frozen model.
 
-    First its forward passes over some contexts give features and targets (--targets), then gates learn the one from the
-    other. What other recipes call sequences are positions here: --batch and --sequences count those.
+    Forward passes of the model over some contexts first compute features and targets (--targets). Then gates learn the
+    targets from the features. The rows of an update are positions instead of sequences: --batch and --sequences count
+    positions.
     """
 
     method: str = "fast_kvzip"
-    """What is trained."""
+    """The method to train."""
     instruction: str = "Given the context, answer to the following question or request without explanation."
-    """What stands before each context in the user's turn, with an empty line, for models with a chat template. It
-    always stays in the cache."""
+    """The text before each context in the user's turn, followed by an empty line. Only for models with a chat template.
+    It always stays in the cache."""
     sequences: int = 5_000_000
-    """Positions to train on in all, each as often as it comes: 5,000 updates of 1,000."""
+    """The total number of positions to train on. Repetitions count: the default makes 5,000 updates of 1,000."""
     batch: int = 1000
-    """Positions of an update, the same of all layers, rounded up to a multiple of the mesh's data × fsdp."""
+    """The number of positions of an update, the same ones for all layers, rounded up to a multiple of the mesh's
+    data × fsdp (times --accumulate)."""
     lengths: tuple[int, ...] = (512,)
-    """Of the built-in tasks: tokens of a context with its questions. Contexts of text are chosen by --shortest, …"""
+    """The number of tokens of a context with its questions, for the built-in tasks. For text see --shortest to
+    --joins."""
     shares: tuple[float, ...] = (1.0,)
-    """Of the built-in tasks: how many contexts have each length, relative to the others."""
+    """The relative number of contexts of each length, for the built-in tasks."""
     contexts: int = 64
-    """Of the built-in tasks: how many."""
+    """The number of contexts, for the built-in tasks."""
     shortest: int = 10_000
-    """Of text: tokens of a document, at least, by the data set's own count (`token_count`) where it has one."""
+    """The minimum number of tokens of a document, for text, by the data set's own count (`token_count`) if it has
+    one."""
     longest: int = 30_000
-    """Of text: tokens of a document, below this."""
+    """The upper limit of the tokens of a document, for text. Documents are shorter than this."""
     joined: int = 100_000
-    """For text: documents are joined by empty lines until a context has so many tokens."""
+    """The minimum number of tokens of a context of joined documents, for text. Documents are joined by empty lines."""
     single: int = 29
-    """Of text: documents that are contexts alone, the first that come."""
+    """The number of contexts that are one document, for text: the first documents of the data."""
     joins: int = 5
-    """Of text: contexts of documents joined, from the first that come on."""
+    """The number of contexts of joined documents, for text. They begin again with the first document."""
     target: Literal["reconstruction", "next_token", "answer", "both"] = "reconstruction"
-    """What is learned: KVzip's scores, the most that a context's repetition pays to a key; or, for comparison, the most
-    that any later query of the context does, or that questions of it with their answers do (built-in tasks), or the
-    larger of what its repetition and its questions pay (both). Where --data names text and no target is told it is the
-    first."""
+    """The score that gates learn, the most attention that a key gets. reconstruction: from a repetition of the context
+    (KVzip's score). For comparison: next_token: from any later query of the context; answer: from questions about it
+    with their answers (built-in tasks only); both: the larger one of reconstruction and answer. If --data names text
+    and there is no --target, it is reconstruction."""
     targets: str | None = None
-    """Where features and targets are kept: `disk`, in the run's folder targets/, of which no context is computed twice;
-    a folder (with a slash in its name), which runs share whose model, contexts, --target and --inputs are the same; or
-    `memory`, this process's, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
+    """The place of features and targets. `disk`: the folder targets/ of the run, so that a resumed run computes no
+    context again. A folder (with a slash in its name): runs with the same model, contexts, --target and --inputs can
+    share it. `memory`: the memory of this process, so that a resumed run computes them again. By default memory for the
+    built-in tasks, else disk."""
     inputs: Literal["hidden", "k", "k_pre"] = "hidden"
-    """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE. This,
-    --form, --dim and --sinks are those of --init unless they are told beside it."""
+    """The input of a gate. hidden: the layer's input after its norm. For comparison k: the token's key after RoPE;
+    k_pre: before RoPE. With --init the defaults of --inputs, --form, --dim and --sinks are those of its gates."""
     form: Literal["sink", "paper", "sigmoid", "linear", "mlp"] = "sink"
-    """The gate's, as published, or for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
+    """The form of the gates: as published, or others for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
     dim: int = 16
-    """Width of a gate's queries and keys."""
+    """The width of a gate's queries and keys."""
     sinks: int = 16
-    """Keys that a gate learns beside the token's own."""
+    """The number of keys that a gate learns in addition to the token's own."""
     lr: float = 0.2
-    """SGD's learning rate: a hundredth of it more with each of the first 1% of the updates, then all of it, half of it
-    after half of the updates, and a quarter of it in the last quarter."""
+    """The peak learning rate of SGD. Update i of the first 1% has i hundredths of it. It is halved after half of the
+    updates, and again after three quarters."""
     momentum: float = 0.9
-    """SGD's."""
+    """The momentum of SGD."""
     init_: Annotated[str | None, tyro.conf.arg(name="init")] = None
-    """Gates to begin with instead of random ones: a folder that a run exported, or a .pt file of the authors'."""
+    """The gates to begin with instead of random ones: a folder that a run exported, or a .pt file of the authors."""
     ratio: float = 0.3
-    """Of the cache, that the report's policy keeps; gates are not trained for one."""
+    """The share of entries that the report's policy keeps. Gates are not trained for a certain share."""
 
     exports: ClassVar[str] = "gates"
     unit: ClassVar[str] = "positions"
@@ -139,7 +144,7 @@ class KVzipGates(Recipe):
     def fitted(self, told: Container[str]) -> Recipe:
         found: dict[str, Any] = {}
         if "data" in told and self.data != "builtin" and self.target in ASKED:
-            found["target"] = "reconstruction"  # of text there are no questions
+            found["target"] = "reconstruction"  # text has no questions
         if "init_" in told and self.init_ is not None:
             sizes = read_init(gate_sizes, self.init_)._asdict()
             found |= {name: sizes[name] for name in ("dim", "sinks", "form", "inputs")}
@@ -199,7 +204,7 @@ class KVzipGates(Recipe):
         return functools.partial(self._open, contexts, held_out)
 
     def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
-        """Those that are trained on, and held-out sequences for the report."""
+        """Return the contexts to train on, and held-out sequences for the report."""
         if self.data == "builtin":
             own, others = (
                 draw_step_lengths(count, self.lengths, self.shares, self.seed).tolist()
@@ -219,7 +224,7 @@ class KVzipGates(Recipe):
         folder: Path,
         say: Callable[[str], None],
     ) -> Data:
-        """Compute what is missing of the features and targets, and begin to read them."""
+        """Compute the missing features and targets, and begin to read them."""
         kind, sizes = kind_of(model, self.inputs), [len(context.tokens) for context in contexts]
         where = self.targets or ("memory" if self.data == "builtin" else "disk")
         store = Memory(kind, sizes)
@@ -245,7 +250,7 @@ class KVzipGates(Recipe):
         return published if self.target == "reconstruction" else larger(published, answer)
 
     def _manifest(self, contexts: Sequence[Context], model: Decoder) -> dict[str, Any]:
-        """What features and targets depend on."""
+        """Return the values that features and targets depend on."""
         return {
             "data": self.data,
             "target": self.target,
@@ -257,8 +262,8 @@ class KVzipGates(Recipe):
     def loss(
         self, params: SinkGate, frozen: Any, batch: Batch, key: jax.Array, step: Any
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Binary cross-entropy with soft targets: the mean over positions, the sum over heads and layers. Beside it the
-        share of predictions that agree with their target at .05, and each layer's loss."""
+        """Return the binary cross-entropy with soft targets, averaged over positions and summed over heads and layers.
+        The scalars are the share of predictions that agree with their target at .05, and each layer's loss."""
         predicted, target = scores(params, batch["input"]), by_head(batch["score"])
         layers = cross_entropy(predicted, target).mean(-1).sum(-1)
         return layers.sum(), {"agreement": agreement(predicted, target).mean()} | by_layer(layers)
@@ -267,7 +272,8 @@ class KVzipGates(Recipe):
         return optax.sgd(functools.partial(rate, peak=self.lr, steps=self.steps), momentum=self.momentum)
 
     def measure(self, params: SinkGate, frozen: Any, batch: Batch) -> dict[str, Float[Array, "b ..."]]:
-        """As the loss has them, of each position; and its `predicted` and `target` scores, by layer and kv head."""
+        """Return the loss and its scalars for each position, and its `predicted` and `target` scores by layer and kv
+        head."""
         predicted, target = scores(params, batch["input"]), by_head(batch["score"])
         layers = cross_entropy(predicted, target).sum(1)
         means = {"loss": layers.sum(0), "agreement": agreement(predicted, target).mean((0, 1))}
@@ -279,7 +285,7 @@ class KVzipGates(Recipe):
         return f"the targets' own entropy is {entropy(validation.by_sequence['target']):.4g}, below which no loss is"
 
     def export(self, folder: Path, params: SinkGate, model: Decoder, validation: Validation) -> None:
-        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("fast_kvzip", gates=folder)` reads."""
+        """Write `gates.safetensors` and `config.json`, which `kvjax.make_policy("fast_kvzip", gates=folder)` reads."""
         numbers = validation.numbers | {"positions": validation.sequences}
         origin = {"model": self.model, "data": self.data, "validation": numbers}
         trained = {
@@ -301,7 +307,7 @@ class KVzipGates(Recipe):
         return "--policy", f"{self.used_as}:ratio={self.ratio:g}", "--gates", str(folder)
 
     def _opening(self) -> list[int]:
-        """Token ids of what contexts are read behind, which stays in the cache of every prompt that begins so."""
+        """Return the token ids before every context. They stay in the cache of every prompt that begins with them."""
         return prefix(load_tokenizer(self.model), self.instruction).tolist()
 
     def deploy(self, params: SinkGate, model: Decoder) -> Policy:

@@ -1,5 +1,5 @@
-"""What recipes that learn which kv heads need the whole context have in common: streaming heads, and what is made of
-a number for each head."""
+"""The base class of recipes that learn which kv heads need the whole context: streaming heads, and the pattern that is
+made from a number for each head."""
 
 import abc
 import dataclasses
@@ -28,17 +28,17 @@ from kvjax.train.recipe import Rule, Validation
 
 @dataclasses.dataclass(frozen=True)
 class HeadMasks(LabelledRecipe):
-    """Learn a number for each layer and kv head, the higher the more it needs the whole context."""
+    """Learn a number for each layer and kv head, which is the higher the more the head needs the whole context."""
 
     sparsity: float = 0.7
-    """The share of kv heads that are streaming heads where the pattern is used; it may be used at another, too."""
+    """The share of kv heads that stream at inference. The pattern can be used with another share, too."""
     sink: int = 128
-    """First tokens that a streaming head sees."""
+    """The number of first tokens that a streaming head sees."""
     window: int = 1024
-    """Last tokens that a streaming head sees."""
+    """The number of last tokens that a streaming head sees."""
     block: int = 128
-    """In training streaming heads see whole blocks of so many tokens, those that --sink and --window begin; 1: exactly
-    these tokens, as in use."""
+    """The block size in tokens of streaming heads in training, where --sink and --window are rounded up to whole
+    blocks. 1: exactly these tokens, as at inference."""
 
     exports: ClassVar[str] = "pattern"
 
@@ -60,22 +60,23 @@ class HeadMasks(LabelledRecipe):
 
     @abc.abstractmethod
     def weights(self, params: Any) -> Float[Array, "l k"]:
-        """What heads are ordered by, of the method's own parameters."""
+        """Return the weights that heads are ordered by, from the method's own parameters."""
 
     def published(self, weights: Float[np.ndarray, "l k"]) -> Float[np.ndarray, "l k"]:
-        """The same in 0 … 1 and float64, in the same order: what other programs read, which clip to it."""
+        """Return the weights in float64 and from 0 to 1, in the same order. Other programs that read the pattern clip
+        weights to this range."""
         return weights.astype(np.float64)
 
     def blended(
         self, z: Float[Array, "l k"], model: Decoder, batch: Mapping[str, Array]
     ) -> Float[Array, "b t d"]:
-        """The final hidden states with each kv head's attention z of a full and 1 − z of a streaming head's."""
+        """Return the final hidden states, with each kv head's attention z · full + (1 − z) · streaming."""
         blend = Blend(z, self.sink, self.window, self.block)
         return student(blend, model, batch["tokens"], batch["document"], window=blend.band)[0]
 
     def rounded(self, params: Any) -> Float[Array, "l k"]:
-        """The masks as they are used: 1 for the heads of the highest weights, 0 for `sparsity` of them. Weights that
-        are all 0 or 1 have their own."""
+        """Return the masks at inference: 0 for the share `sparsity` of the heads, which have the lowest weights, and 1
+        for the others. Weights that are all 0 or 1 are the masks themselves."""
         weights = self.weights(params)
         order = jnp.argsort(-weights.reshape(-1), stable=True)
         whole = order[: whole_count(weights.size, self.sparsity)]
@@ -83,7 +84,7 @@ class HeadMasks(LabelledRecipe):
         return jnp.where(((weights == 0) | (weights == 1)).all(), weights, chosen)
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
-        """A pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", gates=folder)`."""
+        """Write a pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", gates=folder)`."""
         weights = np.asarray(gather(self.weights(params), *AXES))
         if jax.process_index() == 0:
             made = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
@@ -92,7 +93,7 @@ class HeadMasks(LabelledRecipe):
             write_pattern(folder, self.published(weights), self.sink, self.window, **told)
 
     def told(self, weights: Float[np.ndarray, "l k"]) -> float | None:
-        """The sparsity that a pattern of these weights is told: none where all are 0 or 1 and have their own."""
+        """Return the sparsity to use with these weights, None if all are 0 or 1, which determines the sparsity."""
         return None if np.isin(weights, (0, 1)).all() else self.sparsity
 
     def draw(self, folder: Path, validation: Validation) -> None:
@@ -102,7 +103,7 @@ class HeadMasks(LabelledRecipe):
 
     @property
     def course(self) -> Sequence[Sequence[str]]:
-        """What of the log is drawn over the updates: a panel's scalars each."""
+        """The logged scalars to draw over the updates, by panel."""
         return (("loss",),)
 
     @property
@@ -133,4 +134,4 @@ class HeadMasks(LabelledRecipe):
 
 
 SWEPT = 0.3, 0.5, 0.7, 0.9
-"""Sparsities of a report's other rows: those of PruLong's sweep."""
+"""The sparsities of a report's other rows, those of PruLong's sweep."""

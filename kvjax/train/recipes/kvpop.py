@@ -1,5 +1,5 @@
-"""KVPOP: a whole model that is trained to live with a cache of constant size, and the scorers that fill it (paper §3,
-§4, App. A to D)."""
+"""KVPOP: a whole model, trained for a cache of constant size, and the scorers that choose its entries (paper §3, §4,
+App. A to D)."""
 
 import dataclasses
 import shlex
@@ -31,96 +31,101 @@ from kvjax.train.recipe import Recipe, Rule, Validation
 from kvjax.train.teacher import Said, listen, shapes
 
 STEPS = {"uptrain": 5000, "sparsify": 2000}
-"""The paper's updates of each phase (App. A)."""
+"""The paper's number of updates in each phase (App. A)."""
 FALL = 8e-5
-"""Of the scorers' learning rate in the end: the paper's base rate."""
+"""The final learning rate of the scorers: the paper's base rate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstantCache(Recipe):
-    """Train a whole model and its scorers for a cache of constant size (KVPOP), in two runs: --phase uptrain trains the
-    dense model on the data, --phase sparsify goes on from it under the cache's mask, beside its scorers and distilled
-    from it. One model for each `--max-entries`.
+    """Train a whole model and its scorers for a cache of constant size (KVPOP), in two runs. --phase uptrain trains the
+    dense model on the data. --phase sparsify goes on from that model under the cache's mask: it trains model and
+    scorers, and distils the uptrained model. Each `--max-entries` needs its own model.
 
-    By default the paper's numbers for Qwen3-4B.
+    The defaults are the paper's numbers for Qwen3-4B.
     """
 
     method: str = "kvpop"
-    """What is trained."""
+    """The method to train."""
     phase: Literal["uptrain", "sparsify"] = "uptrain"
-    """The dense model by next tokens; or the model under the cache's mask, with its scorers."""
+    """The phase. uptrain: the dense model learns next tokens; sparsify: the model learns under the cache's mask, with
+    its scorers."""
     uptrained: str | None = None
-    """For sparsify: the folder of an uptrain run, or of a model, which is the first student, and the teacher."""
+    """The folder of an uptrain run, or of a model, for sparsify. Its model is the initial student and the teacher."""
     mask: Literal["scored", "streaming"] = "scored"
-    """What of the tokens behind the window a kv head sees: the best by their scores; or sinks alone, and a window so
-    much longer (StreamLLM+, for comparison)."""
+    """The tokens before the window that a kv head sees. scored: the sinks and those with the best scores; streaming:
+    only the sinks, with a window of all other entries (StreamLLM+, for comparison)."""
     max_entries: int = 512
-    """Most entries of a kv head: sinks, window and those chosen."""
+    """The most entries of a kv head: sinks, window and the chosen ones."""
     sink: int = 4
-    """First tokens that always stay."""
+    """The number of first tokens that always stay."""
     window: int = 64
-    """The last tokens that are always visible."""
+    """The number of last tokens that are always visible."""
     delayed: bool = True
-    """Score a token when it is about to leave the window, with all that came meanwhile; or at once."""
+    """Score a token when it is about to leave the window, with all tokens that came meanwhile; otherwise at once."""
     decay: bool = True
-    """Have scores fall with positions, by a rate that every head learns."""
+    """Let scores fall with position, at a rate that every head learns."""
     age: int = 1
-    """Positions that count as one for the decay. Of a token at u and a query at q: floor(q/age) - floor(u/age). (The
-    paper's floor((q - u)/age) would bring back what is evicted, which no cache can.)"""
+    """The number of positions that count as one for the decay. A token at u and a query at q are
+    floor(q/age) - floor(u/age) apart. (The paper's floor((q - u)/age) would bring back evicted tokens, which no cache
+    can do.)"""
     features: Literal["hedgehog", "none"] = "hedgehog"
-    """Of the scorers' queries and keys: two softmaxes; or none, with matrices twice as wide, for --normaliser xlstm."""
+    """The feature map of the scorers' queries and keys. hedgehog: two softmaxes; none: no map, with matrices twice as
+    wide, which needs --normaliser xlstm."""
     normaliser: Literal["plain", "xlstm"] = "plain"
-    """What the scorers' readings are divided by: the sum of their weights, or xLSTM's, at least 1."""
+    """The divisor of what the scorers read. plain: the sum of the weights; xlstm: xLSTM's, which is at least 1."""
     capped: bool = True
-    """Keep the scorers' gates within ±15."""
+    """Keep the logits of the scorers' gates within ±15."""
     target: Literal["kept", "all"] = "kept"
-    """A token's target is the attention it gets later, of attention that is 1 in all over what the cache then holds; or
-    over all tokens."""
+    """The target of a token's score: the attention that the token gets later. kept: from a softmax over the tokens that
+    the cache then holds; all: over all tokens."""
     falling_target: bool = True
-    """Have targets fall with positions as scores do."""
+    """Let targets fall with position as scores do."""
     temperature: float = 1.0
-    """Of the score loss."""
+    """The temperature of the score loss."""
     distilled: float = 0.1
-    """The share of the teacher's divergence in the model's loss; the others are next tokens'."""
+    """The weight of the teacher's divergence in the model's loss. The rest is the weight of the next tokens."""
     teacher: str = "model"
-    """`model`: the uptrained model, beside the student; `store`: what it says of every sequence is computed before the
-    first update and kept in the run's folder; or a folder for that, which runs of other --max-entries share."""
+    """The place of the teacher. `model`: the uptrained model stays in memory with the student. `store`: its likeliest
+    tokens for every sequence are computed before the first update and kept in the run's folder. A folder: they are kept
+    there, and runs with other --max-entries can share them."""
     teacher_tokens: int = 256
-    """The teacher's likeliest tokens, over which that divergence is."""
+    """The number of the teacher's likeliest tokens over which the divergence is taken."""
     lr: float = 8e-5
-    """Learning rate of the model, AdamW's, constant."""
+    """The constant learning rate of the model (AdamW)."""
     streaming_lr: float | None = None
-    """The same with --mask streaming; None: --lr."""
+    """The learning rate of the model with --mask streaming; by default --lr."""
     scorer_lr: float = 1e-3
-    """Peak rate of the scorers: --scorer-warmup updates lead up to it, a cosine down to 8e-5."""
+    """The peak learning rate of the scorers: it warms up over --scorer-warmup updates, and a cosine falls to 8e-5."""
     scorer_warmup: int = 100
-    """Updates."""
+    """The number of updates in which the scorers' learning rate warms up."""
     weight_decay: float = 1e-4
-    """AdamW's, of both."""
+    """The weight decay of AdamW, for model and scorers."""
     clip: float = 1.0
-    """The largest norm of the gradient, of the model and of the scorers apart."""
+    """The largest norm of the gradient. The model's and the scorers' gradients are clipped separately."""
     lengths: tuple[int, ...] = (8192,)
-    """Tokens of a sequence."""
+    """The lengths of sequences in tokens."""
     shares: tuple[float, ...] = (1.0,)
-    """How often each length is trained on, relative to the others."""
+    """The relative frequency of each length."""
     batch: int = 128
-    """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp."""
+    """The number of sequences of an update, rounded up to a multiple of the mesh's data × fsdp (times --accumulate)."""
     sequences: int = 0
-    """Sequences to train on in all, on any mesh; 0: of the paper's 5,000 updates of uptrain, 2,000 of sparsify."""
+    """The total number of sequences to train on, on any mesh. 0: those of the paper's updates, 5,000 for uptrain and
+    2,000 for sparsify."""
     master_weights: bool = True
-    """Keep 16-bit parameters in float32 between updates; the loss sees them rounded."""
+    """Keep 16-bit parameters in float32 between updates. The loss sees them rounded."""
 
     builtin: ClassVar[str | None] = "kvpop-builtin"
     shown: ClassVar[Mapping[str, str]] = {"cross_entropy": ".4f", "divergence": ".4f", "agreement": ".3f"}
 
     @property
     def takes_model(self) -> bool:
-        """But for a teacher, which is the model as it was loaded."""
+        """True unless the loaded model is the teacher, which must stay as it is."""
         return self.said is not None or self.phase == "uptrain"
 
     @property
     def said(self) -> Said | None:
-        """What a teacher said that is not beside the student."""
+        """The folder of the teacher's likeliest tokens; None: the teacher is in memory, or there is none."""
         if self.teacher == "model":
             return None
         folder = Path(self.teacher).expanduser() if self.teacher != "store" else self.out or Path()
@@ -128,7 +133,7 @@ class ConstantCache(Recipe):
 
     @property
     def has_scorers(self) -> bool:
-        """Whether there is something to train beside the model."""
+        """True if the run trains scorers in addition to the model."""
         return self.phase == "sparsify" and self.mask == "scored"
 
     def fitted(self, told: Container[str]) -> Recipe:
@@ -201,7 +206,7 @@ class ConstantCache(Recipe):
 
     def init(self, model: Decoder) -> dict[str, Any]:
         scorers = {"scorers": self._sizes(model.config).make(self.seed)} if self.has_scorers else {}
-        # a teacher is what was loaded, and stays
+        # the loaded model may be the teacher, so the student is a copy
         return scorers | {"model": model if self.takes_model else jax.tree.map(jnp.copy, model)}
 
     def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct] | None:
@@ -234,7 +239,7 @@ class ConstantCache(Recipe):
         return params.get("scorers"), params["model"]
 
     def admission(self, scorers: Scorer) -> KVPOP:
-        """The scorers as they are used."""
+        """Return the admission that uses the scorers at inference."""
         return KVPOP(
             scorers,
             max_entries=self.max_entries,
@@ -246,7 +251,7 @@ class ConstantCache(Recipe):
         )
 
     def student(self, params: dict[str, Any]) -> tuple[Trainable, int]:
-        """What masks the model's attention, and the window."""
+        """Return the method that masks the model's attention, and its window."""
         model = params["model"].config
         scored, window = self.has_scorers, self.window if self.has_scorers else self.max_entries - self.sink
         admission = self.admission(params["scorers"]) if scored else StreamingLLM(sink=self.sink)
@@ -264,8 +269,9 @@ class ConstantCache(Recipe):
         key: jax.Array,
         step: Int[Array, ""],
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Of uptrain the cross-entropy of next tokens. Of sparsify 0.9 of it and 0.1 of the teacher's divergence, for
-        the model, beside the score loss, for the scorers: neither's gradient reaches the other."""
+        """Return the loss of the phase. For uptrain it is the cross-entropy of next tokens. For sparsify it is
+        (1 − `distilled`) of that plus `distilled` of the teacher's divergence, which train the model, plus the score
+        loss, which trains the scorers. Neither gradient reaches the other's parameters."""
         model, tokens = params["model"], batch if self.said is None else batch["tokens"]
         if self.phase == "uptrain":
             error = next_token_loss(model, model.hidden(tokens, remat=True), tokens)
@@ -281,14 +287,14 @@ class ConstantCache(Recipe):
         return own + means["score_loss"], found | {x: means[x] for x in ("score_loss", "agreement")}
 
     def _teacher(self, frozen: Decoder | None, batch: Any) -> Callable[[Part], tuple[Array, Array]]:
-        """Of a part of the sequences what the teacher says, or said."""
+        """Return the function that gives the teacher's likeliest tokens for a part of the sequences."""
         if frozen is None:
             return lambda cut: (cut(batch["logits"]), cut(batch["which"]))
         known = jax.lax.stop_gradient(frozen.hidden(batch))
         return lambda cut: likeliest(frozen, cut(known), self.teacher_tokens)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW, each of model and scorers with its own rate and its own norm of gradients."""
+        """Return AdamW for model and scorers, each with its own learning rate and its own clipping."""
 
         def adamw(rate):
             adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=self.weight_decay)
@@ -303,8 +309,8 @@ class ConstantCache(Recipe):
         return optax.partition(groups, {name: name for name in groups})
 
     def export(self, folder: Path, params: Scorer | None, model: Decoder, validation: Validation) -> None:
-        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("kvpop", gates=folder)` reads, beside the
-        `model` that the loop adds; of a run without scorers that alone."""
+        """Write `gates.safetensors` and `config.json`, which `kvjax.make_policy("kvpop", gates=folder)` reads. A run
+        without scorers writes neither. The loop adds `model`."""
         if params is None:
             return
         own = ("max_entries", "sink", "window", "delayed", "decay", "age")
@@ -327,7 +333,7 @@ class ConstantCache(Recipe):
 
     @property
     def _fixed(self) -> dict[str, Any]:
-        """The sinks and the window of a mask without scorers."""
+        """The sinks and the window of a mask without scorers, as options of its policy."""
         return {} if self.phase == "uptrain" else {"sink": self.sink, "window": self.max_entries - self.sink}
 
     def use_options(self, folder: Path) -> Sequence[str]:
@@ -353,8 +359,8 @@ class ConstantCache(Recipe):
 
 
 def _model_of(folder: str) -> str:
-    """The model that a run left, where `folder` is a run's; else the folder itself. Raises UserError for a run that has
-    left none."""
+    """Return the exported model of a run if `folder` is a run's, else the folder itself. Raises UserError if a run has
+    exported none."""
     run = Path(folder).expanduser()
     left = run / Recipe.exports / "model"
     if not left.is_dir() and (run / "checkpoints").is_dir():

@@ -1,5 +1,5 @@
-"""PruLong: which kv heads need the whole context, learned by next tokens of natural documents under a constraint on
-how many do not (arXiv:2506.17121, Sec. 4, App. B)."""
+"""PruLong: the kv heads that need the whole context, learned from next tokens of natural documents under a constraint
+on the share of heads that do not (arXiv:2506.17121, Sec. 4, App. B)."""
 
 import dataclasses
 import math
@@ -20,15 +20,15 @@ from kvjax.train.recipe import Rule
 from kvjax.train.recipes.head_masks import HeadMasks
 
 RAMP = 0.8
-"""Of the updates, after which the wanted sparsity is the whole one."""
+"""The share of the updates in which the target sparsity rises to its final value."""
 FLOOR = 0.01
-"""Of the learning rates, at the end."""
+"""The final learning rates, relative to their peaks."""
 SPREAD = 0.01
-"""Standard deviation of the first log α."""
+"""The standard deviation of the initial log α."""
 
 
 def decays(params: Any) -> Any:
-    """Return which parameters weight decay is for: all but norms and biases, as in Hugging Face's trainer."""
+    """Return the mask of the parameters with weight decay: all but norms and biases, as in Hugging Face's trainer."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: re.search("norm|bias", jax.tree_util.keystr(path)) is None, params
     )
@@ -36,40 +36,42 @@ def decays(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PruLong(HeadMasks):
-    """Train PruLong's head masks: which kv heads of a model keep the whole context, by next tokens.
+    """Train PruLong's head masks: they choose, by next tokens, the kv heads of a model that keep the whole context.
 
-    By default the paper's numbers for Llama-3.1-8B.
+    The defaults are the paper's numbers for Llama-3.1-8B.
     """
 
     method: str = "prulong"
-    """What is trained."""
+    """The method to train."""
     start: float = 4.0
-    """The mean of the first log α: at 4 a mask is 1 with a probability of .92."""
+    """The mean of the initial log α. At 4 a mask is 1 with a probability of .92."""
     l0: Literal["sampled", "expected"] = "sampled"
-    """The sparsity that the constraint is on: of the masks that were drawn (the code), or its expectation (App. B)."""
+    """The sparsity under the constraint. sampled: that of the sampled masks (the code); expected: its expectation
+    (App. B)."""
     frozen_model: bool = True
-    """Train the masks alone; otherwise the model as well, at --model-lr."""
+    """Train the masks alone; otherwise train the model as well, at --model-lr."""
     lr: float = 1.0
-    """Peak learning rate of the masks, AdamW's: a tenth of the updates leads up to it, a cosine down to 1% (as in the
-    authors' code; the paper's Table 5 says linear)."""
+    """The peak learning rate of the masks (AdamW). It warms up over a tenth of the updates, and a cosine falls to 1% of
+    it (as in the authors' code; the paper's Table 5 says linear)."""
     multiplier_lr: float = 1.0
-    """The same of the two multipliers, which ascend."""
+    """The peak learning rate of the two multipliers, which are trained by gradient ascent, with the same schedule."""
     model_lr: float = 1e-5
-    """The same of the model, if it is trained."""
+    """The peak learning rate of the model, if it is trained, with the same schedule."""
     weight_decay: float = 0.1
-    """AdamW's, of masks and multipliers alike and of the model's matrices if it is trained, as in the authors' code."""
+    """The weight decay of AdamW, for masks and multipliers and, if the model is trained, for its matrices, as in the
+    authors' code."""
     clip: float = 1.0
-    """The largest norm of the gradient, of all together."""
+    """The largest norm of the gradient of all parameters together."""
     lengths: tuple[int, ...] = (131072,)
-    """Tokens of a sequence."""
+    """The lengths of sequences in tokens."""
     shares: tuple[float, ...] = (1.0,)
-    """How often each length is trained on, relative to the others."""
+    """The relative frequency of each length."""
     sequences: int = 8000
-    """Sequences to train on in all, on any mesh: 1,000 updates of 8."""
+    """The total number of sequences to train on, on any mesh. The default makes 1,000 updates of 8."""
     batch: int = 8
-    """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp."""
+    """The number of sequences of an update, rounded up to a multiple of the mesh's data × fsdp (times --accumulate)."""
     master_weights: bool = True
-    """Keep a 16-bit model that is trained in float32 between updates; the loss sees it rounded."""
+    """Keep a 16-bit model that is trained in float32 between updates. The loss sees it rounded."""
 
     builtin: ClassVar[str | None] = "prulong-builtin"
     shown: ClassVar[Mapping[str, str]] = {"cross_entropy": ".4f", "streaming": ".3f", "wanted": ".3f"}
@@ -103,15 +105,14 @@ class PruLong(HeadMasks):
         return 1 / (1 + np.exp(-super().published(weights)))
 
     def wanted(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The sparsity that an update is to have, in float32."""
+        """Return the target sparsity of an update, in float32."""
         return self.sparsity * jnp.minimum(1, step / math.ceil(RAMP * self.steps))
 
     def loss(
         self, params: dict[str, Any], frozen: Decoder | None, batch: Any, key: jax.Array, step: Int[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """The cross-entropy of each sequence's labelled tokens + λ₁ (s − t) + λ₂ (s − t)², where s is the share of
-        streaming heads and t the wanted one (Eq. 4 and 6, App. B). One draw of every head's mask, which all tokens
-        share."""
+        """Return the cross-entropy of each sequence's labelled tokens + λ₁ (s − t) + λ₂ (s − t)², where s is the share
+        of streaming heads and t the target (Eq. 4 and 6, App. B). Each head's mask is sampled once for all tokens."""
         model, log_alpha = params.get("model", frozen), params["log_alpha"]
         z = hard_concrete.sample(key, log_alpha)
         hidden = self.blended(z, model, batch)
@@ -125,7 +126,7 @@ class PruLong(HeadMasks):
         return error + first * gap + second * gap**2, numbers
 
     def measure(self, params: dict[str, Any], frozen: Decoder | None, batch: Any) -> dict[str, Array]:
-        """The cross-entropy of each sequence with masks as they are used, and without any."""
+        """Return the cross-entropy of each sequence with the masks of inference, and with full attention."""
         model = params.get("model", frozen)
         following = batch["tokens"], batch["labelled"]
         used = self.blended(self.rounded(params), model, batch)
@@ -136,8 +137,8 @@ class PruLong(HeadMasks):
         }
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW for each group with its own rate, after one clipping of all gradients together; of the multipliers the
-        gradient is turned round, their decay is not."""
+        """Return AdamW with a learning rate for each group, after all gradients are clipped together. The gradient of
+        the multipliers is negated, their weight decay is not."""
         warmup = min(-(-self.steps // 10), self.steps - 1)
 
         def adamw(peak):

@@ -1,4 +1,4 @@
-"""WG-KV: write gates of a frozen model, distilled from its own hidden states (paper §3, App. C)."""
+"""WG-KV: write gates for a frozen model, distilled from its own hidden states (paper §3, App. C)."""
 
 import dataclasses
 import math
@@ -31,31 +31,33 @@ from kvjax.train.validation import by_length
 class WriteGates(Recipe):
     """Train WG-KV write gates for a frozen model.
 
-    With nothing but --mesh: gates for the built-in small model (configs/builtin.yaml), a report of accuracy against
-    measured cache size, checkpoints and plots. Without --config, another --model starts from the paper's values.
+    With only --mesh a run trains gates for the built-in small model (configs/builtin.yaml) and makes checkpoints, plots
+    and a report of accuracy against measured cache size. Another --model without --config starts from the paper's
+    values.
     """
 
     method: str = "wgkv"
-    """What is trained."""
+    """The method to train."""
     lambda_: Annotated[float, tyro.conf.arg(name="lambda")] = 0.04
-    """Weight of the sparsity term: a larger one keeps less."""
+    """The weight of the sparsity term. A larger one keeps less."""
     window: int = 256
-    """The last tokens that are always visible; where --lengths are told that are not above it, and it is not, a quarter
-    of the shortest."""
+    """The number of last tokens that are always visible. If --lengths is given without --window and the shortest length
+    is not above the window, the window is a quarter of that length."""
     tau: float = 0.1
-    """A token is kept for good iff its gate is at least this."""
+    """A token is retained if and only if its gate is at least this."""
     sparsity: Literal["lifetime", "paper"] = "lifetime"
-    """Sparsity term: weighted by the share of a token's life spent outside the window (the paper's code), or the plain
-    mean (the paper's text)."""
+    """The sparsity term. lifetime: weighted by the share of a token's life that it spends outside the window (the
+    paper's code); paper: the plain mean (the paper's text)."""
     expand: float | None = None
-    """Hidden width of the gates over head_dim; by default that of --init, else 1.5 for Qwen3 and 4 for the others."""
+    """The hidden width of the gates over head_dim; by default that of --init, else 1.5 for Qwen3 and 4 for other
+    models."""
     init_: Annotated[str | None, tyro.conf.arg(name="init")] = None
-    """Gates to begin with instead of random ones: a folder that a run exported, `builtin`, or a .pt file of the
-    authors'. They may be another model's of the same shape."""
+    """The gates to begin with instead of random ones: a folder that a run exported, `builtin`, or a .pt file of the
+    authors. They may be those of another model of the same shape."""
     lr: float = 1e-3
-    """Peak learning rate of AdamW: the first tenth of the sequences warms up to it, a cosine falls to 0."""
+    """The peak learning rate of AdamW. It warms up over the first tenth of the sequences, and a cosine falls to 0."""
     weight_decay: float = 0.01
-    """AdamW's, on every gate parameter."""
+    """The weight decay of AdamW, on every gate parameter."""
 
     exports: ClassVar[str] = "gates"
     soft: ClassVar[str | None] = "distillation"
@@ -92,7 +94,7 @@ class WriteGates(Recipe):
         super().check()
 
     def check_model(self, model: ModelConfig) -> None:
-        # half a neuron and less is rounded to none
+        # a width of half a neuron or less is rounded to zero
         if self.expand is not None and not 0.5 < (width := model.head_dim * self.expand) <= LARGEST_INT:
             raise UserError(
                 f"--expand {self.expand:g} makes gates {width:g} wide for the model's head_dim of {model.head_dim}, "
@@ -117,15 +119,16 @@ class WriteGates(Recipe):
         return params if self.init_ is None else read_init(load_gates, self.init_)[0]
 
     def masks(self, gates: WriteGate, *, hard: bool = False) -> WriteGateTraining:
-        """The gates as they are trained; `hard`: as they are used, binarised at τ."""
+        """Return the gates as a method for training; `hard`: binarised at τ, as at inference."""
         tau = jnp.full(gates.b2.shape[0], self.tau, jnp.float32)
         return WriteGateTraining(gates, tau, window=self.window, sparsity=self.sparsity, hard=hard)
 
     def loss(
         self, params: WriteGate, frozen: Decoder, batch: Int[Array, "b t"], key: jax.Array, step: Any
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """The mean squared error between the final hidden states of student and teacher, plus λ times the sparsity
-        term. Means go over sequences, tokens and width, and over layers, sequences and kv heads."""
+        """Return the mean squared error between the final hidden states of student and teacher, plus λ times the
+        sparsity term. The error is a mean over sequences, tokens and width, the sparsity term over layers, sequences
+        and kv heads."""
         teacher = jax.lax.stop_gradient(frozen.hidden(batch))
         squares, scalars = student_errors(self.masks(params), frozen, batch, teacher, window=self.window)
         error = jnp.mean(squares)
@@ -133,14 +136,15 @@ class WriteGates(Recipe):
         return error + jnp.float32(self.lambda_) * means["sparsity"], {"distillation": error} | means
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW with decay on every gate parameter; no clipping (App. C)."""
+        """Return AdamW with weight decay on every gate parameter and no clipping (App. C)."""
         rate = warmup_cosine(self.sequences, self.rows, self.lr)
         return optax.adamw(rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=self.weight_decay)
 
     def measure(self, params: WriteGate, frozen: Decoder, batch: Int[Array, "b t"]) -> dict[str, Any]:
-        """The distillation loss of the soft gates, which are trained, and of the hard ones, which are used (the
-        authors' code logs both); the mean gate; the share of a sequence's entries that are left at its end, ring
-        included; and the share of tokens whose gate is at least τ, by layer and kv head (`rates`)."""
+        """Return figures of each sequence: the distillation loss of soft gates, as in training, and of hard ones, as at
+        inference (the authors' code logs both); the mean gate; the share of entries left at its end, local window
+        included (`kv_size`); and the share of tokens whose gate is at least τ, as a mean (`admitted`) and by layer and
+        kv head (`rates`)."""
         teacher = frozen.hidden(batch)
 
         def error(hard: bool):
@@ -164,8 +168,8 @@ class WriteGates(Recipe):
         return f"at τ {self.tau:g} they admit {100 * validation.numbers['admitted']:.1f}% of the tokens"
 
     def export(self, folder: Path, params: WriteGate, model: Decoder, validation: Validation) -> None:
-        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("wgkv", gates=folder)` reads; the rates, of
-        held-out sequences, size its pool."""
+        """Write `gates.safetensors` and `config.json`, which `kvjax.make_policy("wgkv", gates=folder)` reads. The rates
+        of held-out sequences determine the size of its pool."""
         rates = validation.by_sequence["rates"]
         description = {
             "tau": self.tau,
@@ -191,7 +195,7 @@ class WriteGates(Recipe):
         return "--gates", str(folder)
 
     def deploy(self, params: WriteGate, model: Decoder) -> Policy:
-        # without rates the pool takes everything: the real size is not known yet
+        # without rates the pool has space for all tokens, since the real size is not known yet
         return make_policy({"wgkv": {"tau": self.tau, "window": self.window}}, model=model, gates=params)
 
     def sweep(
@@ -208,7 +212,7 @@ class WriteGates(Recipe):
 def held_out_gates(
     params: WriteGate, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
 ) -> Float32[np.ndarray, " n"]:
-    """The gates of every layer, kv head and token of sequences under full attention."""
+    """Return the gates of every layer, kv head and token of sequences under full attention."""
     with use_mesh(model):
         gates, at_once = gather(params, *AXES), batch_shards()
     found = []
@@ -224,10 +228,10 @@ def _gates(gates: WriteGate, layer: Any, k_pre: Any, k: Any) -> Float[Array, "b 
 
 
 def warmup_cosine(sequences: int, rows: int, peak: float) -> optax.Schedule:
-    """The learning rate of the update that begins with sequence s of the run: peak · s/w during the first tenth
-    (w = sequences/10), then a cosine from peak to 0. Update i begins with sequence i · rows.
+    """Return the learning rate schedule. The update that begins with sequence s of the run has peak · s/w during the
+    first tenth (w = sequences/10), then a cosine from peak to 0. Update i begins with sequence i · rows.
 
-    WG-KV, App. C: 7,500 sequences, one an update, w = 750. Its code steps the schedule once a sequence, too.
+    WG-KV, App. C, has 7,500 sequences, one per update, and w = 750. Its code steps the schedule once per sequence, too.
     """
     warmup = max(1, math.floor(sequences / 10))
 
