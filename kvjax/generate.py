@@ -60,8 +60,7 @@ class GenerateConfig:
     capacity: str | None = None
     """The cache's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%)."""
     page_size: int | None = None
-    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection. With --cache pages have the size
-    that was saved."""
+    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
@@ -198,6 +197,8 @@ def _check(config: GenerateConfig) -> None:
         whole_number("generate", "--page-size", config.page_size)
     if config.cache is not None and config.save_cache is not None:
         raise UserError("give either --cache, to ask of a context, or --save-cache, to read one")
+    if config.cache is not None and config.page_size is not None:
+        raise UserError("--page-size is for a new cache; that of --cache keeps its pages")
     if config.save_cache is not None:
         checked_place(config.save_cache)
     if config.capacity is not None:

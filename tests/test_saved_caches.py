@@ -41,6 +41,7 @@ def test_what_was_saved_is_said(tmp_path, capsys):
     [
         (["--cache", "nowhere"], "nowhere: no cache is saved here"),
         (["--cache", "a", "--save-cache", "b"], "give either --cache, to ask of a context, or --save-cache"),
+        (["--cache", "a", "--page-size", "8"], "--page-size is for a new cache"),
     ],
 )
 def test_mistakes_are_a_line(given, said):

@@ -88,7 +88,9 @@ def _read_numbers(keys: JsonObject, inner: JsonObject, max_length: int | None, *
         numbers["factor"] = context / max(numbers["original_length"], 1)
     if rope_type == "longrope":
         numbers |= {name: _factors(inner, name) for name in ("short_factor", "long_factor")}
-        numbers["length"] = max_length or context
+        # one of two, so that all lengths of a kind are one model
+        longer = (max_length or context) > numbers["original_length"]
+        numbers["length"] = context if longer else numbers["original_length"]
     if rope_type == "dynamic":
         numbers |= {"original_length": context, "length": max(max_length or context, context)}
     numbers = {name: value for name, value in numbers.items() if value is not None}

@@ -56,6 +56,17 @@ def test_dynamic_rope_is_fixed_at_the_declared_length(read):
     assert read(case, max_length=512).rope.length == 512
 
 
+def test_longrope_is_fixed_at_one_of_two_lengths(read):
+    case = CASES["longrope_long"]
+    assert [read(case, max_length=length).rope.length for length in (64, 128, 129, 512)] == [
+        128,
+        128,
+        1024,
+        1024,
+    ]
+    assert read(case).rope == read(case, max_length=512).rope
+
+
 def test_a_yarn_factor_left_out_is_the_ratio_of_the_lengths(read):
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 256}
     assert read(LLAMA | {"rope_scaling": scaling}).rope.factor == 4.0
