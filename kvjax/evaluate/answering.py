@@ -1,8 +1,8 @@
-"""Questions and answers: what is asked of a cache of a context, and what the model says.
+"""Questions that are asked of a cached context, and the model's greedy answers.
 
-A long question is read in one call, but for its last token; the rest comes token by token, by one program of a few
-steps for every answer and text. Where a method chooses what a query reads it chooses for the question too, token by
-token, as Quest's own evaluation does.
+A long question is read in one call, except for its last token. The rest is decoded token by token, by one program of a
+few steps for every answer and text. A method with a selection also gets the question token by token, so that it selects
+for each of its tokens, as Quest's own evaluation does.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.tasks.sample import Question, Tokens
 
 STEPS = 4
-"""Tokens between two looks of the host."""
+"""Decoding steps of one block. The host looks at the tokens after each block."""
 LONG = 8
-"""Tokens of a question that is worth a call and its program."""
+"""Questions of more tokens than this are read in a call of their own, which is another program."""
 FEWER = 4
-"""The rows that still run go on as a batch of their own once they are so many times fewer …"""
+"""Once at most one in `FEWER` rows still runs, the batch shrinks to one in `FEWER` of its rows …"""
 AHEAD = 32
-"""… and may have as many tokens to say: another size is another program."""
+"""… if at least this many steps remain, since another batch size is another program."""
 OWN = -1
-"""In place of a token that is given: what the model said last."""
+"""Stands for a token that is not given: the model's last token is fed instead."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Answer:
 
     tokens: Tokens
     log_likelihood: float
-    """Log-likelihood of the true tokens where they are given, each after those before it (nats)."""
+    """Log-likelihood in nats of a given text, each token after the true ones before it; 0 for other questions."""
     cut: bool = False
-    """Whether a drawn answer was cut off by its length."""
+    """True if a sampled answer was cut off by its length limit."""
 
 
 def answer(
@@ -63,12 +63,12 @@ def answer(
 ) -> tuple[list[Answer], Cache]:
     """Return the model's greedy answer to each sequence's question, and the cache (donated) as it was before.
 
-    stop: tokens that end the answers to questions that say so. pace: a record to add to. Raises CapacityError if the
-    pool has no room for the answers.
+    stop: tokens that end the answers to questions that say so. pace: decoding times are added to it. Raises
+    CapacityError if the pool has no room for the answers.
     """
     with use_mesh(model):
         mark = marked(cache)
-        # each by its own length: what it is asked with in a batch changes nothing
+        # each question decides by its own length, so that the rest of its batch changes nothing
         read = [
             len(q.prompt) - 1 if policy.host.selection is None and len(q.prompt) > LONG else 0
             for q in questions
@@ -120,8 +120,8 @@ def answer(
 def _feed_table(
     questions: Sequence[Question], rows: int
 ) -> tuple[Int[np.ndarray, "t b"], Int[np.ndarray, "t b"], Bool[np.ndarray, "t b"]]:
-    """Return the tokens fed to each row, those that truly follow (where known), and where the row is running: whole
-    blocks for the longest question with its answer."""
+    """Return the tokens fed to each row, the true next tokens (where known), and a mask of the steps at which the row
+    runs. The tables have whole blocks, for the longest question with its answer."""
     lines = [max(0, len(q) - 1) for q in questions]
     steps = -(-max(lines) // STEPS) * STEPS
     given, wanted = np.full((steps, rows), OWN, np.int32), np.zeros((steps, rows), bool)
@@ -135,7 +135,7 @@ def _feed_table(
 
 
 def _rows_to_go(running: Bool[np.ndarray, "t b"]) -> Int[np.ndarray, " rows"]:
-    """The rows that run, with some that are done, where they are few; else all rows."""
+    """Return the rows to go on with: all, or, if few still run, these and some finished ones."""
     going, few = running.any(0), running.shape[1] // FEWER
     if going.sum() > few:
         return np.arange(running.shape[1])
@@ -145,7 +145,7 @@ def _rows_to_go(running: Bool[np.ndarray, "t b"]) -> Int[np.ndarray, " rows"]:
 def _take_rows(
     cache: Cache, last: Int[Array, " b"], rows: Int[np.ndarray, " rows"]
 ) -> tuple[Cache, Int[Array, " rows"]]:
-    """Some rows of a cache that nothing compacts, and of what was said last. The pool is the same."""
+    """Return some rows of a cache that nothing compacts, and of the last tokens. The pool stays the same."""
 
     def of(x, axis):
         return jax.device_put(np.take(np.asarray(x), rows, axis), x.sharding)
@@ -157,7 +157,7 @@ def _take_rows(
 def _put_rows(
     batch: int, rows: Int[np.ndarray, " rows"], x: Shaped[np.ndarray, "..."]
 ) -> Shaped[np.ndarray, "..."]:
-    """Return values of some rows in their places among all of the batch."""
+    """Return values of some rows in their places among all rows of the batch; the others are 0."""
     axis = 2 if x.ndim == 4 else 1
     everyone = np.zeros((*x.shape[:axis], batch, *x.shape[axis + 1 :]), x.dtype)
     everyone[(slice(None),) * axis + (rows,)] = x
@@ -186,10 +186,10 @@ def _decode_block(
     true: Int[Array, "t b"],
     running: Bool[Array, "t b"],
 ) -> tuple[Cache, Int[Array, " b"], tuple[Int[Array, "t b"], Float[Array, "t b"]], Before]:
-    """A step for each row of `given`. Rows that are not running write nothing.
+    """Decode one step for each row of `given`. Sequences that are not running write nothing.
 
-    Returns the cache, the token said last, those said after each step with the log-probability of the `true` one
-    (float32), and what the cache was before it.
+    Returns the cache, the last predicted token, the token predicted after each step with the log-probability of the
+    `true` one (float32), and the cache's state before each step.
     """
 
     def feed_token(last, x):

@@ -1,8 +1,8 @@
-"""`Calibrated`: a rival that is fitted on calibration contexts, for each budget.
+"""`Calibrated`: a policy that is fitted on calibration contexts for each budget.
 
-Heads: their order, sinks and windows are chosen by the answers (`Rivals`). What a head is worth is measured by one loss
-(`teacher_forcing`): of all heads whole but one, and of all heads streaming but one. Gates: τ is searched for, and of
-several gates those are taken that answer best.
+Heads: their order, sinks and windows are chosen by the answers (`Rivals`). The worth of a head is measured by a loss
+(`teacher_forcing`), with all heads whole but one, or with all heads streaming but one. Gates: τ is searched for, and of
+several gates those that answer best are taken.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from kvjax.policies.admission.head_pattern import choose_heads
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 
 LOWEST, HIGHEST = -60.0, 16.0
-"""Logits between which τ is searched for; a float32 below 1 is at most that of 16.6."""
+"""The range of logits in which τ is searched for. The logit of a float32 below 1 is at most 16.6."""
 CLOSE = 0.02
 """The search ends at a size that differs from the wanted one by at most this share."""
 STEPS = 24
-"""Sizes that are measured for a ratio at most."""
+"""The most sizes that are measured for a ratio."""
 NEAREST = 2
-"""Gates of several that are brought to a size."""
+"""The number of gates, among several, for which τ is searched at each size."""
 
 
 Trial = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
@@ -39,16 +39,17 @@ Trial = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
 SINK = 4
 """Sinks of the streaming heads while heads are measured."""
 MEASURED_TOKENS = 250_000
-"""Tokens that all measurements of a model read together by default."""
+"""The tokens that all measurements of a model read in total by default."""
 
 
 def one_streaming(run: Trial, whole: Bool[np.ndarray, "l k"], window: int) -> float:
-    """How much the loss rises when these heads stream and all others are whole."""
+    """Return the loss with these heads streaming and all others whole. It is higher for heads that are worth more."""
     return run(~whole, SINK, window).loss
 
 
 def one_whole(run: Trial, whole: Bool[np.ndarray, "l k"], window: int) -> float:
-    """How much the loss falls when these heads are whole and all others stream."""
+    """Return the negative loss with these heads whole and all others streaming. It is higher for heads that are worth
+    more."""
     return -run(whole, SINK, window).loss
 
 
@@ -75,8 +76,8 @@ def orders(
     folder: Path | None = None,
     made_for: MadeFor | None = None,
 ) -> dict[str, Float[np.ndarray, "l k"]]:
-    """Every measure's order by name. In `folder` each is kept as a DuoAttention pattern folder, and read where it was
-    measured before. made_for: the model, which these then carry."""
+    """Return the worth of the heads by each measure's name. In `folder` each is saved as a DuoAttention pattern folder,
+    and read from there if it was measured before. made_for: the model, which is then noted in these folders."""
     found = {}
     for name, measure in MEASURES.items():
         own = None if folder is None else folder / name.replace(" ", "_")
@@ -95,7 +96,7 @@ def default_contexts(heads: int, length: int) -> int:
 
 
 SINKS = (4, 16, 64, 128)
-"""First tokens that may be kept, 128 as WG-KV's App. E has for both."""
+"""The numbers of sinks that are tried. 128 is that of the baselines in WG-KV's App. E."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,14 @@ class StaticPattern:
     """The heads that are `whole`; the others keep `sink` first tokens and the last `window`."""
 
     whole: Bool[np.ndarray, "l k"]
-    """By layer and kv head."""
+    """True for whole heads, by layer and kv head."""
     sink: int
     """First tokens of the others."""
     window: int
     """Last tokens of the others."""
 
     def policy(self, model: Decoder) -> Policy:
-        """Return it as a policy of the model."""
+        """Return the pattern as a policy of the model."""
         arguments = {"sink": self.sink, "window": self.window}
         if not self.whole.any():
             return make_policy({"streaming_llm": arguments}, model=model)
@@ -118,15 +119,16 @@ class StaticPattern:
 
 
 def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> StaticPattern:
-    """The window is as wide as `entries` of each kv head allow, 1 at least."""
+    """Return a pattern of streaming heads alone, whose window is as wide as `entries` per kv head allow, at least 1."""
     return StaticPattern(np.zeros(shape, bool), sink, _window(entries, sink))
 
 
 def whole_heads(
     weights: Float[np.ndarray, "l k"], *, entries: float, context: int, window: int, sink: int
 ) -> StaticPattern:
-    """Keep as many heads whole, in the order of their `weights`, as leave the others `sink` and `window`. These
-    windows are then widened until there are `entries` of each kv head of a context of `context` tokens on average."""
+    """Return the pattern with the most whole heads, in the order of their `weights`, that leaves the others `sink` and
+    `window`. Their windows are then widened until a context of `context` tokens has `entries` per kv head on
+    average."""
     heads, streaming = weights.size, sink + window - 1
     spare, more = max(0.0, entries - streaming), max(1, context - streaming)
     whole = min(heads - 1, int(heads * spare / more))
@@ -135,12 +137,12 @@ def whole_heads(
 
 
 def _window(entries: float, sink: int) -> int:
-    """The window that fills the entries: it counts the query's own token, which is not stored yet."""
+    """Return the window that fills the entries. It counts the query's own token, which is not stored yet."""
     return max(1, round(entries) - sink + 1)
 
 
 def narrowest(context: int) -> int:
-    """The smallest window of streaming heads that is tried, where no gates have one."""
+    """Return the smallest window of streaming heads that is tried if no gates have one."""
     return max(16, context // 32)
 
 
@@ -150,21 +152,21 @@ class Choice:
 
     pattern: StaticPattern
     words: str
-    """The choice and its candidates."""
+    """Description of the choice and its candidates."""
 
 
 @dataclass(frozen=True)
 class Rivals:
-    """The static policies of a size that answer best on calibration contexts."""
+    """Chooses the static policies of a size that answer best on calibration contexts."""
 
     run: Trial
     """Runs a pattern on the calibration contexts."""
     orders: Mapping[str, Float[np.ndarray, "l k"]]
     """Worth of each head, by the orders' names."""
     context: int
-    """Tokens of a context, about."""
+    """The approximate number of tokens of a context."""
     window: int
-    """Window of streaming heads; a quarter of it and four times it are tried too."""
+    """Window of streaming heads. A quarter of it and four times it are tried, too."""
     shape: tuple[int, int]
     """Layers × kv heads."""
 
@@ -191,7 +193,7 @@ class Rivals:
         return self._best(make, options)
 
     def _best(self, make: Callable[..., StaticPattern], options: dict[str, Sequence[Any]]) -> Choice:
-        """One option after another, each at its best value given those before; the first once more at the end."""
+        """Choose one option after another, each at its best value given the others, and the first again at the end."""
         known: dict[Any, Outcome] = {}
 
         def outcome(chosen: dict[str, Any]) -> Outcome:
@@ -214,20 +216,20 @@ class Rivals:
 
 
 def own_tau(policy: Policy) -> float | None:
-    """The threshold of a policy with gates, in the fewest digits that give the same float32; None: it has none."""
+    """Return WG-KV's threshold, in the fewest digits that give the same float32; None for other policies."""
     gated = policy.admission
     return float(str(np.asarray(gated.tau).flat[0])) if isinstance(gated, WGKV) else None
 
 
 def with_tau(policy: Policy, tau: float) -> Policy:
-    """A wgkv policy with another threshold; the same programs run it."""
+    """Return a wgkv policy with another threshold. The same programs run it."""
     gated = policy.admission
     assert isinstance(gated, WGKV)
     return dataclasses.replace(policy, admission=dataclasses.replace(gated, tau=tau))
 
 
 class TauSearch:
-    """Sizes that were measured for one set of contexts, and the search for more.
+    """A search for τ on one set of contexts, which remembers the sizes that it measured.
 
     Args:
         policy: wgkv, at any τ.
@@ -247,8 +249,9 @@ class TauSearch:
         return self._size(self._start)
 
     def to(self, ratio: float) -> Policy:
-        """The policy whose τ keeps `ratio` of the entries, searched for from the τ that it has on: in growing steps of
-        its logit until the size is passed, then by interpolation. Where the size jumps past it, the nearest.
+        """Return the policy whose τ keeps `ratio` of the entries. The search starts at the policy's own τ, or at sizes
+        measured before. It goes in growing steps of the logit until `ratio` is passed, then interpolates. If the size
+        jumps past `ratio`, the policy with the nearest size is returned.
 
         Raises UserError if even the highest τ keeps more.
         """
@@ -285,10 +288,10 @@ class TauSearch:
 
 
 def nearest(searches: Mapping[str, TauSearch], ratio: float) -> dict[str, Policy]:
-    """Return the two gates that can keep `ratio` and whose own size is nearest to it, so that their τ moves least:
-    their names and policies, the nearest first.
+    """Return the two gates that can keep `ratio` and whose own size is nearest to it, so that their τ moves least. They
+    come by name with their policies, the nearest first.
 
-    Raises UserError if none can.
+    Raises UserError if no gates can keep it.
     """
 
     def distance(gates: str) -> float:
@@ -317,39 +320,38 @@ def _logit(p: float) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy of a budget."""
+    """A policy made for a budget."""
 
     policy: Policy
-    """Made for the budget."""
     gates: str | None = None
-    """The folder of its gates."""
+    """The folder of WG-KV's gates; None for other policies."""
     choice: str = ""
     """Description of what was chosen on calibration contexts."""
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A rival that is fitted on calibration contexts for each budget: heads where there are `rivals`, else gates."""
+    """A policy that is fitted on calibration contexts for each budget: heads if there are `rivals`, else gates."""
 
     model: Decoder
-    """On its mesh."""
+    """The model, on its mesh."""
     rivals: Rivals | None
     """Chooses heads."""
     whole: bool
-    """Whether some heads are whole, or all stream."""
+    """True if some heads are whole, False if all stream."""
     size: Callable[[Policy], float]
-    """The share of the entries that a policy keeps of calibration contexts."""
+    """Returns the share of the entries that a policy keeps of calibration contexts."""
     score: Callable[[Policy], float]
-    """Score of a policy on further contexts, from 0 to 1."""
+    """Returns the score of a policy on further contexts, from 0 to 1."""
     searches: dict[str, TauSearch] = dataclasses.field(default_factory=dict)
-    """Sizes that were measured so far, by the gates' folder."""
+    """The searches so far, by the gates' folder."""
 
     def fit(self, budget: float, entries: float, possible: Mapping[str, Policy]) -> Candidate:
-        """Return the best policy of a share of the entries, which are so many of each kv head. `possible`: with each of
-        the gates that may keep so few.
+        """Return the best policy of a budget, the share of the entries that is `entries` of each kv head. `possible`:
+        the policy with each of the gates that may keep so few, by their folder.
 
         Raises:
-            UserError: no gates can.
+            UserError: no gates can keep so few.
         """
         if self.rivals is not None:
             chosen = self.rivals.head_pattern(entries) if self.whole else self.rivals.sink_and_window(entries)

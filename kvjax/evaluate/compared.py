@@ -1,7 +1,7 @@
 """The policies that are compared, as `--policies` names them.
 
-A policy without a budget gets each budget of the evaluation, one with its own is measured once as it is. `calibrated`
-among the arguments of streaming_llm, head_pattern or wgkv has it fitted on calibration contexts for each budget
+A policy without a budget is measured at each budget of the evaluation, one with its own is measured once. The argument
+`calibrated` of streaming_llm, head_pattern or wgkv has the policy fitted on calibration contexts for each budget
 (`kvjax.evaluate.calibrated`).
 """
 
@@ -27,7 +27,7 @@ FITTED = {
     HeadPattern: ("pattern", "sparsity", "sink", "window"),
     WGKV: ("tau",),
 }
-"""Admissions that can be calibrated, and the arguments that are then chosen."""
+"""Admissions that can be calibrated, with the arguments that calibration chooses."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Compared:
     """A policy that is compared."""
 
     label: str
-    """How results call it."""
+    """The policy's name in results."""
     described: Described
     """Its methods and their arguments."""
     calibrated: bool = False
-    """Whether it is fitted on calibration contexts."""
+    """True if it is fitted on calibration contexts."""
 
     @property
     def text(self) -> str:
@@ -54,12 +54,12 @@ class Compared:
 
     @property
     def roles(self) -> set[str]:
-        """Roles of its methods."""
+        """The roles of its methods."""
         return {role(kind) for kind in self.kinds.values()}
 
     @property
     def takes_gates(self) -> str | None:
-        """The method that has gates to be given; None: there is none."""
+        """The name of the method that takes gates from --gates; None if there is none."""
         for name, kind in self.kinds.items():
             takes = trained(kind) in inspect.signature(kind).parameters
             if (
@@ -72,7 +72,7 @@ class Compared:
 
     @property
     def own_gates(self) -> dict[str, str]:
-        """The folders and files of gates that its string names, and the methods that they are of."""
+        """The folders and files of gates that its string names, each with the name of its method."""
         return {
             value: name
             for name, arguments in self.described.items()
@@ -82,7 +82,7 @@ class Compared:
 
     @property
     def takes_budget(self) -> bool:
-        """Whether budgets change it."""
+        """True if it is measured at each budget of the evaluation."""
         return self.calibrated or any(
             budget_argument(kind, self.described[name], self.roles) is not None
             for name, kind in self.kinds.items()
@@ -90,37 +90,38 @@ class Compared:
 
     @property
     def searched(self) -> bool:
-        """Whether its τ is searched for on calibration contexts."""
+        """True if its τ is searched for on calibration contexts."""
         return self.calibrated and WGKV in self.kinds.values()
 
     @property
     def chooses_heads(self) -> bool:
-        """Whether its sinks, windows and whole heads are chosen on calibration contexts."""
+        """True if its sinks, windows and whole heads are chosen on calibration contexts."""
         return self.calibrated and not self.searched
 
     @property
     def orders_heads(self) -> bool:
-        """Whether the order of the heads is, too."""
+        """True if the order of its heads is chosen on calibration contexts, too."""
         return self.calibrated and HeadPattern in self.kinds.values()
 
     @property
     def own_tau(self) -> bool:
-        """Whether it is compared with all WG-KV gates of the evaluation, each at its own τ."""
+        """True if it is measured with each of the evaluation's WG-KV gates, at their own τ."""
         return self.takes_gates is not None and [*self.kinds.values()] == [WGKV] and not self.calibrated
 
     @property
     def over_gates(self) -> bool:
-        """Whether it evicts from, or reads a part of, what WG-KV's gates let in."""
+        """True if it evicts from the entries that WG-KV's gates admit, or reads a part of them."""
         return WGKV in self.kinds.values() and len(self.kinds) > 1
 
     @property
     def decodes(self) -> bool:
-        """Whether it evicts while it answers."""
+        """True if it evicts while decoding."""
         return any(arguments.get("when") in WHILE_DECODING for arguments in self.described.values())
 
     @property
     def on_contests(self) -> bool:
-        """Whether it keeps the budget while it answers."""
+        """True if contests can measure it: it evicts while decoding, or it only has an admission that is neither a head
+        pattern nor a calibrated wgkv."""
         heads = any(isinstance(kind, type) and issubclass(kind, HeadPattern) for kind in self.kinds.values())
         streams = StreamingLLM in self.kinds.values()
         fitted = self.calibrated and not streams
@@ -131,7 +132,7 @@ def compared_of(text: str) -> Compared:
     """Return the policy that `--policies` names: a policy string, or a mapping of a label to one as JSON.
 
     Raises:
-        UserError: it is none, or `calibrated` means nothing there.
+        UserError: the policy is invalid, or `calibrated` does not apply to it.
     """
     label, policy = text, text
     try:
@@ -159,7 +160,7 @@ def compared_of(text: str) -> Compared:
 
 
 def budget_argument(kind: Any, given: dict[str, Any], roles: set[str]) -> str | None:
-    """Return the argument by which a method gets a budget; None: it has its own, or takes none."""
+    """Return the argument by which a method gets a budget; None if it has its own or takes none."""
     if not is_method(kind):
         takes = [x for x in ("ratio", "entries") if x in inspect.signature(kind).parameters]
         return next((x for x in takes if not {"ratio", "entries"} & given.keys()), None)
@@ -173,7 +174,7 @@ def budget_argument(kind: Any, given: dict[str, Any], roles: set[str]) -> str | 
 
 
 def compared(config: EvaluateConfig) -> list[Compared]:
-    """Return the policies that are compared. Raises UserError for one that is none, and for a label twice."""
+    """Return the policies that are compared. Raises UserError for an invalid policy or a repeated label."""
     found = [compared_of(text) for text in config.policies]
     labels = [one.label for one in found]
     if twice := [label for at, label in enumerate(labels) if label in labels[:at]]:
@@ -182,9 +183,9 @@ def compared(config: EvaluateConfig) -> list[Compared]:
 
 
 def answers_contests(config: EvaluateConfig) -> bool:
-    """Whether the tasks are contests.
+    """Return True if the tasks are contests.
 
-    Raises UserError for an unknown task, and for contests beside other tasks or with questions known ahead.
+    Raises UserError for an unknown task, and for contests together with other tasks or with --question-aware.
     """
     contests = [task for task in config.tasks if suite_of(task).drawn]
     others = [task for task in config.tasks if task not in contests]

@@ -13,7 +13,7 @@ from kvjax.errors import LARGEST_INT, UserError
 from kvjax.tasks.suite import TURNS
 
 UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
-"""The evictions that do best on the built-in model without training, as training's report calls them."""
+"""The evictions that do best on the built-in model without training, by their names in training's report."""
 POLICIES = (
     *("full", "streaming_llm:calibrated", "head_pattern:calibrated"),
     *("snapkv", "snapkv:when=chunk", "snapkv:when=chunk,observers=prompt"),
@@ -32,109 +32,117 @@ POLICIES = (
     *("r_kv", "oraclekv", "kvzip", "fast_kvzip", "kvpop", "quest", "wgkv:calibrated", "wgkv"),
     *("wgkv+snapkv:group=max,pooling=max,adakv.over=model,adakv.pinned=0.0", "wgkv+quest"),
 )
-"""Compared where no others are named, and head_pattern:gates=… for each pattern among --gates."""
+"""Policies compared by default, together with head_pattern:gates=… for each pattern among --gates."""
 ANSWERING = (
     *("full", "streaming_llm", "h2o:when=position", "r_kv:when=position", "fast_kvzip:when=position"),
     *("kvpop", "wgkv"),
 )
-"""Policies compared on contests, where the cache grows with the answer."""
+"""Policies compared by default on contests, where the cache grows with the answer."""
 DTYPES = "float32", "bfloat16", "float16"
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """Compare policies: what each answers right at each budget, and what its cache held for it.
+    """Compare policies: the score of each at each budget, and the entries that its cache held.
 
-    With nothing but --out: the methods on the built-in model at four budgets. Finished results are kept: the same
-    command continues a run that was stopped, and others may be added.
+    With --out alone, the methods are compared on the built-in model at four budgets. Finished results are kept: the
+    same command continues a run that was stopped, and a later one may add policies, budgets, tasks and lengths.
     """
 
     out: Path
     """Folder of results.jsonl, report.md and the pictures."""
     config: str | None = None
-    """A YAML file of these options, or the name of one that comes with kvjax (papers/kvpop), under the command line."""
+    """A YAML file of these options, or the name of one that comes with kvjax (papers/kvpop). Options on the command
+    line take precedence."""
     model: str = BUILTIN
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
-    """Policies to compare, as in kvjax.generate --policy: snapkv, wgkv+quest, snapkv:when=chunk,adakv. One that names
-    no ratio, entries, … gets each of --budgets, one that does is measured once. streaming_llm:calibrated,
-    head_pattern:calibrated and wgkv:calibrated are fitted on other contexts for each budget. In a --config file also a
-    mapping of labels to policies. By default those that there are gates for."""
+    """Policies to compare, written as in kvjax.generate --policy: snapkv, wgkv+quest, snapkv:when=chunk,adakv. A policy
+    without a budget of its own (ratio, entries, …) is measured at each of --budgets, one with its own is measured once.
+    streaming_llm:calibrated, head_pattern:calibrated and wgkv:calibrated are fitted for each budget on contexts that
+    are not compared. A --config file may also map labels to policies. By default, policies that need gates are left out
+    if there are none for them."""
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
-    """Shares of the full cache's entries."""
+    """Budgets to compare: shares of the full cache's entries that a policy keeps, or that quest reads."""
     tasks: tuple[str, ...] = ("needle", "copy", "text")
-    """needle, by depth; documents: questions about a text of one's own; text: how it goes on; recall and copy (built-in
-    model, which has a text of its own, too); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1, qa_2;
-    those of LongBench, SCBench, HELMET and LongProc: longbench_qasper, …, scbench_kv, …, helmet_kilt_nq, …,
-    longproc_countdown_0.5k, …. Or contests, answered at length: aime_2024, aime_2025, hmmt_feb_2025, hmmt_nov_2025."""
+    """Tasks to compare on. needle: a needle by depth. documents: questions about your own documents. text: predict how
+    they go on. recall and copy: for the built-in model, which also has a text of its own. RULER's thirteen tasks:
+    niah_single_1, …, vt, cwe, fwe, qa_1, qa_2. The tasks of LongBench, SCBench, HELMET and LongProc: longbench_qasper,
+    …, scbench_kv, …, helmet_kilt_nq, …, longproc_countdown_0.5k, …. Or contests, which are answered at length:
+    aime_2024, aime_2025, hmmt_feb_2025, hmmt_nov_2025."""
     context: tuple[int, ...] = (1024,)
-    """Tokens of a context with a question and its answer, of a contest's problem with its answer."""
+    """Lengths to compare, in tokens: of a context with a question and its answer, or of a contest's problem with its
+    answer."""
     samples: int = 192
-    """Answers of each result, at least. A text of which the last eighth is predicted counts for 12; every problem of a
-    contest is answered equally often, each time by draws of its own."""
+    """The least number of answers behind a result. A text whose last eighth is predicted counts as 12 answers. All
+    problems of a contest are answered equally often, each time with a random seed of its own."""
     chunk: int | None = None
-    """Tokens of a call while a context is read, and of a chunk where a method evicts after each; by default a quarter
-    of the shortest context, at most 32768."""
+    """Tokens per call while a context is read, and per chunk for methods that evict after each chunk. By default a
+    quarter of the shortest context, at most 32768."""
     observed: int | None = None
-    """Last tokens that SnapKV looks back at; by default 64, at most a sixteenth of a chunk."""
+    """The number of last tokens that SnapKV observes. By default 64, at most a sixteenth of a chunk."""
     question_aware: bool = False
-    """Read each question with its context and compress both; by default contexts are compressed before any question."""
+    """Read each question with its context and compress both. By default contexts are compressed before any question is
+    seen."""
     gates: tuple[str, ...] = ()
-    """Folders with trained gates, .pt files of the methods' authors, or `builtin`, those that come with the built-in
-    model, its default. wgkv is compared with all of WG-KV's at their own τ, its budget being λ; wgkv:calibrated
-    searches the τ for each budget, with the two whose own size is nearest to it, and takes those that answer more of
-    calibration contexts; wgkv+NAME takes at their own τ the most selective that let in as much as the budget;
-    head_pattern:calibrated tries the rates of the first. Other methods take the first of their own."""
+    """Trained gates: folders, .pt files of the methods' authors, or `builtin` for the gates that come with the built-in
+    model (its default). wgkv is compared with each of the WG-KV gates at their own τ; its budget is then their λ.
+    wgkv:calibrated searches τ for each budget, for the two gates whose own size is nearest to the budget, and takes the
+    ones with the better score on calibration contexts. wgkv+NAME takes, at their own τ, the most selective gates that
+    admit at least the budget. head_pattern:calibrated also tries the order of heads by the rates of the first WG-KV
+    gates. Other methods take the first gates of their own."""
     order_contexts: int | None = None
-    """Contexts that heads are ordered on; by default 2 to 10, the fewer the more heads there are to measure. Which
-    order, how many sinks and which windows are then chosen on 10."""
+    """The number of contexts that heads are ordered on. By default 2 to 10: fewer if there are more heads, or longer
+    contexts. The order, sinks and windows are then chosen on 10 contexts."""
     order_length: int = 1024
-    """Tokens of the contexts that heads are ordered on, at most; shorter where --context is."""
+    """The most tokens of the contexts that heads are ordered on. A shorter --context limits them, too. Published
+    samples keep the length of --context."""
     data: tuple[str, ...] = ()
     """Data that tasks read, as NAME=PATH. documents (for documents and text): a text file, or a folder of .txt files.
-    essays: the haystack of RULER and of needles, a text file; by default the packaged text. squad, hotpotqa (for qa_1,
-    qa_2): the datasets' JSON files. ruler: RULER's own samples instead of samples made here, a folder with a .jsonl or
-    .parquet file for each task or for all, or a hub dataset with a configuration for each length (simonjegou/ruler).
-    longbench, scbench, contests: a folder of files named like the tasks, or a hub dataset; longbench also its data.zip,
-    contests also a file; by default their own on the hub. helmet: the folder of HELMET's unpacked data.tar.gz.
-    longproc: the folder data of princeton-pli/LongProc."""
+    essays: a text file that is the haystack of RULER and of needles; by default the packaged text. squad, hotpotqa (for
+    qa_1, qa_2): the datasets' JSON files. ruler: RULER's own samples instead of samples made here; a folder with a
+    .jsonl or .parquet file for each task or for all, or a hub dataset with a configuration for each length
+    (simonjegou/ruler). longbench, scbench, contests: a folder of files named like the tasks, or a hub dataset; also
+    data.zip for longbench and a single file for contests; by default their own dataset on the hub. helmet: the folder
+    of HELMET's unpacked data.tar.gz. longproc: the folder data of princeton-pli/LongProc."""
     turns: str = TURNS[0]
-    """SCBench's questions of a context: each by itself (`each`), or after those before it, with their true answers
-    (`golden`) or what the model said (`own`)."""
+    """SCBench: ask each question about a context by itself (`each`), or after the questions before it with their true
+    answers (`golden`) or the model's answers (`own`)."""
     temperature: float = 0.7
-    """Contests: what answers are drawn at. The defaults are those that Qwen3-4B-Instruct-2507 is published with; for
-    Qwen3's thinking models 0.6, and a top-p of 0.95."""
+    """Contests: the sampling temperature. The sampling defaults are those published with Qwen3-4B-Instruct-2507; for
+    Qwen3's thinking models use 0.6 and a top-p of 0.95."""
     top_p: float = 0.8
-    """Contests: of the most likely tokens the fewest whose probability reaches it."""
+    """Contests: sample from the fewest most likely tokens whose probabilities sum to at least this."""
     top_k: int = 20
-    """Contests: the most likely tokens that are drawn from; 0: all."""
+    """Contests: the number of most likely tokens to sample from; 0: all."""
     dense: Path | None = None
-    """Contests: the folder of another evaluation, whose full cache pass@1 is held against; by default that of this
-    one."""
+    """Contests: the folder of another evaluation, whose full cache is the reference of relative recovery. By default
+    the full cache of this evaluation."""
     chat: bool = True
     """RULER, documents and contests: use the tokenizer's chat template if it has one."""
     seed: int = 0
     """Seed of the contexts and of all random choices."""
     batch: int = 16
-    """Contexts at a time."""
+    """The most contexts, or answers to contests, in a batch."""
     capacity: str | None = None
     """The pool's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%). By default it holds
-    the full cache, so that all budgets run one program."""
+    the full cache, so that all budgets run one program; for contests it holds what the policy is expected to keep."""
     page_size: int | None = None
-    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection."""
+    """Tokens per page. By default 16, or 64 on a TPU for policies without a selection."""
     dry_run: bool = False
-    """Only check the options against the model's shape, and say how much would be measured: without weights, data or
-    network, in seconds. For a model of a known shape (as in kvjax.plan) or a folder with its config.json."""
+    """Only check the options against the model's shape and print how much would be measured. This takes seconds and
+    needs no weights, data or network. The model is one of known shape (as in kvjax.plan) or a folder with a
+    config.json."""
     force: bool = False
-    """Take gates that were made for another model of the same shape."""
+    """Accept gates that were made for another model of the same shape."""
     dtype: str | None = None
-    """float32, bfloat16 or float16; by default that of the weights."""
+    """The model's data type: float32, bfloat16 or float16. By default that of the weights."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
 
     @property
     def files(self) -> dict[str, Path]:
-        """The paths of `data` by name. Raises UserError for one without a name or a path, and for a name twice."""
+        """The paths of `data` by name. Raises UserError for an entry without name or path, and for a repeated name."""
         found: dict[str, Path] = {}
         for text in self.data:
             name, _, path = text.partition("=")
@@ -146,7 +154,7 @@ class EvaluateConfig:
         return found
 
     def check(self) -> None:
-        """Refuse values that mean nothing. Raises UserError."""
+        """Raise UserError if a value is invalid."""
         _ = self.files
         for name in ("policies", "budgets", "tasks", "context"):
             values = getattr(self, name)
@@ -195,18 +203,18 @@ Config = TypeVar("Config", bound=EvaluateConfig)
 
 
 def default_chunk(context: int) -> int:
-    """Tokens of a chunk of contexts of `context` tokens."""
+    """Return the tokens of a chunk, for contexts of `context` tokens."""
     return max(1, min(32768, context // 4))
 
 
 def default_observed(chunk: int) -> int:
-    """Last tokens that methods look back at, in chunks of `chunk` tokens."""
+    """Return the number of last tokens that methods observe, for chunks of `chunk` tokens."""
     return max(1, min(64, chunk // 16))
 
 
 def parse(args: Sequence[str] | None = None, kind: type[Config] = EvaluateConfig) -> Config:
-    """Return the settings from the command line, as the evaluation's or as those of a program that adds to them, with
-    what follows from others filled in. Raises UserError."""
+    """Return the options from the command line, with defaults filled in that follow from other options. `kind` may be a
+    subclass, for a program that adds options. Raises UserError."""
     arguments = sys.argv[1:] if args is None else args
     name, out = find_value(arguments, "--config"), find_value(arguments, "--out")
     base = None if out is None else kind(Path(out))

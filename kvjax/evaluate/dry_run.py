@@ -1,4 +1,4 @@
-"""`--dry-run` of an evaluation: its options against the model's shape, and how much it would measure."""
+"""`--dry-run` of an evaluation: check its options against the model's shape, and say how much it would measure."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ from kvjax.policies.registry import is_method
 def dry_run(config: EvaluateConfig) -> str:
     """Check an evaluation without weights, data or network, and return what it would measure.
 
-    Gates that are not there yet are named. Of the policies that need them only the arguments' names are checked.
+    Gates that are not there yet are named. For policies that need them, only the arguments' names are checked.
 
     Raises:
         UserError: a task, a policy, a budget or a mesh that the evaluation would refuse, or a model of no known shape.
@@ -68,7 +68,7 @@ def _is_there(path: str) -> bool:
 
 
 def _waits(one: Compared, config: EvaluateConfig, missing: bool) -> bool:
-    """True for a policy whose gates are not there yet."""
+    """Return True if a policy's gates are not there yet."""
     if any(not _is_there(path) for path in one.own_gates):
         return True
     name = one.takes_gates
@@ -76,12 +76,12 @@ def _waits(one: Compared, config: EvaluateConfig, missing: bool) -> bool:
 
 
 def _results(one: Compared, config: EvaluateConfig, gates: int) -> int:
-    """Return at how many budgets a policy is measured whose gates are not there yet."""
+    """Return the number of budgets at which a policy is measured whose gates are not there yet."""
     return gates if one.own_tau else len(config.budgets) if one.takes_budget else 1
 
 
 def _readings(config: EvaluateConfig, model: Decoder, length: int) -> int:
-    """Return how often a context is read to measure all policies, those that read alike together."""
+    """Return the number of times a context is read to measure all policies. Methods that read alike share a reading."""
     found = []
     for index, (one, budget) in enumerate(pairs(config)):
         sizing = sizing_of(config, model, length, length, one, budget)

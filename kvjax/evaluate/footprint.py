@@ -1,7 +1,7 @@
 """The KV footprint (PruLong, arXiv:2506.17121, Sec. 2.1 and App. A): entries held, summed over the query steps.
 
-A call runs some tokens over what is held: its first token holds itself beside that, its second one more, and so on. A
-prefill chunk is a call, and so is every decoded token. Full causal attention is footprint 1 and peak 1.
+A call runs some tokens over the entries held. Its first token adds its own entry, its second one more, and so on. A
+prefill chunk is a call, and so is every decoded token. Full causal attention has footprint 1 and peak 1.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class Occupancy:
     tokens: Int[np.ndarray, " calls"]
     """Tokens of each call."""
     passing: Bool[np.ndarray, " calls"] | None = None
-    """Whether a call's tokens were only read to look at others (a chunk's patch, a question that is asked again), and
-    are no part of the sequence; None: no call's."""
+    """True for calls whose tokens were only read to observe others (a chunk's patch, a question that is asked again)
+    and are not part of the sequence; None if there are none."""
 
     @property
     def _own(self) -> Bool[np.ndarray, " calls"]:
@@ -54,7 +54,7 @@ class Occupancy:
 
     @property
     def footprint_held(self) -> float:
-        """The same with all that was really held: passing tokens and their steps are counted, too."""
+        """The footprint of all entries that were really held, with passing tokens and their steps."""
         return float(self.totals.sum()) / (self.length * (self.length + 1) / 2)
 
     @property
@@ -64,8 +64,8 @@ class Occupancy:
 
 
 def occupancy(log: Sequence[Call], sequence: int) -> Occupancy:
-    """Return the entries a cache held of one of its sequences, from its first token to its last, in its mean kv
-    head. A call was passing if a later one begins at a position that it had reached."""
+    """Return the entries that a cache held of one of its sequences, from its first token to its last, as the mean over
+    kv heads. A call was passing if a later one begins before its end."""
     if since := int(log[0].seen.max()):
         raise UserError(f"this footprint log begins after {since} tokens: log the context too")
     ran = [call for call in log if call.tokens[sequence]]
@@ -88,7 +88,7 @@ class Crossing:
 
 
 def critical_footprint(points: Sequence[tuple[float, float]], full: float, share: float = 0.9) -> Crossing:
-    """The smallest footprint at which a method keeps `share` of the score of full attention (Sec. 2.1).
+    """Return the smallest footprint at which a method keeps `share` of the score of full attention (Sec. 2.1).
 
     Args:
         points: (footprint, score) of a sweep of one method, in any order; between them the score is a straight line.

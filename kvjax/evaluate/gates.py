@@ -1,4 +1,4 @@
-"""The gates of an evaluation: which method they are of, and which of several a policy takes."""
+"""The gates of an evaluation: the method that they belong to, and the choice of gates for a policy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,12 +17,12 @@ from kvjax.policies.eviction.fast_kvzip import files as fast_kvzip
 from kvjax.policies.registry import is_method
 
 LEARNED = "prulong", "duo_attention"
-"""Recipes whose exports are head patterns."""
+"""Training recipes that export head patterns."""
 
 
 def described(gates: str | Path) -> dict[str, Any]:
-    """Return what a folder's config.json says of its gates; of a file of the authors', by whose layout the method is
-    known, what is in the file. Raises UserError for what are no gates."""
+    """Return the description of gates: a folder's config.json, or the sizes found in a .pt file of a method's authors,
+    whose layout tells the method. Raises UserError if there are no gates."""
     if not is_torch_file(gates):
         return describe(gates)
     with TorchFile(gates) as opened:
@@ -33,14 +33,14 @@ def described(gates: str | Path) -> dict[str, Any]:
 
 
 def of_method(folders: Sequence[str], method: str) -> tuple[str, ...]:
-    """Return those of the folders (or files) whose gates are of a method."""
+    """Return the folders (or files) whose gates belong to a method."""
     return tuple(folder for folder in folders if described(folder).get("method") == method)
 
 
 def by_lambda(folders: Sequence[str]) -> dict[float, str]:
     """Return the folders by the λ that they were trained with.
 
-    Raises UserError for a folder that does not say its λ, and for two of one λ.
+    Raises UserError for a folder that does not state its λ, and for two folders with the same λ.
     """
     found: dict[float, str] = {}
     for folder in folders:
@@ -57,10 +57,11 @@ def by_lambda(folders: Sequence[str]) -> dict[float, str]:
 
 
 def most_selective(folders: Sequence[str], ratio: float, tokens: int) -> str:
-    """Return the gates for a method that keeps, or reads, `ratio` of the entries out of what gates let in.
+    """Return the gates for a method that keeps, or reads, `ratio` of the entries out of those that gates admit.
 
-    Of those that let in as much of contexts of `tokens` tokens, by the rates that they were exported with, the most
-    selective; if none does, those that let in most. Gates that do not say their rates count as letting in everything.
+    These are the most selective gates that admit at least `ratio` of a context of `tokens` tokens, by the rates that
+    they were exported with. If none does, these are the gates that admit most. Gates without rates count as admitting
+    everything.
     """
 
     def size(folder: str) -> float:
@@ -74,7 +75,7 @@ def most_selective(folders: Sequence[str], ratio: float, tokens: int) -> str:
 
 
 def gates_for(config: EvaluateConfig, one: Compared) -> tuple[str, ...]:
-    """Return the folders of gates that are a policy's to take. Raises UserError if it needs some and there are none."""
+    """Return the folders of gates that a policy can take. Raises UserError if it needs some and there are none."""
     if one.orders_heads:
         return of_method(config.gates, "wgkv")
     name = one.takes_gates
@@ -89,14 +90,14 @@ def gates_for(config: EvaluateConfig, one: Compared) -> tuple[str, ...]:
 
 
 def own_gates_by_lambda(folders: Sequence[str]) -> dict[float, str]:
-    """Gates at their own τ by their λ, which one alone need not say."""
+    """Return the folders of gates at their own τ, by λ. A single folder need not state its λ, which is then 1."""
     alone = len(folders) == 1 and not isinstance(described(folders[0]).get("lambda"), int | float)
     return {1.0: folders[0]} if alone else by_lambda(folders)
 
 
 def with_gates(config: EvaluateConfig, say: Callable[[str], None] = lambda text: None) -> EvaluateConfig:
-    """Fill in the policies where none are named: those for the tasks that need no gates or have some. `say` gets a line
-    about the others."""
+    """Replace the default policies by those for the tasks that need no gates or have some. `say` gets a line about the
+    policies left out."""
     if config.policies != POLICIES:
         return config
 

@@ -1,4 +1,4 @@
-"""Confidence intervals of scores, several of which may be of questions about one context."""
+"""Confidence intervals of scores. Several of the scores may belong to questions about one context."""
 
 import math
 from collections.abc import Sequence

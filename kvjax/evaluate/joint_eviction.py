@@ -1,4 +1,4 @@
-"""Evictions that look at the same prompts: one reading serves all of them."""
+"""Evictions that observe the same prompts: one reading serves all of them."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,11 +12,11 @@ from kvjax.struct import struct
 
 @struct
 class JointEviction(TokenMetadata, Observer, Eviction):
-    """The memories of several methods side by side, and their planes; `None` stands for a policy that evicts
-    nothing."""
+    """The state, observation buffers and entry metadata of several methods side by side. `None` stands for a policy
+    that evicts nothing."""
 
     methods: tuple[Eviction | None, ...]
-    """Those whose memories are kept, without wrappers."""
+    """The methods whose state is kept, without wrappers."""
 
     @property
     def planes(self) -> Mapping[str, str]:
@@ -69,6 +69,6 @@ def _own(index: int, name: str) -> str:
 
 
 def own_planes(planes: Mapping[str, Shaped[Array, "..."]], index: int) -> dict[str, Shaped[Array, "..."]]:
-    """The planes of one of the methods, by its own names."""
+    """Return the entry metadata of one of the methods, by its own names."""
     start = _own(index, "")
     return {name.removeprefix(start): x for name, x in planes.items() if name.startswith(start)}

@@ -37,7 +37,7 @@ Context = tuple[int, ...]
 """Token ids of a context."""
 BATCH_SIZE = 16
 MAX_NEW_TOKENS = 256
-"""Tokens of an answer for which a task states no length, as in lm-eval's own models."""
+"""The most tokens of an answer if a task states no length, as in lm-eval's own models."""
 
 
 @register_model("kvjax")
@@ -46,8 +46,8 @@ class KVJaxLM(TemplateLM):
 
     Log-likelihoods: each context is read once, compacted, and shared by its continuations, whose tokens are decoded
     one by one, each after the true ones before it. The compaction leaves out the context's last token, which is
-    decoded first, so that all tokens of a continuation are predicted from the compacted cache. Evictions that look
-    back at the last tokens see this one, too. lm-eval's contexts end with the question, so the compaction knows it;
+    decoded first, so that all tokens of a continuation are predicted from the compacted cache. Evictions that observe
+    the last tokens see this one, too. lm-eval's contexts end with the question, so the compaction knows it;
     kvpress's evaluation compacts the context before it reads the question. A single token is not compacted.
 
     Answers: `LLM.generate` makes them. As in kvpress, the first token is predicted before the compaction.
@@ -100,7 +100,7 @@ class KVJaxLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a chat; without a generation prompt it ends within the last message."""
+        """Return the text of a chat. Without a generation prompt it ends within the last message."""
         if add_generation_prompt:
             return templated(self.tokenizer, chat_history)
         *before, last = chat_history
@@ -142,8 +142,8 @@ class KVJaxLM(TemplateLM):
         return [found[index] for index in range(len(requests))]
 
     def _answers(self, contexts: Sequence[Context], continuations: Sequence[list[list[int]]]) -> list[Answer]:
-        """Score the continuations of each context, one context's after another's. Either all contexts have a single
-        token, or none has."""
+        """Score the continuations of each context, context after context. Either all contexts have a single token, or
+        none has."""
         model, policy, watch = self.llm.model, self.llm.policy, Stopwatch()
         guided = policy.schedule is not None and bool(policy.schedule.trigger.guidance)
         samples = [

@@ -1,6 +1,6 @@
-"""Problems that are answered at length while the policy works: several draws of each, every one by its own key.
+"""Problems that are answered at length while the policy evicts: several sampled answers to each, by seeds of their own.
 
-KVPOP's evaluation (Sec. 2.2 and Table 1, which do not say how answers are drawn).
+This is KVPOP's evaluation (Sec. 2.2 and Table 1, which do not say how answers are sampled).
 """
 
 import dataclasses
@@ -24,24 +24,24 @@ from kvjax.sampling_params import SamplingParams
 from kvjax.tasks.sample import Sample, Tokens, as_tokens
 
 BLOCK = 64
-"""Tokens between two looks of the host."""
+"""Decoding steps of one block. The host looks at the tokens after each block."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How answers are drawn."""
+    """Sampling settings of answers."""
 
     draws: int
-    """Answers to each problem."""
+    """The number of answers to each problem."""
     temperature: float
     top_p: float
     top_k: int
-    """Most likely tokens that are drawn from; 0: all."""
+    """The number of most likely tokens to sample from; 0: all."""
     seed: int = 0
 
     def sampling(self, problem: int, draw: int, tokens: int) -> SamplingParams:
-        """Return how an answer of at most `tokens` tokens is drawn. Its seed follows from the problem's place and the
-        draw, so that it is the same for every policy and in every batch."""
+        """Return the sampling parameters of an answer of at most `tokens` tokens. The seed follows from the problem's
+        index and the answer's, so that it is the same for every policy and in every batch."""
         seed = int(np.random.SeedSequence((self.seed, problem, draw)).generate_state(1)[0]) >> 1
         return SamplingParams(
             max_new_tokens=tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed
@@ -51,9 +51,10 @@ class Drawing:
 def measure_drawn(
     model: Decoder, policy: Policy, problems: Sequence[Sample], drawing: Drawing, manner: Manner
 ) -> Measurement:
-    """Answer each problem `drawing.draws` times. An answer that its length cuts off is wrong.
+    """Answer each problem `drawing.draws` times. An answer that the length limit cuts off is wrong.
 
-    The measurement's `outputs` are by problem and draw, its kinds the problems, its entries those at the answers' ends.
+    In the measurement, `outputs` go by problem and then by answer, the kinds are the problems, and the entries are
+    those at the answers' ends.
     """
     tally = Tally()
     rows = [(index, draw) for index in range(len(problems)) for draw in range(drawing.draws)]
@@ -65,8 +66,9 @@ def measure_drawn(
 def write_answers(
     file: Path, problems: Sequence[Sample], outputs: Sequence[Sequence[Tokens]], tokenizer: Any
 ) -> None:
-    """A line for each answer of `measure_drawn`, for people to read, in its order: the problem, the draw, the true
-    answer, what was said in the end, whether that was cut off, and all of the text. Makes the folder."""
+    """Write a line for each answer of `measure_drawn`, in its order, for people to read: the problem, the answer's
+    index, the true answer, the answer's conclusion, True if it was cut off, its number of tokens, and its text. Makes
+    the folder."""
     draws, rows = len(outputs) // len(problems), []
     for index, (tokens,) in enumerate(outputs):
         (question,) = problems[index // draws].questions
@@ -95,7 +97,7 @@ def _add(
     drawing: Drawing,
     manner: Manner,
 ) -> None:
-    """Answer the problems of a group, given by their places and draws. Their answers have the same most tokens."""
+    """Answer the problems of a group, given by the indices of problem and answer. All have the same length limit."""
     watch, own = manner.watch, [problems[index] for index, _ in group]
     questions, prompts = [sample.questions[0] for sample in own], [sample.context for sample in own]
     sampling = [drawing.sampling(*row, questions[0].answer_tokens) for row in group]

@@ -1,4 +1,4 @@
-"""One policy on one set of contexts: reading them, asking their questions, and what the cache held at each call."""
+"""Measure one policy on one set of contexts: read them, ask their questions, and log the entries held at each call."""
 
 import dataclasses
 import itertools
@@ -41,32 +41,32 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Manner:
-    """How contexts are read."""
+    """Settings for reading contexts."""
 
     batch: int = 16
-    """Contexts at a time."""
+    """The most contexts in a batch."""
     chunk: int = CHUNK
-    """Tokens of a call."""
+    """Tokens of a prefill call."""
     capacity: int | str | None = None
     page_size: int | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
-    """Times what is run."""
+    """Times the work."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Problems answered several times, each answer right or not: what pass@1, the mean over problems and draws, rests
-    on."""
+    """Statistics of problems that were each answered several times, every answer being right or wrong. pass@1 is the
+    mean over problems and answers."""
 
     draws: int
-    """Answers to each problem."""
+    """The number of answers to each problem."""
     error: float | None
-    """pass@1's standard error over the draws, of these problems: √(Σ p(1 − p) / (draws − 1)) / problems, p being a
-    problem's own. None: there is but one draw."""
+    """The standard error of pass@1 over the answers to these problems: √(Σ p(1 − p) / (draws − 1)) / problems, p being
+    a problem's own pass@1. None if each problem has one answer."""
     cut: float
-    """The share of answers that their length cut off, which are wrong."""
+    """The share of answers that the length limit cut off. They count as wrong."""
     without: float
-    """The share that ended and came to no answer, which are wrong, too."""
+    """The share of answers that ended without a conclusion. They count as wrong, too."""
 
 
 @dataclass(frozen=True)
@@ -74,55 +74,55 @@ class Measurement:
     """Scores of a policy, and the entries and memory it held."""
 
     score: float
-    """Mean over the answers, from 0 to 1."""
+    """The mean score of the answers, from 0 to 1."""
     interval: tuple[float, float] | None
-    """Its 95% interval; None: it is that of `drawn`."""
+    """The 95% interval of the score; None for contests, whose `drawn` has a standard error."""
     by_kind: dict[str, float]
-    """The same by kind of question."""
+    """The mean score by kind of question."""
     answers: int
-    """How many; of a text that is given, its tokens."""
+    """The number of answers. Every token of a given text is one."""
     perplexity: float | None
     """Perplexity of the texts that are given; None: there are none."""
     outputs: list[list[Tokens]]
     """The model's answers, by sample and question."""
     footprint: float
-    """Mean over the answers, as the next two (see `Occupancy`)."""
+    """The KV footprint, as a mean over the answers like the next two (see `Occupancy`)."""
     footprint_held: float
-    """The same with what was only read to look and dropped again."""
+    """The footprint with the tokens that were only read to observe and then removed."""
     peak: float
-    """The most entries at one time, of full attention's."""
+    """The most entries at one time, relative to full attention."""
     kv_ratio: float
-    """Entries over those of a full cache once the contexts were read, or drawn answers written."""
+    """Entries relative to a full cache after the contexts were read, or the answers to contests written."""
     kv_ratios: Float[np.ndarray, "l k"]
-    """The same by layer and kv head."""
+    """`kv_ratio` by layer and kv head."""
     rates: Float[np.ndarray, "l k"]
     """Share of the tokens that were retained when they left the window."""
     bytes: int
     """Bytes of a context's pages in use."""
     prefill: float | None
-    """Tokens per second without compilation; None: there was nothing to time."""
+    """Tokens read per second without compilation; None if there was nothing to time."""
     decode: float | None
-    """The same of decoding."""
+    """Tokens decoded per second by a whole batch, without compilation; None if there was nothing to time."""
     drawn: Drawn | None = None
-    """Draws of problems whose answers are drawn."""
+    """Statistics of a contest's sampled answers."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Contexts in a cache, what was held while they were read, and how long that took."""
+    """Contexts in a cache, the entries held while they were read, and the time that it took."""
 
     cache: Cache
-    """Once the contexts were read."""
+    """The cache after the contexts were read."""
     log: Sequence[Call]
     """Entries held at each call."""
     seconds: float
     """Duration of the reading, compaction included."""
     compiled: bool
-    """Whether programs were compiled in that time."""
+    """True if programs were compiled in that time."""
 
 
 def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner) -> Reading:
-    """The contexts in a new cache, as the policy keeps them."""
+    """Read contexts into a new cache, as the policy keeps them."""
     manner.watch.lap()
     with footprint_log() as log:
         cache = prefill(
@@ -148,9 +148,9 @@ def compact(
     *,
     reconstructed: bool = False,
 ) -> Reading:
-    """A copy of what was read without compaction, compacted as the policy does at the prompt's end.
+    """Return a copy of contexts that were read without compaction, compacted as the policy does at the prompt's end.
 
-    reconstructed: True for what `reconstruct` returned.
+    reconstructed: True if `reconstruct` returned the reading.
     """
     if policy.schedule is None:
         return dataclasses.replace(reading, cache=jax.tree.map(jnp.copy, reading.cache))
@@ -166,8 +166,8 @@ def compact(
 def reconstruct(
     model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
 ) -> Reading:
-    """A copy of what was read without compaction, after the reconstruction passes, which are the same at all
-    budgets."""
+    """Return a copy of contexts that were read without compaction, after the reconstruction passes. These are the same
+    at all budgets."""
     return _continued(model, policy, reading, group, watch, partial(reread, model))
 
 
@@ -189,13 +189,14 @@ def _continued(
 
 
 def _observers(policy: Policy, group: Sequence[Sample]) -> list[Tokens] | None:
-    """The questions that are known when their contexts are compressed, for a policy that looks with them."""
+    """Return the questions that are known when their contexts are compressed, for a policy that observes with them;
+    else None."""
     return [sample.questions[0].prompt for sample in group] if group[0].known and policy.observes else None
 
 
 def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: Manner) -> Measurement:
-    """Read each context into a cache, then ask its questions one by one, each from that same cache, greedily; those of
-    a conversation with what was asked and said before.
+    """Read each context into a cache, then answer its questions one by one, greedily, each from that same cache. In a
+    conversation each question follows all that was asked and answered before.
     """
     tally = Tally()
     for group in groups(samples, manner.batch):
@@ -204,7 +205,7 @@ def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: M
 
 
 def measured_alone(policy: Policy) -> bool:
-    """Return whether a policy's reading serves no other policy, or needs guidance that is read behind the context."""
+    """Return True if a policy's reading serves no other policy, or needs guidance that is read after the context."""
     guided = policy.schedule is not None and bool(policy.schedule.trigger.guidance)
     return guided or policy.max_entries is not None or BIAS in policy.planes
 
@@ -212,9 +213,10 @@ def measured_alone(policy: Policy) -> bool:
 def measure_together(
     model: Decoder, policies: Sequence[Sequence[Policy]], samples: Sequence[Sample], manner: Manner
 ) -> list[Measurement]:
-    """The same for methods that read alike until a prompt's end, each as its policies of several budgets: every group
-    of contexts is read once, and compacted anew for each policy. Returns the measurements, policy after policy; without
-    a speed of reading if there are several, for then all methods' work is in it."""
+    """Measure methods that read alike until a prompt's end, each as its policies of several budgets. Every group of
+    contexts is read once, and compacted anew for each policy. Returns the measurements, policy after policy. If there
+    are several, they have no reading speed, since the reading does all methods' work. Raises UserError for a policy
+    that is `measured_alone`."""
     methods = [own[0] for own in policies]
     for policy in methods:
         if measured_alone(policy):
@@ -246,7 +248,7 @@ def measure_together(
 
 
 def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
-    """Return contexts that were read together, with the memory and the entry metadata of one of the methods."""
+    """Return contexts that were read together, with one method's state, observation buffer and entry metadata alone."""
     layers, pages = reading.cache.layers, reading.cache.pages
     states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
     layers = dataclasses.replace(layers, state=states, numbers=own_planes(layers.numbers, index))
@@ -265,8 +267,8 @@ def groups(samples: Sequence[Item], batch: int) -> list[Sequence[Item]]:
 
 
 def for_answers(model: Decoder, policy: Policy, cache: Cache) -> tuple[CompiledPolicy, Cache]:
-    """Return the policy and the cache (donated) that answers come from, without the state of compactions, so that all
-    evictions that are done share one program."""
+    """Return the policy and the cache (donated) that answers come from, without the state that only compactions need.
+    All evictions then share one program for answers."""
     later = changed(policy, eviction=None, schedule=None).compile(model)
     return later, drop_observation_state(cache, later.decode)
 
@@ -292,7 +294,10 @@ class Tally:
     def add(
         self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
     ) -> None:
-        """Ask a group of contexts, which are in their cache (donated), their questions."""
+        """Ask the questions of a group of contexts, which are in their cache (donated), and add the answers.
+
+        Raises UserError for a policy that compacts while decoding.
+        """
         if policy.compacts_answers:
             raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
         tokens = self.add_entries(reading.cache, policy, len(group))
@@ -311,7 +316,7 @@ class Tally:
             ]
 
     def add_entries(self, cache: Cache, policy: Policy, count: int) -> int:
-        """Add a group of `count` contexts that are in their cache. Returns how many tokens they have."""
+        """Add the sizes of a group of `count` contexts that are in their cache. Returns the number of their tokens."""
         sizes = caches.stats(cache, count)
         local = np.minimum(sizes.tokens, policy.window - 1)
         self._outputs += [[] for _ in range(count)]
@@ -328,8 +333,8 @@ class Tally:
     def add_answers(
         self, questions: Sequence[Question], answers: Sequence[Answer], log: Sequence[Call]
     ) -> None:
-        """Add answers to a question of each context of the group that was added last. `log`: from the context's first
-        token on."""
+        """Add the answers to a question of each context of the group that was added last. `log`: the footprint log from
+        the contexts' first token on."""
         for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
             if question is NO_QUESTION:
                 continue

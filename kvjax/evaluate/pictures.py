@@ -14,20 +14,20 @@ COLORS = (
     *("tab:olive", "tab:cyan", "gold", "tab:blue", "navy", "turquoise", "lime", "salmon"),
     *("darkgreen", "plum", "sienna", "steelblue", "magenta", "khaki", "maroon"),
 )
-"""Colors of methods; where there are more, they differ by their markers."""
+"""Colors of methods. If there are more methods than colors, they differ by their markers."""
 
 
 FEW = 7
-"""Lines of a picture of means, which can be told apart by their labels."""
+"""The most lines in a picture of means, so that their labels can be told apart."""
 APART = 0.06
-"""Least distance of two labels, as a share of the axes' height."""
+"""The least distance between two labels, as a share of the axes' height."""
 
 MEASURES = "KV footprint, of full attention's", "entries kept, of the full cache's"
 """Axes that scores are shown against."""
 
 
 def figure(width: float, height: float) -> Any:
-    """A matplotlib figure of so many inches that needs no display."""
+    """Return a matplotlib figure of `width` × `height` inches that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -43,7 +43,8 @@ def draw_heads(
     most: float | None = None,
     least: float | None = 0.0,
 ) -> Any:
-    """A value for each layer and kv head, from `least` to `most` (None: of all), as a map on the axes."""
+    """Draw a value for each layer and kv head as a map on the axes, and return the image. Colors reach from `least` to
+    `most`; None: the smallest, or largest, of the values."""
     layers, heads = values.shape
     image = axes.imshow(values, vmin=least, vmax=most, cmap="viridis", aspect="auto")
     axes.set(xlabel="kv head", ylabel="layer", xticks=_few(heads), yticks=_few(layers))
@@ -52,7 +53,7 @@ def draw_heads(
 
 
 def _few(count: int) -> list[int]:
-    """Ticks for so many rows, at most 16 of them."""
+    """Return at most 16 ticks for `count` rows."""
     return list(range(0, count, -(-count // 16)))
 
 
@@ -64,7 +65,7 @@ def draw_depths(
     depths: Sequence[float],
     label: str,
 ) -> None:
-    """Rows down, depths across, green where every answer was right."""
+    """Draw a map of scores, with rows down and depths across. It is green where every answer was right."""
     sheet = figure(6.5, 1.5 + 0.5 * len(grid))
     axes = sheet.add_subplot()
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -76,8 +77,8 @@ def draw_depths(
 
 
 def draw_tradeoff(file: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, ...]]]]) -> None:
-    """For each title two panels side by side: score in percent against footprint and against the entries kept, a line
-    for each method's (footprint, kept, score) points."""
+    """Draw two panels side by side for each title: the score in percent against the footprint, and against the entries
+    kept. Each method's (footprint, kept, score) points make a line."""
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     columns = 4 if len(panels) > 4 else 2
     rows = -(-len(panels) * len(MEASURES) // columns)
@@ -103,8 +104,8 @@ def draw_tradeoff(file: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[f
 def draw_means(
     file: Path, panels: Mapping[str, tuple[float | None, Mapping[str, Sequence[tuple[float, float]]]]]
 ) -> None:
-    """For each title a panel with score in percent against the share of entries kept: the full cache's score as a
-    level, and a line for each method's (kept, score) points, with its name at its smallest share."""
+    """Draw a panel for each title: the score in percent against the share of entries kept. The full cache's score is a
+    dashed level. Each method's (kept, score) points make a line, with its name at its smallest share."""
     sheet = figure(5.6, 3.7 * len(panels))
     for index, (title, (full, lines)) in enumerate(panels.items()):
         axes = sheet.add_subplot(len(panels), 1, index + 1)
@@ -133,7 +134,7 @@ def _fraction(share: float, place: int | None = None) -> str:
 
 
 def _label_ends(axes: Any, ends: Mapping[str, tuple[float, str]]) -> None:
-    """Write names to the right of the axes, at the scores at which their lines end but `APART`."""
+    """Write names to the right of the axes, at the scores at which their lines end, but at least `APART` apart."""
     low, high = axes.get_ylim()
     below = -np.inf
     for name, (score, color) in sorted(ends.items(), key=lambda item: item[1]):
@@ -144,7 +145,8 @@ def _label_ends(axes: Any, ends: Mapping[str, tuple[float, str]]) -> None:
 
 
 def draw_kv_ratios(file: Path, title: str, maps: dict[str, dict[str, Float[np.ndarray, "l k"]]]) -> None:
-    """A sheet of maps of kept entries by layer and kv head: one row a key of `maps`, and a column a key in each."""
+    """Draw a sheet of maps of kept entries by layer and kv head: a row for each key of `maps`, and in it a column for
+    each of its own keys."""
     columns = max(map(len, maps.values()))
     layers, heads = next(iter(next(iter(maps.values())).values())).shape
     sheet = figure(1.2 + columns * (1.4 + 0.12 * heads), 0.6 + len(maps) * (1.2 + 0.12 * layers))

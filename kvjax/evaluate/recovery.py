@@ -1,5 +1,5 @@
-"""Relative recovery: pass@1 over that of the dense model, which is the full cache of the same run or of another's
-(KVPOP's dense model is the one before it learned to live with a small cache)."""
+"""Relative recovery: pass@1 divided by that of the dense model, which is the full cache of the same run or of another
+one (KVPOP's dense model is the model before it was trained for a small cache)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,13 @@ from kvjax.evaluate.sized_tasks import SizedTask
 
 @dataclass(frozen=True)
 class Recovery:
-    """A ratio of two pass@1, and its standard error over the draws of both; None: one of them has but one draw."""
+    """The ratio of two pass@1, with its standard error over the sampled answers of both."""
 
     ratio: float
-    """1: as good as the dense model."""
+    """The ratio; 1 is as good as the dense model."""
     error: float | None
-    """To first order, the draws of both being independent; none of the dense model itself."""
+    """The standard error to first order, taking the answers of both as independent. None if one of them has a single
+    answer to each problem, and for the dense model itself."""
 
     def __str__(self) -> str:
         return f"{self.ratio:.2f}{'' if self.error is None else f' ± {self.error:.2f}'}"
@@ -27,7 +28,7 @@ class Recovery:
 
 def recovery(results: Sequence[Result], dense: Mapping[tuple[str, int], Result]) -> Recovery | None:
     """Return the recovery of the mean pass@1 of a policy's results, one for each contest. None: the dense model was not
-    measured on one of them, or answered nothing.
+    measured on one of them, or answered nothing right.
 
     dense: the dense model's results by task and length.
     """
@@ -49,7 +50,7 @@ def _error(result: Result) -> float | None:
 
 
 def dense_results(config: EvaluateConfig, results: Sequence[Result]) -> Mapping[tuple[str, int], Result]:
-    """The full cache's results by task and length, those of --dense if it is given, else those among `results`."""
+    """Return the full cache's results by task and length: those of --dense if given, else those among `results`."""
     known = results if config.dense is None else _read(config.dense)
     return {(result.task, result.context): result for result in known if result.is_full}
 
@@ -62,10 +63,7 @@ def _read(folder: Path) -> list[Result]:
 
 
 def check_dense(config: EvaluateConfig, tasks: Sequence[SizedTask]) -> None:
-    """Refuse a --dense whose full cache did not answer the same problems, drawn the same way.
-
-    Raises UserError.
-    """
+    """Raise UserError if the full cache of --dense did not answer the same problems, sampled in the same way."""
     if config.dense is None:
         return
     known = dense_results(config, [])

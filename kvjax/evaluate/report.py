@@ -27,7 +27,7 @@ HOW_ASKED = {
     "golden": "questions were asked in turn, after those before them and their true answers (multi-turn)",
     "own": "questions were asked in turn, after those before them and what the model had said to them",
 }
-"""Descriptions of `--turns`."""
+"""Descriptions of the values of `--turns`."""
 CRITICAL_SHARE = 0.9
 """Share of the full cache's score that a critical footprint keeps."""
 
@@ -122,7 +122,7 @@ def _about_contests(config: EvaluateConfig) -> str:
 
 
 def _pass_at_1(results: list[Result], dense: Mapping[tuple[str, int], Result]) -> str:
-    """A contest's table."""
+    """Return a contest's table."""
     first = results[0]
     assert first.drawn is not None
     lines = [
@@ -157,7 +157,7 @@ ResultRows = dict[tuple[str, float], list[Result | None]]
 
 
 def _across(results: Sequence[Result]) -> Iterator[tuple[int, list[str], ResultRows]]:
-    """Each length that has several tasks, with the tasks and their results side by side."""
+    """Yield each length that has several tasks, with the tasks and their results side by side."""
     for context in dict.fromkeys(result.context for result in results):
         found = {
             (result.policy, result.budget, result.task): result
@@ -177,7 +177,7 @@ def _order(results: Sequence[Result | None]) -> tuple[bool, bool, float]:
 
 
 def _overviews(results: Sequence[Result], dense: Mapping[tuple[str, int], Result]) -> list[str]:
-    """A table for each length that has several tasks: all of them side by side, the policies of one budget together."""
+    """Return a table for each length that has several tasks: tasks side by side, policies of one budget together."""
     tables = []
     contests = any(result.drawn is not None for result in results)
     ahead = "relative recovery" if contests else "capped"
@@ -224,7 +224,7 @@ def _mean_score(results: Sequence[Result]) -> str:
 
 
 def _capped(results: Sequence[Result], full: Sequence[Result | None]) -> str:
-    """Return the mean over tasks in percent, each counted up to the full cache's score; "–": it was not measured."""
+    """Return the mean over tasks in percent, each counted up to the full cache's score; "–" without that score."""
     pairs = list(zip(results, full, strict=False))
     if len(pairs) < len(results) or any(whole is None for _, whole in pairs):
         return "–"
@@ -262,7 +262,7 @@ def _scores(config: EvaluateConfig, results: list[Result]) -> str:
 
 
 def _thresholds(results: Sequence[Result], full: float | None) -> list[str]:
-    """Those of policies with gates: which τ each had, and how it came by it."""
+    """Return the table of the policies with gates: the τ of each, and whether it was searched for."""
     gated = [result for result in results if result.tau is not None]
     if not gated:
         return []
@@ -289,7 +289,7 @@ def _commands(config: EvaluateConfig, results: Sequence[Result]) -> list[str]:
 
 
 def _command(config: EvaluateConfig, result: Result) -> str:
-    """The command, and as a comment what its result kept."""
+    """Return the command, followed by a shell comment with the share of the entries that its result kept."""
     own = {"tau": result.tau} | {
         x: y for x, y in parse_policy(result.described)["wgkv"].items() if x != CALIBRATED
     }
@@ -333,7 +333,7 @@ def _choices(results: Sequence[Result]) -> list[str]:
 
 
 def _speeds(results: Sequence[Result]) -> list[str]:
-    """A table for each length: sizes and speeds, the mean over its tasks."""
+    """Return a table for each length: sizes and speeds, as means over its tasks."""
     tables = []
     for context, found in _grouped(results, lambda result: result.context).items():
         own = _grouped(found, lambda result: (result.policy, result.at))
@@ -375,8 +375,9 @@ def _environment(command: str) -> str:
 
 
 def _means(rows: ResultRows) -> tuple[float | None, dict[str, list[tuple[float, float]]]]:
-    """Return the full cache's mean score, and the (kept, score) means of the first methods that have budgets, of those
-    budgets at which all tasks were measured. Scores are capped at the full cache's."""
+    """Return the full cache's mean score, and the (kept, score) means of the first `pictures.FEW` other policies at the
+    budgets at which all tasks were measured. Scores are capped at the full cache's. None: the full cache was not
+    measured on all tasks, and no score is capped."""
     full = next((own for own in rows.values() if any(one is not None and one.is_full for one in own)), None)
     whole = None if full is None or None in full else [one.score for one in full if one is not None]
     points: dict[str, list[tuple[float, float]]] = {}

@@ -1,4 +1,4 @@
-"""results.jsonl, a line for each result, and settings.json, the settings that all of them were measured with."""
+"""results.jsonl, with a line for each result, and settings.json, with the settings of all of them."""
 
 import dataclasses
 import hashlib
@@ -35,13 +35,13 @@ DRAWN_WITH = "temperature", "top_p", "top_k"
 READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
 """Suffixes of the files of a folder that are read."""
 HEADS_FOLDER = "heads"
-"""The folder of what heads were found to be worth."""
+"""The folder of the measured worth of heads."""
 
 
 LAMBDA, BUDGET, NOTHING = "λ", "budget", "nothing"
 """The meanings of a budget, see `Result.sized_by`."""
 FULL = "full"
-"""The policy that others are held against."""
+"""The policy that others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -49,61 +49,61 @@ class Result:
     """One policy at one budget on one task at one length. A line of results.jsonl."""
 
     policy: str
-    """Its label."""
+    """The policy's label."""
     described: str
     """The policy string."""
     sized_by: str
-    """Meaning of the budget: `budget`, a share of the full cache's entries; `λ` of gates at their own τ; or `nothing`,
-    of a policy with a size of its own."""
+    """Meaning of the budget: `budget`, a share of the full cache's entries; `λ`, that of gates at their own τ; or
+    `nothing`, for a policy with a size of its own."""
     budget: float
     """The budget, or λ."""
     task: str
-    """Its name."""
+    """The task's name."""
     context: int
-    """Tokens."""
+    """The length in tokens."""
     metric: str
     """Description of the score."""
     contexts: str
     """A digest of the contexts and questions."""
     samples: int
-    """Answers."""
+    """The number of answers."""
     score: float
-    """From 0 to 1."""
+    """The mean score, from 0 to 1."""
     perplexity: float | None
-    """Perplexity of texts that are given."""
+    """Perplexity of texts that are given; None if there are none."""
     footprint: float
-    """Mean over the answers, of full attention's."""
+    """KV footprint relative to full attention, the mean over the answers."""
     footprint_held: float
-    """The same with what was only read to look and dropped again."""
+    """The footprint with the tokens that were only read to observe and then removed."""
     peak_kv: float
-    """The most entries at one time, of full attention's."""
+    """The most entries at one time, relative to full attention."""
     kv_ratio: float
-    """Share of the entries once the contexts were read, or the answers to contests written."""
+    """Share of the entries that is kept after the contexts were read, or the answers to contests written."""
     bytes: int
-    """Bytes of a context's pages in use, at that time."""
+    """Bytes of a context's pages in use at that time."""
     prefill_tok_s: int | None
     """Tokens read per second; None: not timed without compilation."""
     decode_tok_s: int | None
-    """Tokens decoded per second, of a batch."""
+    """Tokens decoded per second by a whole batch; None: not timed."""
     by_kind: dict[str, float]
     """The score by kind of question."""
     question_aware: bool
-    """Whether questions were read with their contexts."""
+    """True if questions were read with their contexts."""
     published: bool
-    """Whether its samples are a published dataset's."""
+    """True if its samples are a published dataset's."""
     seed: int
     kept: list[list[float]]
     """kv_ratio by layer and kv head."""
     gates: str | None
-    """The folder of a policy with gates."""
+    """The folder of WG-KV's gates; None for other policies."""
     tau: float | None
-    """Their threshold."""
+    """The threshold of WG-KV's gates; None for other policies."""
     choice: str
     """Description of what was chosen on calibration contexts."""
     drawn: Drawn | None = None
-    """Draws of a contest's answers."""
+    """Statistics of a contest's sampled answers."""
     interval: tuple[float, float] | None = None
-    """The score's 95% interval; None: the score has that of `drawn`."""
+    """The score's 95% interval; None for contests, whose `drawn` has a standard error."""
 
     @property
     def key(self) -> tuple[str, float, str, int]:
@@ -116,7 +116,7 @@ class Result:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is of the full cache."""
+        """True if the policy is the full cache."""
         return self.described == FULL
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ def result_of(
     found: Measurement,
     config: EvaluateConfig,
 ) -> Result:
-    """Return a measurement as it is written: figures to 6 places, speeds to whole tokens."""
+    """Return a measurement as it is written, with most figures rounded to 6 places and speeds to whole tokens."""
 
     sized_by = BUDGET if compared.takes_budget else NOTHING
     if compared.own_tau and candidate.gates is not None and "lambda" in described(candidate.gates):
@@ -187,10 +187,10 @@ def metric_of(config: EvaluateConfig, task: SizedTask) -> str:
 
 
 class Results:
-    """The finished results of a folder. Nothing is written before `begin`.
+    """The finished results of a folder. No result is written before `begin`.
 
     Raises:
-        UserError: the folder holds results of other settings, or a line that is none.
+        UserError: the folder holds results with other settings, or an invalid line.
     """
 
     def __init__(self, config: EvaluateConfig):
@@ -199,10 +199,10 @@ class Results:
         self._settings["page_size"] = _page_size(config)
         drawn = all(suite_of(task).drawn for task in config.tasks)
         self._settings |= {name: getattr(config, name) if drawn else None for name in DRAWN_WITH}
-        # their contents, wherever these are
+        # data and gates count by their contents, wherever these are
         self._settings["data"] = [_read_from(name, path) for name, path in sorted(config.files.items())]
         self._settings["gates"] = [[folder, digest(folder)] for folder in config.gates]
-        # gates that stand in policy strings
+        # gates that policy strings name
         named = [pair for text in config.policies for pair in compared_of(text).own_gates.items()]
         self._named = {
             path: (pattern_digest if method == HeadPattern.name else digest)(path) for path, method in named
@@ -212,12 +212,12 @@ class Results:
         self.finished = self._read()
 
     def check_model(self, model: Decoder) -> None:
-        """Raise UserError if the folder's results are of a model of other weights."""
+        """Raise UserError if the folder's results are those of a model with other weights."""
         self._settings["model"][1] = contents(model)
         self._check_settings()
 
     def begin(self) -> None:
-        """Make the folder and say in it what all is measured with. Raises UserError if it cannot be written."""
+        """Make the folder and write the settings into it. Raises UserError if it cannot be written."""
         folder = self._file.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,7 @@ class Results:
             raise UserError(f"--out {folder} cannot be written: {error.strerror or error}") from None
 
     def check_contexts(self, tasks: Sequence[SizedTask]) -> None:
-        """Raise UserError if a finished result is of other contexts than those that are compared now."""
+        """Raise UserError if a finished result was measured on other contexts than those that are compared now."""
         known = {(task.name, task.length): task.digest for task in tasks}
         for found in self.finished.values():
             if known.get((found.task, found.context), found.contexts) != found.contexts:
@@ -238,7 +238,7 @@ class Results:
                 )
 
     def _check_settings(self) -> None:
-        """Raise UserError if there are results with other settings than are known so far."""
+        """Raise UserError if there are results whose settings differ from those known so far."""
         file = self._settings_file
         if not (self._file.exists() or (file.parent / HEADS_FOLDER).exists()):
             return
@@ -249,7 +249,7 @@ class Results:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
         for name, value in self._settings.items():
-            # an option that there was not yet had its default
+            # an option that did not exist yet had its default
             had = before.get(name, getattr(EvaluateConfig, name, None))
             if _counts(had) != _counts(value):
                 option = name.replace("_", "-")
@@ -267,7 +267,7 @@ class Results:
         self._named = named | self._named
 
     def _read(self) -> dict[tuple[str, float, str, int], Result]:
-        """The results; a last line that a killed run did not finish is dropped."""
+        """Return the results. A last line that a killed run did not finish is removed from the file."""
         if not self._file.exists():
             return {}
         text = self._file.read_text(encoding="utf-8")
@@ -277,7 +277,7 @@ class Results:
         return read_results(self._file)
 
     def add(self, found: Result) -> None:
-        """Append a line, which is on disk when this returns."""
+        """Append a result's line. It is on disk when this returns."""
         with self._file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(dataclasses.asdict(found)) + "\n")
             out.flush()
@@ -286,7 +286,7 @@ class Results:
 
 
 def read_results(file: Path) -> dict[tuple[str, float, str, int], Result]:
-    """The results of a results.jsonl by their keys. Raises UserError for a line that is none."""
+    """Return the results of a results.jsonl by their keys. Raises UserError for an invalid line."""
     lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
     found = [_result(line, f"{file}: line {number}") for number, line in lines]
     return {result.key: result for result in found}
@@ -310,7 +310,7 @@ def _result(line: str, at: str) -> Result:
 
 
 def _page_size(config: EvaluateConfig) -> int | str:
-    """Tokens per page on the current mesh; in words where policies with a selection have others."""
+    """Return the tokens per page on the current mesh; as text if policies with a selection have another page size."""
     if config.page_size is not None:
         return config.page_size
     usual, selected = (default_page_size(selects=selects) for selects in (False, True))
@@ -318,7 +318,7 @@ def _page_size(config: EvaluateConfig) -> int | str:
 
 
 def _read_from(name: str, path: Path) -> list[str | None]:
-    """Return named data and a digest of its name and files; None in its place for data elsewhere (on the hub)."""
+    """Return named data and a digest of its name and files. The digest is None for data elsewhere (on the hub)."""
     files = (
         sorted(file for file in path.rglob("*") if file.suffix in READ_SUFFIXES) if path.is_dir() else [path]
     )
@@ -332,7 +332,7 @@ def _read_from(name: str, path: Path) -> list[str | None]:
 
 
 def _counts(value: Any) -> Any:
-    """Return the part of a setting that must be equal: of [name, digest] the digest, if there is one."""
+    """Return the part of a setting that must be equal. For [name, digest] it is the digest, if there is one."""
     if isinstance(value, list | tuple):
         if len(value) == 2 and isinstance(value[0], str):
             return value[1] or value[0]

@@ -1,4 +1,4 @@
-"""An evaluation's measurements: policies × budgets × tasks × lengths, without those that are finished."""
+"""An evaluation's measurements: policies × budgets × tasks × lengths, except those that are finished."""
 
 import dataclasses
 import functools
@@ -62,13 +62,13 @@ class ChoiceSamples:
     """Calibration samples of a task, none of which is compared."""
 
     length: int
-    """Tokens of the samples for the order."""
+    """Tokens of the samples that heads are ordered on."""
     for_order: list[Sample]
-    """Heads are ordered on them."""
+    """Samples that heads are ordered on."""
     for_pattern: list[Sample]
-    """Order, sinks and windows are chosen on them."""
+    """Samples that the order, sinks and windows are chosen on."""
     for_gates: list[Sample]
-    """One of several gates is chosen on them."""
+    """Samples that one of several gates is chosen on."""
 
 
 @dataclass
@@ -76,12 +76,13 @@ class Evaluation:
     """An evaluation of a model, checked before anything is run.
 
     Raises:
-        UserError: a budget that a policy cannot keep of some context, by name; too few samples to calibrate on.
+        UserError: a budget that a policy cannot keep of some context, by name; gates for another model; too few samples
+            to calibrate on.
     """
 
     config: EvaluateConfig
     model: Decoder
-    """On its mesh."""
+    """The model, on its mesh."""
     tasks: Sequence[SizedTask]
     """Every task at every length."""
     watch: Stopwatch = field(default_factory=Stopwatch)
@@ -111,12 +112,12 @@ class Evaluation:
             length,
             for_rivals(task, config, count, length) if any(one.orders_heads for one in chosen) else [],
             for_rivals(task, config, CHOICES, task.length) if chosen else [],
-            # as many as a batch has, for which the programs are there
+            # one batch, since the programs for it are compiled anyway
             for_rivals(task, config, task.batch, task.length) if several else [],
         )
 
     def _chooses(self, one: Compared, task: SizedTask) -> bool:
-        """Whether a policy's heads are chosen on calibration contexts: where there are any."""
+        """Return True if a policy's heads are chosen on calibration contexts of the task. Contests have none."""
         return one.chooses_heads and not task.drawn
 
     def _sizing(self, task: SizedTask, one: Compared, budget: float) -> Sizing:
@@ -126,7 +127,7 @@ class Evaluation:
         config = self.config
         assert config.chunk is not None
         if task.drawn:
-            # what a policy is expected to hold, unless it is stated: it is all that answers at length need
+            # by default the pool holds what the policy is expected to keep, which is all that long answers need
             stated = None if config.capacity is None else caches.parse_capacity(config.capacity)
             return Manner(task.batch, config.chunk, stated, config.page_size, self.watch)
         # by default everything fits, whatever the budget, so that pools have one size
@@ -135,7 +136,7 @@ class Evaluation:
         return Manner(task.batch, config.chunk, capacity, config.page_size, self.watch)
 
     def run(self, results: Results, progress: Progress) -> None:
-        """Measure every result that is not there yet, and add each when it is finished."""
+        """Measure every result that is missing, and add each when it is finished."""
         for task in self.tasks:
             todo = [
                 (one, budget)
@@ -150,7 +151,7 @@ class Evaluation:
                     progress.done(str(one))
 
     def _reading_groups(self, todo: Sequence[tuple[Compared, float]], task: SizedTask) -> list["Group"]:
-        """Group the results of a task by policy; policies whose contexts are read once for all share a group."""
+        """Group the results of a task by policy. Policies that share one reading of the contexts share a group."""
         found: dict[object, Group] = {}
         for one, budget in todo:
             sizing = self._sizing(task, one, budget)
@@ -169,7 +170,7 @@ class Evaluation:
         return dataclasses.replace(task, samples=score_agreements(task.samples, reference))
 
     def _results(self, group: "Group", task: SizedTask) -> Iterator[Result]:
-        """Measure a policy at some budgets on a task, or several policies that read alike."""
+        """Yield the results of a policy at some budgets on a task, or of several policies that read alike."""
         manner = self._manner(task)
         known = [
             (one, budgets, self._candidates(one, budgets, task, manner))
@@ -206,7 +207,7 @@ class Evaluation:
     def _candidates(
         self, one: Compared, budgets: Sequence[float], task: SizedTask, manner: Manner
     ) -> Iterator[Candidate]:
-        """One policy at each budget, fitted on calibration contexts where it has something to fit."""
+        """Yield a policy at each budget, fitted on calibration contexts if it has something to fit."""
         samples = functools.cache(lambda: self._for_gates(task))
 
         @functools.cache
@@ -229,7 +230,7 @@ class Evaluation:
             yield Candidate(policy, None if own_tau(policy) is None else gates)
 
     def _for_gates(self, task: SizedTask) -> Sequence[Sample]:
-        """Return the samples that one of several gates is chosen on, texts scored by agreement with the full cache."""
+        """Return the samples for choosing among several gates. Texts are scored by agreement with the full cache."""
         own = self.choice_samples[task.name, task.length].for_gates
         return self._against_full(dataclasses.replace(task, samples=own)).samples
 
@@ -246,7 +247,7 @@ class Evaluation:
         return Rivals(run, known, task.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, task: SizedTask, manner: Manner) -> float:
-        """The share of the entries that a policy keeps of the samples for calibration."""
+        """Return the share of the entries that a policy keeps of the samples that τ is searched on."""
         entries, whole = 0, 0
         for group in groups(task.calibration, manner.batch):
             sizes = caches.stats(read(self.model, policy, group, manner).cache, len(group))
@@ -260,14 +261,14 @@ class Group:
     """Results of a task that are measured one after the other."""
 
     together: bool
-    """Whether contexts are read once for all."""
+    """True if the contexts are read once for all policies."""
     budgets: dict[str, tuple[Compared, list[float]]]
     """Policies and their budgets, by label."""
 
 
 def reading_of(one: Compared, policy: Policy, gates: str | None) -> object:
-    """Return what is alike of all policies for which one reading of contexts serves, until the prompt's end; None for
-    one that is read alone."""
+    """Return a key that is equal for all policies that can share one reading of the contexts, until the prompt's end;
+    None for a policy that is read alone."""
     late = policy.schedule is not None and policy.schedule.trigger.when != "prompt"
     if late or measured_alone(policy):
         return None

@@ -26,25 +26,25 @@ class SizedTask:
     length: int
     """Tokens of a context with a question and its answer, at most."""
     dataset: Dataset
-    """Gives its samples."""
+    """Source of its samples."""
     samples: Sequence[Sample]
-    """Those that are compared."""
+    """Samples that are compared."""
     calibration: Sequence[Sample]
-    """Those that τ is searched on; none where it is not searched."""
+    """Samples that τ is searched on; empty if it is not searched for."""
     batch: int
-    """Samples at a time."""
+    """The most samples, or answers to contests, in a batch."""
     draws: int = 1
-    """Answers to each."""
+    """The number of answers to each problem of a contest."""
 
     @property
     def drawn(self) -> bool:
-        """Whether its samples are problems, whose answers are drawn."""
+        """True if its samples are a contest's problems, whose answers are sampled."""
         return self.samples[0].drawn
 
     @property
     def tokens(self) -> int:
-        """Mean tokens of a context, rounded to a sixteenth of the length: tasks whose contexts differ by a few tokens
-        then get the same windows and run the same programs. For a problem with its answer it is the whole length."""
+        """Mean tokens of a context, rounded to a sixteenth of the length. Tasks whose contexts differ by a few tokens
+        then get the same windows and run the same programs. For contests it is the whole length."""
         if self.drawn:
             return self.length
         mean, step = np.mean([len(sample.context) for sample in self.samples]), max(1, self.length // 16)
@@ -52,12 +52,12 @@ class SizedTask:
 
     @property
     def shortest(self) -> int:
-        """Tokens of its shortest context; of a problem with its answer all of the length."""
+        """Tokens of its shortest context; for contests the whole length."""
         return self.length if self.drawn else min(len(sample.context) for sample in self.samples)
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the contexts' tokens, the questions' and the expected answers."""
+        """Digest of the tokens of contexts, questions and expected answers."""
         known = hashlib.sha256()
         for sample in self.samples:
             parts = [sample.context, *(part for q in sample.questions for part in (q.prompt, q.answer))]
@@ -73,7 +73,7 @@ class SizedTask:
 def sized_tasks(config: EvaluateConfig) -> list[SizedTask]:
     """Return every task at every length, with its samples; no model is needed for them.
 
-    Raises UserError for a task or a length that does not do.
+    Raises UserError for an invalid task, or a length that a task cannot have.
     """
     inputs = Inputs(config.model, config.files, config.chat, config.turns, config.tasks)
     opened = {task: open_task(task, inputs) for task in config.tasks}
@@ -99,12 +99,12 @@ def _sized_task(task: str, length: int, own: Dataset, config: EvaluateConfig) ->
 
 
 def _batch(count: int, config: EvaluateConfig) -> int:
-    """Samples at a time, of so many, in batches of about one size."""
+    """Return the batch size that splits `count` samples into the fewest batches, all of about the same size."""
     return -(-count // -(-count // config.batch))
 
 
 def for_rivals(task: SizedTask, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
-    """`count` samples of a task that are not among those compared: what static rivals are chosen on."""
+    """Return `count` samples of a task that are not compared. Head patterns and gates are chosen on them."""
     compared = _count(task.dataset, task.length, config)
     split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION_SAMPLES)
     samples = task.dataset.samples(split, count, length)
@@ -112,8 +112,8 @@ def for_rivals(task: SizedTask, config: EvaluateConfig, count: int, length: int)
 
 
 def _count(own: Dataset, length: int, config: EvaluateConfig) -> int:
-    """Samples for so many answers or some more: batches of one size, since each size is a program of its own. Of
-    published samples, of which there may be no more, as many as are asked for."""
+    """Return the number of samples for at least --samples answers. It is rounded up to batches of one size, since each
+    size is a program of its own. Published samples are not rounded up, since there may be no more of them."""
     count = -(-config.samples // own.answers(length))
     if own.published:
         return count

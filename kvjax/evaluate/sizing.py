@@ -1,6 +1,6 @@
-"""Policies at a budget: what an evaluation fills in where a policy string says nothing, and what no context can hold.
+"""Policies at a budget: an evaluation fills in what a policy string leaves open, and refuses impossible budgets.
 
-Gates, chunks and how many last tokens SnapKV looks at come from the evaluation's options.
+Gates, chunks and the number of last tokens that SnapKV observes come from the evaluation's options.
 """
 
 import dataclasses
@@ -45,25 +45,25 @@ class Sizing:
     """A budget, the contexts that it is for, and the options that fill in a policy string."""
 
     model: Decoder
-    """On its mesh."""
+    """The model, on its mesh. Its weights may be shapes only."""
     ratio: float
-    """The budget: the share of the entries that it keeps, or reads."""
+    """The budget: the share of the entries that the policy keeps, or reads."""
     tokens: int
-    """Tokens of a context, about."""
+    """The approximate number of tokens of a context."""
     shortest: int
     """Tokens of the shortest context."""
     chunk: int
     """Tokens of a chunk."""
     observed: int
-    """Last tokens that SnapKV looks back at."""
+    """The number of last tokens that SnapKV observes."""
     gates: str | None = None
-    """A folder or a file."""
+    """The folder or file of the gates to take."""
     seed: int = 0
-    """Seed of what is random."""
+    """Seed of random choices."""
     force: bool = False
-    """Take gates that were made for another model."""
+    """True to accept gates that were made for another model."""
     tokenizer: Callable[[], Any] = lambda: None
-    """Loads the model's."""
+    """Loads the model's tokenizer."""
 
     @property
     def entries(self) -> float:
@@ -77,7 +77,7 @@ class Sizing:
 
 
 def policy_of(one: Compared, sizing: Sizing) -> Policy:
-    """Return the policy of a budget. A calibrated one is then fitted; it is the plainest of its kind here."""
+    """Return the policy at a budget. A calibrated policy is fitted later; here it is the plainest of its kind."""
     if one.calibrated:
         return _plainest(one, sizing)
     arguments = {name: dict(own) for name, own in one.described.items()}
@@ -104,15 +104,15 @@ def policy_of(one: Compared, sizing: Sizing) -> Policy:
                 own.setdefault("seed", sizing.seed)
         elif role(kind) == "admission" and is_method(kind) and len(arguments) > 1:
             alone = make_policy({name: own}, model=sizing.model, force=sizing.force)
-            # what SnapKV looks back at must still be in the window
+            # the tokens that SnapKV observes must still be in the window
             window = window if alone.stores_all else min(window, alone.window)
     tokenizer = sizing.tokenizer() if takes_tokenizer(arguments) else None
     return make_policy(arguments, model=sizing.model, tokenizer=tokenizer, force=sizing.force)
 
 
 def _learned_heads(own: dict[str, Any], sizing: Sizing) -> dict[str, Any]:
-    """Return a head pattern's arguments at a budget: as many whole heads in its order as leave the others its sinks and
-    its window, which is then widened."""
+    """Return a head pattern's arguments at a budget: the most whole heads, in its order, that leave the others its
+    sinks and its window, which is then widened."""
     folder = own.pop("gates", own.get("pattern"))
     if not isinstance(folder, str | Path):
         raise UserError(
@@ -152,7 +152,7 @@ def _plainest(one: Compared, sizing: Sizing) -> Policy:
 
 
 def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], int]:
-    """Return what heads are worth as far as it need not be measured, by the orders' names, and the smallest window of
+    """Return the worth of heads that is known without a measurement, by the orders' names, and the smallest window of
     streaming heads: the gates', if there are any."""
     orders, window = {}, narrowest(sizing.tokens)
     if sizing.gates is not None:
@@ -169,15 +169,15 @@ def _check_holds(entries: float, least: int, what: str) -> None:
 
 
 def budget_policy(one: Compared, sizing: Sizing) -> Policy:
-    """Return the policy, once it is sure that it can keep so much of such a context.
+    """Return the policy at a budget, if the budget holds what the policy always keeps of such a context.
 
-    Raises UserError naming it and the budget.
+    Raises UserError, which names the policy and the budget, if it does not.
     """
     try:
         policy = policy_of(one, sizing)
         if policy.schedule is not None:
             _check_holds(sizing.ratio * sizing.shortest, policy.window - 1, f"its window of {policy.window}")
-            # budgets are no bytes here
+            # budgets are not in bytes here
             policy.schedule.check_bound(policy.name, policy.window - 1, entry_bytes=1)
     except UserError as error:
         raise UserError(f"{one.label} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
@@ -191,7 +191,7 @@ tokenizer_of = functools.cache(load_tokenizer)
 def sizing_of(
     config: EvaluateConfig, model: Decoder, tokens: int, shortest: int, one: Compared, budget: float
 ) -> Sizing:
-    """Return the sizing of a policy at a budget, for contexts of about `tokens` tokens, `shortest` at least."""
+    """Return the sizing of a policy at a budget, for contexts of about `tokens` tokens and at least `shortest`."""
     assert config.chunk is not None
     assert config.observed is not None
     own = gates_for(config, one)
@@ -209,8 +209,8 @@ def sizing_of(
 def possible_policies(
     config: EvaluateConfig, one: Compared, sizing: Sizing, *, any_gates: bool = False
 ) -> dict[str, Policy]:
-    """Return the policy of a size, by the folder of its gates: where τ is searched for, or with `any_gates`, each that
-    can meet the size.
+    """Return the policy of a size by the folder of its gates. If τ is searched for, or the policy evicts from what
+    gates admit and `any_gates` is True, there is one with each of the gates that can meet the size.
 
     Raises UserError if there is none.
     """
@@ -228,15 +228,16 @@ def possible_policies(
 
 
 def check_lengths(config: EvaluateConfig, model: Decoder) -> None:
-    """Refuse budgets that no context of a length that was asked for can hold, before there are any. `model`: shapes
-    do. Raises UserError naming the policy and the budget."""
+    """Raise UserError if no context of one of the --context lengths can hold a budget, before there are contexts. The
+    error names the policy and the budget. `model`: its weights may be shapes only."""
     for length, (policy, budget) in itertools.product(config.context, pairs(config)):
         sizing = sizing_of(config, model, length, length, policy, budget)
         possible_policies(config, policy, sizing, any_gates=True)
 
 
 def check_contexts(config: EvaluateConfig, model: Decoder, tasks: Sequence[SizedTask]) -> None:
-    """The same for the contexts that there are. Raises UserError that names the task and the length asked for, too."""
+    """Raise UserError if the real contexts cannot hold a budget. The error names the policy, the budget, the task and
+    the length asked for."""
     for own, (policy, budget) in itertools.product(tasks, pairs(config)):
         try:
             sizing = sizing_of(config, model, own.tokens, own.shortest, policy, budget)
@@ -246,7 +247,7 @@ def check_contexts(config: EvaluateConfig, model: Decoder, tasks: Sequence[Sized
 
 
 def pairs(config: EvaluateConfig) -> list[tuple[Compared, float]]:
-    """Policies with their budgets: 1 for one with a size of its own, λ for gates at their own τ."""
+    """Return the policies with their budgets: 1 for a policy with a size of its own, λ for gates at their own τ."""
     return [(one, budget) for one in compared(config) for budget in _budgets(one, config)]
 
 
@@ -257,8 +258,8 @@ def _budgets(one: Compared, config: EvaluateConfig) -> tuple[float, ...]:
 
 
 def check_policies(config: EvaluateConfig) -> None:
-    """Refuse policies that are none, those that are not for the tasks, --dense without contests and --turns without
-    SCBench. Raises UserError."""
+    """Raise UserError for invalid policies, policies that the tasks cannot measure, unknown names in --data, --dense
+    without contests, and --turns without SCBench."""
     drawn = answers_contests(config)
     check_data(list(config.files))
     if config.dense is not None and not drawn:

@@ -1,8 +1,8 @@
 """Expected answers under a head pattern, each token after the true ones before it: one program for all patterns.
 
-Which heads are whole, how many sinks there are and how wide the window is are data here, so hundreds of patterns can
-be tried for one compilation. What a token sees is exactly what it sees through the cache under the policies
-`head_pattern` and `streaming_llm`.
+The whole heads, the number of sinks and the window are data here, so hundreds of patterns can be tried with one
+compilation. Every token sees exactly the tokens that it sees through the cache under the policies `head_pattern` and
+`streaming_llm`.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ from pallas_kernels.vertical_slash import FOREVER, vertical_slash
 
 @struct
 class AnswerRows:
-    """Contexts, each with its questions and their expected answers side by side behind it."""
+    """Contexts, each followed by its questions and their expected answers side by side."""
 
     token: Int[Array, "b t"]
-    """Ids; unspecified where there is padding."""
+    """Token ids; unspecified for padding."""
     position: Int[Array, "b t"]
-    """In its own sequence, −1 for padding."""
+    """The position in the token's own sequence, the context and one question; −1 for padding."""
     part: Int[Array, "b t"]
-    """0 in the first `context` columns, the context's, then the number of the question."""
+    """0 for the context, the number of the question (from 1) for its tokens; −1 for padding."""
     target: Int[Array, "b t"]
-    """The token that should follow, −1 where none is asked for."""
+    """The token that should follow; −1 where none is asked for."""
     context: int = static()
     """Columns of the longest context."""
 
@@ -45,7 +45,7 @@ class Pattern:
     """The heads that are `whole`; the others see `sink` first tokens and the last `window`."""
 
     whole: Bool[Array, "*l k"]
-    """By layer and kv head."""
+    """True for whole heads, by layer and kv head."""
     sink: Int[Array, ""]
     """First tokens of the others."""
     window: Int[Array, ""]
@@ -57,14 +57,15 @@ class Outcome:
     """Score and loss of a head pattern."""
 
     score: float
-    """The mean over the answers, each scored as the task does."""
+    """The mean score of the answers, each scored as the task does."""
     loss: float
-    """Cross-entropy of the answers' tokens, the mean in nats."""
+    """Mean cross-entropy of the answers' tokens, in nats."""
 
 
 class TeacherForcing:
-    """The expected answers to all questions of some samples, of which `batch` at most are read at a time. Texts that
-    are given are scored by agreement with what is said where all heads are whole, as an evaluation scores them."""
+    """Runs the expected answers to all questions of some samples under head patterns, about `batch` samples at a time.
+    Texts that are given are scored by agreement with the tokens predicted when all heads are whole, as an evaluation
+    scores them."""
 
     def __init__(self, model: Decoder, samples: Sequence[Sample], batch: int = 16):
         self._model = model
@@ -84,7 +85,7 @@ class TeacherForcing:
             ]
 
     def __call__(self, whole: Bool[np.ndarray, "l k"], sink: int, window: int) -> Outcome:
-        """With the heads that are `whole`, and the others at `sink` first tokens and the last `window`."""
+        """Return the outcome if heads in `whole` see all tokens, and the others the `sink` first and `window` last."""
         output, loss = self._run(whole, sink, window)
         scores = [question.score(output[row, columns]) for row, columns, question in self._answers]
         return Outcome(float(np.mean(scores)), loss)
@@ -104,8 +105,8 @@ class TeacherForcing:
 def _rows(
     samples: Sequence[Sample], parts: int, size: int
 ) -> tuple[list[dict[str, Int[np.ndarray, "b t"]]], list[tuple[int, slice, Question]]]:
-    """The lines as arrays, in parts of `size` with empty ones at the end; and of each answer its row, its columns after
-    the context and its question."""
+    """Return the rows of `AnswerRows` as arrays, in `parts` parts of `size` with empty rows at the end; and for each
+    answer its row, its columns counted from the context's end, and its question."""
     context = max(len(sample.context) for sample in samples)
     room = max(sum(len(q.prompt) + len(q.answer) - 1 for q in sample.questions) for sample in samples)
     shape = parts * size, context + room
@@ -131,7 +132,7 @@ def _rows(
 def _outcome(
     model: Decoder, lines: AnswerRows, pattern: Pattern
 ) -> tuple[Int[Array, "b q"], Float[Array, ""], Int[Array, ""]]:
-    """The most likely token after each one behind the context, and the loss of the targets with their number."""
+    """Return the most likely token after each token behind the context, the targets' summed loss, and their number."""
 
     def attend(step, carry, whole):
         step = step.without_padding()
@@ -151,7 +152,7 @@ def _outcome(
 
 
 def _attend(q, k, v, position, part, pattern, *, context):
-    """The context under its own mask, then the questions over the context and each over itself."""
+    """Attend from the context under its own mask, then from each question over the context and itself."""
     stays = pattern.whole[:, None] | (position < pattern.sink)[:, None]
     end = jnp.where(stays, FOREVER, (position + pattern.window)[:, None])[..., :context]
     end = jnp.where((position >= 0)[:, None, :context], end, 0).astype(jnp.int32)

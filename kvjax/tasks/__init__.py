@@ -1,13 +1,13 @@
 """Tasks to score a model's memory of its context with, deterministic from a seed and a length.
 
-sample: what every task gives, a context with its questions as token ids. vocabulary, builtin: the built-in model's
-tokens and text; tasks of them are recall, needle, copy and text; hide: how they hide things in text; mixture: all of
-them, to train on. prompt: samples that are written as text, for any tokenizer, as those of ruler and
-document_questions (of documents, cut into passages). contests, contest_answers: AIME and HMMT, answered at length.
-longbench, scbench, helmet, longproc: the benchmarks in their published form; text_scores: what they score texts by;
-benchmark: samples of them, long contexts cut in the middle. datasets: files of published data. suite: what a task gives
-an evaluation; registry: every task by its name; own: those that are none of a benchmark; documents: questions about a
-user's texts. splits: which samples are compared, and which calibrated on.
+sample: a context with its questions as token ids, which every task gives. vocabulary, builtin: the built-in model's
+tokens and text; recall, needle, copy and text are tasks of them; hide: hiding tokens in text; mixture: all of them, to
+train on. prompt: samples that are written as text, for any tokenizer, such as those of ruler and document_questions (of
+documents, cut into passages). contests, contest_answers: AIME and HMMT, answered at length. longbench, scbench, helmet,
+longproc: the benchmarks in their published form; text_scores: their scores of texts; benchmark: their samples, long
+contexts cut in the middle. datasets: files of published data. suite: the interface between tasks and an evaluation;
+registry: every task by its name; own: the tasks of no benchmark; documents: questions about a user's texts. splits: the
+samples that are compared, and those that are calibrated on.
 """
 
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary, heldout_files

@@ -20,9 +20,9 @@ class BenchmarkSamples:
     where: str
     """The option that was read and its value, for errors."""
     examples: Sequence[Example]
-    """All that there are."""
+    """All examples of the task."""
     encode: PromptEncoder
-    """Makes samples of them."""
+    """Makes samples of the examples."""
     metric: str
     """Description of the score."""
     published = True
@@ -36,9 +36,9 @@ class BenchmarkSamples:
         return min(len(example.questions) for example in self.examples)
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """The first samples are compared, those after them are calibrated on. Of a context that is too long the first
-        and the last tokens stay, so many that they and its first question come to two halves of one size, as the
-        benchmarks cut their prompts; questions are never cut.
+        """Return the first samples to compare, or those after them to calibrate on. A context that is too long is cut
+        in the middle, as the benchmarks cut their prompts: its beginning is as long as its end with the first question.
+        Questions are never cut.
 
         Raises UserError if there are too few samples, or for a length that leaves a context no end before its question.
         """
@@ -61,6 +61,7 @@ class BenchmarkSamples:
 
 
 def cut_middle(context: Tokens, room: int, behind: int) -> Tokens:
-    """`room` tokens of a context at most: its first, and its last that with `behind` tokens after them are as many."""
+    """Return at most `room` tokens of a context: its beginning, and its end, which together with the `behind`
+    tokens after it is as long."""
     half = (room + behind) // 2
     return np.concatenate([context[:half], context[len(context) - (half - behind) :]])

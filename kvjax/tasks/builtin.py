@@ -30,12 +30,12 @@ def _tokenizer() -> "Tokenizer":
 
 @cache
 def builtin_vocabulary() -> Vocabulary:
-    """The built-in model's vocabulary."""
+    """Return the built-in model's vocabulary."""
     return Vocabulary.from_tokenizer(_tokenizer())
 
 
 def split_files(packaged: str) -> dict[str, str]:
-    """Path -> source of each file in a text as `heldout.txt` is written."""
+    """Return path -> source of each file in a text that is written like `heldout.txt`."""
     files = {}
     for part in packaged.split(f"\n{FILE_HEADING}")[1:]:
         path, _, source = part.partition("\n")
@@ -44,24 +44,24 @@ def split_files(packaged: str) -> dict[str, str]:
 
 
 def encode_files(tokenizer: "Tokenizer", sources: Iterable[str]) -> Tokens:
-    """Token ids of the sources, one after another, each ended by `<|end|>`."""
+    """Return the token ids of the sources, one after another, each ended by `<|end|>`."""
     end = as_tokens([tokenizer.get_vocab()["<|end|>"]])
     encodings = tokenizer.encode_batch(list(sources), add_special_tokens=False)
     return np.concatenate([piece for e in encodings for piece in (as_tokens(e.ids), end)])
 
 
 def heldout_files() -> dict[str, str]:
-    """Path in the standard library -> source of each packaged file. The built-in model has seen none."""
+    """Return path in the standard library -> source of each packaged file. The built-in model has seen none of them."""
     return split_files((resources.files("kvjax.builtin") / "heldout.txt").read_text(encoding="utf-8"))
 
 
 @cache
 def builtin_text(split: Literal["train", "evaluate"]) -> Tokens:
-    """Token ids of the packaged text: every other file for training gates, the others for evaluation."""
+    """Return the token ids of the packaged text: every other file is for training gates, the rest for evaluation."""
     sources = list(heldout_files().values())
     return encode_files(_tokenizer(), sources[["train", "evaluate"].index(split) :: 2])
 
 
 def builtin_task(kind: Callable[[Vocabulary, Tokens], Kind]) -> Kind:
-    """A task of token ids (`Recall`, …) in the built-in vocabulary, on the packaged text for evaluation."""
+    """Return a task of token ids (`Recall`, …) in the built-in vocabulary, on the packaged text for evaluation."""
     return kind(builtin_vocabulary(), builtin_text("evaluate"))

@@ -1,11 +1,11 @@
 r"""Mathematics contests in their published forms: AIME and HMMT, problems that are answered at length.
 
-A row has the problem (`problem` or `question`), its `answer`, and mostly a name (`id` or `problem_idx`), whatever their
-case: so AIME 2024 is published as HuggingFaceH4/aime_2024 and Maxwell-Jia/AIME_2024, AIME 2025 as MathArena/aime_2025,
-opencompass/AIME2025, math-ai/aime25 and yentinglin/aime_2025, HMMT as MathArena/hmmt_feb_2025 and hmmt_nov_2025. A
-problem is the user's turn, behind an empty line and the instruction that MathArena gave for these contests
-(arXiv:2505.23281; its repository's configs/competitions), and is answered as the model likes, thinking where its
-template lets it by itself.
+A row has the problem (`problem` or `question`), its `answer`, and mostly a name (`id` or `problem_idx`), in upper or
+lower case. AIME 2024 is published in this form as HuggingFaceH4/aime_2024 and Maxwell-Jia/AIME_2024, AIME 2025 as
+MathArena/aime_2025, opencompass/AIME2025, math-ai/aime25 and yentinglin/aime_2025, HMMT as MathArena/hmmt_feb_2025 and
+hmmt_nov_2025. The user's turn has the instruction that MathArena gave for these contests (arXiv:2505.23281; its
+repository's configs/competitions), an empty line and the problem. The model answers freely, and thinks first if its
+template allows that by default.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +23,12 @@ from kvjax.tasks.splits import Split
 from kvjax.tasks.suite import Dataset, Inputs, Suite
 
 DATA = "contests"
-"""The name of their data."""
+"""The name of the data in --data."""
 OPTION = f"--data {DATA}"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 INTEGERS = "\nThe answer is an integer between 0 and 999 inclusive."
 LEAST = 16
-"""Tokens that an answer needs at least."""
+"""The least number of tokens that an answer needs."""
 PROBLEM, ANSWER, NAME = ("problem", "question"), ("answer",), ("id", "problem_idx")
 """A row's columns."""
 PASS_AT_1 = r"pass@1: the last \boxed{…} is right"
@@ -36,14 +36,14 @@ PASS_AT_1 = r"pass@1: the last \boxed{…} is right"
 
 @dataclass(frozen=True)
 class Contest:
-    """A contest: where it is published, and how its problems are asked and graded."""
+    """A contest: its data set, the instruction before its problems, and its grader."""
 
     hub: str
     """The data set on the hub that is read unless another is named."""
     instruction: str
-    """Before the problem."""
+    """The text before a problem."""
     grader: Callable[[], Grader]
-    """Says which answer is right."""
+    """Makes the grader of answers."""
 
 
 def _aime(hub: str) -> Contest:
@@ -67,15 +67,15 @@ class Problem:
     """A row of a contest."""
 
     name: str
-    """Its number or name, by which it is reported."""
+    """The number or name under which the problem is reported."""
     text: str
-    """In LaTeX."""
+    """The problem's text in LaTeX."""
     answer: str
-    """The true one."""
+    """The true answer."""
 
 
 def read_problems(contest: str, data: Path | None, grader: Grader) -> list[Problem]:
-    """The problems of a contest, in their order.
+    """Return the problems of a contest, in their order.
 
     Args:
         data: a .jsonl or .parquet file; a folder with CONTEST.jsonl, CONTEST.parquet or a folder CONTEST of such files;
@@ -88,7 +88,7 @@ def read_problems(contest: str, data: Path | None, grader: Grader) -> list[Probl
     if not found:
         raise UserError(f"{OPTION} {data}: there are no problems of {contest}")
     if len({problem.name for problem in found}) < len(found):
-        # those of two contests of a year, each of which counts for itself
+        # the two contests of a year each number their own problems
         return [Problem(str(index), one.text, one.answer) for index, one in enumerate(found, 1)]
     return found
 
@@ -97,7 +97,7 @@ def _problem(row: Mapping[str, Any], at: str, index: int, grader: Grader) -> Pro
     known = {name.lower(): value for name, value in row.items()}
 
     def value(names: tuple[str, ...]) -> str | None:
-        """The first of these columns that is there and has a text or a number."""
+        """Return the value of the first of these columns that has a text or a number; None if there is none."""
         values = [known[name] for name in names if isinstance(known.get(name), str | int | float)]
         return str(values[0]).strip() if values else None
 
@@ -128,16 +128,16 @@ def _rows(contest: str, data: Path | None) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class ContestProblems:
-    """The problems of a contest as samples: the context is the whole prompt, the answer what is left of the length."""
+    """The problems of a contest as samples. The context is the whole prompt, and the answer may fill the length."""
 
     contest: str
     """A name in `CONTESTS`."""
     data: Path | None
-    """Its problems, see `read_problems`."""
+    """The source of the problems, see `read_problems`."""
     tokenizer: Any
-    """The model's."""
+    """The model's tokenizer."""
     chat: bool = True
-    """Whether prompts go through the chat template, if there is one."""
+    """True if prompts go through the chat template, if there is one."""
     metric = PASS_AT_1
     published = True
 
@@ -153,7 +153,8 @@ class ContestProblems:
         return 1
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """All problems, whatever is asked for: a contest is answered whole. Each has as many tokens for its answer."""
+        """Return all problems, for any `split` and `count`, since a contest is answered whole. All have the same number
+        of tokens for an answer. Raises UserError if that is too small."""
         prompts = [self._prompt(problem) for problem in self.problems]
         room = length - max(map(len, prompts))
         if room < LEAST:

@@ -1,9 +1,9 @@
-"""Copying a passage from a random distance, when others are made of the same tokens in another order.
+"""Copying a passage from a random distance, among others that have the same tokens in another order.
 
-The eleven tokens of a family stand in a circle; passage number s of the family walks round it in steps of s.
-The circle's length is prime, so a passage visits every token once, a single token has another successor in
-each passage of the family, and two consecutive tokens belong to one passage only: what comes next takes the
-last two tokens to tell, hence more than one matching head.
+The eleven tokens of a family stand in a circle, and passage number s of the family walks round it in steps of s. The
+circle's length is prime, so a passage visits every token once, a token has another successor in each passage of the
+family, and two consecutive tokens belong to one passage only. So the next token follows from the last two tokens, and
+more than one matching head is needed.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ GIVEN = 2
 
 @dataclass(frozen=True)
 class Copy:
-    """`families` of `passages` each (2 to 10), hidden in text, and one question a family.
+    """`families` of `passages` each (2 to 10), hidden in text, with one question for each family.
 
-    It gives a mark and the first two tokens of a passage and wants the other nine.
+    A question gives a mark and the first two tokens of a passage, and asks for the other nine.
     """
 
     vocabulary: Vocabulary
@@ -30,9 +30,9 @@ class Copy:
     text: Tokens
     """Source of the filler."""
     families: int = 2
-    """How many."""
+    """The number of families."""
     passages: int = 4
-    """Passages of each family."""
+    """The number of passages of each family."""
     name: str = "copy"
 
     def sample(self, seed: int, length: int) -> Sample:

@@ -1,4 +1,5 @@
-"""Rows of published data: .jsonl and .parquet files, folders of them and hub data sets; and what a row must have."""
+"""Rows of published data, from .jsonl and .parquet files, folders of them and hub data sets, and checks of their
+fields."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,11 @@ Row = tuple[str, dict[str, Any]]
 SUFFIXES = ".jsonl", ".parquet"
 """Suffixes of the files that are read."""
 LARGEST = 4 << 30
-"""Bytes of a .parquet file, unpacked."""
+"""The most bytes of a .parquet file, unpacked."""
 
 
 def file_rows(file: Path, option: str, task: str | None = None) -> Iterator[Row]:
-    """A file's rows; of a .parquet file those whose column `task` names the task alone, if one is named.
+    """Return a file's rows. If a task is named, a .parquet file gives only the rows whose column `task` names it.
 
     Raises UserError, which names the option, for a file that cannot be read.
     """
@@ -27,7 +28,7 @@ def file_rows(file: Path, option: str, task: str | None = None) -> Iterator[Row]
 
 
 def json_rows(file: Path, option: str) -> Iterator[Row]:
-    """The rows of a .json file, which is a list of objects. Raises UserError, which names the option, if it is none."""
+    """Yield the rows of a .json file, a list of objects. Raises UserError, which names the option, if it is none."""
     rows = load_json(file, option)
     if not isinstance(rows, list):
         raise UserError(f"{option} {file}: expected a JSON list of objects")
@@ -39,7 +40,7 @@ def json_rows(file: Path, option: str) -> Iterator[Row]:
 
 
 def load_json(file: Path, option: str) -> Any:
-    """A .json file's value. Raises UserError, which names the option, for a file that cannot be read."""
+    """Return a .json file's value. Raises UserError, which names the option, for a file that cannot be read."""
     text = read_text(file, option)
     try:
         return json.loads(text)
@@ -48,7 +49,7 @@ def load_json(file: Path, option: str) -> Any:
 
 
 def jsonl_rows(text: str, where: str) -> Iterator[Row]:
-    """The rows of a text of JSON objects, one a line. Raises UserError for a line that is none."""
+    """Yield the rows of a text with a JSON object on each line. Raises UserError for any other line."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             at = f"{where}: line {number}"
@@ -71,13 +72,13 @@ def _parquet_rows(file: Path, option: str, task: str | None) -> Iterator[Row]:
             raise ValueError(f"it unpacks to {size:,} bytes, more than {LARGEST:,}")
         wanted = None if task is None else [("task", "=", task)]
         rows = [] if wanted and not named else pyarrow.parquet.read_table(file, filters=wanted).to_pylist()
-    except Exception as error:  # pyarrow raises whatever a damaged file makes it trip over
+    except Exception as error:  # pyarrow raises all kinds of errors for a damaged file
         raise UserError(f"{option} {file}: is no parquet file ({_reason(error)})") from None
     return ((f"{option} {file}: row {index}", row) for index, row in enumerate(rows))
 
 
 def folder_rows(folder: Path, task: str, option: str) -> Iterator[Row]:
-    """A task's rows: those of TASK.jsonl, TASK.parquet or of the files of a folder TASK. Raises UserError if there is
+    """Yield a task's rows, from TASK.jsonl, TASK.parquet or the files of a folder TASK. Raises UserError if there is
     none of these."""
     own = folder / task
     files = [folder / f"{task}{suffix}" for suffix in SUFFIXES]
@@ -96,13 +97,14 @@ def table_files(folder: Path) -> list[Path]:
 
 
 def is_hub_name(data: Path) -> bool:
-    """Whether it is called as a hub data set is, OWNER/NAME, and no file or folder is called so."""
+    """Return True if `data` looks like the name of a hub data set, OWNER/NAME, and no such file or folder exists."""
     return len(data.parts) == 2 and not data.is_absolute() and not data.exists()
 
 
 def hub_splits(name: str, option: str, configuration: str | None = None) -> list[tuple[str, Any]]:
-    """The split `test` of a hub data set's configuration, or of all of them, by its name; the first split where none
-    is called so. Raises UserError, which names the option, if it cannot be had."""
+    """Return the split `test` of a hub data set's configuration, or of each of its configurations, with the
+    configuration's name. If there is no split `test`, it is the first split. Raises UserError, which names the option,
+    if the data set cannot be loaded."""
     import datasets
 
     try:
@@ -118,7 +120,8 @@ def hub_splits(name: str, option: str, configuration: str | None = None) -> list
 
 
 def hub_file(name: str, file: str, option: str, revision: str | None = None) -> Path:
-    """A file of a hub data set, as it is kept here. Raises UserError, which names the option, if it cannot be had."""
+    """Return the local copy of a hub data set's file. Raises UserError, which names the option, if it cannot be
+    loaded."""
     import huggingface_hub
 
     try:
@@ -134,20 +137,20 @@ def _reason(error: Exception) -> str:
 
 
 def hub_rows(name: str, option: str, configuration: str | None = None) -> Iterator[Row]:
-    """The rows of `hub_splits`."""
+    """Yield the rows of `hub_splits`."""
     for one, split in hub_splits(name, option, configuration):
         yield from ((f"{option} {name}: {one}, row {i}", dict(row)) for i, row in enumerate(split))
 
 
 def row_field(row: Mapping[str, Any], name: str, at: str) -> Any:
-    """A row's field. Raises UserError, which says where the row stands, if it has none."""
+    """Return a row's field. Raises UserError, which names the row's place, if it is missing."""
     if name not in row:
         raise UserError(f"{at} has no field `{name}`, it has {', '.join(row) or 'none'}")
     return row[name]
 
 
 def row_text(row: Mapping[str, Any], name: str, at: str) -> str:
-    """A field that is a string. Raises UserError if it is none."""
+    """Return a field that is a string. Raises UserError if it is none."""
     text = row_field(row, name, at)
     if not isinstance(text, str):
         raise UserError(f"{at}: expected `{name}` to be a string, got {str(text)[:60]}")
@@ -156,7 +159,7 @@ def row_text(row: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def row_objects(row: Mapping[str, Any], name: str, at: str) -> list[Row]:
-    """A field that is a list of objects, one at least, each with its place. Raises UserError if it is none."""
+    """Return a field that is a list of objects, at least one, each with its place. Raises UserError if it is none."""
     objects = row_field(row, name, at)
     if not isinstance(objects, list) or not objects or not all(isinstance(one, dict) for one in objects):
         raise UserError(f"{at}: expected `{name}` to be a list of objects, got {str(objects)[:60]}")
@@ -164,7 +167,8 @@ def row_objects(row: Mapping[str, Any], name: str, at: str) -> list[Row]:
 
 
 def row_texts(row: Mapping[str, Any], name: str, at: str, *, single: bool = False) -> tuple[str, ...]:
-    """A field that is a list of strings, one at least; `single`: or a string. Raises UserError if it is neither."""
+    """Return a field that is a list of strings, at least one. With `single` it may also be a string. Raises UserError
+    if it is neither."""
     texts = row_field(row, name, at)
     texts = [texts] if isinstance(texts, str) and single else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):

@@ -1,9 +1,9 @@
 """Questions about natural documents, made from the text by rule: which word comes next?
 
 A question gives the words of a sentence before a distinctive one: a number, a name or a term, which occurs nowhere else
-in the context. The model is asked to quote a sentence, its answer begins with those words, and the distinctive one is
-to follow. Asked so, the beginning stands in the prompt once: a small model that reads it twice copies its end (a
-quotation mark) instead of looking the sentence up.
+in the context. The model is asked to quote a sentence. Its answer begins with those words, and the distinctive one
+should follow. In this way the sentence's beginning stands in the prompt once. A small model that reads it twice copies
+its end (a quotation mark) instead of looking the sentence up.
 """
 
 import itertools
@@ -20,21 +20,21 @@ from kvjax.tasks.ruler.haystack import split_sentences
 OPENING = "Below is a text. You will be asked to quote from it.\n\n"
 QUESTION = "Quote one sentence of the text above, word for word."
 RESERVED = 12
-"""Tokens that the distinctive word may take, and that are answered."""
+"""The most tokens of the distinctive word, and of the answer."""
 THIRDS = ("1 of 3", "2 of 3", "3 of 3")
-"""Kinds: the part of the text that the sentence is in."""
+"""Kinds of questions, by the part of the text that the sentence is in."""
 PER_THIRD = 2
 QUESTIONS = PER_THIRD * len(THIRDS)
 FEWEST, MOST = 6, 16
-"""Words before the distinctive one: a sentence that has fewer is not asked about, and of more the last are given."""
+"""Words before the distinctive one. A sentence with fewer is not asked about; if it has more, the last are given."""
 LONGEST = 24
-"""Characters of a distinctive word."""
+"""The most characters of a distinctive word."""
 ROOM = 48
-"""Tokens that the words before it may take."""
+"""The most tokens of the words before the distinctive one."""
 
 WORD = re.compile(r"\S+")
 EDGE = "\"'`“”‘’«».,;:!?()[]{}<>*"
-"""Is not part of a word at its ends."""
+"""Characters that are not part of a word at its ends."""
 DISTINCTIVE = re.compile(r"[0-9A-Z]|\w[-_./:@]\w")
 """A number, a name or a term of several parts. A sentence's first words, which may begin so, are not asked about."""
 
@@ -42,7 +42,7 @@ DISTINCTIVE = re.compile(r"[0-9A-Z]|\w[-_./:@]\w")
 def document_questions(
     documents: Sequence[Document], encode: PromptEncoder, count: Count, length: int
 ) -> list[Example]:
-    """Examples of at most `length` tokens with `QUESTIONS` questions each, of passages that share no paragraph.
+    """Return examples of at most `length` tokens with `QUESTIONS` questions each. Their passages share no paragraph.
 
     A passage with fewer distinctive words in one of its thirds is left out.
 
@@ -57,7 +57,7 @@ def document_questions(
 
 
 def _example(passage: str, count: Count, seed: int) -> Example | None:
-    """The passage with questions drawn from each third; None: there are too few."""
+    """Return the passage with questions drawn from each third; None if there are too few."""
     rng, found, questions = np.random.default_rng(seed), distinctive_words(passage), []
     if found:
         given, words = count([given for _, given, _ in found]), count([f" {word}" for *_, word in found])
@@ -74,8 +74,8 @@ def _example(passage: str, count: Count, seed: int) -> Example | None:
 
 
 def distinctive_words(passage: str) -> list[tuple[float, str, str]]:
-    """The first distinctive word of each sentence: where it is (0 to 1), the words before it as they are written, and
-    the word. Neither occurs anywhere else, whatever its case."""
+    """Return the first distinctive word of each sentence: its place (0 to 1), the words before it as they are written,
+    and the word. Neither occurs anywhere else, whatever its case."""
     found, whole, start = [], (OPENING + passage + QUESTION).lower(), 0
     for sentence in split_sentences(passage):
         words = list(WORD.finditer(sentence))

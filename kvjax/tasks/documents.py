@@ -1,4 +1,4 @@
-"""Tasks of a user's own documents: questions about passages of them, and passages whose end is predicted."""
+"""Tasks on a user's own documents: questions about passages of them, and passages whose end is predicted."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ from kvjax.tasks.suite import HOLDS, SAME_AS_FULL, Inputs
 from kvjax.tasks.text import COUNTS_FOR, PARTS, continuation
 
 DATA = "documents"
-"""The name of their data."""
+"""The name of the data in --data."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Documents:
 
     @cached_property
     def texts(self) -> list[str]:
-        """All of them. Raises UserError if none are named."""
+        """The text of each document. Raises UserError if --data names none."""
         return read_documents(self.inputs.path(DATA, "a text file or a folder of .txt files"))
 
     @cached_property
@@ -41,12 +41,12 @@ class Documents:
         return split_documents([paragraphs(text, self.inputs.count) for text in self.texts])
 
     def of(self, split: Split) -> list[Document]:
-        """The documents that a split's contexts are cut from."""
+        """Return the documents that a split's contexts are cut from."""
         compared, calibration = self._parts
         return calibration if split.calibration else compared
 
     def describe(self, split: Split, what: str) -> str:
-        """Describe what is made of a split's documents, for errors."""
+        """Return a description of `what` and of the split's share of the text, for errors."""
         use = (
             f"calibrate on (of {CALIBRATION_SHARE:.0%}"
             if split.calibration
@@ -75,7 +75,7 @@ class DocumentQuestions:
 
 @dataclass(frozen=True)
 class DocumentText:
-    """Passages of documents, of which the end is predicted."""
+    """Passages of documents whose end is predicted."""
 
     documents: Documents
     metric = SAME_AS_FULL

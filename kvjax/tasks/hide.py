@@ -9,7 +9,7 @@ from kvjax.tasks.sample import Tokens
 
 
 def text_slice(rng: np.random.Generator, text: Tokens, length: int) -> Tokens:
-    """`length` consecutive tokens of the text from a random place.
+    """Return `length` consecutive tokens of the text from a random place.
 
     Raises `UserError` if the text is shorter than that.
     """
@@ -20,7 +20,7 @@ def text_slice(rng: np.random.Generator, text: Tokens, length: int) -> Tokens:
 
 
 def hide(rng: np.random.Generator, text: Tokens, length: int, segments: Sequence[Tokens]) -> Tokens:
-    """`length` tokens: the segments, whole and in random order, at random places of a slice of the text.
+    """Return `length` tokens: the segments, whole and in random order, at random places of a slice of the text.
 
     Raises `UserError` if the segments are longer than `length`.
     """

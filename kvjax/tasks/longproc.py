@@ -1,7 +1,7 @@
 """LongProc (Ye et al., 2025, arXiv:2501.05414): long answers that follow a procedure, with the published prompts,
 answer lengths and metrics.
 
-A published prompt is one text. It is cut into a context and a question where the section begins that asks. The web
+A published prompt is one text. It is cut into a context and a question where the asking section begins. The web
 page of html_to_tsv, the connections of path_traversal and the story of tom_tracking end the context, after the
 instructions and worked examples. In countdown all of the problem is the question, so the context has only the
 instructions and worked examples.
@@ -34,11 +34,11 @@ from kvjax.tasks.prompt import Example, ExampleQuestion
 from kvjax.tasks.suite import RIGHT, Dataset, Inputs, Suite
 
 DATA = "longproc"
-"""The name of its data."""
+"""The name of its data in --data."""
 OPTION = f"--data {DATA}"
 PREFIX, PARTIAL = "longproc_", "_partial"
 RESERVED = {"0.5k": 1024, "2k": 3072, "8k": 9216}
-"""Tokens of an answer, by the size of its task."""
+"""The most tokens of an answer, by the size of its task."""
 ROWS = "F1 of the table's rows"
 FOLLOWED = "share of the procedure before the first wrong line"
 DEMONSTRATED = ([40, 19, 23, 7], 29), ([9, 16, 6, 18], 12)
@@ -111,7 +111,7 @@ def _countdown(folder: Path, size: str) -> Iterator[Problem]:
 
 
 class LongProcTask(NamedTuple):
-    """A task of all sizes: its records, and the first words of the question in its prompt."""
+    """A task in all sizes: its records, and the first words of the question in its prompt."""
 
     problems: Callable[[Path, str], Iterator[Problem]]
     """Reads the records from the task's folder, by their size."""
@@ -133,7 +133,7 @@ NAMES = tuple(
 
 
 def longproc_examples(name: str, data: Path) -> list[Example]:
-    """A task's records, in their order.
+    """Return a task's records, in their order.
 
     Args:
         name: one of `NAMES`.
@@ -156,7 +156,7 @@ def longproc_examples(name: str, data: Path) -> list[Example]:
 
 
 def _prompt(file: Path, asks: str) -> tuple[str, str]:
-    """The template of a task's prompts, in two parts, of which the second begins with `asks`."""
+    """Return the template of a task's prompts in two parts. The second begins with `asks`."""
     import yaml
 
     try:
@@ -170,7 +170,7 @@ def _prompt(file: Path, asks: str) -> tuple[str, str]:
 
 
 def _fill(template: str, fields: Mapping[str, str], where: str) -> str:
-    """The template with its fields filled. Unlike `str.format` it reads no attributes of them."""
+    """Return the template with its fields filled. Unlike `str.format` it reads no attributes of them."""
     try:
         parts = [
             text + ("" if name is None else fields[name]) for text, name, _, _ in Formatter().parse(template)

@@ -1,7 +1,7 @@
-"""LongProc's metrics, and countdown's search, whose words its prompt shows and its partial accuracy compares.
+"""LongProc's metrics, and countdown's search in the words that its prompt shows and its partial accuracy compares.
 
 The figures are those of the official scorers, which count some things in an unexpected way; comments say where. An
-answer that makes an official scorer fail, or gets less than 0 from it, gets 0 here.
+answer that makes an official scorer fail, or that gets less than 0 from it, gets 0 here.
 """
 
 import csv
@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from kvjax.tasks.text_scores import bare_words
 
 LARGEST_RESULT = 2000
-"""Countdown's search drops results from here on."""
+"""Countdown's search drops results that are not below this."""
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 EQUATION = re.compile(r"(-?\d{1,9}) *([-+*/]) *(-?\d{1,9}) *= *([-+]?\d{1,9})", re.ASCII)
 SEARCH, FOUND = "# Search Procedure", "Now we have found the target"
-"""Countdown's search stands between these."""
+"""The texts before and after countdown's search."""
 BELIEF_FILLER = re.compile(r"\b(a|an|the|on|in|at|step|thinks?|believes?|is|are|of|location|knows?|belief)\b")
 Figures = tuple[float, float]
 """Accuracy and partial accuracy."""
 
 
 def tsv_f1(answer: str, true: str) -> float:
-    """F1 of a table's rows, in any order. The answer's table is in a block ```tsv, or is the whole answer."""
+    """Return F1 of a table's rows, in any order. The answer's table is in a block ```tsv, or is the whole answer."""
     _, opened, rest = answer.partition("```tsv")
     body, closed, _ = rest.rpartition("```")
     told, wanted = _tsv_rows((body if closed else rest) if opened else answer), _tsv_rows(true)
@@ -38,22 +38,22 @@ def tsv_f1(answer: str, true: str) -> float:
 
 def _tsv_rows(text: str) -> list[list[str]]:
     """Return a table's normalised rows without its header; none if it is no table. A row with too few or too many cells
-    counts as one of N/A, and a last one is dropped, since it may be a remark."""
+    becomes a row of N/A. If it is the last one it is dropped, since it may be a remark."""
     try:
         header, *rows = csv.reader(text.strip().split("\n"), delimiter="\t")
     except (csv.Error, ValueError):
         return []
     if rows and len(rows[-1]) != len(header):
         rows.pop()
-    if len(set(header)) < len(header):  # pandas then finds no column by its name
+    if len(set(header)) < len(header):  # pandas then does not find columns by their names
         return []
     rows = [row if len(row) == len(header) else ["N/A"] * len(header) for row in rows]
     return [["".join(bare_words(cell)) for cell in row] for row in rows]
 
 
 def route_figures(answer: str, true: str) -> Figures:
-    """The figures of a route, the lines between <Route> and </Route>. The first wrong line counts as right in the
-    partial accuracy."""
+    """Return the figures of a route, the lines between <Route> and </Route>. The first wrong line counts as right in
+    the partial accuracy."""
     told, wanted = _tagged(answer, "Route"), _tagged(true, "Route")
     if told is None or wanted is None:
         return 0.0, 0.0
@@ -64,7 +64,7 @@ def route_figures(answer: str, true: str) -> Figures:
 
 
 def belief_figures(answer: str, true: str) -> Figures:
-    """The figures of a trace of beliefs, the lines that start with a dash."""
+    """Return the figures of a trace of beliefs, the lines that start with a dash."""
     told, wanted = beliefs(answer), beliefs(true)
     if told == wanted:
         return 1.0, 1.0
@@ -81,8 +81,8 @@ def beliefs(text: str) -> list[str]:
 
 
 def countdown_figures(answer: str, numbers: Sequence[int], target: int, trace: str) -> Figures:
-    """The figures of a countdown. Three equations between <Solution> and </Solution> must use the numbers and reach
-    the target. Otherwise the partial accuracy is the share of the search's lines before the first wrong one."""
+    """Return the figures of a countdown. Three equations between <Solution> and </Solution> must use the numbers and
+    reach the target. Otherwise the partial accuracy is the share of the search's lines before the first wrong one."""
     solution = _tagged(answer, "Solution")
     if solution is not None and _solves(solution, numbers, target):
         return 1.0, 1.0
@@ -118,7 +118,8 @@ def _solves(solution: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def _same_step(told: str, true: str) -> bool:
-    """Whether a line of a search tries the same operation and drops the branch or does not, whatever its result."""
+    """Return True if two lines of a search agree. Lines that try operations agree, whatever their results, if the
+    operations are equal and both lines drop the branch or neither does."""
     if told == true or "|- Try" not in true:
         return told == true
     drop = "drop this branch"
@@ -126,7 +127,7 @@ def _same_step(told: str, true: str) -> bool:
 
 
 def _tagged(text: str, tag: str) -> str | None:
-    """The text between a tag's first opening and its first closing; None if one of these is missing."""
+    """Return the text between a tag's first opening and its first closing; None if one of these is missing."""
     start, end = text.find(f"<{tag}>"), text.find(f"</{tag}>")
     return None if -1 in (start, end) else text[start + len(tag) + 2 : end].strip()
 
@@ -139,7 +140,7 @@ def _agreeing(
 
 
 def countdown_trace(numbers: list[int], target: int) -> str | None:
-    """Return the search for a target in the words of the official prompts, with its solution; None if there is none."""
+    """Return the search for a target in the words of the official prompts, with its solution; None without solution."""
     lines = [
         SEARCH,
         f"Initial number set: {numbers}, target: {target}. Options for choosing two numbers: {_pairs(numbers)}.",

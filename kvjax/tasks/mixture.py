@@ -1,4 +1,4 @@
-"""A stream of training sequences drawn from all tasks: for the built-in model and for gates on it."""
+"""A stream of training sequences from all tasks, for the built-in model and for gates on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from kvjax.tasks.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sequence `index` of a stream: a task drawn with weights `shares`, its difficulty drawn at random.
+    """A stream of sequences. For each, a task is drawn with weights `shares`, and its difficulty is drawn at random.
 
-    The shares are those of recall, needle, copy and text. Deterministic from (seed, index, length), so that a
-    run can be resumed, or cut into shards, at any index.
+    A sequence is deterministic from (seed, index, length), so that a run can be resumed, or cut into shards, at any
+    index.
     """
 
     vocabulary: Vocabulary
@@ -35,17 +35,17 @@ class Mixture:
     def __call__(
         self, seed: int, index: int, length: int
     ) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
-        """`length` tokens and the weight of each in the answer loss (int32 and float32 [length])."""
+        """Return `length` tokens and the weight of each in the answer loss (int32 and float32 [length])."""
         sample, asked = self._drawn(seed, index, length)
         tokens, weights = pack(sample, length, self.vocabulary.end)
         return tokens, weights if asked else np.zeros(length, np.float32)
 
     def sample(self, seed: int, index: int, length: int) -> Sample:
-        """The context and the questions that the sequence is made of."""
+        """Return the context and the questions that the sequence is made of."""
         return self._drawn(seed, index, length)[0]
 
     def _drawn(self, seed: int, index: int, length: int) -> tuple[Sample, bool]:
-        """The sample, and whether its answers are learned."""
+        """Return the sample, and True if its answers are learned."""
         rng = np.random.default_rng((seed, index, length))
         v, text = self.vocabulary, self.text
         sample_seed = int(rng.integers(2**31))
@@ -68,24 +68,23 @@ class Mixture:
 
 @cache
 def builtin_mixture() -> Mixture:
-    """The stream that gates for the built-in model are trained on: its text is kept apart from that of evaluation."""
+    """Return the stream that gates for the built-in model are trained on. Evaluation uses other text."""
     return Mixture(builtin_vocabulary(), builtin_text("train"))
 
 
 def mixture(seed: int, index: int, length: int) -> Int[np.ndarray, " t"]:
-    """Sequence `index` of stream `seed` for training gates on the built-in model: int32 [length].
+    """Return sequence `index` of stream `seed` for training gates on the built-in model: int32 [length].
 
-    Its text is kept apart from the text of evaluation.
+    Evaluation uses other text.
     """
     return builtin_mixture()(seed, index, length)[0]
 
 
 def pack(sample: Sample, length: int, end: int) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
-    """One training sequence of `length` tokens: the context, then all questions with answers that fit.
+    """Return a training sequence of `length` tokens: the context, then all questions with answers that fit.
 
-    Places that are left are filled with the token `end`. Returns the tokens and, for each of them, 1.0 where
-    it is part of an answer and 0.0 elsewhere (float32 [length]). Raises `UserError` if not even the first
-    question fits.
+    The places left are filled with the token `end`. Returns the tokens and, for each of them, 1.0 if it is part of an
+    answer and 0.0 elsewhere (float32 [length]). Raises `UserError` if not even the first question fits.
     """
     tokens = np.full(length, end, np.int32)
     weights = np.zeros(length, np.float32)

@@ -1,4 +1,4 @@
-"""A single record at a chosen depth of the text, asked for in the three ways of `recall`."""
+"""A single record at a chosen depth of the text. Questions ask for it in the three ways of `recall`."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Needle:
     text: Tokens
     """Source of the filler."""
     depths: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8)
-    """Shares of the context."""
+    """Depths of the needle, as shares of the context."""
     name: str = "needle"
 
     def sample(self, seed: int, length: int) -> Sample:

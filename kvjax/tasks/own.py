@@ -1,4 +1,4 @@
-"""kvjax's own tasks: recall and copy, made of the built-in model's tokens; needle, text and documents for any model."""
+"""kvjax's own tasks: recall and copy in the built-in model's tokens; needle, text and documents for any model."""
 
 from kvjax.errors import UserError
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
@@ -14,7 +14,7 @@ from kvjax.tasks.text import COUNTS_FOR, Text, split_text
 
 
 class BuiltInText:
-    """Slices of the packaged text, of which the end is predicted."""
+    """Slices of the packaged text whose end is predicted."""
 
     metric = SAME_AS_FULL
     published = False
@@ -49,7 +49,7 @@ def _open(name: str, inputs: Inputs) -> Dataset:
 
 
 def _copy(length: int) -> Task:
-    """Return the task with as many families of passages as the model has seen at that length, a question each."""
+    """Return the task with as many families of passages, each with a question, as the model has seen at that length."""
     return Copy(builtin_vocabulary(), builtin_text("evaluate"), families=max(1, length // 256))
 
 

@@ -14,17 +14,17 @@ from kvjax.files import is_there, read_text
 
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 LEAST = 0.9
-"""Share of the room that a passage fills at least."""
+"""The least share of the room that a passage fills."""
 CALIBRATION_SHARE = 0.25
-"""Share of the documents' tokens that is kept to calibrate on, at least."""
+"""The least share of the documents' tokens that is kept to calibrate on."""
 
 Item = TypeVar("Item")
 Count = Callable[[Sequence[str]], list[int]]
-"""Tokens of each of some texts."""
+"""A function that returns the number of tokens of each text."""
 
 
 def read_documents(path: Path) -> list[str]:
-    """The text of a file, or of each .txt file in a folder and those below it, in the order of their names.
+    """Return the text of a file, or of each .txt file in a folder and its subfolders, in the order of their names.
 
     Raises:
         UserError: no such file, one that is not UTF-8, or a folder without any.
@@ -41,24 +41,25 @@ class Paragraph:
     """A paragraph of a document."""
 
     text: str
-    """Its text, with the white space after it."""
+    """The paragraph's text, with the white space after it."""
     tokens: int
-    """Number of tokens of that text."""
+    """The number of tokens of that text."""
 
 
 Document = Sequence[Paragraph]
 
 
 def paragraphs(text: str, count: Count) -> list[Paragraph]:
-    """A document's paragraphs: joined they are its text."""
+    """Return a document's paragraphs. Joined they are its text."""
     ends = [0, *(match.end() for match in PARAGRAPH_END.finditer(text)), len(text)]
     texts = [text[a:b] for a, b in itertools.pairwise(ends) if a < b]
     return list(map(Paragraph, texts, count(texts)))
 
 
 def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """The text to compare on, and that to calibrate on: whole documents drawn for `CALIBRATION_SHARE` of all tokens,
-    the last one cut before a paragraph. What is cut from one shares no paragraph with the other, whatever the lengths.
+    """Return the text to compare on and the text to calibrate on. The latter has whole documents, drawn for
+    `CALIBRATION_SHARE` of all tokens, the last one cut before a paragraph. Contexts from the one share no paragraph
+    with contexts from the other, whatever their lengths.
     """
     left = CALIBRATION_SHARE * sum(paragraph.tokens for document in documents for paragraph in document)
     compared, calibration = [], []
@@ -74,9 +75,10 @@ def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list
 
 
 def passages(documents: Sequence[Document], room: int) -> list[str]:
-    """Runs of whole paragraphs that fill `room` tokens, or at least nine tenths of it; no two share a paragraph.
+    """Return runs of whole paragraphs of at most `room` tokens, and at least nine tenths of it. No two share a
+    paragraph.
 
-    They come in an order that mixes the documents.
+    Their order mixes the documents.
     """
     found = [passage for document in documents for passage in _passages(document, room)]
     return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
@@ -98,9 +100,9 @@ def _passages(document: Document, room: int) -> list[str]:
 
 
 def draw(items: Sequence[Item], seed: int, count: int, of: str) -> list[Item]:
-    """`count` different items, drawn by the seed.
+    """Return `count` different items, drawn with the seed.
 
-    Raises UserError if there are not so many. `of`: what they are and come from.
+    Raises UserError if there are fewer. `of`: the items and their source, for the error.
     """
     if count > len(items):
         raise UserError(f"{of}: found {len(items)}, needed {count}; give more text or shorter contexts")

@@ -1,13 +1,13 @@
-"""Samples that are written as text, for any tokenizer: their examples, how an answer is scored, and their token ids.
+"""Samples that are written as text, for any tokenizer: their examples, the scoring of answers, and their token ids.
 
-The prompt reads: what the chat template puts before the user's text, context, question, what the template puts after
-it, answer prefix. Without a template, or where the example is read `as_is`: the tokenizer's opening tokens unless
-the text spells them, context, question, answer prefix.
+The prompt is the chat template's text before the user's, the context, the question, the template's text after the
+user's, and the answer prefix. Without a template, or if the example is read `as_is`, it is the tokenizer's opening
+tokens (unless the text spells them), the context, the question and the answer prefix.
 
 The cut between context and question is a cut between tokens. The context's ids are those of the context alone, so they
-are the same whatever is asked, and the same when question and context are read in one go. The question's ids are those
-it has right after the context's end; a token that would reach over the cut (none does where the context ends with one
-line break and the question starts with a letter, in the tokenizers we know) is cut in two there.
+are the same for any question, and the same if question and context are read in one go. The question's ids are those
+that it has right after the context's end. A token that would reach over the cut is cut in two there. In the tokenizers
+we know there is none if the context ends with one line break and the question starts with a letter.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,78 +21,78 @@ from kvjax.chat_template import around, between
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 
 REACH = 32
-"""Characters of what comes before that a question is tokenised with."""
+"""The number of preceding characters with which a question is tokenised."""
 
 
 def all_present(answer: str, expected: Sequence[str]) -> float:
-    """The share of the expected strings that occur in the answer, whatever their case."""
+    """Return the share of the expected strings that occur in the answer, whatever their case."""
     return sum(wanted.lower() in answer.lower() for wanted in expected) / len(expected)
 
 
 def any_present(answer: str, expected: Sequence[str]) -> float:
-    """1 if one of the expected strings occurs in the answer, whatever its case; else 0."""
+    """Return 1 if one of the expected strings occurs in the answer, whatever its case; else 0."""
     return float(any(wanted.lower() in answer.lower() for wanted in expected))
 
 
 Scoring = Callable[[str, Sequence[str]], float]
-"""How an answer is scored: from 0 to 1, given the answer and the expected strings."""
+"""A function that scores an answer from 0 to 1, given the answer and the expected strings."""
 SCORES: dict[str, Scoring] = {"all": all_present, "any": any_present}
-"""Those that have a name."""
+"""Scorings by name."""
 
 
 @dataclass(frozen=True)
 class ExampleQuestion:
-    """A question's text, and what is expected."""
+    """A question's text and the expected answer."""
 
     text: str
-    """It follows the context directly."""
+    """The question. It follows the context directly."""
     answer_prefix: str
-    """How the answer begins, given to the model. It starts with the white space that parts it from the question, and
-    ends without."""
+    """The beginning of the answer, given to the model. It starts with the white space between question and answer, and
+    ends without white space."""
     expected: tuple[str, ...]
     """The strings that `scoring` looks for."""
     scoring: str | Scoring
-    """A name in `SCORES`, or what scores."""
+    """A name in `SCORES`, or a scoring function."""
     reserved: int
-    """How many tokens the answer may have."""
+    """The most tokens of the answer."""
     kind: str
     """The row that it is reported under."""
 
     def score(self, answer: str) -> float:
-        """From 0 to 1, for the text that the model wrote after the prefix."""
+        """Return the score, from 0 to 1, of the text that the model wrote after the prefix."""
         scoring = SCORES[self.scoring] if isinstance(self.scoring, str) else self.scoring
         return scoring(answer, self.expected)
 
 
 @dataclass(frozen=True)
 class Example:
-    """The text of a sample, which a `PromptEncoder` makes into one."""
+    """The text of a sample, from which a `PromptEncoder` makes one."""
 
     context: str
-    """Ends with the line break before the question, if there is one."""
+    """The context. It ends with the line break before the question, if there is one."""
     questions: tuple[ExampleQuestion, ...]
     """Each asked on its own, unless they are a `conversation`."""
     as_is: bool = False
-    """Whether no chat template is put around the text: it has one already, or is asked without."""
+    """True if no chat template is put around the text, which has one already or is asked without."""
     conversation: bool = False
-    """Whether the questions are asked in turn, each after what was asked and said before. The texts of all but the
-    first then begin with the encoder's `next_turn`."""
+    """True if each question is asked after all that was asked and answered before it. All texts but the first then
+    begin with the encoder's `next_turn`."""
 
 
 class PromptEncoder:
-    """Makes samples of examples, with a tokenizer of transformers or of tokenizers.
+    """Makes samples from examples, with a tokenizer of transformers or of tokenizers.
 
     The tokenizer's chat template is used if it has one, unless `chat` is false: context and question are the user's
     turn, the answer prefix begins the assistant's (without its leading white space). Models that can think are asked
     not to (`enable_thinking`), since the answer continues the prefix.
 
     Raises:
-        UserError: a chat template that does not show the user's text once.
+        UserError: a chat template that does not show the user's text exactly once.
     """
 
     def __init__(self, tokenizer: Any, chat: bool = True):
         self._tokenizer = tokenizer
-        self._callable = callable(tokenizer)  # as transformers' are, and those of tokenizers are not
+        self._callable = callable(tokenizer)  # transformers' tokenizers are, those of tokenizers are not
         self._before, self._after = "", ""
         self.chat = chat and bool(getattr(tokenizer, "chat_template", None))
         if self.chat:
@@ -104,12 +104,12 @@ class PromptEncoder:
 
     @property
     def template_size(self) -> int:
-        """Tokens of the chat template around the user's text; 0 without one."""
+        """The number of tokens of the chat template around the user's text; 0 without one."""
         return len(self._ids(self._before + self._after))
 
     @cached_property
     def next_turn(self) -> str:
-        """Text between an answer and the user's next text: the chat template's, or an empty line."""
+        """The text between an answer and the user's next text: the chat template's, or an empty line."""
         return between(self._tokenizer, enable_thinking=False) if self.chat else "\n\n"
 
     def said(self, answer: str) -> str:
@@ -127,8 +127,8 @@ class PromptEncoder:
         return Sample(context, tuple(questions), separable, conversation=example.conversation)
 
     def _question(self, question: ExampleQuestion, before: str, chat: bool) -> Question:
-        """The question as it stands after `before`. A right answer has the strings that are expected, or the first
-        where one of them will do."""
+        """Return the question as it stands after `before`. Its right answer has all expected strings, or the first one
+        if not all are needed."""
 
         def score(tokens: Tokens) -> float:
             return question.score(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
@@ -148,7 +148,7 @@ class PromptEncoder:
         )
 
     def without_end(self, text: str, count: int) -> str:
-        """Return a text without its last `count` tokens; the empty text if it has no more."""
+        """Return a text without its last `count` tokens; the empty text if it has no more than these."""
         if self._callable:
             encoding = self._tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -165,12 +165,12 @@ class PromptEncoder:
         return as_tokens(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _ids_after(self, before: str, text: str) -> Tokens:
-        """The ids of `text` as it stands after `before`: without what a tokenizer puts at the start of any text."""
+        """Return the ids of `text` as it stands after `before`, without the tokens that begin any text."""
         alone, joined = self._ids(before), self._ids(before + text)
         return joined[len(alone) :] if np.array_equal(joined[: len(alone)], alone) else self._ids(text)
 
 
 def prompt_size(example: Example, encode: PromptEncoder) -> int:
-    """Tokens of the longest of the example's prompts with its reserved answer tokens."""
+    """Return the number of tokens of the example's longest prompt with its reserved answer tokens."""
     sample = encode(example)
     return len(sample.context) + sample.room

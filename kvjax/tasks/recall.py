@@ -6,8 +6,8 @@ token:
 
     F   a -> b        S   a -> c        R   b -> a
 
-Each type reads the record in another way, so that it takes a kv head of its own; and every token of a record
-is an ordinary one, so that what to keep can only be told from its surroundings.
+Each type reads the record in another way, so that it takes a kv head of its own. Every token of a record is an
+ordinary one, so that only its surroundings tell that it must be kept.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ QUESTION_TOKENS = 4
 
 
 def question(vocabulary: Vocabulary, record: Tokens, way: int, kind: str | None = None) -> Question:
-    """The question about a record `(a, b, c)` in the way `TYPES[way]`, also its kind unless one is given."""
+    """Return the question of type `TYPES[way]` about a record `(a, b, c)`. The type is also its kind unless one is
+    given."""
     a, b, c = record
     key, answer = ((a, b), (a, c), (b, a))[way]
     prompt = as_tokens([vocabulary.question, key, vocabulary.types[way]])
@@ -32,7 +33,7 @@ def question(vocabulary: Vocabulary, record: Tokens, way: int, kind: str | None 
 
 
 def mark_record(vocabulary: Vocabulary, record: Tokens) -> Tokens:
-    """The record with the mark before it."""
+    """Return the record with the mark before it."""
     return as_tokens([vocabulary.record, *record])
 
 
@@ -50,9 +51,9 @@ class Recall:
     spacing: float = 64
     """Tokens of context for a record, at least 4."""
     lookalikes: float = 0.5
-    """For each record, on average."""
+    """The number of look-alikes for each record, on average."""
     questions: int = 16
-    """At most."""
+    """The most questions of a sample."""
     name: str = "recall"
 
     def sample(self, seed: int, length: int) -> Sample:

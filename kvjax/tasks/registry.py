@@ -19,13 +19,13 @@ def suite_of(task: str) -> Suite:
 
 
 def open_task(name: str, inputs: Inputs) -> Dataset:
-    """Return a task's samples for a model. Raises UserError for an unknown task, for one that is not for the model, or
-    for a file."""
+    """Return a task's samples for a model. Raises UserError for an unknown task, a task that is not for the model, or a
+    missing or invalid file."""
     return suite_of(name).open(name, inputs)
 
 
 def check_data(names: list[str]) -> None:
-    """Refuse names of data that no suite reads. Raises UserError with the nearest names."""
+    """Raise UserError, with the nearest known names, for a name of data that no suite reads."""
     known = sorted({name for suite in TASKS.values() for name in suite.data})
     for name in names:
         if name not in known:

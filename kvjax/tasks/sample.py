@@ -21,35 +21,35 @@ def as_tokens(ids: Sequence[int | np.integer] | np.ndarray) -> Tokens:
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens right after the context, and what should follow them."""
+    """Tokens right after the context, and the answer that should follow them."""
 
     prompt: Tokens
-    """Follows the context directly."""
+    """The question's tokens. They follow the context directly."""
     answer: Tokens
     """A right answer."""
     kind: str
     """The row that it is reported under."""
     scorer: Scorer | None = None
-    """By default 1 for `answer` and 0 for any other; of a text that is given the share of its tokens."""
+    """Scores the answer. By default 1 for `answer` and 0 for any other; for a given text, the share of right tokens."""
     reserved: int | None = None
-    """Tokens that the model says; by default as many as `answer` has."""
+    """The most tokens of the model's answer. By default as many as `answer` has."""
     given: bool = False
-    """Whether the model is fed `answer` instead of what it said, and says each token after the true ones before it."""
+    """True if the model is fed `answer` instead of its own tokens, and predicts each token after the true ones."""
     stops: bool = False
-    """Whether the model's stop tokens end its answer."""
+    """True if the model's stop tokens end its answer."""
     concluded: Callable[[Tokens], str | None] | None = None
-    """Finds the conclusion of an answer to a problem that is answered at length and drawn; None: there is none."""
+    """Finds the conclusion of an answer to a contest's problem, if it has one. None for questions about a context."""
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens that the model says."""
+        """The most tokens of the model's answer."""
         return len(self.answer) if self.reserved is None else self.reserved
 
     def __len__(self) -> int:
         return len(self.prompt) + self.answer_tokens
 
     def score(self, tokens: Tokens) -> float:
-        """Score the model's tokens, from 0 to 1."""
+        """Return the score of the model's tokens, from 0 to 1."""
         if self.scorer is not None:
             return self.scorer(tokens)
         if self.given:
@@ -69,21 +69,21 @@ class Sample:
     questions: tuple[Question, ...]
     """Each asked on its own, unless they are a `conversation`."""
     separable: bool = True
-    """Whether the context can be read before a question is known."""
+    """True if the context can be read before a question is known."""
     known: bool = False
-    """Whether its only question is known when it is compressed: the question's tokens are then read behind the context,
-    observed by the policy, and asked anew of what it kept."""
+    """True if the only question is known when the context is compressed. The question's tokens are then read behind the
+    context, observed by the policy, and asked again from the entries that it kept."""
     conversation: bool = False
-    """Whether each question is asked after all that was asked and said before it."""
+    """True if each question is asked after all that was asked and answered before it."""
 
     @property
     def drawn(self) -> bool:
-        """Whether it is a problem, all of it in the context, whose answer is drawn."""
+        """True if it is a contest's problem, all of it in the context, whose answer is sampled."""
         return self.questions[0].concluded is not None
 
     @property
     def room(self) -> int:
-        """Tokens of the longest of its questions with its answer; of a conversation all of it."""
+        """Tokens of the longest question with its answer; for a conversation, of all questions with their answers."""
         return (sum if self.conversation else max)(map(len, self.questions))
 
 
@@ -95,7 +95,7 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     def sample(self, seed: int, length: int) -> Sample:
-        """A sample whose context and any one question with its answer fit into `length` tokens.
+        """Return a sample whose context and any one question with its answer fit into `length` tokens.
 
         Raises `UserError` if `length` is too short for the task.
         """
@@ -103,16 +103,16 @@ class Task(Protocol):
 
 
 def score_agreement(question: Question, reference: Tokens) -> Question:
-    """A text that is given, scored by the share of next tokens that are those of `reference`; any other question as it
-    is."""
+    """Return a given text scored by the share of its next tokens that agree with `reference`, and any other question
+    unchanged."""
     if not question.given:
         return question
     return dataclasses.replace(question, scorer=lambda tokens: float(np.mean(tokens == reference)))
 
 
 def score_agreements(samples: Sequence[Sample], references: Sequence[Sequence[Tokens]]) -> list[Sample]:
-    """The samples, each text that is given scored by its agreement with `references`: what the full cache said to each
-    question of each sample."""
+    """Return the samples with each given text scored by its agreement with `references`, the full cache's answers to
+    each question of each sample."""
     return [
         dataclasses.replace(sample, questions=tuple(map(score_agreement, sample.questions, own)))
         for sample, own in zip(samples, references, strict=True)
@@ -120,14 +120,14 @@ def score_agreements(samples: Sequence[Sample], references: Sequence[Sequence[To
 
 
 def asked_after(question: Question, before: Tokens) -> Question:
-    """The question with what was asked and said before it."""
+    """Return the question with the tokens `before` it: all that was asked and answered."""
     if question is NO_QUESTION:
         return question
     return dataclasses.replace(question, prompt=np.concatenate([before, question.prompt]))
 
 
 def one_question(samples: Sequence[Sample]) -> list[Sample]:
-    """Each sample with one of its questions, another for each."""
+    """Return each sample with one of its questions, which are taken in turn."""
     return [
         dataclasses.replace(sample, questions=(sample.questions[index % len(sample.questions)],))
         for index, sample in enumerate(samples)
@@ -135,11 +135,13 @@ def one_question(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def question_aware(samples: Sequence[Sample]) -> list[Sample]:
-    """Each question read with its context, and both compressed: question, chat template and answer prefix alike.
+    """Return a sample for each question, read with its context. Both are compressed, with chat template and answer
+    prefix.
 
-    The prompt's last token is the one that asks for the answer's first. It is observed like the others, taken out, and
-    asked anew of what was kept: so what is compressed has seen the whole question, no token stands in the sequence
-    twice, and the whole answer comes from what was kept. A policy that keeps everything answers as if it read on.
+    The prompt's last token is the one that predicts the answer's first. It is observed like the others, removed, and
+    asked again from the entries kept. So the compression has observed the whole question, no token stands in the
+    sequence twice, and the whole answer comes from the entries kept. A policy that keeps everything answers as if it
+    had read the prompt in one go.
     """
     return [
         dataclasses.replace(
@@ -154,7 +156,7 @@ def question_aware(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def check_separable(name: str, samples: Sequence[Sample]) -> None:
-    """Refuse samples whose contexts cannot be read before their questions. Raises UserError."""
+    """Raise UserError if a sample's context cannot be read before its questions."""
     if any(not sample.separable for sample in samples):
         raise UserError(
             f"--tasks {name}: its samples hold context and question in one, so the context cannot be read first; use "

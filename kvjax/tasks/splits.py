@@ -1,4 +1,4 @@
-"""Which of a task's contexts are compared, and which others are calibrated on."""
+"""The split of a task's contexts into those that are compared and those that are calibrated on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from kvjax.errors import UserError
 Item = TypeVar("Item")
 
 FIRST_SEED = 1_000_000
-"""Seeds of the contexts start here, those of run seed 1 a million further, and so on."""
+"""The first seed of contexts. With run seed 1 the seeds start a million later, and so on."""
 CALIBRATION_SEED = 500_000
-"""Seed offset of the contexts that are calibrated on."""
+"""The seed offset of the contexts that are calibrated on."""
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,22 @@ class Split:
     """
 
     seed: int
-    """The run's."""
+    """The run's seed."""
     compared: int
-    """How many contexts the run compares."""
+    """The number of contexts that the run compares."""
     calibration: bool = False
-    """Whether these are the others."""
+    """True for the contexts that are calibrated on."""
     skipped: int = 0
-    """Contexts that are made from seeds start so much further."""
+    """The number of seeds that are skipped, if contexts are made from seeds."""
 
     @property
     def first(self) -> int:
-        """The seed of its first context, where contexts are made from seeds."""
+        """The seed of its first context, if contexts are made from seeds."""
         further = CALIBRATION_SEED if self.calibration else 0
         return FIRST_SEED * (1 + self.seed) + further + self.skipped
 
     def of_published(self, items: Sequence[Item], count: int, where: str, what: str) -> Sequence[Item]:
-        """`count` of a published data set's: the first are compared, those after them are calibrated on.
+        """Return `count` items of a published data set: the first to compare, or those after them to calibrate on.
 
         Raises UserError, which says `where` there are too few of `what`.
         """

@@ -12,7 +12,7 @@ from kvjax.tasks.sample import Sample, Task
 from kvjax.tasks.splits import Split
 
 TURNS = "each", "golden", "own"
-"""How the questions about a context follow each other: each by itself, or in turn, after those before it with their
+"""Ways to ask several questions about a context: each by itself, or in turn, after the questions before it with their
 true answers or with the model's own."""
 RIGHT = "answers right"
 SAME_AS_FULL = "next tokens that are the full cache's, each after the true text before it"
@@ -21,14 +21,14 @@ HOLDS = "share of the expected strings that the answer holds"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a task: a model's tokenizer, data, and how prompts are written."""
+    """Inputs of a task: a model's tokenizer, data, and settings of prompts."""
 
     model: str
-    """A model folder, a GGUF file, a hub id, or `builtin`: the tokenizer is its."""
+    """The source of the tokenizer: a model folder, a GGUF file, a hub id, or `builtin`."""
     data: Mapping[str, Path] = field(default_factory=dict)
     """Files, folders and hub datasets by the names that suites give their data."""
     chat: bool = True
-    """Whether prompts go through the chat template, if there is one."""
+    """True if prompts go through the chat template, if there is one."""
     turns: str = TURNS[0]
     """One of `TURNS`."""
     tasks: Sequence[str] = ()
@@ -46,19 +46,20 @@ class Inputs:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the model has the built-in model's tokens."""
+        """True if the model has the built-in model's tokens."""
         from kvjax.models.folder import speaks_builtin
 
         return speaks_builtin(self.model)
 
     def path(self, name: str, what: str) -> Path:
-        """Return the path of data that a task cannot do without; `what` describes it. Raises UserError."""
+        """Return the path of data that a task needs. Raises UserError, with the description `what`, if it is
+        missing."""
         if name not in self.data:
             raise UserError(f"a task needs --data {name}=PATH, {what}")
         return self.data[name]
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text."""
+        """Return the number of tokens of each text."""
         return list(map(len, self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
 
 
@@ -73,17 +74,17 @@ class Dataset(Protocol):
 
     @property
     def published(self) -> bool:
-        """Whether its samples are a published dataset's: so many of them, in their order, at some lengths."""
+        """True if its samples are a published dataset's, so that their number and order are fixed."""
         ...
 
     def answers(self, length: int) -> int:
-        """How many answers a sample of that length counts for."""
+        """Return the number of answers that a sample of that length counts for."""
         ...
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """The first samples of a split, each of at most `length` tokens with any of its questions and answers.
+        """Return the first samples of a split, each of at most `length` tokens with any of its questions and answers.
 
-        Raises UserError for a length or a file that does not do, or that has too few.
+        Raises UserError for an invalid length or file, or too few samples.
         """
         ...
 
@@ -93,18 +94,18 @@ class Suite:
     """Tasks that are opened alike. `kvjax.tasks.registry` lists the suites."""
 
     tasks: tuple[str, ...]
-    """Their names."""
+    """The tasks' names."""
     open: Callable[[str, Inputs], Dataset]
-    """Opens a task by its name, and its files, so that a missing one is found before any sample is made. Raises
+    """Opens a task by its name, and its files, so that a missing file is found before any sample is made. Raises
     UserError."""
     data: tuple[str, ...] = ()
-    """Names of the data that they read, each given as `--data NAME=PATH`."""
+    """Names of the data that the tasks read, each given as `--data NAME=PATH`."""
     drawn: bool = False
-    """Whether they are problems that are answered at length, by answers that are drawn."""
+    """True if the tasks are contests, whose problems are answered at length by sampled answers."""
     takes_turns: bool = False
-    """Whether several questions about a context may follow each other as `--turns` says."""
+    """True if several questions about a context may follow each other as `--turns` says."""
     note: str = ""
-    """Remark of reports on published samples, with `{tasks}` and `{turns}`."""
+    """A remark for reports on published samples, with the fields `{tasks}` and `{turns}`."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class FromSeeds:
     """Samples that are made here, each from a seed."""
 
     make: Callable[[int], Task]
-    """The task for a length."""
+    """Makes the task for a length."""
     metric: str
     """Description of the score."""
     published = False

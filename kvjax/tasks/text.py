@@ -10,14 +10,14 @@ from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary
 
 PARTS = 8
-"""The last of so many parts is predicted, token by token, which takes much longer than reading."""
+"""A text has this many parts, of which the last is predicted, token by token. This takes much longer than reading."""
 COUNTS_FOR = 12
-"""Answers that a text counts for whose end is predicted."""
+"""The number of answers that a text with a predicted end counts for."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A slice of the text, continued."""
+    """A slice of the text whose end is predicted."""
 
     vocabulary: Vocabulary
     """The marks that the task is written with."""
@@ -32,18 +32,18 @@ class Text:
 
 
 def split_text(text: Tokens) -> tuple[Tokens, Tokens]:
-    """The text to compare on, and its last quarter, to calibrate on: slices of the one share nothing with slices of the
-    other."""
+    """Return the text to compare on, and its last quarter, to calibrate on. Slices of the one share nothing with slices
+    of the other."""
     cut = len(text) - round(CALIBRATION_SHARE * len(text))
     return text[:cut], text[cut:]
 
 
 def continuation(tokens: Tokens, most: int | None = None) -> Sample:
-    """A text whose last eighth is the answer, `most` tokens of it at most, which is given; the one token before it the
+    """Return a text whose last eighth, at most `most` tokens of it, is the given answer. The one token before it is the
     prompt, the rest the context.
 
-    The score is the share of the next tokens that the model says, and that of the full cache's next tokens once these
-    are known (`score_agreements`).
+    The score is the share of the next tokens that the model predicts right. Once the full cache's next tokens are
+    known, it is the share that agrees with them (`score_agreements`).
     """
     eighth = max(1, len(tokens) // PARTS)
     n_context = len(tokens) - (eighth if most is None else min(eighth, most)) - 1

@@ -1,5 +1,8 @@
-"""How near a text is to a true one, from 0 to 1: by its words, by longest common subsequences, by characters, by runs
-of words. Each is the figure of the scorer that published results were made with, defined here anew."""
+"""Similarities of a text and a true one, from 0 to 1: by words, longest common subsequences, characters, or runs of
+words.
+
+Each gives the figure of the scorer that published results were made with, and is implemented here anew.
+"""
 
 import difflib
 import math
@@ -15,41 +18,41 @@ CHINESE_PUNCTUATION = (
 )
 """Punctuation as LongBench and SCBench list it, without 《."""
 LONGEST_RUN = 4
-"""Words of BLEU's longest runs."""
+"""The number of words in BLEU's longest runs."""
 
 
 def f1(answer: Sequence[Hashable], true: Sequence[Hashable]) -> float:
-    """The harmonic mean of precision and recall of what both have in common, each as often as both have it."""
+    """Return the harmonic mean of precision and recall of the items in both, each counted as often as both have it."""
     same = (Counter(answer) & Counter(true)).total()
     return 2 * same / (len(answer) + len(true)) if same else 0.0
 
 
 def words_f1(answer: str, true: str) -> float:
-    """F1 of the words, as SQuAD scores it: in lower case, without punctuation and articles."""
+    """Return F1 of the words as SQuAD scores it: in lower case, without punctuation and articles."""
     return f1(bare_words(answer), bare_words(true))
 
 
 def bare_words(text: str) -> list[str]:
-    """The words in lower case, without punctuation and articles."""
+    """Return the words in lower case, without punctuation and articles."""
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return ARTICLES.sub(" ", bare).split()
 
 
 def characters_f1(answer: str, true: str) -> float:
-    """F1 of the characters, as SCBench scores Chinese: in lower case, without punctuation and white space."""
+    """Return F1 of the characters as SCBench scores Chinese: in lower case, without punctuation and white space."""
     return f1(bare_characters(answer), bare_characters(true))
 
 
 def bare_characters(text: str) -> str:
-    """In lower case, without punctuation and white space."""
+    """Return the text in lower case, without punctuation and white space."""
     punctuation = string.punctuation + CHINESE_PUNCTUATION
     return "".join(letter for letter in text.lower() if letter not in punctuation and not letter.isspace())
 
 
 def rouge_l(answer: str, true: str) -> float:
-    """F of summaries as the package rouge 1.0.1 gives it, which LongBench uses: sentences end with full stops, words
-    with spaces. What the sentences' longest common subsequences (LCS) share, and both texts, are counted as sets of
-    different words. 0 where a text has no sentence."""
+    """Return the ROUGE-L F of summaries as the package rouge 1.0.1 gives it, which LongBench uses. Sentences end with
+    full stops, words with spaces. The words in the sentences' longest common subsequences (LCS), and those of both
+    texts, are counted as sets. The score is 0 if a text has no sentence."""
     told, wanted = _sentences(answer), _sentences(true)
     if not told or not wanted:
         return 0.0
@@ -66,9 +69,9 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def rouge_l_sum(answer: str, true: str) -> float:
-    """rougeLsum's F as the package rouge_score 0.1.2 gives it without a stemmer, which SCBench uses: sentences end with
-    lines, words are runs of a–z and digits in lower case. The words of a true sentence that are in its LCS with any
-    sentence count, each at most as often as both texts have it."""
+    """Return rougeLsum's F as the package rouge_score 0.1.2 gives it without a stemmer, which SCBench uses. Every line
+    is a sentence, and words are runs of a–z and digits in lower case. The words of a true sentence that are in its LCS
+    with any sentence count, each at most as often as both texts have it."""
     told, wanted = (
         [re.findall(r"[a-z0-9]+", line) for line in x.lower().split("\n")] for x in (answer, true)
     )
@@ -114,8 +117,8 @@ def _lcs(first: Sequence[str], second: Sequence[str], steps_back: StepsBack) -> 
 
 
 def similarity(answer: str, true: str) -> float:
-    """The share of the characters that match, to hundredths: fuzzywuzzy's ratio as it is on difflib, without
-    python-Levenshtein. 0 if one of two different texts is empty."""
+    """Return the share of the characters that match, to hundredths. This is fuzzywuzzy's ratio on difflib, without
+    python-Levenshtein. It is 0 if one of two different texts is empty."""
     if answer == true:
         return 1.0
     if not answer or not true:
@@ -124,9 +127,9 @@ def similarity(answer: str, true: str) -> float:
 
 
 def bleu(answer: Sequence[str], true: Sequence[str]) -> float:
-    """BLEU of runs of up to four words, as nltk's `sentence_bleu` gives it with one reference and its smoothing method
-    4 (Chen & Cherry 2014): runs of which none is right count ln(words) / (5 · 2ⁿ), n being how many such lengths there
-    were, with this one. Those of an answer of one word do not count."""
+    """Return BLEU of runs of up to four words, as nltk's `sentence_bleu` gives it with one reference and its smoothing
+    method 4 (Chen & Cherry 2014). If no run of a length is right, that length counts ln(words) / (5 · 2ⁿ), n being the
+    number of such lengths up to this one. In an answer of one word such lengths do not count."""
     logs, none = 0.0, 0
     for n in range(1, LONGEST_RUN + 1):
         told, wanted = (Counter(tuple(x[i : i + n]) for i in range(len(x) - n + 1)) for x in (answer, true))

@@ -26,21 +26,21 @@ SPECIAL_TOKENS = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids 0 … ordinary - 1 are pieces of text, the others marks.
+    """Token ids of the tasks. Ids 0 … ordinary - 1 are pieces of text, the others marks.
 
     `token_bytes[i]` is the number of UTF-8 bytes of ordinary token i.
     """
 
     ordinary: int
-    """How many are pieces of text."""
+    """The number of tokens that are pieces of text."""
     begin: int
     """Begins a sequence."""
     end: int
-    """Ends an answer."""
+    """Ends a file of the packaged text, and fills up a training sequence."""
     record: int
     """Begins a record."""
     separator: int
-    """Parts a record's fields."""
+    """Separates the context from the questions."""
     question: int
     """Begins a question."""
     types: tuple[int, int, int]
@@ -52,7 +52,7 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: "Tokenizer") -> "Vocabulary":
-        """Reads the ids from a byte-level tokenizer that has `SPECIAL_TOKENS`.
+        """Read the ids from a byte-level tokenizer that has `SPECIAL_TOKENS`.
 
         Raises `UserError` naming those that are missing.
         """
@@ -82,5 +82,5 @@ class Vocabulary:
         )
 
     def bytes_of(self, tokens: np.ndarray) -> int:
-        """UTF-8 bytes of the text that the tokens stand for; marks count none."""
+        """Return the number of UTF-8 bytes of the text that the tokens stand for. Marks have none."""
         return int(self.token_bytes[tokens[tokens < self.ordinary]].sum())

@@ -2,11 +2,11 @@
 tasks whose metrics need no model as a judge, with the official prompts, demonstrations, answer lengths and metrics.
 
 The records are those of the largest published length up to the context's. The first of them are those that the
-official run evaluates. Documents that are too long lose their end, as officially. Two things differ. InfiniteBench's
-novels are cut with the model's own tokenizer, to fill the context; officially Llama 2's tokenizer cuts them to 210
-tokens less. And more of a text is cut if what is left takes more tokens than before, so that no prompt exceeds
-`--context`. Answers do not stop at line breaks: the official configurations ask for that by a name (`stop_new_line`)
-that the official program does not read.
+official run evaluates. Documents that are too long lose their end, as in the official program. Two things differ.
+InfiniteBench's novels are cut with the model's own tokenizer, to fill the context, whereas the official program cuts
+them with Llama 2's to 210 tokens less. And a text is cut further if the rest takes more tokens than before, so that no
+prompt exceeds `--context`. Answers do not stop at line breaks: the official configurations ask for that with a name
+(`stop_new_line`) that the official program does not read.
 
 records, draws: prompts and random draws that the tasks share; retrieval, hub_tasks: the tasks; scores: the metrics.
 """
@@ -31,7 +31,7 @@ PREFIX = "helmet_"
 
 @dataclass(frozen=True)
 class HelmetTask:
-    """A task: how its records are read, the tokens of an answer and what its score is called."""
+    """A task: the reader of its records, the most tokens of an answer, and the name of its score."""
 
     prompts: Callable[[Files], Prompts]
     reserved: int
@@ -105,8 +105,8 @@ class HelmetSamples:
         return 1
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """The first samples are compared, those after them are calibrated on. Raises UserError for a record that is
-        damaged, too few of them, or a length that leaves no documents."""
+        """Return the first samples to compare, or those after them to calibrate on. Raises UserError for a damaged
+        record, too few records, or a length that leaves no documents."""
         size = max((size for size, own in enumerate(LENGTHS) if own <= length), default=0)
         prompts = TASKS[self.name].prompts(Files(self.folder, size))
         where = f"{OPTION} {self.folder or 'on the hub'}"

@@ -1,5 +1,5 @@
-"""HELMET's random draws, exactly as its loader makes them: which records are evaluated, in which order, and which
-demonstrations a prompt has. The tests hold them against the official loader's prompts."""
+"""HELMET's random draws, exactly as its loader makes them: the evaluated records, their order, and the demonstrations
+of a prompt. The tests compare them with the official loader's prompts."""
 
 import hashlib
 import math
@@ -15,11 +15,11 @@ from kvjax.tasks.datasets import Row, row_field
 SEED = 42
 """Seed of the official runs."""
 QUESTIONS = 100
-"""Questions that the official runs draw of a retrieval task; each has records at several depths."""
+"""The number of questions that the official runs draw from a retrieval task. Each has records at several depths."""
 TEXTS = 500
-"""Texts that they draw of a classification task."""
+"""The number of texts that the official runs draw from a classification task."""
 SHOTS = 2
-"""Demonstrations of a prompt, where a classification task has none of its own number."""
+"""The number of demonstrations in a prompt. Classification tasks have their own number."""
 Key = str | int
 
 
@@ -34,7 +34,7 @@ def text_seed(text: str, seed: int = 0) -> int:
 
 
 def row_key(row: Row, name: str) -> Key:
-    """Return a field that tells questions apart. Raises UserError if it is no string or number."""
+    """Return a field that tells questions apart. Raises UserError if it is no string or whole number."""
     at, fields = row
     key = row_field(fields, name, at)
     if isinstance(key, bool) or not isinstance(key, str | int):
@@ -64,8 +64,8 @@ def demonstrations(row: Row, others: Sequence[Row], name: str) -> list[Row]:
 
 
 def balanced(labels: Sequence[int], count: int, seed: int) -> list[int]:
-    """Return the places of `count` texts in rounds that have every label once, each round in random order. A text comes
-    again if its label has fewer texts than there are rounds."""
+    """Return the indices of `count` texts, in rounds that have every label once, each round in random order. A text
+    comes again if its label has fewer texts than there are rounds."""
     own: dict[int, list[int]] = {}
     for place, label in enumerate(labels):
         own.setdefault(label, []).append(place)
@@ -83,7 +83,7 @@ def balanced(labels: Sequence[int], count: int, seed: int) -> list[int]:
 
 
 def split_off_tenth(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return what remains of the items and a tenth of them, as the package datasets splits rows."""
+    """Return nine tenths of the items and the other tenth, as the package datasets splits rows."""
     order, tenth = shuffled(items), math.ceil(len(items) * 0.1)
     return order[tenth:], order[:tenth]
 

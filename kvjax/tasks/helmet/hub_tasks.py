@@ -1,5 +1,5 @@
-"""HELMET's tasks that it makes of datasets on the hub: labels of texts, by many demonstrations (TREC, BANKING77,
-CLINC150, NLU), and questions about novels (InfiniteBench).
+"""HELMET's tasks from datasets on the hub: labels of texts, after many demonstrations (TREC, BANKING77, CLINC150, NLU),
+and questions about novels (InfiniteBench).
 
 The prompts are the published ones, with the demonstrations in their contexts.
 """
@@ -40,9 +40,9 @@ class Texts:
     labels: int
     """Number of labels."""
     shots: tuple[int, ...]
-    """Demonstrations, by length."""
+    """The number of demonstrations, by length."""
     test: str = "test"
-    """The split whose texts are asked about; `train`: a tenth of it."""
+    """The split whose texts are asked about. For `train` it is a tenth of that split."""
     configuration: str = "default"
 
     def read(self, files: Files, split: str) -> list[tuple[str, int]]:
@@ -91,7 +91,7 @@ def _icl_prompt(one: tuple[str, int], train: Sequence[tuple[str, int]], labels: 
 
 def infbench(files: Files, choice: bool) -> Prompts:
     """Return the prompts that ask questions about novels. The official loader also drops novels of less than 65536
-    tokens, of which there are none."""
+    tokens, but there are none."""
     name = "longbook_choice_eng" if choice else "longbook_qa_eng"
     rows = files.hub_rows("xinrongzhang2022/InfiniteBench", name, f"{name}.jsonl")
     scoring = choice_match if choice else rouge_f1()
@@ -129,7 +129,8 @@ def _infbench_prompt(row: Row, rows: Sequence[Row], choice: bool, scoring: Scori
 
 
 def _asked(row: Row, choice: bool) -> tuple[str, tuple[str, ...]]:
-    """Return a question about a novel, and its answers: of a choice the letter, and the letter with the option."""
+    """Return a question about a novel and its answers. A choice's answers are the letter, and the letter with the
+    option."""
     at, fields = row
     question, answers = f"Question: {row_text(fields, 'input', at)}", row_texts(fields, "answer", at)
     if not choice:

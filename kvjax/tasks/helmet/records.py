@@ -1,4 +1,4 @@
-"""HELMET's records as prompts: where they are found, and what a prompt consists of."""
+"""HELMET's records as prompts: their files, and the parts of a prompt."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from kvjax.tasks.datasets import Row, file_rows, folder_rows, hub_file
 from kvjax.tasks.prompt import Example, ExampleQuestion, Scoring
 
 DATA = "helmet"
-"""The name of its data."""
+"""The name of its data in --data."""
 OPTION = f"--data {DATA}"
 LENGTHS = 4096, 8192, 16384, 32768, 65536, 131072
 """Tokens that the published files are made for."""
@@ -20,19 +20,19 @@ class Files:
     """HELMET's data, for one length."""
 
     folder: Path | None
-    """The unpacked data.tar.gz, with copies of the hub's datasets; None: there is none."""
+    """The unpacked data.tar.gz, with copies of the hub's datasets; None if there is none."""
     size: int
-    """The length's place in `LENGTHS`."""
+    """The length's index in `LENGTHS`."""
 
     def rows(self, file: str) -> list[Row]:
-        """Return a published file's records."""
+        """Return a published file's records. Raises UserError if there is no folder."""
         if self.folder is None:
             raise UserError(f"a task needs {OPTION}=PATH, the unpacked data.tar.gz of princeton-nlp/HELMET")
         return list(file_rows(self.folder / file, OPTION))
 
     def hub_rows(self, name: str, split: str, file: str, revision: str | None = None) -> list[Row]:
-        """Return the rows of a split: of SPLIT.jsonl, SPLIT.parquet or a folder SPLIT in the folder's own folder of the
-        dataset's name, or of the dataset's file on the hub."""
+        """Return the rows of a split. They come from SPLIT.jsonl, SPLIT.parquet or a folder SPLIT in the data's folder
+        of the dataset's name, or from the dataset's file on the hub."""
         own = self.folder and self.folder / name.split("/")[1]
         if own and own.is_dir():
             return list(folder_rows(own, split, OPTION))
@@ -49,14 +49,14 @@ class Prompt:
     """The rest of the context."""
     question: str
     prefix: str
-    """White space and the words that begin the answer."""
+    """The white space before the answer, and the words that begin it."""
     expected: tuple[str, ...]
     scoring: Scoring
     """Scores the answer with the words that begin it."""
     chat: bool = False
-    """Whether a chat template is used; the words that begin the answer are then left out."""
+    """True if the model's chat template is used, if it has one. The words that begin the answer are then left out."""
     omitted: str = ""
-    """Follows documents that were cut."""
+    """The text after documents that were cut."""
 
     def example(self, documents: str, name: str, reserved: int, chat: bool) -> Example:
         """Return the prompt with these documents, for a model with or without a chat template."""
@@ -74,4 +74,4 @@ class Prompt:
 
 
 Prompts = list[Callable[[], Prompt]]
-"""Functions that make a task's prompts: first those that the official run evaluates."""
+"""Functions that make a task's prompts. Those that the official run evaluates come first."""

@@ -1,4 +1,4 @@
-"""HELMET's tasks with records in its data.tar.gz: needles and values to recall (RULER, JSON KV), questions about
+"""HELMET's tasks from records in its data.tar.gz: needles and values to recall (RULER, JSON KV), questions about
 retrieved passages (KILT) and rankings of passages (MS MARCO).
 
 The prompts are the published ones, with the demonstrations in their contexts.
@@ -16,7 +16,7 @@ from kvjax.tasks.helmet.scores import ranking_gain, substring_match
 from kvjax.tasks.prompt import all_present
 
 RARE = 1000
-"""PopQA's questions are about subjects with fewer views."""
+"""Subjects of PopQA's questions have fewer views than this."""
 PASSAGE = "Document (Title: {title}): {text}"
 
 
@@ -69,8 +69,8 @@ def _json_kv_prompt(row: Row) -> Prompt:
 
 
 def kilt(files: Files, test: str, demos: str, rare: bool = False) -> Prompts:
-    """Return the prompts that ask questions about passages. `rare`: only PopQA's questions about subjects that
-    are rarely looked up; its demonstrations are other questions of the same split."""
+    """Return the prompts that ask questions about passages. `rare`: for PopQA, only questions about subjects that are
+    rarely looked up; the demonstrations are then other questions of the same split."""
     passages = (20, 50, 105, 220, 440, 1000)[files.size]
     rows, shown = files.rows(f"kilt/{test.format(passages)}.jsonl"), files.rows(f"kilt/{demos}.jsonl")
     if rare:
@@ -106,7 +106,7 @@ def _kilt_prompt(row: Row, key: str, shown: Sequence[Row], rare: bool) -> Prompt
 
 
 def _passages(at: str, fields: Mapping[str, Any], template: str) -> str:
-    """Return a record's passages, each as the template has its fields."""
+    """Return a record's passages, each with its fields in the template."""
     names = [name for name in ("id", "title", "text") if f"{{{name}}}" in template]
     return "\n\n".join(
         template.format(**{name: row_text(one, name, where) for name in names})

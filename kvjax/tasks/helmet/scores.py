@@ -13,9 +13,9 @@ from kvjax.tasks.prompt import Scoring
 from kvjax.tasks.text_scores import bare_words
 
 CUT = 10
-"""Documents that NDCG@10 looks at."""
+"""The number of documents that NDCG@10 looks at."""
 DECIMALS = 5
-"""The official scorer rounds NDCG."""
+"""Decimals to which the official scorer rounds NDCG."""
 
 
 def substring_match(text: str, expected: Sequence[str]) -> float:
@@ -39,8 +39,8 @@ def choice_match(text: str, expected: Sequence[str]) -> float:
 
 
 def rouge_f1() -> Scoring:
-    """Return the score of the package rouge_score: ROUGE-L's F1 of stemmed words, the best that the text or its parsed
-    answer gets with any expected string.
+    """Return the scoring of the package rouge_score: ROUGE-L's F1 of stemmed words, the best that the text or its
+    parsed answer gets with any expected string.
 
     Raises UserError if the package is not installed.
     """
@@ -58,7 +58,8 @@ def rouge_f1() -> Scoring:
 
 
 def ranking_gain(labels: Mapping[str, int]) -> Scoring:
-    """Return NDCG@10 of the ranking in a text, by the documents' labels; trec_eval gives 0 if all labels are 0."""
+    """Return the scoring by NDCG@10 of the ranking in a text, by the documents' labels. As in trec_eval, it is 0 if all
+    labels are."""
     ideal = _gain(sorted(labels.values(), reverse=True))
 
     def score(text: str, expected: Sequence[str]) -> float:
@@ -81,7 +82,7 @@ def _ranking(text: str) -> list[str]:
 
 
 def _parsed(text: str, prefix: str) -> str:
-    """Return the rest of the line after the first `prefix`, or the first line; a second prefix is left out, too."""
+    """Return the rest of the line after the first `prefix`, or the first line. A second prefix is left out, too."""
     at = re.search(prefix, text, re.IGNORECASE)
     line = text[at.end() if at else 0 :].partition("\n")[0].strip()
     return re.sub(f"^{prefix}", "", line, flags=re.IGNORECASE).strip()

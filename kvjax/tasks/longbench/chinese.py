@@ -1,4 +1,4 @@
-"""LongBench's scores of Chinese (its qa_f1_zh_score and rouge_zh_score), in which words are what jieba finds."""
+"""LongBench's scores of Chinese (its qa_f1_zh_score and rouge_zh_score), whose words jieba finds."""
 
 import functools
 import importlib
@@ -17,7 +17,7 @@ def words() -> Callable[[str], list[str]]:
     """Return a function that finds the words of a text. Raises UserError if jieba is not installed."""
     try:
         with warnings.catch_warnings():
-            # it is older than Python's own word on its regular expressions
+            # jieba's regular expressions make newer versions of Python warn
             warnings.simplefilter("ignore")
             jieba = importlib.import_module("jieba")
     except ImportError:
@@ -27,7 +27,7 @@ def words() -> Callable[[str], list[str]]:
 
 
 def chinese_f1() -> Score:
-    """F1 of the words, in lower case, without punctuation. Raises UserError if jieba is not installed."""
+    """Return F1 of the words, in lower case, without punctuation. Raises UserError if jieba is not installed."""
     find = words()
 
     def bare(text: str) -> list[str]:
@@ -37,6 +37,6 @@ def chinese_f1() -> Score:
 
 
 def chinese_rouge() -> Score:
-    """ROUGE-L of the words. Raises UserError if jieba is not installed."""
+    """Return ROUGE-L of the words. Raises UserError if jieba is not installed."""
     find = words()
     return lambda answer, true: rouge_l(" ".join(find(answer)), " ".join(find(true)))

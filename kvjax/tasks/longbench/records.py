@@ -1,7 +1,7 @@
 """LongBench's rows as examples: `input`, `context`, `answers`, and `all_classes` of the classifications.
 
-They are published as data.zip in the data set THUDM/LongBench, a file TASK.jsonl each. LongBench-E reports three
-lengths, by a row's `length` in words: they are the kinds of its questions.
+They are published as data.zip in the data set THUDM/LongBench, with a file TASK.jsonl for each task. LongBench-E
+reports three lengths, by a row's `length` in words. They are the kinds of its questions.
 """
 
 import zipfile
@@ -26,19 +26,19 @@ from kvjax.tasks.longbench.tasks import EVEN, longbench_task
 from kvjax.tasks.prompt import Example, ExampleQuestion
 
 DATA = "longbench"
-"""The name of its data."""
+"""The name of its data in --data."""
 OPTION = f"--data {DATA}"
 LARGEST = 1 << 30
-"""Bytes of an archive's file, unpacked. The published ones have less than a tenth of it."""
+"""The most bytes of an archive's file, unpacked. The published files have less than a tenth of it."""
 HUB, ARCHIVE = "THUDM/LongBench", "data.zip"
 BOUNDS = {"0-4k": 4000, "4-8k": 8000}
-"""LongBench-E's lengths, and what a row of each has fewer words than."""
+"""LongBench-E's first two lengths, each with the number of words that its rows stay below."""
 LONGEST = "8k+"
-"""The third."""
+"""LongBench-E's third length."""
 
 
 def longbench_examples(name: str, data: Path | None) -> list[Example]:
-    """A task's rows, in their order.
+    """Return a task's rows, in their order.
 
     Args:
         name: one of `NAMES`.
@@ -81,7 +81,7 @@ def _archive_rows(archive: Path, name: str) -> Iterator[Row]:
             text = opened.read(members[0]).decode("utf-8-sig")
     except UserError:
         raise
-    except Exception as error:  # zipfile raises whatever a damaged file makes it trip over
+    except Exception as error:  # zipfile raises all kinds of errors for a damaged file
         raise UserError(f"{OPTION} {archive}: cannot be read ({' '.join(str(error).split())})") from None
     return jsonl_rows(text, f"{OPTION} {archive}: {members[0].filename}")
 

@@ -1,4 +1,4 @@
-"""LongBench's metrics (its metrics.py and eval.py): what an answer is worth, from 0 to 1, by the task's definition.
+"""LongBench's metrics (its metrics.py and eval.py), each from 0 to 1.
 
 The score of an answer is the best that it gets with any of the true ones.
 """
@@ -13,7 +13,8 @@ CODE_MARKS = "`", "#", "//"
 
 
 def best(score: Callable[[str, str], float], part: Callable[[str], str] = str) -> Scoring:
-    """The best score with any of the true answers; `part`: of this part of the answer."""
+    """Return a scoring that takes the best score with any of the true answers. `part` picks the scored part of the
+    answer."""
     return lambda answer, expected: max(score(part(answer), true) for true in expected)
 
 
@@ -23,7 +24,7 @@ def first_line(answer: str) -> str:
 
 
 def code_line(answer: str) -> str:
-    """The first line without a mark of comments or of code blocks; "": there is none."""
+    """Return the first line without a mark of comments or of code blocks; "" if there is none."""
     lines = answer.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in CODE_MARKS)), "")
 
@@ -35,13 +36,14 @@ def number_share(answer: str, true: str) -> float:
 
 
 def paragraph_share(answer: str, true: str) -> float:
-    """The same, the true number being the last word's of "Paragraph 7" or "段落7"."""
+    """Return `number_share` for a true answer such as "Paragraph 7" or "段落7", whose first number is the true one."""
     return number_share(answer, "".join(re.findall(r"\d+", true)[:1]))
 
 
 def class_share(classes: Sequence[str]) -> Callable[[str, str], float]:
-    """One over the classes that the answer names, if the true one is among them; classes whose names are part of the
-    true one's do not count. As in the official scorer, one that comes right after such a class does."""
+    """Return a function that scores 1 over the number of classes that the answer names, or 0 if the true one is not
+    among them. Classes whose names are part of the true one's do not count. As in the official scorer, a class that
+    comes right after such a class does count."""
 
     def score(answer: str, true: str) -> float:
         named = [name for name in classes if name in answer]

@@ -1,7 +1,7 @@
 """LongBench's tasks: their prompts, cut where the context ends, the tokens of an answer and the metric of each.
 
-The prompts are the published ones (config/dataset2prompt.json and dataset2maxlen.json), word for word, slips
-("asconcisely") and all. All of them have the question after the context, so each can be cut there.
+The prompts are the published ones (config/dataset2prompt.json and dataset2maxlen.json), word for word, typing errors
+("asconcisely") included. All of them have the question after the context, so each can be cut there.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ QASPER = (
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: what reports call it, and how a row's answers are scored."""
+    """A metric: its name in reports, and the scoring of a row's answers."""
 
     name: str
     scoring: Callable[[Sequence[str]], Scoring]
     """Makes the scoring of a row from its classes."""
     classes: bool = False
-    """Whether a row needs them."""
+    """True if the scoring needs a row's classes."""
 
 
 F1 = Metric("F1 of the words", lambda classes: best(words_f1))
@@ -60,17 +60,16 @@ class LongBenchTask:
     """A task: its prompt in two parts, of which the first is read before the second is known."""
 
     context: str
-    """With `{context}`, its end."""
+    """The first part, with the field `{context}`."""
     question: str
-    """With `{input}`, or the same for all rows."""
+    """The second part, with the field `{input}` or the same for all rows."""
     reserved: int
-    """Tokens of an answer."""
+    """The most tokens of an answer."""
     metric: Metric
-    """How it is scored."""
     chat: bool = True
-    """Whether it is asked through a chat template: the few-shot and code tasks are not."""
+    """True if it is asked through a chat template. The few-shot and code tasks are not."""
     even: bool = False
-    """Whether LongBench-E, with lengths of even shares, has it, too."""
+    """True if it is also a task of LongBench-E, whose lengths have even shares."""
 
 
 def _passages() -> LongBenchTask:
@@ -219,13 +218,13 @@ TASKS = {
     ),
 }
 EVEN = "_e"
-"""After the names of LongBench-E's tasks."""
+"""The suffix of the names of LongBench-E's tasks."""
 
 
 def longbench_task(name: str) -> LongBenchTask:
-    """The task of a name in `NAMES`."""
+    """Return the task of a name in `NAMES`."""
     return TASKS[name.removesuffix(EVEN)]
 
 
 NAMES = *TASKS, *(name + EVEN for name, task in TASKS.items() if task.even)
-"""The tasks, and LongBench-E's."""
+"""The names of LongBench's tasks and of LongBench-E's."""

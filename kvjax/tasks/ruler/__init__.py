@@ -5,9 +5,9 @@ published data through an adapter.
 text; `published_examples` reads RULER's own data. Local and published results are not comparable: the wording, the
 words and by default the essays differ.
 
-writer: what a task is before a tokenizer and a length are known; task: fitting one to both. needles, needle_by_depth,
-variables, frequent, questions: the writers; haystack, draw, words: what they are written with. question_files: SQuAD
-and HotpotQA. published: RULER's own samples. A task is a line in `RULER_TASKS`.
+writer: a task before a tokenizer and a length are known; task: fitting it to both. needles, needle_by_depth,
+variables, frequent, questions: the writers; haystack, draw, words: the parts that they write with. question_files:
+SQuAD and HotpotQA. published: RULER's own samples. A task is a line in `RULER_TASKS`.
 """
 
 import difflib
@@ -33,7 +33,7 @@ from kvjax.tasks.ruler.writer import ExampleWriter
 from kvjax.tasks.suite import HOLDS, Dataset, FromSeeds, Inputs, Suite
 
 RecipeOf = Callable[[int, int], ExampleWriter]
-"""For a length, and the tokens of the chat template."""
+"""A function that returns the writer for a length and the number of tokens of the chat template."""
 
 
 Files = Mapping[str, Path]
@@ -47,11 +47,11 @@ class RulerEntry:
     """A task before its files, a tokenizer and a length are known."""
 
     reserved: int
-    """Tokens of an answer."""
+    """The most tokens of an answer."""
     open: Callable[[str, Files], RecipeOf]
-    """Makes the task of its name and its files."""
+    """Makes the task from its name and its files."""
     scoring: str = "all"
-    """How published samples are scored: by all of the expected strings, or by any of them."""
+    """The scoring of published samples: `all` of the expected strings, or `any` of them."""
 
 
 def _essays(**arguments: Any) -> RulerEntry:
@@ -104,28 +104,29 @@ RULER_TASKS = {
 
 
 def make_ruler_task(name: str, tokenizer: Any, files: Files = NO_FILES, *, chat: bool = True) -> RulerTask:
-    """The task called `name`, sized by a tokenizer of transformers or of tokenizers.
+    """Return the task called `name`, sized by a tokenizer of transformers or of tokenizers.
 
     Args:
-        chat: whether lengths count the tokenizer's chat template, if it has one.
+        chat: True if lengths count the tokenizer's chat template, if it has one.
 
     Raises:
-        UserError: a name that is none of the thirteen, or a file that is missing or not as it should be.
+        UserError: a name that is none of the thirteen, or a file that is missing or invalid.
     """
     return RulerTask(name, _entry(name).open(name, files), PromptEncoder(tokenizer, chat))
 
 
 def make_needle_task(tokenizer: Any, files: Files = NO_FILES, *, chat: bool = True) -> RulerTask:
-    """A needle by depth in essays, beside the thirteen, as `make_ruler_task`."""
+    """Return a task like those of `make_ruler_task`, but none of the thirteen: a needle by depth in essays."""
     recipe = needle_by_depth(read_essays(files.get("essays")))
     return RulerTask(recipe.name, _any_length(recipe), PromptEncoder(tokenizer, chat))
 
 
 def published_examples(data: Path, name: str, length: int) -> list[Example]:
-    """Examples of RULER's own samples of the task called `name`, of a folder or a hub data set; see `published`.
+    """Return the examples of RULER's own samples of the task called `name`, from a folder or a hub data set (see
+    `published`).
 
     Raises:
-        UserError: a name that is none of the thirteen; no samples of it, or a row that is not as it should be.
+        UserError: a name that is none of the thirteen; no samples of it, or an invalid row.
     """
     entry = _entry(name)
     return [

@@ -1,4 +1,4 @@
-"""Drawing the keys and values that are hidden: distinct, and none to be found in the text that hides them."""
+"""Drawing the keys and values that are hidden. They are distinct, and the text that hides them has none of them."""
 
 import uuid
 from collections.abc import Callable
@@ -13,7 +13,7 @@ WORD_PAIRS = len(ADJECTIVES) * len(NOUNS)
 
 
 def distinct(rng: np.random.Generator, make: Make, count: int, avoid: str = "") -> list[str]:
-    """`count` different strings that `make` gives, none of which occurs in `avoid`, whatever its case."""
+    """Return `count` different strings from `make`, none of which occurs in `avoid`, whatever its case."""
     avoid, found = avoid.lower(), {}
     while len(found) < count:
         string = make(rng)
@@ -23,13 +23,13 @@ def distinct(rng: np.random.Generator, make: Make, count: int, avoid: str = "") 
 
 
 def word_pairs(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` different pairs (at most `WORD_PAIRS`) such as `quiet-lantern`."""
+    """Return `count` different pairs (at most `WORD_PAIRS`) such as `quiet-lantern`."""
     drawn = rng.choice(WORD_PAIRS, size=count, replace=False)
     return [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in drawn]
 
 
 def single_words(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` different words: English ones, and invented ones only where those are too few."""
+    """Return `count` different words: English ones, and invented ones only if those are too few."""
     english = [*ADJECTIVES, *NOUNS]
     if count <= len(english):
         return [english[i] for i in rng.permutation(len(english))[:count]]

@@ -1,4 +1,4 @@
-"""The two counting tasks: which words of a list, or of a coded text, are the most common?"""
+"""The two counting tasks. They ask for the most common words of a list, or of a coded text."""
 
 import string
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvjax.tasks.ruler.writer import Supply, generator
 
 LIST_RESERVED = 120
 COMMON = 10
-"""Words that occur often."""
+"""The number of words that occur often."""
 LIST_OPENING = "Below is a numbered list of words. Some occur more often than others: remember which.\n\n"
 LIST_QUESTION = "Which {count} words are the most common in the list above?"
 LIST_PREFIX = "\nThe {count} most common words are:"
@@ -30,23 +30,24 @@ ZETA_2 = np.pi**2 / 6
 class CommonWords:
     """Ten words occur often in a numbered list, the others (the units) seldom; a short worked example comes first.
 
-    Below 4096 tokens words occur less often, so that there is room for the others. All words are single ones: English,
-    and beyond those (from 16K to 32K tokens on) invented ones among them, common and seldom alike.
+    Below 4096 tokens words occur less often, so that there is room for the others. All words are single ones.
+    They are English; once these run out (from 16K to 32K tokens on), invented ones are among the common and the other
+    words.
     """
 
     length: int
-    """Tokens of a context, which decides how often words occur."""
+    """Tokens of a context. They decide the number of times that words occur."""
     name: str = "cwe"
     fewest = 1
 
     @property
     def repeats(self) -> tuple[int, int]:
-        """How often a common word occurs, and another one."""
+        """The number of times that a common word occurs, and that any other word does."""
         return (6, 1) if self.length < 4096 else (30, 3)
 
     @property
     def example(self) -> tuple[int, int, int]:
-        """The worked example's words, and how often a common one of them occurs, and another one."""
+        """The number of words in the worked example, and the number of times that a common one and any other occurs."""
         return (20, 3, 1) if self.length < 4096 else (40, 10, 3)
 
     @property
@@ -73,20 +74,20 @@ class CommonWords:
 
 
 def number_words(words: Sequence[str]) -> str:
-    """`1. a 2. b 3. c`."""
+    """Return the words as `1. a 2. b 3. c`."""
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
 
 
 @dataclass(frozen=True)
 class CodedWords:
-    """Random words of six letters, the k-th occurring ⌊units · k⁻² / ζ(2)⌋ times, shuffled; the first is noise, dots.
+    """Random words of six letters, of which the k-th occurs ⌊units · k⁻² / ζ(2)⌋ times, shuffled. The first
+    one is noise (dots).
 
-    There are `tokens` / 50 of them, less those that would not occur. tokens: the length, less those reserved for the
-    answer and those of the chat template.
+    There are `tokens` / 50 of them, without those that would not occur.
     """
 
     tokens: int
-    """For the list."""
+    """The length without the tokens reserved for the answer and those of the chat template."""
     name: str = "fwe"
     fewest = 73  # from here on the fourth word occurs more often than the fifth
     supply = None

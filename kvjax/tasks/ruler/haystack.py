@@ -1,4 +1,4 @@
-"""Haystacks of text, and hiding sentences in them."""
+"""Haystacks of text that hide sentences."""
 
 import itertools
 import re
@@ -16,12 +16,12 @@ from kvjax.tasks.builtin import heldout_files
 
 PASSAGE = "The river is wide. The hills are low. The boat is slow. We left at dawn. We will be back by dusk."
 DEPTHS = tuple(np.linspace(0, 100, 40).round().astype(int).tolist())
-"""Percent."""
+"""Depths in percent."""
 LONGEST = 400
-"""Characters after which a sentence without an end is cut at line ends: lists, verse and program text have no stops."""
+"""A sentence with more characters is cut at line ends, since lists, verse and program text have no stops."""
 
 PARAGRAPH = "\n\n"
-"""Between a text's end and its beginning again."""
+"""The separator between a text's end and its next repetition."""
 
 WORD = re.compile(r"\S+\s*")
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+|\n[^\S\n]*\n\s*")
@@ -32,17 +32,17 @@ LINE_END = re.compile(r"\s*\n")
 class Haystack(Protocol):
     @property
     def text(self) -> str:
-        """All that it may be made of: hidden values must not occur here."""
+        """All text that the haystack may contain. Hidden values must not occur in it."""
         ...
 
     def hide(self, rng: np.random.Generator, units: int, needles: Sequence[str]) -> str:
-        """So many units of haystack with the needles hidden in it, in their order."""
+        """Return `units` units of haystack in which the needles are hidden, in their order."""
         ...
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The filler passage repeated, one a line. Needles are lines of their own, before different ones of these lines."""
+    """The filler passage, repeated on each line. Needles are lines of their own, each before another of these lines."""
 
     text = PASSAGE
 
@@ -54,21 +54,21 @@ class Lines:
 
 @dataclass(frozen=True)
 class Essays:
-    """The first words of a text, which is repeated where it is too short. Needles stand between its sentences, at
-    depths drawn without repetition from `depths`.
+    """The first words of a text, which is repeated if it is too short. Needles stand between its sentences, at depths
+    drawn without repetition from `depths`.
 
-    A depth is the percent of what stands before the needle: of sentences, rounded down to whole ones, or of characters,
-    to the nearest sentence.
+    A depth is the percentage of the text before the needle: of its sentences, rounded down to whole ones, or of its
+    characters, rounded to the nearest end of a sentence.
     """
 
     text: str
-    """All of it."""
+    """The whole text."""
     source: str
-    """Its name, for messages."""
+    """The text's name, for messages."""
     depths: tuple[int, ...] = DEPTHS
-    """Percent."""
+    """Depths in percent."""
     depth_of: Literal["sentences", "characters"] = "sentences"
-    """Unit that a depth is a percent of."""
+    """The unit that a depth is a percentage of."""
     _words: tuple[str, ...] = field(init=False, repr=False)
     _starts: Int[np.ndarray, " sentences"] = field(init=False, repr=False)
 
@@ -103,7 +103,7 @@ class Essays:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The text's sentences, each with the white space after it: joined they are the text, but for its outer space."""
+    """Return the text's sentences, each with the white space after it. Joined they are the text without outer space."""
     sentences = []
     for sentence in _cut(text.strip(), SENTENCE_END):
         sentences += _cut(sentence, LINE_END) if len(sentence) > LONGEST else [sentence]
@@ -116,10 +116,10 @@ def _cut(text: str, end: re.Pattern[str]) -> list[str]:
 
 
 def read_essays(file: Path | None) -> Essays:
-    """A text file as a haystack, by default the packaged text.
+    """Return a text file as a haystack, by default the packaged text.
 
     Raises:
-        UserError: a file that cannot be read as UTF-8 text, or has none.
+        UserError: a file that cannot be read as UTF-8 text, or is empty.
     """
     if file is None:
         return Essays("\n\n".join(heldout_files().values()), "the packaged text")

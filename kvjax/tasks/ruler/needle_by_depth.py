@@ -8,7 +8,7 @@ from kvjax.tasks.ruler.haystack import Essays
 from kvjax.tasks.ruler.needles import Needles
 
 DEPTHS = tuple(range(0, 101, 10))
-"""Percent of the characters."""
+"""Depths in percent of the characters."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class NeedleByDepth:
     """
 
     haystacks: tuple[Essays, ...]
-    """One for each depth."""
+    """One haystack for each depth."""
     name: str = "needle"
     fewest = 1
     supply = None
@@ -34,7 +34,7 @@ class NeedleByDepth:
 
 
 def needle_by_depth(essays: Essays) -> NeedleByDepth:
-    """With the needle in such a text."""
+    """Return the writer of needles in such a text."""
     return NeedleByDepth(
         tuple(dataclasses.replace(essays, depths=(depth,), depth_of="characters") for depth in DEPTHS)
     )

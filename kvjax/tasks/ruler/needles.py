@@ -32,17 +32,17 @@ class Needles:
 
     name: str
     haystack: Haystack | None
-    """Haystack of the needles; None: other needles."""
+    """The haystack that hides the needles; None if other needles hide them."""
     keys: int = 1
-    """How many."""
+    """The number of keys in a haystack."""
     values: int = 1
-    """Values of each key."""
+    """The number of values of each key."""
     wanted: int = 1
-    """Keys that are asked for."""
+    """The number of keys that are asked for."""
     key_kind: Literal["words", "UUID"] = "words"
-    """How keys look."""
+    """The kind of the keys: word pairs or UUIDs."""
     value_kind: Literal["number", "UUID"] = "number"
-    """How values look."""
+    """The kind of the values: 7-digit numbers or UUIDs."""
     fewest = 1
 
     @property
@@ -71,5 +71,5 @@ class Needles:
 
 
 def join_words(words: list[str]) -> str:
-    """`a`, or `a, b, and c`."""
+    """Return the words as `a`, or `a, b, and c`."""
     return ", and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,16 +1,17 @@
 """RULER's own samples: rows of a folder's .jsonl and .parquet files or of a hub data set, in either of the two forms in
 which they are published, as examples.
 
-As RULER's programs write it: `input`, `outputs` and sometimes `answer_prefix`. `input` holds context and question in
-one. All thirteen tasks end with their question, on a line that starts with one of `QUESTION_STARTS`; there it is cut.
-Where the end has no such line, nothing is: the example's context is empty, the whole input is its question, and it can
-only be evaluated question-aware. Without `answer_prefix` the answer's beginning is part of `input`, the question's end.
+RULER's programs write `input`, `outputs` and sometimes `answer_prefix`. `input` holds context and question in one. All
+thirteen tasks end with their question, on a line that starts with one of `QUESTION_STARTS`. The input is cut there. If
+its end has no such line, it is not cut: the example's context is empty, the whole input is its question, and it can
+only be evaluated question-aware. Without `answer_prefix`, the answer's beginning is part of `input`, at the question's
+end.
 
-As NVIDIA kvpress reads it from the hub: `context`, `question`, `answer` and sometimes `answer_prefix` and
-`max_new_tokens` (of the answer). There the context is cut off already.
+NVIDIA kvpress reads from the hub `context`, `question`, `answer` and sometimes `answer_prefix` and `max_new_tokens` (of
+the answer). There the context is already separate.
 
-Data may be written with a model's chat template. No task begins with what `TEMPLATE_START` finds, templates do: such a
-example is read `as_is`.
+Data may be written with a model's chat template. Templates begin with a match of `TEMPLATE_START`, and no task does.
+Such an example is read `as_is`.
 """
 
 import re
@@ -27,12 +28,12 @@ from kvjax.tasks.splits import Split
 from kvjax.tasks.suite import HOLDS
 
 DATA = "ruler"
-"""The name of their data."""
+"""The name of the data in --data."""
 OPTION = f"--data {DATA}"
 
 QUESTION_STARTS = ("Question:", "What is ", "What are ")
 LONGEST_QUESTION = 1500
-"""Characters, with a chat template's end. What is further from the end is part of the context."""
+"""The most characters of a question with a chat template's end. Text further from the end is part of the context."""
 
 TEMPLATE_START = re.compile(
     r"""\s*(
@@ -48,13 +49,13 @@ TEMPLATE_START = re.compile(
 
 
 def published_example(row: Mapping[str, Any], task: str, reserved: int, scoring: str, at: str) -> Example:
-    """A row of published data as an example.
+    """Return a row of published data as an example.
 
     Args:
         row: needs `input` (a string) and `outputs` (a list of strings), or `context`, `question` (strings) and `answer`
             (a list of strings, or one).
         task: one of the thirteen; its kind.
-        reserved: answer tokens, where the row does not say.
+        reserved: answer tokens, if the row does not say.
         scoring: a name in `kvjax.tasks.prompt.SCORES`.
         at: where the row stands, for errors.
 
@@ -78,7 +79,7 @@ def published_example(row: Mapping[str, Any], task: str, reserved: int, scoring:
 
 
 def published_rows(data: Path, task: str, length: int) -> list[Row]:
-    """A task's rows, in their order.
+    """Return a task's rows, in their order.
 
     Args:
         data: a folder with the file TASK.jsonl, TASK.parquet or TASK/validation.jsonl (where RULER's programs write
@@ -130,7 +131,7 @@ class PublishedSamples:
     name: str
     """The task's name."""
     data: Path
-    """A folder, or a hub dataset."""
+    """The folder, or the name of the hub dataset."""
     encode: PromptEncoder
     read: Callable[[int], list[Example]]
     """Reads all examples of a length."""
@@ -142,7 +143,8 @@ class PublishedSamples:
         return 1
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """The first samples are compared, those after them are calibrated on."""
+        """Return the first samples to compare, or those after them to calibrate on. Raises UserError if there are too
+        few, or if their length does not fit `length`."""
         where = f"{OPTION} {self.data}"
         examples = split.of_published(self._examples(length), count, where, f"samples of {self.name}")
         samples = [self.encode(example) for example in examples]
@@ -160,7 +162,8 @@ class PublishedSamples:
         return samples
 
     def _examples(self, length: int) -> list[Example]:
-        """All of a length. Raises UserError for a second length of a folder, where a task has one file."""
+        """Return all examples of a length. Raises UserError for a second length of a folder, whose tasks have one
+        file."""
         if length not in self._known:
             if self._known and self.data.is_dir():
                 raise UserError(

@@ -1,4 +1,4 @@
-"""SQuAD's and HotpotQA's files, as they are published, for the two question tasks."""
+"""Readers of SQuAD's and HotpotQA's published files, for the two question tasks."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from kvjax.tasks.ruler.questions import DataQuestion, QuestionAnswering
 
 
 def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
-    """SQuAD 1.1 or 2.0 (JSON): a paragraph is a document, its article's other paragraphs are near. Questions without
-    an answer are left out.
+    """Read SQuAD 1.1 or 2.0 (JSON). A paragraph is a document, and its article's other paragraphs are near. Questions
+    without an answer are left out.
 
     Raises:
         UserError: no such file, no JSON, a field that is missing or of another kind, or no question in it.
@@ -41,7 +41,7 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
 
 
 def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
-    """HotpotQA (JSON): a document is a title and its paragraph. All of a question's documents (ten) are its own.
+    """Read HotpotQA (JSON). A document is a title and its paragraph. All (ten) documents of a question are its own.
 
     Raises:
         UserError: no such file, no JSON, a field that is missing or of another kind, or no question in it.
@@ -67,7 +67,7 @@ def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
 
 
 def _field(record: Any, name: str, kind: type, at: str) -> Any:
-    """A field of a record that stands at `at` in its file."""
+    """Return a field of a record that stands at `at` in its file."""
     if not isinstance(record, dict) or name not in record:
         raise UserError(f"{at} has no field `{name}`")
     if not isinstance(record[name], kind):

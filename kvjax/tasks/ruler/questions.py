@@ -1,4 +1,4 @@
-"""Question answering among documents: a question's own are shuffled with others of the same data set."""
+"""Question answering among documents: a question's own documents are shuffled with others of the same data set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,25 +18,24 @@ HEADING = "Document {number}:\n"
 
 @dataclass(frozen=True)
 class DataQuestion:
-    """A question of a data set with its reference answers, and indices of documents: those that come with it and always
-    stand in its context, and others that are close to them (of the same article)."""
+    """A question of a data set, with its reference answers and indices of documents."""
 
     question: str
-    """Its text."""
+    """The question's text."""
     answers: tuple[str, ...]
-    """Any of them is right."""
+    """Reference answers, any of which is right."""
     given: tuple[int, ...]
-    """Documents that come with it."""
+    """Documents that come with the question and are always in its context."""
     near: tuple[int, ...] = ()
-    """Documents close to these."""
+    """Documents close to these, of the same article."""
 
 
 @dataclass(frozen=True)
 class QuestionAnswering:
     """The units are words of documents: the question's own, then near ones, then any others, each whole and once.
 
-    A document that is too long for the room that is left is passed over, so that little room is left. Where all are in
-    the context, those that are not the question's own come again.
+    A document that is too long for the room left is passed over, so that little room is left. Once all are in the
+    context, those that are not the question's own are repeated.
 
     Consecutive seeds ask different questions.
     """
@@ -68,7 +67,8 @@ class QuestionAnswering:
         return Example(OPENING + self._number(rng.permutation([*given, *others])), (question,))
 
     def _fit(self, order: Int[np.ndarray, " n"], room: int) -> list[int]:
-        """Documents of at most `room` words in all: each in its order that fits, after all of them while all do."""
+        """Return the indices of documents of at most `room` words in total: all documents as often as they fit, then
+        those that still fit, in order."""
         words = self._words[order]
         times, room = divmod(max(room, 0), max(words.sum(), 1))
         picks, at = order.tolist() * times, 0

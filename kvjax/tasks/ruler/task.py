@@ -11,7 +11,7 @@ from kvjax.tasks.sample import Sample
 class RulerTask:
     """One of RULER's tasks for a tokenizer: samples of any length, deterministic from a seed and the length.
 
-    Each has the largest number of haystack units with which its prompt and its reserved answer tokens fit.
+    Each sample has the largest number of haystack units with which its prompt and its reserved answer tokens fit.
 
     Args:
         recipe: the task's recipe for a length and the tokens of the chat template.
@@ -27,18 +27,18 @@ class RulerTask:
         return self._recipe(length, self._encode.template_size)
 
     def sample(self, seed: int, length: int) -> Sample:
-        """The example of that seed and length as token ids."""
+        """Return the example of that seed and length as token ids."""
         return self._encode(self.example(seed, length))
 
     def example(self, seed: int, length: int) -> Example:
-        """A sample's text, whose prompt and reserved answer tokens are at most `length` tokens.
+        """Return a sample's text, whose prompt and reserved answer take at most `length` tokens.
 
         Raises `UserError` if `length` is too short for the task, or needs more different words than there are.
         """
         return self.recipe(length).write(seed, self.units(seed, length))
 
     def units(self, seed: int, length: int) -> int:
-        """Haystack units of that example. Raises `UserError` as `example` does."""
+        """Return the number of haystack units of that example. Raises `UserError` as `example` does."""
         recipe = self.recipe(length)
         if length not in self._usual:
             self._usual[length] = self._most(recipe, 0, length, recipe.fewest)
@@ -46,7 +46,7 @@ class RulerTask:
         return self._usual[length] if seed == 0 else self._most(recipe, seed, length, self._usual[length])
 
     def _most(self, recipe: ExampleWriter, seed: int, length: int, guess: int) -> int:
-        """A number of units that fits while the next one does not, searched from a guess in growing steps."""
+        """Return a number of units that fits while the next one does not, searched from a guess in growing steps."""
 
         def fits(units: int) -> bool:
             return prompt_size(recipe.write(seed, units), self._encode) <= length
@@ -70,7 +70,7 @@ class RulerTask:
         )
 
     def _next(self, recipe: ExampleWriter, length: int, units: int, step: int) -> int:
-        """`step` units more, or as many as there are."""
+        """Return `step` units more, or as many as there are."""
         if recipe.supply is None:
             return units + step
         if units == recipe.supply.most:
@@ -81,7 +81,7 @@ class RulerTask:
 
 
 def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """A number that fits while the next one does not, given that `low` fits and `high` does not."""
+    """Return a number that fits while the next one does not, given that `low` fits and `high` does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

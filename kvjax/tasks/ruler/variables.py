@@ -1,4 +1,4 @@
-"""Variable tracking: a chain of assignments hidden in filler; which variables hold the first one's value?"""
+"""Variable tracking: a chain of assignments is hidden in filler, and all variables with its value are asked for."""
 
 import string
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from kvjax.tasks.ruler.writer import generator
 
 RESERVED = 30
 HOPS = 4
-"""Variables after the first."""
+"""The number of variables after the first."""
 EXAMPLE_LINES = 14
-"""Lines of filler in the worked example, which then takes about 500 tokens."""
+"""The lines of filler in the worked example, which takes about 500 tokens."""
 OPENING = (
     "The text below sets variables. Keep track of what each of them holds, you will be asked afterwards.\n\n"
 )
@@ -26,7 +26,7 @@ PREFIX = "\nThe {count} variables that hold {value} are"
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """One chain: a variable of five capital letters gets a 5-digit number, and `HOPS` others get it one from another.
+    """A chain: a variable of five capital letters gets a 5-digit number, and `HOPS` others get it from one another.
 
     The lines stand in the chain's order at random places of the filler. A worked example comes first: a short chain of
     its own with other variables (of three letters) and another value, its question and the answer.

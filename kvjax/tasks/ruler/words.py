@@ -1,6 +1,6 @@
-"""The words that tasks are written with: short, common English ones, and invented ones where those run out.
+"""The words that tasks are written with: short, common English ones, and invented ones if those run out.
 
-None of them is part of another. So no expected word is found inside another one when answers are scored by substrings.
+None of them is part of another, so no expected word is found inside another one when answers are scored by substrings.
 """
 
 import itertools
@@ -20,8 +20,8 @@ CONSONANTS, VOWELS = "bdfgjklmnrstvw", "aeiou"
 
 @cache
 def invented_words() -> tuple[str, ...]:
-    """Every word of five letters that is a consonant, a vowel, a consonant, a vowel and a consonant, such as `tomel`,
-    but those that hold an English word of the lists or are part of one: about 67,000."""
+    """Return all five-letter words of consonant, vowel, consonant, vowel and consonant, such as `tomel`, except those
+    that contain an English word of the lists or are part of one. There are about 67,000."""
     english = {*ADJECTIVES, *NOUNS}
     parts = {word[i : i + 5] for word in english for i in range(len(word) - 4)}
     spelt = map("".join, itertools.product(CONSONANTS, VOWELS, CONSONANTS, VOWELS, CONSONANTS))

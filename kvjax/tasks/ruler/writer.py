@@ -15,7 +15,7 @@ class Supply:
 
     most: int
     of: str
-    """Description of the units: "sentences in …"."""
+    """Description of the units, such as "pairs of words"."""
 
 
 @runtime_checkable
@@ -27,17 +27,17 @@ class ExampleWriter(Protocol):
 
     @property
     def fewest(self) -> int:
-        """Units below which an example would not be one."""
+        """The least number of units with which an example works."""
         ...
 
     @property
     def supply(self) -> Supply | None:
-        """None if there is no end of units."""
+        """The limit on units; None if there is none."""
         ...
 
     def write(self, seed: int, units: int) -> Example: ...
 
 
 def generator(recipe: ExampleWriter, seed: int) -> np.random.Generator:
-    """A task's randomness of a seed; two tasks share none."""
+    """Return a task's random generator for a seed. Two tasks share none."""
     return np.random.default_rng((seed, zlib.crc32(recipe.name.encode())))

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.errors import UserError
 
 BLOCK = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-"""A block of code, and what is in it."""
+"""A block of code, with its content as the group."""
 LANGUAGES = {
     "python": ("python", "language", "function_definition"),
     "java": ("java", "language", "method_declaration"),
@@ -18,12 +18,13 @@ LANGUAGES = {
     "cpp": ("cpp", "language", "function_definition"),
     "go": ("go", "language", "function_declaration"),
 }
-"""By SCBench's name: the grammar's package after tree_sitter_, what gives the grammar, and the node of a function."""
+"""Languages by SCBench's name: the end of the grammar's package tree_sitter_…, the function that returns the grammar,
+and the node type of a function."""
 
 
 def finder(language: str) -> Callable[[str], str]:
-    """Return a function that finds the function in an answer: the first in the first block that has one, else the first
-    block, and in an answer without blocks all of it.
+    """Return a function that finds the function in an answer: the first one in the first block that has one, else the
+    first block. In an answer without blocks it is the whole answer.
 
     language: a name in `LANGUAGES`. Raises UserError if tree-sitter or the grammar is not installed.
     """
@@ -55,7 +56,7 @@ def _parser(language: str) -> Any:
 
 
 def _functions(node: Any, language: str) -> Iterator[str]:
-    """The functions' texts, outer ones before those in them. In C++ a function's name is a plain one."""
+    """Yield the functions' texts, outer functions before inner ones. In C++ only functions with plain names count."""
     if node.type == LANGUAGES[language][2] and (language != "cpp" or _plain(node)):
         yield node.text.decode()
     for child in node.children:

@@ -1,10 +1,10 @@
-"""SCBench's rows as examples: a `context` (or `input`) and its `multi_turns`, each with `input` and `answer`, and where
-its task has them `options`, the `task` that it is of, or the `name` of a function in the row's `repo` and `lang`.
+"""SCBench's rows as examples. A row has a `context` (or `input`) and its `multi_turns`. Each turn has `input` and
+`answer`; in some tasks also `options`, its own `task`, or the `name` of a function, in a row with `repo` and `lang`.
 
-It has two modes (`kvjax.tasks.suite.TURNS`). In multi-request, "each", every question is asked by itself, right after
-the context. In multi-turn every question follows those before it, answered with the true answers ("golden", as
-published) or with what the model said ("own"). In multi-turn an empty line ends the context, in multi-request nothing
-does, as published.
+There are two modes (`kvjax.tasks.suite.TURNS`). In multi-request, "each", every question is asked by itself, right
+after the context. In multi-turn every question follows those before it, with their true answers ("golden", as
+published) or with the model's answers ("own"). As published, an empty line ends the context in multi-turn, and nothing
+in multi-request.
 """
 
 import re
@@ -30,11 +30,11 @@ from kvjax.tasks.scbench.scores import LETTERS, choice, first_number, function_m
 from kvjax.tasks.scbench.tasks import FUNCTION, SCORING, TASKS
 
 DATA = "scbench"
-"""The name of its data."""
+"""The name of its data in --data."""
 OPTION = f"--data {DATA}"
 HUB = "microsoft/SCBench"
 MOST = 5
-"""Questions of a context, the first ones: as many as the official runs ask."""
+"""The first questions of a context that are asked, as many as in the official runs."""
 TARGET = re.compile(r"(The .+) is")
 """Finds the quantity that scbench_mf asks for."""
 Functions = dict[str, dict[tuple[str, str], None]]
@@ -42,14 +42,14 @@ Functions = dict[str, dict[tuple[str, str], None]]
 
 
 class Turn(NamedTuple):
-    """A question of a row: its fields, where they stand, and which kind it is."""
+    """A question of a row: its fields, their place, and its kind."""
 
     fields: Mapping[str, Any]
     """`input`, `answer` and more."""
     at: str
-    """Its place, for errors."""
+    """The turn's place, for errors."""
     kind: str
-    """A task's name."""
+    """The name of the task that it belongs to."""
     repo: str = ""
     """The repository of a function."""
     language: str = ""
@@ -57,14 +57,14 @@ class Turn(NamedTuple):
 
 
 def scbench_examples(name: str, data: Path | None, turns: str, encode: PromptEncoder) -> list[Example]:
-    """A task's rows, in their order.
+    """Return a task's rows, in their order.
 
     Args:
         name: one of `TASKS`.
         data: a folder with NAME.jsonl, NAME.parquet or a folder NAME of such files, or a hub data set, OWNER/NAME, with
             a configuration of that name. None: microsoft/SCBench.
         turns: one of `TURNS`.
-        encode: what makes samples of the examples; it knows what stands between turns.
+        encode: makes samples of the examples, and has the text between turns.
 
     Raises:
         UserError: nothing there, a file that cannot be read, a field that is missing or of another kind.
@@ -86,7 +86,7 @@ def _rows(name: str, data: Path | None) -> list[Row]:
 
 
 def _context(row: Mapping[str, Any], name: str, at: str) -> str:
-    """The text that is read. scbench_mf's is a list of numbers."""
+    """Return the text of a row's context. scbench_mf's is a list of numbers."""
     field = "context" if "context" in row else "input"
     if isinstance(row.get(field), list):
         return TASKS[name].context.format(context=str(row[field]))
@@ -132,14 +132,14 @@ def _example(
 
 
 def _reported(name: str, kind: str, number: int, turns: str) -> str:
-    """The row that a question is reported under."""
+    """Return the row that a question is reported under."""
     if turns == "each":
         return kind
     return f"turn {number}" if kind == name else f"turn {number}, {kind}"
 
 
 def _asked(name: str, turn: Turn) -> str:
-    """A question's text."""
+    """Return a question's text."""
     text = row_text(turn.fields, "input", turn.at)
     fields = {"input": text}
     if name == "scbench_choice_eng":
@@ -160,7 +160,7 @@ def _options(turn: Turn) -> tuple[str, ...]:
 
 
 def _expected(turn: Turn, functions: Functions) -> tuple[tuple[str, ...], Scoring | str]:
-    """The true answers, and how one is scored."""
+    """Return the true answers and the scoring of an answer."""
     answer = row_field(turn.fields, "answer", turn.at)
     if turn.kind == "scbench_mf":
         if isinstance(answer, bool) or not isinstance(answer, int | float):

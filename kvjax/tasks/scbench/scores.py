@@ -1,4 +1,4 @@
-"""SCBench's metrics (its compute_scores.py and repo_qa_utils.py): what an answer is worth, from 0 to 1."""
+"""SCBench's metrics (its compute_scores.py and repo_qa_utils.py), each from 0 to 1."""
 
 import re
 from collections.abc import Sequence
@@ -9,42 +9,43 @@ from kvjax.tasks.text_scores import bleu, characters_f1, rouge_l_sum
 
 LETTERS = "ABCD"
 CHOICES = "answer is:", "answer:", "answer is", "option is"
-"""Words before a choice, in the order in which they are looked for."""
+"""Words before a choice, in the order of the search."""
 BETWEEN = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
-"""Counts as white space when a choice is looked for."""
+"""Characters that count as white space in the search for a choice."""
 NUMBER = re.compile(r"\d+\.\d+|\d+")
 ALIKE = 0.8
-"""BLEU from which on a function is the one that was asked for."""
+"""The least BLEU at which a function counts as the one asked for."""
 
 
 def held(answer: str, expected: Sequence[str]) -> float:
-    """Whether the answer has the first, to the letter."""
+    """Return 1 if the answer contains the first expected string in the same case, else 0."""
     return float(expected[0] in answer)
 
 
 def held_share(answer: str, expected: Sequence[str]) -> float:
-    """The share that the answer has, whatever their case, to hundredths."""
+    """Return the share of the expected strings that the answer contains, whatever their case, to hundredths."""
     return round(all_present(answer, expected), 2)
 
 
 def character_overlap(answer: str, expected: Sequence[str]) -> float:
-    """F1 of the characters, the best with any."""
+    """Return the best F1 of the characters with any expected string."""
     return max(characters_f1(answer, true) for true in expected)
 
 
 def summary_overlap(answer: str, expected: Sequence[str]) -> float:
-    """rougeLsum with the first."""
+    """Return rougeLsum with the first expected string."""
     return rouge_l_sum(answer, expected[0])
 
 
 def first_integer(answer: str, expected: Sequence[str]) -> float:
-    """Whether the first run of digits is the first."""
+    """Return 1 if the first run of digits in the answer is the first expected string, else 0."""
     found = re.search(r"[0-9]+", answer)
     return float((found[0] if found else "") == expected[0])
 
 
 def first_number(true: int | float) -> Scoring:
-    """Whether the first number is the true one; of an integer, whether it is once its places are cut off."""
+    """Return the scoring that gives 1 if an answer's first number is the true one, else 0. If the true one is an
+    integer, the answer's decimal places are cut off first."""
 
     def score(answer: str, expected: Sequence[str]) -> float:
         found = NUMBER.search(answer)
@@ -57,8 +58,11 @@ def first_number(true: int | float) -> Scoring:
 
 
 def choice(answer: str, expected: Sequence[str]) -> float:
-    """Whether the answer chooses one of `expected`, the true option's text and its letter: by the letter that it begins
-    with; by being the text; by what follows "answer is" and the like; or by the first word of the letters A to D."""
+    """Return 1 if the answer chooses the true option, else 0. `expected` has the option's text and its letter.
+
+    The choice is the letter that the answer begins with; the whole answer, if it is expected; the text after "answer
+    is" and the like; or the first word of letters from A to D.
+    """
     answer = answer.strip()
     if answer[:1] and answer[0] in LETTERS:
         return float(answer[0] in expected)
@@ -72,8 +76,9 @@ def choice(answer: str, expected: Sequence[str]) -> float:
 
 
 def function_match(name: str, functions: Sequence[tuple[str, str]], language: str) -> Scoring:
-    """Whether of a repository's functions that are asked for, each with its name, the one called `name` is the most
-    like the one in the answer, and is so by `ALIKE` at least. Raises UserError as `finder` does."""
+    """Return the scoring that gives 1 if the function in an answer is most similar to the one called `name`, with a
+    BLEU of at least `ALIKE`, else 0. `functions`: the names and texts of a repository's functions that are asked for.
+    Raises UserError as `finder` does."""
     find = finder(language)
 
     def score(answer: str, expected: Sequence[str]) -> float:

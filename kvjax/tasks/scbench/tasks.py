@@ -1,9 +1,9 @@
 """SCBench's tasks: their prompts, cut where the context ends, the tokens of an answer and the metric of each.
 
 The prompts are the published ones (scbench/eval_utils.py, the templates of the multi-request mode), word for word. Two
-things are not as there. Of scbench_mf the official context begins with the first question; here it does not, so that
-it is read before any question is known. And later turns are worded as the first is, where officially without a chat
-template a choice is asked for as "The letter of …", and with one a summary begins "This paper".
+things differ. The official context of scbench_mf begins with the first question; here it does not, so that it is read
+before any question is known. And later turns are worded like the first. In the official program, later turns without a
+chat template ask for a choice as "The letter of …", and with one a summary begins "This paper".
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ class SCBenchTask:
     """A task: its prompt in two parts, of which the first is read before the second is known."""
 
     reserved: int | dict[str, int]
-    """Tokens of an answer; of a task that mixes kinds of questions, by kind."""
+    """The most tokens of an answer; by kind in a task that mixes kinds of questions."""
     metric: str
     """Description of the score."""
     context: str = CONTEXT
-    """With `{context}`."""
+    """The first part, with the field `{context}`."""
     question: str = ASKED
-    """With `{input}`, where there are options `{A}` to `{D}`, and of scbench_mf `{target}`."""
+    """The second part, with the field `{input}`, in multiple choice also `{A}` to `{D}`, in scbench_mf `{target}`."""
 
     def reserved_for(self, kind: str) -> int:
         return self.reserved if isinstance(self.reserved, int) else self.reserved[kind]
@@ -83,4 +83,4 @@ SCORING: dict[str, Scoring | str] = {
     SUMMARY: summary_overlap,
     PASSKEY: first_integer,
 }
-"""Scores by kind of question, where the true answers are strings; `records` has those of the other kinds."""
+"""Scorings by kind of question, if the true answers are strings. `records` has the scorings of the other kinds."""
