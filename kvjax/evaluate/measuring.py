@@ -26,7 +26,7 @@ from kvjax.inference.eviction import TokenRows, at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.inference.forward import drop_observation_state, feed
 from kvjax.inference.prefill import CHUNK, prefill
-from kvjax.inference.reread import reread
+from kvjax.inference.reread import all_of, reread
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import BIAS, Reconstruction
@@ -158,7 +158,8 @@ def compact(
 
     def at_end(compiled: CompiledPolicy, cache: Cache, rows: TokenRows) -> Cache:
         run = partial(feed, model, compiled.host, compiled.read, chunk=CHUNK)
-        return at_prompt_end(model, compiled, cache, rows, observers, run, reconstructed=reconstructed)
+        steps = at_prompt_end(model, compiled, cache, rows, observers, run, reconstructed=reconstructed)
+        return all_of(steps)
 
     return _continued(model, policy, reading, group, watch, at_end)
 
@@ -168,7 +169,11 @@ def reconstruct(
 ) -> Reading:
     """Return a copy of contexts that were read without compaction, after the reconstruction passes. These are the same
     at all budgets."""
-    return _continued(model, policy, reading, group, watch, partial(reread, model))
+
+    def run(compiled: CompiledPolicy, cache: Cache, rows: TokenRows) -> Cache:
+        return all_of(reread(model, compiled, cache, rows))
+
+    return _continued(model, policy, reading, group, watch, run)
 
 
 def _continued(

@@ -18,7 +18,7 @@ from kvjax.inference.compaction import compact_to, overflow_quota, quota, range_
 from kvjax.inference.decode import Recurring
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, memories, padded
-from kvjax.inference.reread import reread
+from kvjax.inference.reread import CacheSteps, reread
 from kvjax.mesh import put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Reconstruction, Trail
@@ -44,8 +44,9 @@ def at_prompt_end(
     run: Feed | None = None,
     implementation: str | None = None,
     reconstructed: bool = False,
-) -> Cache:
-    """Return the cache (donated) of the prompts `rows`, compacted once as the policy's schedule says.
+) -> CacheSteps:
+    """Return the steps that compact the cache (donated) of the prompts `rows` once, as the policy's schedule says: the
+    observers, each reconstruction pass, and the compaction.
 
     Args:
         observers: as in `kvjax.inference.prefill.read`.
@@ -61,8 +62,10 @@ def at_prompt_end(
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run)
+        cache = yield cache
     if isinstance(innermost(host.eviction), Reconstruction) and not reconstructed:
-        cache = reread(model, policy, cache, rows, implementation)
+        cache = yield from reread(model, policy, cache, rows, implementation)
+        cache = yield cache
     prefix = [schedule.needs.prefix_of(row) for row in rows]
     stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
     return compact_to(model, policy, cache, stays)

@@ -148,7 +148,7 @@ def reading(
     continues: bool = False,
 ) -> Steps:
     """Return the steps in which prompts are read, for `next_step`: calls of at most `chunk` tokens with the compactions
-    that follow them, and one at the prompts' end.
+    that follow them, and at the prompts' end the observers, each reconstruction pass and a compaction.
 
     Args:
         grows: as of `feed`.
@@ -198,7 +198,7 @@ def _steps(model, policy, rows, chunk, implementation, room, observers, grows, c
     elif schedule is not None:
         cache = yield cache
         observers = eviction.guided(schedule, len(rows)) if observers is None else observers
-        cache = eviction.at_prompt_end(model, policy, cache, rows, observers, run, implementation)
+        cache = yield from eviction.at_prompt_end(model, policy, cache, rows, observers, run, implementation)
     return cache, after
 
 

@@ -3,7 +3,7 @@ metadata of its entries (`Reconstruction.passes`)."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,20 @@ from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.views import Passage, Step
 from kvjax.struct import struct
 
+CacheSteps = Generator[Cache, Cache, Cache]
+"""Steps over a cache, which is donated to each. A step yields the cache and is sent it again, with what its pool holds
+by then; the last one returns it."""
+
+
+def all_of(steps: CacheSteps) -> Cache:
+    """Return the cache after all of these steps."""
+    try:
+        cache = next(steps)
+        while True:
+            cache = steps.send(cache)
+    except StopIteration as end:
+        return end.value
+
 
 def reread(
     model: Decoder,
@@ -32,8 +46,8 @@ def reread(
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
     implementation: str | None = None,
-) -> Cache:
-    """Return the cache (donated) of `rows` after all passes that the policy's eviction makes over them: they fill its
+) -> CacheSteps:
+    """Return the passes that the policy's eviction makes over the cache (donated) of `rows`, as steps. They fill its
     entry metadata and change nothing else. The passes of one index run together; a row that has fewer does nothing.
 
     Args:
@@ -53,8 +67,10 @@ def reread(
     behind = [max((one.tokens.size for one in own), default=0) for own in passes]
     most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
     check_length(model, [row], most, what="that are read behind them to look at them")
-    with use_mesh(model):
-        for index in range(max(map(len, passes), default=0)):
+    for index in range(max(map(len, passes), default=0)):
+        if index:
+            cache = yield cache
+        with use_mesh(model):
             some = [own[index] if index < len(own) else None for own in passes]
             tokens = [np.zeros(0, np.int32) if one is None else one.tokens for one in some]
             log_call(cache, tokens)

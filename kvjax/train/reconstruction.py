@@ -14,7 +14,7 @@ from kvjax.cache import Cache
 from kvjax.cache.compaction import addresses
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import forward, padded, pieces
-from kvjax.inference.reread import reread
+from kvjax.inference.reread import all_of, reread
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Ratio, Schedule
@@ -50,7 +50,7 @@ def reconstruction(
             fill_input(contexts, into, captured, which, start=start)
             start += count
         caches.check(cache, policy.name, 0)
-        cache = reread(model, compiled, cache, rows)
+        cache = all_of(reread(model, compiled, cache, rows))
         caches.check(cache, policy.name, 0)
         for layer in range(model.config.num_layers):
             score = np.asarray(_scores(cache, np.int32(layer), tokens=longest))

@@ -10,7 +10,7 @@ from kvjax.cache import CapacityError
 from kvjax.engine import Engine
 from kvjax.engine.pages import PageCounts
 from kvjax.errors import UserError
-from kvjax.inference import generate, prefill
+from kvjax.inference import generate, prefill, reread
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.sampling_params import SamplingParams
@@ -138,6 +138,30 @@ def test_the_answers_of_a_prompt_are_drawn_apart():
     want = generate(model(), ["Who?"], sampling, tokenizer=byte_tokenizer())
     assert found == [tokens.tolist() for tokens in want.tokens]
     assert len({tuple(tokens) for tokens in found}) == 3
+
+
+def test_other_answers_go_on_between_reconstruction_passes(monkeypatch):
+    """A turn makes one pass, however long the prompt is."""
+    passes, own = [], reread.one_pass
+    monkeypatch.setattr(
+        reread, "one_pass", lambda *args, **options: passes.append(1) or own(*args, **options)
+    )
+    made = make_policy("kvzip:ratio=0.5,repeated=16", model=model(), tokenizer=byte_tokenizer())
+    sizes = {"slots": 2, "max_length": 192, "page_size": 4, "chunk": 32, "block": 2, "capacity": 192}
+    served = Engine(model(), made, tokenizer=byte_tokenizer(), **sizes)
+    questions = [(list(range(size)), SamplingParams(max_new_tokens=60, ignore_eos=True)) for size in (5, 60)]
+    short, long = submit(served, questions)
+    tokens = []
+    while not long.tokens:
+        before = len(passes)
+        served.step()
+        if (made := len(passes) - before) and short.tokens:
+            assert made == 1
+            tokens.append(len(short.tokens))
+    assert len(tokens) == 4
+    assert np.diff(tokens).min() > 0
+    run(served)
+    assert [short.tokens, long.tokens] == alone(served, questions)
 
 
 def test_a_stop_text_ends_an_answer_and_is_not_part_of_it():
