@@ -70,7 +70,7 @@ def config_keys(file: GgufFile) -> JsonObject:
         "head_dim": head_dim,
         "rms_norm_eps": _decimal(file.get("attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _decimal(file.get("rope.freq_base", float, 10_000.0)),
-        "rope_scaling": _rope_scaling(file, head_dim, context),
+        "rope_scaling": _rope_scaling(file, head_dim, turned, context),
         "partial_rotary_factor": _share(turned, head_dim),
         "max_position_embeddings": context,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -115,10 +115,12 @@ def _eos_ids(metadata: JsonObject) -> list[int]:
     return sorted(ids)
 
 
-def _rope_scaling(file: GgufFile, head_dim: int, context: int) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufFile, head_dim: int, turned: int, context: int) -> dict[str, Any] | None:
     magnitude = file.get("rope.scaling.attn_factor", float, 0.0)
     if any(name in file.tensors for name in FACTORS):
-        return _longrope(file, context) | ({"attention_factor": _decimal(magnitude)} if magnitude else {})
+        return _longrope(file, turned // 2, context) | (
+            {"attention_factor": _decimal(magnitude)} if magnitude else {}
+        )
     if magnitude not in (0, 1):
         raise file.metadata.error(
             f"{file.architecture}.rope.scaling.attn_factor is {magnitude:g}, which is not supported"
@@ -147,16 +149,17 @@ def _rope_scaling(file: GgufFile, head_dim: int, context: int) -> dict[str, Any]
     return scaling
 
 
-def _longrope(file: GgufFile, context: int) -> dict[str, Any]:
-    """Return LongRoPE's scaling, whose factors are in two tensors."""
+def _longrope(file: GgufFile, pairs: int, context: int) -> dict[str, Any]:
+    """Return LongRoPE's scaling, whose factors for so many pairs are in two tensors."""
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "original_max_position_embeddings": file.get("rope.scaling.original_context_length", int, context),
     }
     for name, key in FACTORS.items():
         tensor = file.tensors.get(name)
-        if tensor is None or len(tensor.shape) != 1:
-            raise file.metadata.error(f"{name} is missing or no vector")
+        if tensor is None or tensor.shape != (pairs,):
+            found = "missing" if tensor is None else f"of shape {tensor.shape}"
+            raise file.metadata.error(f"{name} is {found}, expected {(pairs,)}")
         scaling[key] = [_decimal(value) for value in tensor.read().tolist()]
     return scaling
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax.models import read_config
-from tests.models.cases import LLAMA, weights
+from tests.models.cases import LLAMA, PHI4_MINI, weights
 from tests.models.gguf_cases import write_gguf
 from tests.models.refusals import error_in
 
@@ -87,6 +87,22 @@ def test_metadata_that_change_nothing(tmp_path):
     }
     file = write_gguf(tmp_path / "model.gguf", LLAMA, weights(LLAMA), metadata=said)
     assert read_config(file) == read_config(plain)
+
+
+def test_factors_of_another_size_are_refused(tmp_path):
+    case = PHI4_MINI | {"rope_scaling": None}
+    for more, message in (
+        (
+            {"rope_factors_short": np.ones(5, np.float32)},
+            "rope_factors_short.weight is of shape (5,), expected (6,)",
+        ),
+        (
+            {"rope_factors_short": np.ones(6, np.float32)},
+            "rope_factors_long.weight is missing, expected (6,)",
+        ),
+    ):
+        file = write_gguf(tmp_path / f"{len(message)}.gguf", case, weights(case), more=more)
+        assert error_in(file) == message
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):
