@@ -193,7 +193,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     # those of a GGUF file are among its keys
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
     added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
-    tied = keys.get("tie_word_embeddings", bool, False)
+    tied = keys.get("tie_word_embeddings", bool, family.default_tied)
     if tied and not is_gguf(folder) and has_own_head(folder):
         tied = False
         warn(
@@ -280,6 +280,8 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     wrong = [
         f"{name}={getattr(config, name)}" for name, value in read.items() if getattr(config, name) != value
     ]
+    if family.rope(JsonObject(written, "config.json"), None).share != config.rope.share:
+        wrong.append(f"partial_rotary_factor={config.rope.share:g}")
     if wrong:
         raise UserError(f"a {config.model_type} model cannot have {', '.join(wrong)}")
     return written

@@ -113,4 +113,5 @@ def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.type == "default":
         return None
     numbers = {_SPELLING.get(name, name): getattr(rope, name) for name in _NUMBERS[rope.type]}
+    numbers = {name: [*value] if isinstance(value, tuple) else value for name, value in numbers.items()}
     return {"rope_type": rope.type} | {name: value for name, value in numbers.items() if value is not None}

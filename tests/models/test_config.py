@@ -10,6 +10,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.models import ModelConfig
 from kvjax.models.config import config_json, warn_of_turn_ends
+from kvjax.models.rope import RopeConfig
 from tests.models.cases import CASES, LLAMA, LONGROPE, PHI4_MINI, QWEN3
 
 PHI4 = PHI4_MINI | {"original_max_position_embeddings": 128}
@@ -39,6 +40,15 @@ def test_the_flags_of_each_family(read):
     assert flags(CASES["qwen2"] | {"mlp_bias": True}) == (False, True, False, False)
     assert flags(CASES["qwen3_biases"]) == (True, True, True, False)
     assert flags(CASES["smollm3"] | {"mlp_bias": True}) == (False, False, False, True)
+
+
+def test_defaults_are_those_of_each_family(read):
+    """As transformers has them where `config.json` lacks the key."""
+    bare = {key: x for key, x in LLAMA.items() if key not in ("tie_word_embeddings", "rms_norm_eps")}
+    found = [read(bare | {"model_type": kind}) for kind in ("llama", "phi3", "smollm3")]
+    assert [config.tied for config in found] == [False, False, True]
+    assert [config.norm_eps for config in found] == [1e-6, 1e-5, 1e-6]
+    assert [config.rope.theta for config in found] == [1e4, 1e4, 2e6]
 
 
 def test_layers_without_rope(read):
@@ -399,6 +409,8 @@ def test_a_model_that_no_family_matches_is_not_written(read):
         ({"qk_norm": True}, "a llama model cannot have qk_norm=True"),
         ({"attention_bias": True}, "a llama model cannot have attention_out_bias=False"),
         ({"model_type": "qwen2"}, "a qwen2 model cannot have attention_bias=False"),
+        ({"rope": RopeConfig(share=0.5)}, "a llama model cannot have partial_rotary_factor=0.5"),
+        ({"no_rope": (1,)}, r"a llama model cannot have no_rope=\(1,\)"),
         ({"model_type": "other"}, "model_type 'other' has no Hugging Face class"),
     ):
         with pytest.raises(UserError, match=message):

@@ -28,6 +28,9 @@ class Family:
     default_theta: ClassVar[float] = 10_000.0
     """The base of RoPE's wavelengths, where `config.json` does not have the key."""
 
+    default_tied: ClassVar[bool] = False
+    """True if the output head is the embedding table where `config.json` does not have the key."""
+
     def fields(self, keys: JsonObject) -> dict[str, Any]:
         """Return the fields of `ModelConfig` that the family, or `config.json` in its own way, sets."""
         return {}

@@ -18,6 +18,9 @@ class Phi3(Family):
     names: ClassVar = {"q": QKV, "k": QKV, "v": QKV, "gate": GATE_UP, "up": GATE_UP}
     sliding_window = "all layers"
 
+    def fields(self, keys: JsonObject) -> dict[str, Any]:
+        return {"norm_eps": keys.get("rms_norm_eps", float, 1e-5)}
+
     def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
         return read_rope(keys, max_length, rope_share(keys), self.default_theta)
 

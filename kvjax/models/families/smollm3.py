@@ -12,6 +12,7 @@ class SmolLM3(Llama):
     architecture = "SmolLM3ForCausalLM"
     gguf = None
     default_theta = 2_000_000.0
+    default_tied = True
 
     def fields(self, keys: JsonObject) -> dict[str, Any]:
         if keys.get("use_sliding_window", bool, False) and keys.get("sliding_window", int, None) is not None:
