@@ -89,7 +89,7 @@ class Request:
     def likely(self) -> int:
         """The most tokens that it is expected to have in the cache."""
         new = self.sampling.max_new_tokens
-        return self.prompt.size + min(new, new if self.expected is None else self.expected) - 1
+        return self.prompt.size + (new if self.expected is None else min(new, self.expected)) - 1
 
     def cancel(self) -> None:
         """Tell the engine to end it at its next turn."""

@@ -13,8 +13,11 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self.special = frozenset(tokenizer.all_special_ids)
+
+    @functools.cached_property
+    def special(self) -> frozenset[int]:
         """Tokens that texts do not show."""
+        return frozenset(self._tokenizer.all_special_ids)
 
     def text(self, token: int, before: int | None) -> str:
         """Return the text that a token adds after another one, which decides whether a space is shown; None: it is the
