@@ -167,7 +167,13 @@ class Server:
     async def drop_context(self, call: Call) -> Response:
         """Free the pages of a context."""
         name = call.path_params["name"]
-        await self.worker.call(lambda engine: engine.forget(name))
+
+        def forget(engine: Engine) -> None:
+            engine.forget(name)
+            # no turn may follow that would note it
+            self._metrics.holds(engine.stats)
+
+        await self.worker.call(forget)
         return JSONResponse({"name": name, "object": "context", "deleted": True})
 
     async def health(self, _: Call) -> Response:

@@ -167,9 +167,6 @@ class Worker:
             if call is None:
                 return False
             call()
-            if not self.engine.busy:
-                # no turn follows
-                self._metrics.holds(self.engine.stats)
 
     def _send(self) -> None:
         """Send what is new of all answers, and forget those that ended."""
