@@ -58,7 +58,7 @@ def dense_prefills(model: Decoder) -> dict[str, Callable]:
             )
 
         position = jnp.arange(tokens.shape[1])[None]
-        x, _, kv = scan_layers(model, model.embed_tokens(tokens), position, attend)
+        x, _, kv, _ = scan_layers(model, model.embed_tokens(tokens), position, attend)
         return kv, jnp.argmax(model.logits(model.norm(x[:, -1:]))[:, 0], -1)
 
     forms = {"blockwise": (causal_attention, "b k s h"), "dot_product_attention": (xla, "b s k h")}

@@ -29,7 +29,7 @@ def synthetic_caches(
     """
     config, host, rng = model.config, policy.host, np.random.default_rng(0)
     layout = layout_for(
-        host, batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        host, batch=batch, layers=config.num_full_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         tokens=longest + new_tokens, dtype=model.embed.dtype, page_size=page_size,
     )  # fmt: skip
     shape = layout.layers, batch, layout.kv_heads

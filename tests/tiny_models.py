@@ -49,7 +49,7 @@ def tiny_gates(model: Decoder, seed: int = 1) -> WriteGate:
     """Untrained gates for `model`, made decisive so that thresholds near their median split tokens."""
     config = model.config
     with use_mesh(model):
-        return _gates(config.num_layers, config.num_kv_heads, config.head_dim, seed)
+        return _gates(config.num_full_layers, config.num_kv_heads, config.head_dim, seed)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -63,7 +63,7 @@ def tiny_sink_gates(model: Decoder, seed: int = 1, *, inputs: str = "hidden") ->
     """Untrained gates of Fast KVzip for `model`, made decisive: their scores are all over (0, 1)."""
     config = model.config
     width = config.width if inputs == "hidden" else config.head_dim
-    sizes = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads, width
+    sizes = config.num_full_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads, width
     with use_mesh(model):
         return _sink_gates(sizes, seed)
 
@@ -80,7 +80,7 @@ def tiny_scorers(model: Decoder, seed: int = 1, **forms) -> Scorer:
     """Untrained scorers of KVPOP for `model`, made decisive: what a query reads, how much of it is written and how fast
     it is forgotten depends on the tokens, and so do scores."""
     config = model.config
-    sizes = Sizes(config.num_layers, config.num_kv_heads, config.head_dim, **forms)
+    sizes = Sizes(config.num_full_layers, config.num_kv_heads, config.head_dim, **forms)
     with use_mesh(model):
         scorers = _scorers(sizes, seed)
         random = np.random.default_rng(seed)

@@ -21,9 +21,9 @@ def selected(cache: Cache, index: Int[Array, " n"]) -> Cache:
     """Return a cache whose sequence i is a fork of sequence `index[i]`, counted within its own batch shard, or empty
     where that is negative. Pages that no sequence holds any more are free. `cache` stays as it is, and the result
     shares the memory of its pool: pass it to `copy_shared_pages` before anything is written to it."""
-    layers, seen, trail, held = _selected(cache, index)
+    layers, seen, trail, sliding, held = _selected(cache, index)
     pages = dataclasses.replace(cache.pages, free=held[0], free_count=held[1], others=held[2])
-    return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
+    return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail, sliding=sliding)
 
 
 @jax.jit
@@ -33,15 +33,23 @@ def _selected(cache, index):
     def local(*rows):
         return branched_rows(*rows, pages=pages)
 
-    small = cache.layers, cache.seen, cache.trail
+    small = cache.layers, cache.seen, cache.trail, cache.sliding
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, small)
     specs = *specs, (P(SHARDS), P(SHARDS), P(SHARDS))
     return jax.shard_map(local, out_specs=specs)(*small, jax.sharding.reshard(index, P(BATCH)))
 
 
 def branched_rows(
-    layers: LayerCache, seen: Int[Array, " b"], trail: Any, index: Int[Array, " n"], *, pages: int
-) -> tuple[LayerCache, Int[Array, " n"], Any, tuple[Int[Array, " p"], Int[Array, " 1"], Int[Array, " p"]]]:
+    layers: LayerCache,
+    seen: Int[Array, " b"],
+    trail: Any,
+    sliding: Any,
+    index: Int[Array, " n"],
+    *,
+    pages: int,
+) -> tuple[
+    LayerCache, Int[Array, " n"], Any, Any, tuple[Int[Array, " p"], Int[Array, " 1"], Int[Array, " p"]]
+]:
     """Return a shard's state of the sequences that `index` names, given its number of pages, and its free list, the
     count of that, and how many head caches hold each page beside the first."""
 
@@ -56,7 +64,8 @@ def branched_rows(
     free = jnp.argsort(owners > 0, stable=True).astype(jnp.int32)
     held = free, pages - (owners > 0).sum(dtype=jnp.int32)[None], jnp.maximum(owners - 1, 0)
     layers = dataclasses.replace(layers, page_table=table, length=length)
-    return layers, jnp.where(exists, of(seen, 0), 0), jax.tree.map(lambda x: of(x, 0), trail), held
+    trail, sliding = jax.tree.map(lambda x: of(x, 0), trail), jax.tree.map(lambda x: of(x, 1), sliding)
+    return layers, jnp.where(exists, of(seen, 0), 0), trail, sliding, held
 
 
 def copy_shared_pages(cache: Cache, newest: int | None) -> Cache:

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from kvjax.cache.pages import Cache, LayerCache, ring_pages
-from kvjax.cache.sizes import by_shard, pages_of
+from kvjax.cache.sizes import by_shard, pages_of, table_tokens
+from kvjax.cache.sliding import slots_for
 from kvjax.mesh import HEADS, axis_size, batch_shards, put
 from kvjax.struct import changed, leaves_by_path
 
@@ -18,7 +19,7 @@ Arrays = dict[str, np.ndarray]
 """The arrays of a packed cache, by name. "entries" and "ring" [n kv] hold the retained entries and the local windows of
 all head caches (layer, sequence, kv head) one after another, the window's oldest token first. "plane.…" [n] hold the
 metadata of the retained entries. "length" [l b k], "seen" [b], "priority", "numbers.…" and "state.…" [l b …] and
-"trail.…" [b …] are as in the cache."""
+"trail.…" [b …] are as in the cache, and "sliding" is, with slots for its tokens."""
 
 
 class Places(NamedTuple):
@@ -82,6 +83,9 @@ def packed(cache: Cache) -> Arrays:
     found |= {f"plane.{name}": np.asarray(x)[at] for name, x in pages.planes.items()}
     found |= {name: x[:, live] for name, x in leaves_by_path(_small(layers)).items()}
     trail = jax.tree.map(lambda x: _as_floats(np.asarray(x), pages.dtype)[live], cache.trail)
+    if cache.sliding is not None:
+        slots = slots_for(cache.sliding_window, table_tokens(int(found["seen"].max())))
+        found["sliding"] = _as_floats(np.asarray(cache.sliding), pages.dtype)[:, live, :, :slots]
     return found | leaves_by_path({"trail": trail})
 
 
@@ -147,7 +151,10 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     trail = leaves_by_path({"trail": like.trail})
     trail = [rows(arrays[name], 0).view(x.dtype) for name, x in trail.items()]
     trail = jax.tree.unflatten(jax.tree.structure(like.trail), trail)
-    whole = changed(like, pages=pages, layers=layers, seen=seen, trail=trail)
+    windows = like.sliding
+    if windows is not None:
+        windows = rows(arrays["sliding"], 1).view(windows.dtype)
+    whole = changed(like, pages=pages, layers=layers, seen=seen, trail=trail, sliding=windows)
     return jax.tree.map(_put, whole, like)
 
 

@@ -113,7 +113,7 @@ class Cache:
     pages: Pages
     """The storage, which all layers share."""
     layers: LayerCache
-    """State of each layer's head caches, `[l …]`."""
+    """State of the head caches of each layer with full attention, `[l …]`."""
     seen: Int[Array, " b"]
     """The number of tokens of each sequence so far."""
     trail: Any
@@ -122,6 +122,11 @@ class Cache:
     """The number of last tokens that are always visible, the query's included. The local window has one slot fewer."""
     limit: int | None = static(default=None)
     """The most pages that a shard's pool may ever have, by the stated capacity. None if none was stated."""
+    sliding: Shaped[Array, "l b k s kv"] | None = None
+    """The windows of sliding-window layers (`kvjax.cache.sliding`), which have no pages. None: there are no such
+    layers."""
+    sliding_window: int = static(default=0)
+    """The last tokens that sliding-window layers see, the query's included."""
 
     @property
     def page_size(self) -> int:

@@ -32,6 +32,8 @@ class Mark:
     """The pages of the local windows; None if `pool` holds them."""
     pool: Shaped[Array, "p page kv"] | None
     """The whole pool, with `max_entries`; else None."""
+    sliding: Shaped[Array, "l b k s kv"] | None
+    """The windows of sliding-window layers."""
 
 
 @jax.jit
@@ -47,7 +49,7 @@ def marked(cache: Cache) -> Mark:
     held = None if capped else jax.shard_map(rings, out_specs=spec)(pages.pool, cache.layers.page_table)
     mark = Mark(
         cache.layers, cache.seen, cache.trail, pages.free, pages.free_count, pages.bounds, pages.planes, held,
-        pages.pool if capped else None,
+        pages.pool if capped else None, cache.sliding,
     )  # fmt: skip
     return jax.tree.map(jnp.copy, mark)
 
@@ -60,7 +62,8 @@ def taken_back(cache: Cache, mark: Mark) -> Cache:
         pool = _with_rings(cache.pages.pool, mark.layers.page_table, mark.rings)
     beside = {"free": mark.free, "free_count": mark.free_count, "bounds": mark.bounds, "planes": mark.planes}
     pages = dataclasses.replace(cache.pages, pool=pool, **beside)
-    return dataclasses.replace(cache, pages=pages, layers=mark.layers, seen=mark.seen, trail=mark.trail)
+    small = {name: getattr(mark, name) for name in ("layers", "seen", "trail", "sliding")}
+    return dataclasses.replace(cache, pages=pages, **small)
 
 
 @jax.jit(donate_argnums=0)

@@ -15,6 +15,7 @@ from jaxtyping import Int
 
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
 from kvjax.cache.pages import Cache, LayerCache, Pages, ring_pages
+from kvjax.cache.sliding import grown
 from kvjax.errors import UserError, byte_size, whole_number
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards
 
@@ -141,6 +142,7 @@ class Layout:
     batch: int
     """Sequences, a multiple of the mesh's batch shards."""
     layers: int
+    """Layers with full attention."""
     kv_heads: int
     """KV heads of the whole model."""
     head_dim: int
@@ -162,6 +164,12 @@ class Layout:
     """Names and dtypes of the entry metadata, those of `max_entries` included."""
     limit: int | None = None
     """The most pages that a shard's pool may ever have; None: as many as the devices have memory for."""
+    sliding_layers: int = 0
+    """Layers with a sliding window; `layers` counts the others."""
+    sliding_window: int = 0
+    """The last tokens that they see."""
+    sliding_slots: int = 0
+    """The tokens that they have room for."""
 
 
 def empty(layout: Layout, state: Any, trail: Any) -> Cache:
@@ -201,12 +209,20 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
-    return Cache(pages_, layer_cache, seen, trail, window=layout.window, limit=layout.limit)
+    windows = None
+    if layout.sliding_layers:
+        shape = layout.sliding_layers, batch, heads, layout.sliding_slots, width
+        windows = jnp.zeros(shape, layout.stored, out_sharding=P(None, BATCH, HEADS, None, None))
+    return Cache(
+        pages_, layer_cache, seen, trail, window=layout.window, limit=layout.limit, sliding=windows,
+        sliding_window=layout.sliding_window,
+    )  # fmt: skip
 
 
-def resize(cache: Cache, pages: int, columns: int = 0) -> Cache:
+def resize(cache: Cache, pages: int, columns: int = 0, tokens: int = 0) -> Cache:
     """Return a copy whose pool has `pages` pages a shard, at least those in use, and whose page tables have `columns`
-    more columns."""
+    more columns. `tokens`: tokens of a sequence that windows of sliding-window layers must have room for, if these are
+    more than before."""
 
     def local(old: Pages, layers: LayerCache) -> tuple[Pages, LayerCache]:
         had, table = old.pool.shape[0], layers.page_table
@@ -232,4 +248,7 @@ def resize(cache: Cache, pages: int, columns: int = 0) -> Cache:
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(local, out_specs=specs)(cache.pages, cache.layers)
-    return dataclasses.replace(cache, pages=new_pages, layers=new_layers)
+    windows = cache.sliding
+    if windows is not None:
+        windows = grown(windows, cache.sliding_window, tokens)
+    return dataclasses.replace(cache, pages=new_pages, layers=new_layers, sliding=windows)

@@ -116,7 +116,10 @@ def contents(model: Any) -> str:
     return known.hexdigest()[:16]
 
 
-LATER = "no_rope", "share", "short_factor", "long_factor"
+LATER = (
+    *("no_rope", "share", "short_factor", "long_factor", "sliding_window", "sliding_layers", "sliding_rope"),
+    *("norm_offset", "post_norms", "embed_scale", "query_scale"),
+)
 """Fields of configurations that digests leave out while they have their defaults: they did not exist at first."""
 
 

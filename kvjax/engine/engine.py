@@ -28,7 +28,7 @@ from kvjax.engine.reader import Reader
 from kvjax.engine.request import Constraint, Request
 from kvjax.engine.slots import Paused, Slots
 from kvjax.errors import UserError, named_arguments, shown, whole_number
-from kvjax.inference.allocation import layout_for
+from kvjax.inference.allocation import layout_for, sizes_of
 from kvjax.inference.answers import stop_tokens_of
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.forward import SIZES, bucket
@@ -133,9 +133,8 @@ class Engine:
                     "when=position"
                 )
             layout = layout_for(
-                host, batch=self.slots, layers=config.num_layers, kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim, tokens=self.max_length, dtype=model.embed.dtype, page_size=page_size,
-                capacity=capacity, free=device_bytes(free=True),
+                host, **sizes_of(config), batch=self.slots, tokens=self.max_length, dtype=model.embed.dtype,
+                page_size=page_size, capacity=capacity, free=device_bytes(free=True),
             )  # fmt: skip
             self._pool = Pool(self._policy, layout, config.num_heads // config.num_kv_heads)
             self._slots = Slots(model, self._policy, self._pool, self.block)

@@ -23,9 +23,10 @@ class Row(NamedTuple):
     layers: LayerCache
     seen: Int[Array, " 1"]
     trail: Any
+    sliding: Any
 
 
-AXES = 1, 0, 0
+AXES = 1, 0, 0, 1
 """The axis of the sequences in the arrays of each of a row's parts."""
 
 
@@ -35,7 +36,7 @@ Contents = dict[str, Shaped[Array, "n ..."] | dict[str, Shaped[Array, "n ..."]] 
 
 def row_of(cache: Cache) -> Row:
     """Return what a cache of one sequence has in addition to its pages."""
-    return Row(cache.layers, cache.seen, cache.trail)
+    return Row(cache.layers, cache.seen, cache.trail, cache.sliding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -52,11 +53,11 @@ def put_in(slots: Row, row: Row, slot: Int[Array, ""]) -> Row:
         def changed(x, new, axis):
             return jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis)
 
-        layers, seen, trail = (
+        parts = (
             jax.tree.map(lambda x, new, a=axis: changed(x, new, a), old, part)
             for old, part, axis in zip(slots, row, AXES, strict=True)
         )
-        return Row(layers, seen, trail)
+        return Row(*parts)
 
     return jax.shard_map(local, out_specs=_specs(slots))(slots, row, slot)
 
@@ -69,10 +70,10 @@ def taken(slots: Row, slot: Int[Array, ""]) -> Row:
         def one(x, axis):
             return jax.lax.dynamic_slice_in_dim(x, slot, 1, axis)
 
-        layers, seen, trail = (
+        parts = (
             jax.tree.map(lambda x, a=axis: one(x, a), part) for part, axis in zip(slots, AXES, strict=True)
         )
-        return Row(layers, seen, trail)
+        return Row(*parts)
 
     return jax.shard_map(local, out_specs=_specs(slots))(slots, slot)
 
@@ -131,7 +132,7 @@ def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
         empty = dataclasses.replace(
             row.layers, page_table=jnp.full_like(table, none), length=jnp.zeros_like(row.layers.length)
         )
-        row = Row(empty, jnp.zeros_like(row.seen), row.trail)
+        row = row._replace(layers=empty, seen=jnp.zeros_like(row.seen))
         return dataclasses.replace(pages, free=free, free_count=count, bounds=bounds, others=others), row
 
     return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)

@@ -48,7 +48,7 @@ def dry_run(config: EvaluateConfig) -> str:
     calibrated = any(one.calibrated for one in policies.values())
     amount = "to draw" if drawn else f"to read, each of at most {contexts:,} contexts up to {max(read)} times"
     lines = [
-        f"{name}: {shape.num_layers} layers × {shape.num_kv_heads} KV heads; weights and data were not read",
+        f"{name}: {shape.num_full_layers} layers × {shape.num_kv_heads} KV heads; weights and data were not read",
         f"{len(policies)} policies, {results} with their budgets, × {len(config.tasks)} tasks × lengths of {lengths} "
         f"tokens: {results * len(config.tasks) * len(config.context):,} results of {config.samples:,} answers",
         f"at most {tokens:,} tokens {amount}" + (", besides those for calibration" if calibrated else ""),

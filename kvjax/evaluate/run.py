@@ -106,7 +106,7 @@ class Evaluation:
         every = compared(config)
         chosen = [one for one in every if self._chooses(one, task)]
         length = task.length if task.published else min(task.length, config.order_length)
-        count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
+        count = config.order_contexts or default_contexts(shape.num_full_layers * shape.num_kv_heads, length)
         several = any(one.searched and len(gates_for(config, one)) > 1 for one in every)
         return ChoiceSamples(
             length,
@@ -252,7 +252,9 @@ class Evaluation:
         for group in groups(task.calibration, manner.batch):
             sizes = caches.stats(read(self.model, policy, group, manner).cache, len(group))
             entries += int(sizes.entries.sum())
-            whole += int(sizes.tokens.sum()) * self.model.config.num_layers * self.model.config.num_kv_heads
+            whole += (
+                int(sizes.tokens.sum()) * self.model.config.num_full_layers * self.model.config.num_kv_heads
+            )
         return entries / whole
 
 

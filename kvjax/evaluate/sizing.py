@@ -73,7 +73,7 @@ class Sizing:
     @property
     def shape(self) -> tuple[int, int]:
         """Layers × kv heads."""
-        return self.model.config.num_layers, self.model.config.num_kv_heads
+        return self.model.config.num_full_layers, self.model.config.num_kv_heads
 
 
 def policy_of(one: Compared, sizing: Sizing) -> Policy:

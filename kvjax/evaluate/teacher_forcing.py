@@ -79,7 +79,9 @@ class TeacherForcing:
                 for part in rows
             ]
         if any(question.given for _, _, question in self._answers):
-            output, _ = self._run(np.ones((model.config.num_layers, model.config.num_kv_heads), bool), 1, 1)
+            output, _ = self._run(
+                np.ones((model.config.num_full_layers, model.config.num_kv_heads), bool), 1, 1
+            )
             self._answers = [
                 (row, at, score_agreement(question, output[row, at])) for row, at, question in self._answers
             ]
@@ -134,14 +136,21 @@ def _outcome(
 ) -> tuple[Int[Array, "b q"], Float[Array, ""], Int[Array, ""]]:
     """Return the most likely token after each token behind the context, the targets' summed loss, and their number."""
 
-    def attend(step, carry, whole):
+    def attend(step, carry, own):
         step = step.without_padding()
-        own = dataclasses.replace(pattern, whole=whole)
         local = jax.shard_map(partial(_attend, context=lines.context), out_specs=P(BATCH, HEADS))
         return local(step.q, step.k, step.v, lines.position, lines.part, own), carry, None
 
+    def full(step, carry, whole):
+        return attend(step, carry, dataclasses.replace(pattern, whole=whole))
+
+    def slide(step, carry, xs):
+        none = jnp.zeros(model.config.num_kv_heads, bool, out_sharding=P(HEADS))
+        own = Pattern(none, jnp.int32(0), jnp.int32(model.config.sliding_window))
+        return attend(step, carry, own)
+
     x = model.embed_tokens(lines.token)
-    x, _, _ = scan_layers(model, x, lines.position, attend, xs=pattern.whole, frozen=True)
+    x, *_ = scan_layers(model, x, lines.position, full, xs=pattern.whole, slide=slide, frozen=True)
     logits = model.logits(model.norm(gather(x, "sequence")[:, lines.context :]))
     target = lines.target[:, lines.context :]
     wanted = target >= 0

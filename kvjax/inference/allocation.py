@@ -15,8 +15,10 @@ from jaxtyping import Float
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout, shard_pages
+from kvjax.cache.sliding import slots_for
 from kvjax.errors import UserError, whole_number
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, gather, on_cpu
+from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Trail
 from kvjax.policies.compiled import CompiledPolicy, States, View
@@ -24,7 +26,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
 from pallas_kernels.bits import as_bits
 
-resize = jax.jit(caches.resize, static_argnums=(1, 2))
+resize = jax.jit(caches.resize, static_argnums=(1, 2, 3))
 copy_shared_pages = jax.jit(caches.copy_shared_pages, static_argnums=1, donate_argnums=0)
 
 
@@ -43,17 +45,15 @@ def new_cache(
     config, schedule, shards = model.config, policy.host.schedule, batch_shards()
     if schedule is not None:
         # now, and not when a prompt or an answer has grown that long
-        own = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.embed.dtype.itemsize
+        own = 2 * config.num_full_layers * config.num_kv_heads * config.head_dim * model.embed.dtype.itemsize
         schedule.check_bound(policy.host.name, policy.host.window - 1, own)
     behind = 0 if schedule is None else schedule.read_behind
     # where answers are compacted as they grow, their pages are allocated after the prompt's compaction
     beside = behind if policy.host.compacts_answers else behind + room
     return empty_cache(
         policy,
+        **sizes_of(config),
         batch=-(-len(rows) // shards) * shards,
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         tokens=[row.size + beside for row in rows],
         longest=max(row.size for row in rows) + behind + room,
         dtype=model.embed.dtype,
@@ -61,6 +61,17 @@ def new_cache(
         page_size=page_size,
         capacity=capacity,
     )
+
+
+def sizes_of(config: ModelConfig) -> dict[str, int]:
+    """Return the arguments of `layout_for` that a model determines."""
+    return {
+        "layers": config.num_full_layers,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "sliding_layers": len(config.sliding_layers),
+        "sliding_window": config.sliding_window,
+    }
 
 
 def empty_cache(policy: CompiledPolicy, *, group: int = 1, **sizes: Any) -> Cache:
@@ -87,16 +98,20 @@ def layout_for(
     page_size: int | None = None,
     capacity: int | str | None = None,
     free: int | None = None,
+    sliding_layers: int = 0,
+    sliding_window: int = 0,
 ) -> Layout:
     """Return the shape of a cache, for the current mesh.
 
     Args:
         batch: sequences, a multiple of the mesh's batch shards.
+        layers: layers with full attention.
         tokens: tokens that the pool is made for, of each sequence or of all.
         longest: tokens of one sequence that the page tables are made for, if that is more.
         page_size: as in `kvjax.inference.prefill.prefill`.
         capacity: as in `kvjax.cache.capacity_pages`.
-        free: bytes that a device has for its pool; None: any number.
+        free: bytes that a device has for its part of the cache; None: any number.
+        sliding_layers, sliding_window: the layers with a sliding window, and the tokens that they see.
 
     Raises:
         UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
@@ -105,6 +120,7 @@ def layout_for(
     page_size = page_size_of(policy, page_size)
     each = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
     table, most = caches.table_tokens(max(longest, *each)), policy.max_entries
+    slots = slots_for(sliding_window, table) if sliding_layers else 0
     if most is not None:
         table = min(table, most + policy.window - 1)
     dtype = jnp.dtype(dtype)
@@ -114,6 +130,9 @@ def layout_for(
         raise UserError(f"policy {policy.name}: a plane called {caches.PRIORITY!r} is the cache's own")
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     token_bytes = 2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes)
+    if free is not None:
+        rows = sliding_layers * batch // batch_shards() * kv_heads // axis_size(*HEADS)
+        free = max(0, free - rows * slots * 2 * head_dim * dtype.itemsize)
     page_bytes = page_size * token_bytes + 2 * head_dim * bounds.itemsize * (policy.selection is not None)
 
     def pages(tokens: Sequence[int], entries: Float[np.ndarray, "l b k"]) -> int:
@@ -167,6 +186,7 @@ def layout_for(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
         page_size=page_size, pages=size, dtype=dtype, stored=stored,
         bounds=None if policy.selection is None else bounds, planes=planes, limit=limit,
+        sliding_layers=sliding_layers, sliding_window=sliding_window, sliding_slots=slots,
     )  # fmt: skip
 
 
@@ -331,7 +351,10 @@ def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) 
             f"policy {policy.name}: a cache that is continued is copied, {needed:.1f} MiB on a device that has "
             f"{free:.1f} MiB free beside it: give shorter prompts, a smaller batch or more devices"
         )
-    copy = resize(cache, size, _missing_columns(policy, cache, question + answer))
+    columns, tokens = (
+        missing(policy, cache, question + answer) for missing in (_missing_columns, _missing_slots)
+    )
+    copy = resize(cache, size, columns, tokens)
     if not forked:
         return copy
     copy = copy_shared_pages(copy, policy.rewritten)
@@ -360,6 +383,15 @@ def _missing_columns(policy: Policy, cache: Cache, tokens: int) -> int:
     if columns(tokens) <= cache.columns:
         return 0
     return columns(caches.table_tokens(seen + tokens) - seen) - cache.columns
+
+
+def _missing_slots(policy: Policy, cache: Cache, tokens: int) -> int:
+    """Return the tokens of a sequence that windows of sliding-window layers must have room for; 0: they have it."""
+    if cache.sliding is None:
+        return 0
+    longest = int(np.asarray(cache.seen).max()) + tokens
+    enough = slots_for(cache.sliding_window, longest) <= cache.sliding.shape[3]
+    return 0 if enough else caches.table_tokens(longest)
 
 
 def _page_bytes(cache: Cache) -> int:

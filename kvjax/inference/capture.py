@@ -13,9 +13,10 @@ from kvjax.errors import one_of
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.checks import check_continues, check_in_front
 from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positions
+from kvjax.inference.sliding import sliding
 from kvjax.mesh import use_mesh
 from kvjax.models.chat import token_rows
-from kvjax.models.decoder import Decoder, layer_body
+from kvjax.models.decoder import Decoder, layer_body, one_of_layers
 from kvjax.policies.compiled import View
 from kvjax.policies.policy import Policy
 
@@ -28,8 +29,8 @@ def captured_layers(
     names: Sequence[str],
     implementation: str | None = None,
 ) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
-    """Run `rows` over the cache without writing to it, and yield the captured arrays of each layer in turn, on the
-    host. Only one layer's arrays are on the devices at a time, and one program serves all layers.
+    """Run `rows` over the cache without writing to it, and yield the captured arrays of each layer with full attention
+    in turn, on the host. Only one layer's arrays are on the devices at a time, and one program serves all such layers.
 
     Args:
         cache: None: the rows are whole sequences.
@@ -54,16 +55,19 @@ def captured_layers(
             check_continues(cache, model, compiled, rows)
         tokens, valid = padded(rows, bucket(longest))
         x = _embedded(model, tokens)
-    for index in range(model.config.num_layers):
+    before = [0, 0]
+    for index, slides in enumerate(model.config.slides):
         # the caller's code runs between the layers, so no mesh may stay set there
         with use_mesh(model):
             x, captured, finite = _layer(
-                model, compiled.read, cache, x, tokens, valid, np.int32(index),
-                names=tuple(names), implementation=implementation,
+                model, compiled.read, cache, x, tokens, valid, np.int32(index), np.int32(before[slides]),
+                slides=slides, names=tuple(names), implementation=implementation,
             )  # fmt: skip
         if not np.asarray(finite):
             raise not_finite(model.embed.dtype)
-        yield {name: _real(name, np.asarray(x), len(rows), longest) for name, x in captured.items()}
+        if not slides:
+            yield {name: _real(name, np.asarray(x), len(rows), longest) for name, x in captured.items()}
+        before[slides] += 1
 
 
 def _real(
@@ -78,7 +82,7 @@ def _embedded(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"
     return model.embed_tokens(tokens)
 
 
-@functools.partial(jax.jit, donate_argnums=3, static_argnames=("names", "implementation"))
+@functools.partial(jax.jit, donate_argnums=3, static_argnames=("slides", "names", "implementation"))
 def _layer(
     model: Decoder,
     view: View,
@@ -87,17 +91,24 @@ def _layer(
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
     index: Int[Array, ""],
+    place: Int[Array, ""],
     *,
+    slides: bool,
     names: tuple[str, ...],
     implementation: str | None,
 ) -> tuple[Float[Array, "b t d"], dict[str, Shaped[Array, "b ..."]], Bool[Array, ""]]:
+    """Run one layer, which is the `place`-th of its kind. Returns x, what was captured, and True if x is finite."""
     position = positions(cache.seen, valid, tokens.shape[1])
-    attend = attending(cache, valid, False, names, implementation)
-    body = layer_body(model, position, attend, tokens)
-    layer, *own = jax.tree.map(
-        lambda stacked: jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False),
-        (model.layers, cache.layers, view),
-    )
-    (x, _), (_, captured, _) = body((x, None), (layer, index, tuple(own)))
+    if slides:
+        attend, own, captured = sliding(cache, valid, implementation), None, {}
+    else:
+        attend, own = (
+            attending(cache, valid, False, names, implementation),
+            one_of_layers((cache.layers, view), place),
+        )
+    body = layer_body(model, position, attend, tokens, slides=slides)
+    (x, _), ys = body((x, None), (one_of_layers(model.layers, index), index, place, own))
+    if not slides:
+        _, captured, _ = ys
     finite = jnp.isfinite(x).all(-1) | (position < 0)
     return x, captured, finite.all()

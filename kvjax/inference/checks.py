@@ -67,7 +67,7 @@ def check_arguments(
     if implementation is not None:
         one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
     if policy is not None:
-        layers, heads = model.config.num_layers, model.config.num_kv_heads
+        layers, heads = model.config.num_full_layers, model.config.num_kv_heads
         placed = filter(is_placed, jax.tree.leaves(policy))
         fits = all(leaf.shape[0] == layers for leaf in placed)
         if not fits or policy.admission.admitted(1).shape[1] not in (1, heads):
@@ -121,7 +121,7 @@ def check_fits(cache: Cache, model: Decoder, policy: CompiledPolicy) -> None:
     """Refuse a cache that was not made for this model and policy."""
     c, (layers, _, heads) = model.config, cache.layers.length.shape
     made_for = (layers, heads, cache.pages.pool.shape[-1] // 2)
-    wanted = (c.num_layers, c.num_kv_heads, c.head_dim)
+    wanted = (c.num_full_layers, c.num_kv_heads, c.head_dim)
     if made_for != wanted:
         raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
     held, own = (np.dtype(x).name for x in (cache.pages.dtype, model.embed.dtype))

@@ -199,7 +199,10 @@ def compacted(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
-    output = jax.sharding.reshard(model.layers.o[...], P(None, HEADS, None))
+    output = model.layers.o[...]
+    if model.config.sliding_layers:
+        output = output[np.array(model.config.full_layers, np.int32)]
+    output = jax.sharding.reshard(output, P(None, HEADS, None))
     output = output.reshape(len(output), -1, model.config.head_dim, output.shape[-1])
     arguments = whole, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
     pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)

@@ -86,7 +86,10 @@ def _observed(
     if not any(sizes):
         return cache, sizes
     if policy.read.stores_all:
+        windows = None if cache.sliding is None else jnp.copy(cache.sliding)
         cache, _ = run(cache, observers)
+        # their entries are dropped, and in these windows would stand in the place of the last tokens
+        cache = dataclasses.replace(cache, sliding=windows)
     else:
         log_call(cache, observers)
         tokens, valid = padded(list(observers), bucket(max(sizes)))

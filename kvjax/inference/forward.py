@@ -17,6 +17,7 @@ from kvjax.cache.trail import newest, written
 from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
+from kvjax.inference.sliding import sliding, with_windows
 from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
 from kvjax.policies.base import BIAS, Trail
@@ -58,13 +59,14 @@ def forward(
     reserved = None
     if write and tokens.shape[1] == 1:
         cache, reserved = reserve(cache, valid)
-    x, pages, (layers, captured, new) = scan_layers(
+    x, pages, (layers, captured, new), entries = scan_layers(
         model,
         model.embed_tokens(tokens),
         position,
         attending(cache, valid, write, capture, implementation),
         carry=cache.pages if write else None,
         xs=(cache.layers, view),
+        slide=sliding(cache, valid, implementation),
         token=tokens,
         frozen=True,
     )
@@ -74,7 +76,10 @@ def forward(
         seen = cache.seen + valid
         if reserved is not None:
             pages, layers = settle(cache, pages, layers, reserved)
-        cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
+        windows = with_windows(cache, entries, valid)
+        cache = dataclasses.replace(
+            cache, pages=pages, layers=layers, seen=seen, trail=trail, sliding=windows
+        )
     hidden = model.norm(x)
     return caches.check_finite(cache, hidden, position >= 0), hidden, captured
 

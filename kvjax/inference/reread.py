@@ -17,6 +17,7 @@ from kvjax.inference.attention import cached_attention
 from kvjax.inference.checks import check_length
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, padded, positions
+from kvjax.inference.sliding import sliding
 from kvjax.mesh import BATCH, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.base import Pass, Planes, Reconstruction
@@ -135,13 +136,14 @@ def one_pass(
         return o, _looked_at(eviction, step, pages, layer, valid, spans, first), None
 
     position = positions(cache.seen, valid, tokens.shape[1])
-    x, planes, _ = scan_layers(
+    x, planes, *_ = scan_layers(
         model,
         model.embed_tokens(tokens),
         position,
         attend,
         cache.pages.planes,
         (cache.layers, view, eviction),
+        slide=sliding(cache, valid, implementation),
         token=tokens,
         frozen=True,
     )

@@ -25,11 +25,12 @@ from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.max_entries import POSITION
 from kvjax.cache.packed_entries import Arrays, packed, places, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, described_arrays, sealed
+from kvjax.cache.sliding import slots_for
 from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
 from kvjax.checkpoints.orbax import check_room, export
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.files import locked, write_text
-from kvjax.inference.allocation import laid_out, stored_as
+from kvjax.inference.allocation import laid_out, sizes_of, stored_as
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.forward import drop_observation_state
 from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
@@ -310,7 +311,7 @@ def _wanted(
     others."""
     config, dtype = model.config, np.dtype(model.embed.dtype)
     sizes = len(found["held"]), len(found["held"][0]), found["arrays"]["entries"]["shape"][-1]
-    if sizes != (config.num_layers, config.num_kv_heads, 2 * config.head_dim):
+    if sizes != (config.num_full_layers, config.num_kv_heads, 2 * config.head_dim):
         raise UserError(f"{path / DESCRIPTION}: damaged (layers, heads and width are {sizes})")
     known = {**policy.host.planes, **caches.MAX_ENTRIES_PLANES}
     if wrong := [x for x, own in found["planes"].items() if np.dtype(known.get(x, own)).name != own]:
@@ -325,13 +326,23 @@ def _wanted(
         config.head_dim,
         dtype,
     )
-    states, trail = policy.decode.memory_shapes(shape, config.num_layers)
+    states, trail = policy.decode.memory_shapes(shape, config.num_full_layers)
     memories = leaves_by_path({"state": states, "trail": trail})
     if {x for x in found["arrays"] if x.startswith(("state", "trail"))} != set(memories):
         raise UserError(
             f"{path}: saved with policy {found['policy']}, which does not know what policy {policy.host.name} needs to "
             "know of its tokens"
         )
+    if config.sliding_layers:
+        slots = slots_for(config.sliding_window, caches.table_tokens(max(found["tokens"])))
+        shape = (
+            len(config.sliding_layers),
+            len(found["tokens"]),
+            config.num_kv_heads,
+            slots,
+            2 * config.head_dim,
+        )
+        wanted["sliding"] = jax.ShapeDtypeStruct(shape, dtype)
     wanted |= memories
     own = {name: (tuple(x["shape"]), x["dtype"]) for name, x in found["arrays"].items()}
     needed = {name: (x.shape, np.dtype(x.dtype).name) for name, x in wanted.items()}
@@ -444,10 +455,10 @@ def _like(
         )
     tokens, most = caches.table_tokens(int(seen.max())), policy.host.max_entries
     layout = Layout(
-        batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window,
+        **sizes_of(config), batch=batch, window=window,
         tokens=tokens if most is None else max(min(tokens, most + window - 1), int(length.max()) + window - 1),
         page_size=page_size, pages=pages, dtype=dtype, stored=stored, bounds=bounds if found["selects"] else None,
-        planes=tuple(planes.items()), limit=limit,
+        planes=tuple(planes.items()), limit=limit, sliding_slots=slots_for(config.sliding_window, tokens),
     )  # fmt: skip
     group = config.num_heads // config.num_kv_heads
     like = jax.eval_shape(lambda: laid_out(policy.decode, layout, group))

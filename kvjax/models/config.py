@@ -12,7 +12,8 @@ from jaxtyping import Float32
 
 from kvjax.errors import LARGEST_INT, UserError, shown, warn
 from kvjax.models.adapter import base_of
-from kvjax.models.families import FAMILIES, Family
+from kvjax.models.families import FAMILIES, MULTIMODAL, Family
+from kvjax.models.families.windows import FULL, SLIDING
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.json_file import JsonObject
@@ -47,6 +48,11 @@ OWN = {
     "attention_out_bias": False,
     "mlp_bias": False,
     "no_rope": (),
+    "sliding_rope": None,
+    "norm_offset": 0.0,
+    "post_norms": False,
+    "embed_scale": 1.0,
+    "query_scale": 1.0,
 }
 """Fields of `ModelConfig` that only some families set, and their values in the others."""
 
@@ -80,6 +86,12 @@ class ModelConfig:
     """The rotary position embeddings of queries and keys."""
     no_rope: tuple[int, ...] = ()
     """The layers without RoPE (NoPE)."""
+    sliding_window: int = 0
+    """Tokens that a sliding-window layer sees, the query's own included; 0: there are no such layers."""
+    sliding_layers: tuple[int, ...] = ()
+    """The layers with a sliding window, in order. The others see all tokens (full attention)."""
+    sliding_rope: RopeConfig | None = None
+    """The rotary position embeddings of the sliding-window layers; None: those of the others."""
     qk_norm: bool = False
     """True if queries and keys are normalised before RoPE."""
     attention_bias: bool = False
@@ -88,6 +100,14 @@ class ModelConfig:
     """True if attention's output projection has a bias."""
     mlp_bias: bool = False
     """True if the MLP's projections have biases."""
+    norm_offset: float = 0.0
+    """The number that is added to the weights of RMS norms."""
+    post_norms: bool = False
+    """True if the outputs of attention and MLP are normalised, too, before they are added to the residual stream."""
+    embed_scale: float = 1.0
+    """The factor of embeddings."""
+    query_scale: float = 1.0
+    """The factor of queries, beyond attention's 1/√head_dim."""
     activation: str = "silu"
     """The MLP's activation, one of `ACTIVATIONS`."""
     tied: bool = False
@@ -124,6 +144,10 @@ class ModelConfig:
             raise UserError(f"{self.num_kv_heads} kv heads do not divide {self.num_heads} query heads")
         if self.head_dim % 2:
             raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings need an even one")
+        if self.sliding_layers and not 2 <= self.sliding_window <= LARGEST_INT:
+            raise UserError(
+                f"sliding_window must be at least 2 and at most {LARGEST_INT}, got {self.sliding_window}"
+            )
         if self.activation not in ACTIVATIONS:
             raise UserError(f"activation {self.activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
         if self.rope.type not in ROPE_TYPES:
@@ -133,9 +157,19 @@ class ModelConfig:
             raise UserError(f"rope factor and original length make a context of {self.longest:,} tokens")
 
     @property
-    def period(self) -> tuple[str, ...]:
-        """The kinds of the layers that repeat, in order."""
-        return ("full_attention",)
+    def slides(self) -> tuple[bool, ...]:
+        """For each layer, True if it has a sliding window."""
+        return tuple(layer in self.sliding_layers for layer in range(self.num_layers))
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers with full attention: those that have retained entries, and that policies see."""
+        return tuple(layer for layer, slides in enumerate(self.slides) if not slides)
+
+    @property
+    def num_full_layers(self) -> int:
+        """The number of layers with full attention."""
+        return self.num_layers - len(self.sliding_layers)
 
     @property
     def longest(self) -> int:
@@ -149,8 +183,9 @@ class ModelConfig:
         return FAMILIES[self.model_type].layer_names
 
     def rotation(self) -> tuple[Float32[np.ndarray, "l pairs"], Float32[np.ndarray, " l"]]:
-        """Return, by layer, RoPE's radians per position of each rotated pair, and the factor of cosines and sines."""
-        turned = np.isin(np.arange(self.num_layers), self.no_rope, invert=True)
+        """Return, by layer with full attention, RoPE's radians per position of each rotated pair, and the factor of
+        cosines and sines."""
+        turned = np.isin(self.full_layers, self.no_rope, invert=True)
         scale = np.where(turned, attention_scaling(self.rope), 1.0)
         frequencies = turned[:, None] * inverse_frequencies(self.rope, self.head_dim)
         return frequencies.astype(np.float32), scale.astype(np.float32)
@@ -165,8 +200,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     A folder's eos ids are those of `generation_config.json`, or of `config.json` if that names none, and the token with
     which its chat template ends a turn.
 
-    Sliding-window attention is not supported: a model with a layer whose window is shorter than its context is refused,
-    because full attention would silently make it another model. To run it so nonetheless, set `sliding_window` to null.
+    A sliding window that is as long as the context is full attention.
 
     Args:
         folder: holds `config.json`; or the GGUF file.
@@ -179,9 +213,17 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     folder = base_of(Path(folder))
     keys = config_keys(GgufFile.read(folder)) if is_gguf(folder) else JsonObject.read(folder / "config.json")
     model_type = keys.get("model_type", str)
+    if model_type in MULTIMODAL:
+        inner = keys.get("text_config", dict)
+        model_type = MULTIMODAL[model_type].model_type
+        ids = {name: keys.data[name] for name in ("bos_token_id", "eos_token_id") if name in keys.data}
+        keys = JsonObject(ids | inner | {"model_type": model_type}, f"{keys.where}: text_config")
     if model_type not in FAMILIES:
-        raise keys.error(f"model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
+        raise keys.error(
+            f"model_type {model_type!r} is not supported, only {', '.join([*FAMILIES, *MULTIMODAL])}"
+        )
     family = FAMILIES[model_type]
+    keys = JsonObject({**family.defaults, **keys.data}, keys.where)
     if keys.get("quantization_config", dict, None):
         raise keys.error(
             "quantized weights (quantization_config) are not supported: pass the unquantized model"
@@ -193,7 +235,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     # those of a GGUF file are among its keys
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
     added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
-    tied = keys.get("tie_word_embeddings", bool, family.default_tied)
+    tied = keys.get("tie_word_embeddings", bool, False)
     if tied and not is_gguf(folder) and has_own_head(folder):
         tied = False
         warn(
@@ -225,8 +267,11 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         raise keys.error(str(error)) from None
     if (file := keys.get("transformers_weights", str, None)) not in (None, "model.safetensors"):
         raise keys.error(f"transformers_weights names {shown(file)}, expected model.safetensors")
-    _refuse_sliding_window(keys, family, config.longest)
-    return config
+    window, layers = _windows(keys, family, config)
+    try:
+        return dataclasses.replace(config, sliding_window=window, sliding_layers=layers)
+    except UserError as error:
+        raise keys.error(str(error)) from None
 
 
 def warn_of_turn_ends(config: ModelConfig) -> None:
@@ -277,6 +322,13 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     } | family.keys(config)
     read = OWN | family.fields(JsonObject(written, "config.json"))
+    read |= dict(
+        zip(
+            ("sliding_window", "sliding_layers"),
+            _windows(JsonObject(written, ""), family, config),
+            strict=True,
+        )
+    )
     wrong = [
         f"{name}={getattr(config, name)}" for name, value in read.items() if getattr(config, name) != value
     ]
@@ -294,24 +346,20 @@ def _trained_context(keys: JsonObject) -> int:
     return min(declared, chunks.get("original_max_position_embeddings", int, declared))
 
 
-def _refuse_sliding_window(keys: JsonObject, family: Family, longest: int) -> None:
-    """Raise UserError unless every layer attends to the whole context, as transformers reads the same keys."""
-    missing = "sliding_window" not in keys.data
-    window = family.default_window if missing else keys.get("sliding_window", int, None)
+def _windows(keys: JsonObject, family: Family, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
+    """Return the sliding window and the layers that have it, as transformers reads the same keys; 0 and none where
+    every layer sees the whole context."""
+    window, layers = family.windows(keys)
     kinds = [str(kind) for kind in keys.get("layer_types", list, [])]
-    if family.sliding_window == "upper layers":
-        window = window if keys.get("use_sliding_window", bool, False) else None
-        first = keys.get("max_window_layers", int, 28)
-        slides = "sliding_attention" in kinds if kinds else first < keys.get("num_hidden_layers", int)
-    else:
-        slides = family.sliding_window == "all layers"
-    whole = (
-        {"full_attention"} if window is None or window < longest else {"full_attention", "sliding_attention"}
-    )
-    if others := sorted(set(kinds) - whole):
-        raise keys.error(f"layer_types has {', '.join(others[:3])[:200]}; only full_attention is supported")
-    if slides and window is not None and window < longest:
+    hides = (keys.get("sliding_window", int, None) or 0) < config.longest
+    known = {FULL} if hides and not layers else {FULL, SLIDING}
+    if others := sorted(set(kinds) - known):
         raise keys.error(
-            f"sliding_window is {window}{' (its default)' if missing else ''}, but sliding-window attention is not "
-            "supported: set sliding_window to null to run the model with full attention"
+            f"layer_types has {', '.join(others[:3])[:200]}; only {' and '.join(sorted(known))} is supported"
         )
+    if kinds and len(kinds) < config.num_layers:
+        raise keys.error(f"layer_types names {len(kinds)} layers, expected {config.num_layers}")
+    layers = tuple(layer for layer in layers if layer < config.num_layers)
+    if config.sliding_rope is None:
+        layers = layers if window is not None and window < config.longest else ()
+    return (window or config.longest, layers) if layers else (0, ())

@@ -1,10 +1,4 @@
-"""One decoder for all families: differences are flags of `ModelConfig`, layers are stacked and scanned.
-
-Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
-Activations are split over the batch, and by tokens over `sequence`. Attention sees whole sequences, for the kv heads of
-its device: queries, keys and values are exchanged before it, and its outputs after it. Where tokens cannot be split,
-such as a single one, `sequence` splits what `tensor` does. Products accumulate in float32.
-"""
+"""One decoder for all families, from tokens to logits: its layers are stacked and scanned."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,27 +7,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 from flax import nnx
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, token_axis, use_mesh
-from kvjax.models.config import ACTIVATIONS, ModelConfig
-from kvjax.models.layout import OwnArray, flat_shape, fuse, parts_of, unfuse
+from kvjax.models.config import ModelConfig
+from kvjax.models.layers import SPLIT, DecoderLayer, RMSNorm, axes_of, gathered
+from kvjax.models.layout import OwnArray, flat_shape, fuse, parts_of
 from kvjax.models.names import TOP
-from kvjax.models.rope import CosSin, cos_sin, rotate
+from kvjax.models.periods import Segment, by_period, in_order, joined, member, segments
+from kvjax.models.rope import cos_sin
 from kvjax.policies.views import Step
 from kvjax.struct import leaves_by_path
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import target
-from pallas_kernels.stack_product import MOST_ROWS, stack_product
+from pallas_kernels.stack_product import MOST_ROWS
 from pallas_kernels.supported import DTYPES
-from pallas_kernels.vertical_slash import SAVED, vertical_slash
+from pallas_kernels.vertical_slash import SAVED, ends, vertical_slash
 
-ROWS = P(BATCH, None, None)
-SPLIT = P(BATCH, HEADS, None, None)
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are padded in storage to a multiple of this, so that one shape serves every usual `tensor` axis."""
 
@@ -58,143 +51,6 @@ def check_mesh(config: ModelConfig) -> None:
             )
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) · scale over the last axis, in float32."""
-
-    def __init__(self, size: int, eps: float, dtype: Any, layers: tuple[int, ...] = ()):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones((*layers, size), dtype, out_sharding=P(*[None] * len(layers), None)))
-
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
-
-
-Wide = str | tuple[str, ...]
-
-
-def _axes(x: Float[Array, "b t d"]) -> tuple[str | None, Wide]:
-    """Return the axis that splits the tokens of activations, and the axes that then split heads, the MLP's width and
-    the vocabulary."""
-    axis = jax.typeof(x).sharding.spec[1]
-    return axis, HEADS if axis is None else "tensor"
-
-
-def _gathered(stored: nnx.Param, wide: Wide) -> Array:
-    """Return a stored array whole over `fsdp`, and split over `wide` where it is stored split over `tensor`."""
-    spec = jax.typeof(stored[...]).sharding.spec
-    return reshard(stored[...], P(*(wide if axis == "tensor" else None for axis in spec)))
-
-
-Index = Int[Array, ""] | None
-"""The index of a layer whose matrices are given as the stack of all layers'; None if they are given alone."""
-
-
-def _product(
-    x: Float[Array, "b t d"], weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide, index: Index
-) -> Float32[Array, "b t f"]:
-    """Return x · weight (+ bias)."""
-    weights = _gathered(weight, wide)
-    if index is None:
-        y = jnp.einsum("btd,df->btf", x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
-    else:
-        y = _product_in_place(x, weights, index, spec)
-    return y if bias is None else y + _gathered(bias, wide)
-
-
-def _product_in_place(x, stack, index, spec: P) -> Float32[Array, "b t f"]:
-    """Return x · stack[index], summed over the devices that share the inputs."""
-    inputs = jax.typeof(stack).sharding.spec[1]
-
-    def local(x, stack, index):
-        y = stack_product(x.reshape(-1, x.shape[-1]), stack, index).reshape(*x.shape[:2], -1)
-        return y if inputs is None else jax.lax.psum(y, inputs)
-
-    return jax.shard_map(local, out_specs=spec)(x, stack, index)
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and mlp of every layer, stacked: each array has a leading layer axis, which `lax.scan` takes off.
-
-    Matrices are [inputs, outputs], some of several products together (`kvjax.models.layout`).
-    """
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
-        layers, init = (config.num_layers,), jax.nn.initializers.normal(0.02)
-
-        def weight(path, *spec):
-            parts = {
-                part: init(
-                    rngs.params(), layers + flat_shape(part, config), dtype, out_sharding=P(None, *spec)
-                )
-                for part in parts_of(path)
-            }
-            return nnx.Param(fuse(path, parts, config))
-
-        def bias(path, axis):
-            size = sum(flat_shape(part, config)[0] for part in parts_of(path))
-            return nnx.Param(jnp.zeros((*layers, size), dtype, out_sharding=P(None, axis)))
-
-        def norm(size):
-            return RMSNorm(size, config.norm_eps, dtype, layers)
-
-        self.config = config
-        self.attention_norm = norm(config.width)
-        self.qkv = weight("qkv", "fsdp", "tensor")
-        self.qkv_bias = bias("qkv_bias", "tensor") if config.attention_bias else None
-        self.q_norm = norm(config.head_dim) if config.qk_norm else None
-        self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.o = weight("o", "tensor", "fsdp")
-        self.o_bias = bias("o_bias", None) if config.attention_out_bias else None
-        self.mlp_norm = norm(config.width)
-        self.gate_up = weight("gate_up", "fsdp", "tensor")
-        self.down = weight("down", "tensor", "fsdp")
-        self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
-        self.down_bias = bias("down_bias", None) if config.mlp_bias else None
-
-    def project(
-        self, x: Float[Array, "b t d"], angles: CosSin, index: Index = None
-    ) -> dict[str, Float[Array, "b ..."]]:
-        """Return the fields of `Step` that are computed from the layer's input. The module holds one layer's arrays,
-        not the stack; with `index` its matrices are the stack's."""
-        hidden, (axis, wide) = self.attention_norm(x), _axes(x)
-        y = _product(hidden, self.qkv, self.qkv_bias, P(BATCH, axis, wide), wide, index).astype(x.dtype)
-
-        def heads(y, norm=None):
-            y = rearrange(y, "b t (n h) -> b n t h", h=self.config.head_dim)
-            return reshard(y if norm is None else norm(y), SPLIT)
-
-        q, k, v = unfuse("qkv", y, self.config).values()
-        q_pre, k_pre = heads(q, self.q_norm), heads(k, self.k_norm)
-        rotated = {"q": rotate(q_pre, angles), "k": rotate(k_pre, angles)}
-        # not split by tokens, which costs nothing unless a method looks at it
-        return {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
-
-    def output(
-        self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
-    ) -> Float[Array, "b t d"]:
-        """Return the output projection, which is added to the residual stream `x`."""
-        axis, wide = _axes(x)
-        o = rearrange(reshard(o, P(BATCH, wide, axis, None)), "b n t h -> b t (n h)")
-        return _product(o, self.o, self.o_bias, P(BATCH, axis, None), wide, index).astype(o.dtype)
-
-    def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
-        """Return down(activation(gate(x)) · up(x))."""
-        axis, wide = _axes(x)
-        y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide, index)
-        gate, up = unfuse("gate_up", y, self.config).values()
-        inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
-        return _product(inner, self.down, self.down_bias, P(BATCH, axis, None), wide, index).astype(x.dtype)
-
-    def finish(
-        self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
-    ) -> Float[Array, "b t d"]:
-        """Return the layer's output from its input and its heads' attention outputs."""
-        x = x + self.output(x, o, index)
-        return x + self.mlp(self.mlp_norm(x), index)
-
-
 class Decoder(nnx.Module):
     """A decoder, from token ids to hidden states to logits. It is built on the current mesh (`kvjax.mesh.use_mesh`),
     with random weights.
@@ -217,7 +73,7 @@ class Decoder(nnx.Module):
             self.config = config
             self.embed = table()
             self.layers = DecoderLayer(config, rngs=rngs, dtype=dtype)
-            self.norm = RMSNorm(config.width, config.norm_eps, dtype)
+            self.norm = RMSNorm(config.width, config, dtype)
             self.head = None if config.tied else table()
 
     def own_arrays(self) -> dict[str, OwnArray]:
@@ -256,13 +112,15 @@ class Decoder(nnx.Module):
         axis = token_axis(tokens.shape[1])
         tokens = reshard(tokens, P("data", axis))
         x = self.embed[...].at[tokens].get(out_sharding=P("data", axis, "fsdp"))
-        return reshard(x, P(BATCH, axis, None))
+        x = reshard(x, P(BATCH, axis, None))
+        # the factor is rounded, as in the models' own code
+        return x if (scale := self.config.embed_scale) == 1 else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float32[Array, "b t v"]:
         """Return the logits of hidden states that have been through the final norm. The vocabulary is whole on every
         device."""
-        table, (axis, wide) = self.embed if self.head is None else self.head, _axes(hidden)
-        weights, spec = _gathered(table, wide), P(BATCH, axis, wide)
+        table, (axis, wide) = self.embed if self.head is None else self.head, axes_of(hidden)
+        weights, spec = gathered(table, wide), P(BATCH, axis, wide)
         y = jnp.einsum("btd,vd->btv", hidden, weights, preferred_element_type=jnp.float32, out_sharding=spec)
         return reshard(y, P(BATCH, axis, None))[..., : self.config.vocab_size]
 
@@ -278,8 +136,8 @@ class Decoder(nnx.Module):
         def attend(step, carry, xs):
             return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, document), carry, None
 
-        x = self.embed_tokens(tokens)
-        x, _, _ = scan_layers(self, x, places(tokens, document), attend, remat=remat)
+        x, slide = self.embed_tokens(tokens), whole_sequences(self.config, document)
+        x, *_ = scan_layers(self, x, places(tokens, document), attend, slide=slide, remat=remat)
         return self.norm(x)
 
 
@@ -302,6 +160,21 @@ def places(tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None)
 
 
 Attend = Callable[[Step, Any, Any], tuple[Float[Array, "b n t h"], Any, Any]]
+"""Attention of a layer: from its step, the carry and its xs to the output, the carry and its ys."""
+
+
+def whole_sequences(config: ModelConfig, document: Int[Array, "b t"] | None = None) -> Attend:
+    """Return the attention of sliding-window layers among the tokens of whole sequences. `document`: as in
+    `Decoder.hidden`."""
+
+    def local(q, k, v, document):
+        end = ends(jnp.zeros(k.shape[:3], bool), config.sliding_window)
+        return vertical_slash(q, k, v, end, window=config.sliding_window, segment_ids=document)[0]
+
+    def attend(step, carry, xs):
+        return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, document), carry, None
+
+    return attend
 
 
 def _reads_in_place(x: Float[Array, "b t d"]) -> bool:
@@ -312,23 +185,32 @@ def _reads_in_place(x: Float[Array, "b t d"]) -> bool:
 
 
 def layer_body(
-    model: Decoder, position: Int[Array, "b t"], attend: Attend, token: Int[Array, "b t"] | None = None
-) -> Callable[[tuple[Any, Any], tuple[Any, Any, Any]], tuple[tuple[Any, Any], Any]]:
-    """Return one layer as the body of a scan: from (x, carry) and (the layer's weights, its index, its xs) to (x,
-    carry) and its ys. Weights that are None are read in the model's stacks. Arguments as in `scan_layers`."""
-    heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
-    turned = cos_sin(model.config.rope, model.config.head_dim, position)
-    no_rope = model.config.no_rope
+    model: Decoder,
+    position: Int[Array, "b t"],
+    attend: Attend,
+    token: Int[Array, "b t"] | None = None,
+    *,
+    slides: bool = False,
+) -> Callable[[tuple[Any, Any], tuple[Any, Any, Any, Any]], tuple[tuple[Any, Any], Any]]:
+    """Return one layer as the body of a scan: from (x, carry) and (the layer's weights, its index, its index among the
+    layers of its kind, its xs) to (x, carry) and its ys. Weights that are None are read in the model's stacks.
+
+    slides: True for the layers with a sliding window. Other arguments as in `scan_layers`.
+    """
+    config = model.config
+    heads = reshard(jnp.arange(config.num_kv_heads, dtype=jnp.int32), P(HEADS))
+    rope = config.sliding_rope if slides and config.sliding_rope is not None else config.rope
+    turned = cos_sin(rope, config.head_dim, position)
 
     def angles(index):
-        if not no_rope:
+        if not config.no_rope:
             return turned
-        stays = (index == np.array(no_rope)).any()
+        stays = (index == np.array(config.no_rope)).any()
         return jnp.where(stays, 1.0, turned[0]), jnp.where(stays, 0.0, turned[1])
 
     def body(carried, inputs):
         x, carry = carried
-        layer, index, own = inputs
+        layer, index, place, own = inputs
         layer = jax.tree.map(
             lambda taken, whole: whole if taken is None else as_floats(taken, whole.dtype),
             *(layer, model.layers),
@@ -338,7 +220,7 @@ def layer_body(
         step = Step(
             **layer.project(x, angles(index), stacked),
             position=position,
-            layer=index,
+            layer=place,
             head=heads,
             token=token,
         )
@@ -356,16 +238,20 @@ def scan_layers(
     carry: Any = None,
     xs: Any = None,
     *,
+    slide: Attend | None = None,
     token: Int[Array, "b t"] | None = None,
     remat: bool = False,
     frozen: bool = False,
-) -> tuple[Float[Array, "b t d"], Any, Any]:
+) -> tuple[Float[Array, "b t d"], Any, Any, Any]:
     """Run `x` through all layers; attention is `attend(step, carry, xs of the layer) -> (o [b n t h], carry, ys)`.
 
     Args:
         position: true token positions, −1 for padding.
+        attend: the attention of layers that see all tokens. `Step.layer` counts these layers alone.
         carry: the value that each layer hands to the next (the page pool).
-        xs: the values of each layer, with a leading layer axis (page tables, states, a policy's parameters).
+        xs: the values of each of these layers, with a leading layer axis (page tables, states, a policy's parameters).
+        slide: the attention of sliding-window layers, which have no xs, and whose `Step.layer` counts them alone.
+            None: among the tokens of whole sequences.
         token: the token ids, for a policy's `Step`.
         remat: recompute each layer in the backward pass instead of storing its activations.
         frozen: the weights need no gradient, and are read with the fewest copies: on a CPU 16-bit ones as integers of
@@ -373,19 +259,65 @@ def scan_layers(
             (`pallas_kernels.stack_product`), if tokens are few and no axis `fsdp` splits the weights.
 
     Returns:
-        x before the final norm, the last carry, and every layer's `ys`, stacked.
+        x before the final norm, the last carry, every layer's `ys` of `attend`, stacked, and those of `slide`.
     """
-    body = layer_body(model, position, attend, token)
-    # inside a scan nothing can be merged across iterations, so the barrier that prevents it would only cost
-    if remat:
-        # attention's own outputs are kept: its backward pass starts from them, so it need not run twice forwards
-        kept = jax.checkpoint_policies.save_only_these_names(SAVED)
-        body = jax.checkpoint(body, prevent_cse=False, policy=kept)
-    indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
-    layers = model.layers
+    config, layers = model.config, model.layers
     if frozen and target().platform == "cpu":
         layers = jax.tree.map(lambda x: as_bits(x) if x.dtype.itemsize == 2 else x, layers)
     if frozen and _reads_in_place(x):
         layers = jax.tree.map(lambda x: None if x.ndim == 3 else x, layers)
-    (x, carry), ys = jax.lax.scan(body, (x, carry), (layers, indices, xs))
-    return x, carry, ys
+    by_kind = attend, slide or whole_sequences(config)
+    bodies = [
+        layer_body(model, position, own, token, slides=bool(kind))
+        for kind, own in enumerate(by_kind[: 2 if config.sliding_layers else 1])
+    ]
+    if remat:
+        # attention's own outputs are kept: its backward pass starts from them, so it need not run twice forwards.
+        # inside a scan nothing can be merged across iterations, so the barrier that prevents it would only cost
+        kept = jax.checkpoint_policies.save_only_these_names(SAVED)
+        bodies = [jax.checkpoint(body, prevent_cse=False, policy=kept) for body in bodies]
+    found, before = ([], []), [0, 0]
+    for segment in segments(config.slides):
+        full = segment.slides.count(False)
+        own = by_period(xs, before[False], full, segment.repeats) if full else None
+        # to copy the weights of some layers would cost more than to find each layer's where they lie
+        in_place = frozen and segment.layers < config.num_layers
+        (x, carry), ys = _scan_segment(bodies, segment, tuple(before), layers, in_place, (x, carry), own)
+        for kind, members in enumerate(ys):
+            before[kind] += len(members) * segment.repeats
+            found[kind].append(in_order(members))
+    return x, carry, *map(joined, found)
+
+
+def _scan_segment(bodies, segment: Segment, before, layers, in_place: bool, carried, xs):
+    """Run the layers of a segment, each with the body of its kind. Returns what is carried and, by kind, a list of the
+    ys of each member of a period.
+
+    Args:
+        before: the number of layers of each kind in front of the segment.
+        layers: the weights of all layers.
+        in_place: True if each layer's weights are found in those of all.
+        xs: the values of the layers with full attention, by period.
+    """
+    size, counts = len(segment.slides), [segment.slides.count(kind) for kind in (False, True)]
+
+    def period(carried, inputs):
+        index, weights, xs = inputs
+        ys = [], []
+        for at, kind in enumerate(segment.slides):
+            layer, place = segment.first + size * index + at, len(ys[kind])
+            own = one_of_layers(layers, layer) if in_place else member(weights, at, size)
+            of_kind = before[kind] + counts[kind] * index + place
+            inputs = own, layer, of_kind, None if kind else member(xs, place, counts[kind])
+            carried, y = bodies[kind](carried, inputs)
+            ys[kind].append(y)
+        return carried, ys
+
+    weights = None if in_place else by_period(layers, segment.first, size, segment.repeats)
+    index = jnp.arange(segment.repeats, dtype=jnp.int32)
+    return jax.lax.scan(period, carried, (index, weights, xs))
+
+
+def one_of_layers(layers: Any, index: Int[Array, ""]) -> Any:
+    """Return one layer's values of those of all layers."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)

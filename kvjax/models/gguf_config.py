@@ -54,13 +54,9 @@ def config_keys(file: GgufFile) -> JsonObject:
         alone = "" if file.tensors else ", it has a vocabulary alone"
         raise file.metadata.error(f"the tensor token_embd.weight is missing{alone}")
     context = file.get("context_length", int)
-    window = file.get("attention.sliding_window", int, 0)
-    if 0 < window < context:
-        raise file.metadata.error(
-            f"{file.architecture}.attention.sliding_window is {window}, but sliding-window attention is not supported"
-        )
-    data = {
-        "model_type": GGUF[file.architecture].model_type,
+    family = GGUF[file.architecture]
+    data = family.gguf_keys(file) | {
+        "model_type": family.model_type,
         "vocab_size": embed.shape[0],
         "hidden_size": width,
         "intermediate_size": file.get("feed_forward_length", int),
@@ -73,6 +69,7 @@ def config_keys(file: GgufFile) -> JsonObject:
         "rope_scaling": _rope_scaling(file, head_dim, turned, context),
         "partial_rotary_factor": _share(turned, head_dim),
         "max_position_embeddings": context,
+        "sliding_window": file.get("attention.sliding_window", int, 0) or None,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,

@@ -59,6 +59,8 @@ class GgufTensor(TensorInFile):
     """Its bytes, [rows, bytes of a row]."""
     order: np.ndarray | None = None
     """The order of the rows, where the file permutes them."""
+    offset: float = 0.0
+    """The number that the file adds to its values."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
         """Fill `out` as `TensorInFile.fill` does, dequantised by the package `gguf`."""
@@ -69,7 +71,7 @@ class GgufTensor(TensorInFile):
             rows = slice(first, min(first + _ROWS, stop))
             stored = self.blocks[rows if self.order is None else self.order[rows]]
             into = out[first - start : rows.stop - start]
-            into[...] = dequantize(stored, self.quantisation).reshape(into.shape)
+            into[...] = dequantize(stored, self.quantisation).reshape(into.shape) - self.offset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,8 @@ class GgufFile:
             )
         arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
         known = get_tensor_name_map(arch, layers)
-        own = dict.fromkeys(GGUF[self.architecture].layer_names.values())
+        family = GGUF[self.architecture]
+        own = dict.fromkeys(family.layer_names.values())
         wanted = [*TOP.values(), *(layer_name(name, layer) for layer in range(layers) for name in own)]
         names = {known.get_name(name, (".weight", ".bias")): name for name in wanted}
         heads = self.get("attention.head_count", int)
@@ -151,7 +154,8 @@ class GgufFile:
             name = names.get(tensor.name, tensor.name)
             if name in found:
                 raise self.metadata.error(f"the tensor {name} is there twice, once as {tensor.name}")
-            found[name] = dataclasses.replace(tensor, name=name, order=order)
+            offset = family.gguf_norm_offset if name.endswith("norm.weight") else 0.0
+            found[name] = dataclasses.replace(tensor, name=name, order=order, offset=offset)
         # their numbers are in the config
         for name in ("rope_freqs.weight", *FACTORS):
             found.pop(name, None)

@@ -19,6 +19,7 @@ from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.adapter import base_of, merge
 from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
 from kvjax.models.decoder import Decoder
+from kvjax.models.families import FAMILIES
 from kvjax.models.folder import find_model, load_tokenizer
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
@@ -130,7 +131,7 @@ def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
     if is_gguf(base):
         stored = GgufFile.read(base).hugging_face_tensors()
     else:
-        stored = stored_tensors(base)
+        stored = FAMILIES[config.model_type].text_tensors(stored_tensors(base))
         own, ignored = ignored_files(base)
         if ignored:
             text = f"{base}: {own} is read, as in transformers; beside it {', '.join(ignored)} is ignored"

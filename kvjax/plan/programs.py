@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from kvjax.checkpoints.orbax import abstract
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
-from kvjax.inference.allocation import laid_out, layout_for
+from kvjax.inference.allocation import laid_out, layout_for, sizes_of
 from kvjax.inference.decode import decode_block
 from kvjax.inference.eviction import recurring
 from kvjax.inference.forward import last_logits, pieces
@@ -183,7 +183,9 @@ class Serving:
 
         def make() -> View:
             policy = self.policy(lambda gates: gates())
-            return getattr(compile_policy(policy, self.config.num_layers, self.config.num_kv_heads), name)
+            return getattr(
+                compile_policy(policy, self.config.num_full_layers, self.config.num_kv_heads), name
+            )
 
         return abstract(make, self.mesh)
 
@@ -198,8 +200,7 @@ class Serving:
         expects. tables: tokens that one head cache may have, if these are more."""
         config = self.config
         layout = layout_for(
-            policy, batch=self.rows, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            tokens=tokens, longest=tables, dtype=self.model.embed.dtype,
+            policy, **sizes_of(config), batch=self.rows, tokens=tokens, longest=tables, dtype=self.model.embed.dtype,
         )  # fmt: skip
         group = config.num_heads // config.num_kv_heads
         return abstract(lambda view: laid_out(view, layout, group), self.mesh, view)
@@ -208,7 +209,7 @@ class Serving:
     def entry_bytes(self) -> int:
         """Bytes of one token's key and value in all layers and kv heads."""
         config = self.config
-        width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        width = 2 * config.num_full_layers * config.num_kv_heads * config.head_dim
         return width * self.model.embed.dtype.itemsize
 
     def kept(self, policy: Policy) -> int:
@@ -318,7 +319,7 @@ def _texts(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, 
 
 def _sink_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
     inputs, width = given.get("inputs", "hidden"), config.width
-    heads = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads
+    heads = config.num_full_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads
     sizes = Sizes(*heads, width if inputs == "hidden" else config.head_dim, 16, 16, "sink", inputs)
     if "gates" in given:
         sizes = gate_sizes(given["gates"])
@@ -328,7 +329,10 @@ def _sink_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[
 def _write_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
     if "gates" in given:
         return {}
-    heads, expand = (config.num_layers, config.num_kv_heads), 1.5 if config.model_type == "qwen3" else 4.0
+    heads, expand = (
+        (config.num_full_layers, config.num_kv_heads),
+        1.5 if config.model_type == "qwen3" else 4.0,
+    )
     gates = make(lambda: WriteGate(*heads, config.head_dim, expand=expand, rngs=nnx.Rngs(0)))
     rate = {"rate": np.full(heads, given["rate"])} if "rate" in given else {}
     return {"gates": gates, "window": given.get("window", WINDOW)} | rate

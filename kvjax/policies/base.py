@@ -66,7 +66,7 @@ class Method:
         return bare(self)
 
     def check(self, model: Any) -> None:
-        """Raise UserError if the method is not for a model of this configuration (`num_layers`, `num_kv_heads`,
+        """Raise UserError if the method is not for a model of this configuration (`num_full_layers`, `num_kv_heads`,
         `head_dim`)."""
         return None
 

@@ -84,7 +84,7 @@ def make_policy(
         UserError: for an unknown method or argument (with the nearest known), a value that a method refuses, methods
             that do not go together, or files made for another model.
     """
-    if model is not None and not hasattr(getattr(model, "config", None), "num_layers"):
+    if model is not None and not hasattr(getattr(model, "config", None), "num_full_layers"):
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
     gates = find_gates(gates, "" if model is None else model_name(model))
     with use_mesh(model):
@@ -135,7 +135,7 @@ def check_policy(
     if config is not None:
         policy.check(config)
         with use_mesh():
-            on_mesh(policy, config.num_layers, config.num_kv_heads)
+            on_mesh(policy, config.num_full_layers, config.num_kv_heads)
 
 
 def takes_tokenizer(policy: str | Mapping[str, Any], gates: Any = None) -> bool:

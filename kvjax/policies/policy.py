@@ -184,15 +184,15 @@ class Policy:
             if method.made_for is not None:
                 method.made_for.check(method.label, model)
         with use_mesh(model):
-            return compile_policy(self, model.config.num_layers, model.config.num_kv_heads)
+            return compile_policy(self, model.config.num_full_layers, model.config.num_kv_heads)
 
     def check(self, config: Any) -> None:
-        """Raise UserError if the policy is not for a model of this configuration (`num_layers`, `num_kv_heads`,
+        """Raise UserError if the policy is not for a model of this configuration (`num_full_layers`, `num_kv_heads`,
         `head_dim`, `vocab_size`)."""
         for method in self._methods:
             method.check(config)
         if self.eviction is not None:
-            self.eviction.shares.check(config.num_layers)
+            self.eviction.shares.check(config.num_full_layers)
         largest = max(() if self.schedule is None else self.schedule.trigger.guidance, default=0)
         if largest >= config.vocab_size:
             raise UserError(

@@ -21,7 +21,7 @@ def distillation(
 ) -> dict[str, float | None]:
     """Return each policy's mean squared difference from the final hidden states of full attention, over whole
     sequences. It is None for a policy that evicts or selects: its admission alone does not say what a token sees."""
-    shape = model.config.num_layers, model.config.num_kv_heads
+    shape = model.config.num_full_layers, model.config.num_kv_heads
     with use_mesh(model):
         methods = {
             name: Deployed(on_mesh(policy.admission, *shape).traced, policy.window)

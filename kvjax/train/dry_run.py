@@ -22,6 +22,6 @@ def dry_run(config: Recipe) -> str:
         params = jax.eval_shape(config.init, model_shapes(shape))
     trained = sum(leaf.size for leaf in jax.tree.leaves(params))
     return (
-        f"{config.method} for {config.model}: {shape.num_layers} layers × {shape.num_kv_heads} KV heads; weights and "
-        f"data ({config.data}) were not read\n{plan(config, 0, tokens, trained)}"
+        f"{config.method} for {config.model}: {shape.num_full_layers} layers × {shape.num_kv_heads} KV heads; weights "
+        f"and data ({config.data}) were not read\n{plan(config, 0, tokens, trained)}"
     )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.cache import ends
 from kvjax.inference.attention import masked_attention
 from kvjax.mesh import BATCH, HEADS, P, token_axis, token_shards
-from kvjax.models.decoder import Decoder, places, scan_layers
+from kvjax.models.decoder import Decoder, places, scan_layers, whole_sequences
 from kvjax.policies.base import BIAS, Admission, Mask, Trainable
 from kvjax.policies.views import Shape, Step
 from kvjax.struct import static, struct
@@ -42,7 +42,10 @@ def student(
         return o, carry, figures
 
     embedded, position = model.embed_tokens(tokens), places(tokens, document)
-    x, _, figures = scan_layers(model, embedded, position, attend, xs=method, remat=True, token=tokens)
+    slide = whole_sequences(model.config, document)
+    x, _, figures, _ = scan_layers(
+        model, embedded, position, attend, xs=method, slide=slide, remat=True, token=tokens
+    )
     return model.norm(x), figures
 
 
@@ -93,7 +96,7 @@ class Deployed:
 
 
 def _split_heads(x: jax.Array, model: Decoder) -> jax.Array:
-    heads = x.shape[:2] == (model.config.num_layers, model.config.num_kv_heads)
+    heads = x.shape[:2] == (model.config.num_full_layers, model.config.num_kv_heads)
     if heads and not any(jax.typeof(x).sharding.spec):
         return reshard(x, P(None, HEADS))
     return x

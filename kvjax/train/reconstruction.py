@@ -52,7 +52,7 @@ def reconstruction(
         caches.check(cache, policy.name, 0)
         cache = all_of(reread(model, compiled, cache, rows))
         caches.check(cache, policy.name, 0)
-        for layer in range(model.config.num_layers):
+        for layer in range(model.config.num_full_layers):
             score = np.asarray(_scores(cache, np.int32(layer), tokens=longest))
             fill_score(contexts, into, layer, score)
 

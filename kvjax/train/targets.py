@@ -38,7 +38,7 @@ def kind_of(model: Decoder, which: str) -> Kind:
     """Return the arrays that are kept of a position: the gates' input in the model's dtype, the targets in float32."""
     config = model.config
     own = (config.width,) if which == "hidden" else (config.num_kv_heads, config.head_dim)
-    layers = config.num_layers
+    layers = config.num_full_layers
     return Kind(
         {
             "input": ((layers, *own), model.embed.dtype),

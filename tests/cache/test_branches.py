@@ -43,8 +43,10 @@ def moved(cache, kept):
 
 @partial(jax.jit, static_argnames="newest")
 def branched(cache, index, newest):
-    rows = branched_rows(cache.layers, cache.seen, cache.trail, index, pages=cache.pages.pool.shape[0])
-    layers, seen, trail, (free, count, others) = rows
+    rows = branched_rows(
+        cache.layers, cache.seen, cache.trail, cache.sliding, index, pages=cache.pages.pool.shape[0]
+    )
+    layers, seen, trail, _, (free, count, others) = rows
     pages = dataclasses.replace(cache.pages, free=free, free_count=count, others=others)
     pages, layers = with_copies(pages, layers, RING, newest)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)

@@ -234,7 +234,7 @@ def dense_logits_of_padded(model, text, read, kept):
 
     position = jnp.arange(text.size)[None]
     layers = jnp.zeros(model.config.num_layers)
-    x, _, _ = scan_layers(model, model.embed_tokens(text[None]), position, attend, xs=layers)
+    x, *_ = scan_layers(model, model.embed_tokens(text[None]), position, attend, xs=layers)
     return model.logits(model.norm(x))[0]
 
 

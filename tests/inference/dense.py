@@ -52,7 +52,9 @@ def _dense_logits(model, admission, tokens, window):
 
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     admission = gather(admission, "data", "fsdp")
-    x, _, kept = scan_layers(model, model.embed_tokens(tokens), position, attend, xs=admission, token=tokens)
+    x, _, kept, _ = scan_layers(
+        model, model.embed_tokens(tokens), position, attend, xs=admission, token=tokens
+    )
     return model.logits(model.norm(x)), kept
 
 
@@ -90,7 +92,7 @@ def _logits_over(model, tables, lengths, seen, pool, biases, window, ring, token
 
     xs = tables, lengths
     x = model.embed_tokens(token[:, None])
-    x, _, _ = scan_layers(model, x, seen[:, None], attend, xs=xs, token=token[:, None])
+    x, *_ = scan_layers(model, x, seen[:, None], attend, xs=xs, token=token[:, None])
     return model.logits(model.norm(x))[:, 0]
 
 

@@ -47,6 +47,18 @@ LONGROPE = {
 PHI4_MINI = PHI3 | {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_attention_heads": 6, "head_dim": 16, "rope_theta": 1e6}
 
+GEMMA3 = {key: value for key, value in LLAMA.items() if key not in ("hidden_act", "tie_word_embeddings")} | {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 8,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 100,
+    "sliding_window_pattern": 3,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "pad_token_id": None,
+}
+
 CASES = {
     # as published: no rope_theta, no num_key_value_heads
     "llama2": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
@@ -91,6 +103,32 @@ CASES = {
     },
     "qwen3": QWEN3 | {"tie_word_embeddings": True},
     "qwen3_biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 6, "hidden_act": "gelu"},
+    # one layer with full attention, two with a sliding window
+    "qwen2_window": LLAMA
+    | {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 100,
+        "max_window_layers": 1,
+        "rope_theta": 1e6,
+    },
+    "mistral_window": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": 100},
+    "ministral": LLAMA
+    | {
+        "model_type": "ministral",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 100,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    },
+    "gemma3": GEMMA3,
+    # a window beyond the context: its layers have their own RoPE all the same
+    "gemma3_long": GEMMA3
+    | {
+        "sliding_window": 4096,
+        "num_hidden_layers": 4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
     "mistral": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
     "smollm3": LLAMA
     | {
@@ -131,14 +169,16 @@ def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         layer |= {"self_attn.o_proj.bias": (d,)}
     if config.get("mlp_bias"):
         layer |= {"mlp.gate_proj.bias": (f,), "mlp.up_proj.bias": (f,), "mlp.down_proj.bias": (d,)}
-    if family == "qwen3":
+    if family == "gemma3_text":
+        layer |= {f"{which}_feedforward_layernorm.weight": (d,) for which in ("pre", "post")}
+    if family in ("qwen3", "gemma3_text"):
         layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
     if family == "phi3":
         for part in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
             del layer[f"{part}_proj.weight"]
         layer |= {"self_attn.qkv_proj.weight": ((n + 2 * k) * h, d), "mlp.gate_up_proj.weight": (2 * f, d)}
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], d), "model.norm.weight": (d,)}
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings", family == "gemma3_text"):
         shapes["lm_head.weight"] = (config["vocab_size"], d)
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -151,7 +191,7 @@ def weights(config: dict) -> dict[str, np.ndarray]:
     for name, shape in hf_shapes(config).items():
         x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
         if name.endswith("norm.weight"):
-            x = 1 + 0.2 * x
+            x = 0.2 * x if config["model_type"] == "gemma3_text" else 1 + 0.2 * x
         elif name.endswith("bias"):
             x = 0.3 * x
         elif name == "model.embed_tokens.weight":

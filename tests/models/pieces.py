@@ -11,26 +11,37 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.rope import cos_sin
 
 
-def dense_attention(q, k, v):
-    """Causal attention from its definition, [b n t h]."""
+def dense_attention(q, k, v, window=None):
+    """Causal attention from its definition, over the last `window` tokens, [b n t h]."""
     group = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x, group, 1, out_sharding=jax.typeof(q).sharding.spec) for x in (k, v))
     logits = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
     t = q.shape[2]
-    weights = jax.nn.softmax(jnp.where(np.tril(np.ones((t, t), bool)), logits, -1e30), -1)
+    sees = np.tril(np.ones((t, t), bool))
+    sees = sees if window is None else np.triu(sees, 1 - window)
+    weights = jax.nn.softmax(jnp.where(sees, logits, -1e30), -1)
     return jnp.einsum("bnts,bnsh->bnth", weights, v)
 
 
 @partial(jax.jit, static_argnums=1)
 def layer_pieces(model, index, x, mlp_in):
     """The pieces of layer `index` for its input x [1 t d]; the mlp alone gets `mlp_in`."""
-    layer = jax.tree.map(lambda w: w[index], model.layers)
-    position = jnp.arange(x.shape[1])[None]
-    angles = cos_sin(model.config.rope, model.config.head_dim, position)
+    layer, config = jax.tree.map(lambda w: w[index], model.layers), model.config
+    position, slides = jnp.arange(x.shape[1])[None], config.slides[index]
+    rope = config.sliding_rope if slides and config.sliding_rope is not None else config.rope
+    angles = cos_sin(rope, config.head_dim, position)
     projected = layer.project(x, angles)
     norm, q, k, k_pre, v = (projected[name] for name in ("hidden", "q", "k", "k_pre", "v"))
-    o = dense_attention(q, k, v)
-    found = {"norm": norm, "cos": angles[0], "sin": angles[1], "q": q, "k": k, "k_pre": k_pre, "v": v}
+    o = dense_attention(q, k, v, config.sliding_window if slides else None)
+    found = {
+        "norm": norm,
+        "cos": angles[0],
+        "sin": angles[1],
+        "q": q / config.query_scale,
+        "k": k,
+        "k_pre": k_pre,
+        "v": v,
+    }
     return found | {"attention": layer.output(x, o), "mlp": layer.mlp(mlp_in), "layer": layer.finish(x, o)}
 
 

@@ -103,7 +103,7 @@ def test_no_token_sees_a_later_one(model):
             def attend(step, carry, xs):
                 return dense_attention(step.q, step.k, step.v), carry, None
 
-            y, _, _ = scan_layers(model, x, jnp.arange(12)[None], attend)
+            y, *_ = scan_layers(model, x, jnp.arange(12)[None], attend)
             hidden = model.norm(y)
             return (hidden.sum((0, 2)) * (jnp.arange(12) == t)).sum(), hidden
 
@@ -132,7 +132,7 @@ def test_what_a_layer_shows_and_what_it_carries(model):
             angles, step = cos_sin(RopeConfig(), 8, position), found[2][0]
             return x, found, jax.vmap(lambda k: rotate(k, angles))(step.k_pre)
 
-        x, (y, carry, (step, xs)), rotated = jax.device_get(run(model, put(ids(2, 4)), put(position)))
+        x, (y, carry, (step, xs), _), rotated = jax.device_get(run(model, put(ids(2, 4)), put(position)))
         assert carry == 10 + 0 + 1 + 2
         np.testing.assert_array_equal(xs, own)
         np.testing.assert_array_equal(step.layer, [0, 1, 2])

@@ -30,7 +30,8 @@ def test_hidden_states_and_logits_are_those_of_transformers(name, tmp_path):
 def test_rotary_angles_are_those_of_transformers(tmp_path):
     for name, case in CASES.items():
         config = read_config(write_folder(tmp_path / name, case, {}), TOKENS)
-        angles = cos_sin(config.rope, config.head_dim, jnp.array([POSITIONS]))
+        own = config.sliding_rope if config.slides[1] and config.sliding_rope is not None else config.rope
+        angles = cos_sin(own, config.head_dim, jnp.array([POSITIONS]))
         for piece, x in zip(("cos", "sin"), angles, strict=True):
             # a last bit of the frequency is 3e-5 radians at position 511
             assert_golden(name, piece, x[0], atol=1e-6)

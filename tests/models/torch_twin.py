@@ -26,13 +26,13 @@ def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.nda
         def hook(_, args, kwargs, output):
             seen[name] = output
             seen[f"{name} in"] = args[0] if args else kwargs.get("hidden_states")
+            seen[f"{name} rope"] = kwargs.get("position_embeddings")
 
         module.register_forward_hook(hook, with_kwargs=True)
 
     for name in ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_norm", "k_norm"):
         if hasattr(attention, name):
             keep(name, getattr(attention, name))
-    keep("rope", model.model.rotary_emb)
     keep("norm", block.input_layernorm)
     keep("attention", attention)
     keep("mlp", block.mlp)
@@ -47,9 +47,11 @@ def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.nda
 
         def heads(name):
             x = seen.get(f"{name}_norm", seen[f"{name}_proj"])
+            if x.ndim == 4 and x.shape[2] == tokens.shape[1]:
+                return x  # Gemma's norms come after the heads' axis is in its place
             return x.view(1, x.shape[1], -1, head_dim).transpose(1, 2)
 
-        cos, sin = seen["rope"]
+        cos, sin = seen["layer rope"]
         rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         q, k = rotary(heads("q"), heads("k"), cos, sin)
     found = {

@@ -110,7 +110,7 @@ def dense(model, tokens, document, z, streaming):
         return jax.sharding.reshard(o, jax.typeof(step.q).sharding.spec), None, None
 
     tokens, position = jnp.asarray(tokens), jnp.asarray(index - start, jnp.int32)
-    x, _, _ = scan_layers(model, model.embed_tokens(tokens), position, attend, xs=z, token=tokens)
+    x, *_ = scan_layers(model, model.embed_tokens(tokens), position, attend, xs=z, token=tokens)
     return model.norm(x)
 
 

@@ -83,7 +83,7 @@ def one_full_head(
         return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, full), carry, None
 
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x, _, _ = scan_layers(
+    x, *_ = scan_layers(
         model,
         model.embed_tokens(tokens),
         reshard(position, P(BATCH, None)),

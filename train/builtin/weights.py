@@ -195,7 +195,7 @@ def queries_and_keys(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, jax.
         return attention(step.q, step.k, step.v), carry, (step.q, step.k)
 
     position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
-    _, _, compared = scan_layers(model, model.embed_tokens(tokens), position, attend)
+    _, _, compared, _ = scan_layers(model, model.embed_tokens(tokens), position, attend)
     return compared
 
 

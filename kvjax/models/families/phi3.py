@@ -4,6 +4,7 @@ queries, keys and values as one tensor, and gate and up as another."""
 from typing import Any, ClassVar
 
 from kvjax.models.families.family import Family
+from kvjax.models.families.windows import Windows, all_layers, window_of
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import RopeConfig
 from kvjax.models.rope_json import read_rope, rope_share
@@ -15,11 +16,11 @@ class Phi3(Family):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     gguf = "phi3"
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
     names: ClassVar = {"q": QKV, "k": QKV, "v": QKV, "gate": GATE_UP, "up": GATE_UP}
-    sliding_window = "all layers"
 
-    def fields(self, keys: JsonObject) -> dict[str, Any]:
-        return {"norm_eps": keys.get("rms_norm_eps", float, 1e-5)}
+    def windows(self, keys: JsonObject) -> Windows:
+        return window_of(keys, None), all_layers(keys)
 
     def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
         return read_rope(keys, max_length, rope_share(keys), self.default_theta)
@@ -28,7 +29,7 @@ class Phi3(Family):
         # transformers has other defaults for the last two
         return {
             "partial_rotary_factor": config.rope.share,
-            "sliding_window": None,
+            "sliding_window": config.sliding_window or None,
             "original_max_position_embeddings": config.rope.original_length or config.max_position,
             "pad_token_id": None,
         }

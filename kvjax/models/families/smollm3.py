@@ -1,6 +1,6 @@
 """SmolLM3: like Llama, but every fourth layer has no RoPE (NoPE)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from kvjax.errors import shown
 from kvjax.models.families.llama import Llama
@@ -12,7 +12,7 @@ class SmolLM3(Llama):
     architecture = "SmolLM3ForCausalLM"
     gguf = None
     default_theta = 2_000_000.0
-    default_tied = True
+    defaults: ClassVar = {"tie_word_embeddings": True}
 
     def fields(self, keys: JsonObject) -> dict[str, Any]:
         if keys.get("use_sliding_window", bool, False) and keys.get("sliding_window", int, None) is not None:

@@ -62,7 +62,9 @@ class Quest(Selection):
 
     def check(self, model: Any) -> None:
         if not is_placed(self.skip):
-            whole_number(f"quest on {model.num_layers} layers", "skip", int(self.skip), 0, model.num_layers)
+            whole_number(
+                f"quest on {model.num_full_layers} layers", "skip", int(self.skip), 0, model.num_full_layers
+            )
 
     def select(
         self,

@@ -62,7 +62,7 @@ class DuoAttention(HeadMasks):
         yield self.lr > 0, "--lr", "above 0", self.lr
 
     def init(self, model: Decoder) -> dict[str, Array]:
-        return {"alpha": jnp.ones((model.config.num_layers, model.config.num_kv_heads))}
+        return {"alpha": jnp.ones((model.config.num_full_layers, model.config.num_kv_heads))}
 
     def weights(self, params: dict[str, Array]) -> Float[Array, "l k"]:
         return params["alpha"]

@@ -171,7 +171,7 @@ class KVzipGates(Recipe):
     def _sizes(self, model: ModelConfig) -> Sizes:
         group = model.num_heads // model.num_kv_heads
         width = model.width if self.inputs == "hidden" else model.head_dim
-        own = model.num_layers, model.num_kv_heads, group, width
+        own = model.num_full_layers, model.num_kv_heads, group, width
         return Sizes(*own, self.dim, self.sinks, self.form, self.inputs)
 
     def check_model(self, model: ModelConfig) -> None:

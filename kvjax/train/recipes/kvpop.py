@@ -201,7 +201,7 @@ class ConstantCache(Recipe):
             )
 
     def _sizes(self, model: ModelConfig) -> Sizes:
-        shape = model.num_layers, model.num_kv_heads, model.head_dim
+        shape = model.num_full_layers, model.num_kv_heads, model.head_dim
         return Sizes(*shape, self.features, self.normaliser, self.capped)
 
     def init(self, model: Decoder) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class ConstantCache(Recipe):
         model = params["model"].config
         scored, window = self.has_scorers, self.window if self.has_scorers else self.max_entries - self.sink
         admission = self.admission(params["scorers"]) if scored else StreamingLLM(sink=self.sink)
-        placed = on_mesh(admission, model.num_layers, model.num_kv_heads)
+        placed = on_mesh(admission, model.num_full_layers, model.num_kv_heads)
         if not isinstance(placed, KVPOP):
             return Deployed(placed, window), window
         told = {"over": self.target, "falls": self.falling_target, "temperature": self.temperature}

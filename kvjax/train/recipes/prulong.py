@@ -90,7 +90,7 @@ class PruLong(HeadMasks):
         return not self.frozen_model
 
     def init(self, model: Decoder) -> dict[str, Any]:
-        shape = model.config.num_layers, model.config.num_kv_heads
+        shape = model.config.num_full_layers, model.config.num_kv_heads
         noise = jax.random.normal(jax.random.key(self.seed), shape)
         masks = {"log_alpha": self.start + SPREAD * noise, "multipliers": jnp.zeros(2)}
         return masks if self.frozen_model else masks | {"model": model}

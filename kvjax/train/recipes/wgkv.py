@@ -110,7 +110,7 @@ class WriteGates(Recipe):
 
     def _sizes(self, model: ModelConfig) -> Sizes:
         expand = self.expand or (1.5 if model.model_type == "qwen3" else 4.0)
-        return Sizes(model.num_layers, model.num_kv_heads, model.head_dim, expand)
+        return Sizes(model.num_full_layers, model.num_kv_heads, model.head_dim, expand)
 
     def init(self, model: Decoder) -> WriteGate:
         return self._sizes(model.config).make(self.seed)

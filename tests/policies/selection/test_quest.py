@@ -116,7 +116,7 @@ def decoded(model, view, cache, token):
     one = jnp.ones_like(cache.seen)
     cache, reserved = reserve(cache, one)
     x, position = model.embed_tokens(token[:, None]), cache.seen[:, None]
-    _, pages, (layers, found) = scan_layers(model, x, position, attend, cache.pages, (cache.layers, view))
+    _, pages, (layers, found), _ = scan_layers(model, x, position, attend, cache.pages, (cache.layers, view))
     pages, layers = settle(cache, pages, layers, reserved)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + 1), found
 

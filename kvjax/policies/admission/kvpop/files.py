@@ -34,7 +34,7 @@ def load_scorers(folder: str | Path) -> tuple[Scorer, dict[str, Any]]:
 
 def check_made_for(sizes: Sizes, model: Any) -> None:
     """Raise UserError if the scorers are for a model of another configuration."""
-    wanted = model.num_layers, model.num_kv_heads, model.head_dim
+    wanted = model.num_full_layers, model.num_kv_heads, model.head_dim
     if sizes[:3] != wanted:
         raise UserError(
             f"kvpop: these scorers are for (layers, kv heads, head_dim) = {sizes[:3]}, the model has {wanted}"

@@ -72,7 +72,7 @@ def load_gates(path: str | Path, model: Any = None) -> tuple[WriteGate, dict[str
 def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
     """Raise UserError if there is a `model` and the gates are for another configuration."""
     if model is not None:
-        wanted = (model.num_layers, model.num_kv_heads, model.head_dim)
+        wanted = (model.num_full_layers, model.num_kv_heads, model.head_dim)
         if shape != wanted:
             raise UserError(
                 f"wgkv: these gates are for (layers, kv heads, head_dim) = {shape}, the model has {wanted}"

@@ -80,7 +80,7 @@ def check_made_for(sizes: Sizes, model: Any) -> None:
     """Raise UserError if there is a `model` and the gates are for another configuration."""
     if model is not None:
         width = model.width if sizes.inputs == "hidden" else model.head_dim
-        wanted = model.num_layers, model.num_kv_heads, model.num_heads // model.num_kv_heads, width
+        wanted = model.num_full_layers, model.num_kv_heads, model.num_heads // model.num_kv_heads, width
         if sizes[:4] != wanted:
             raise UserError(
                 f"fast_kvzip: these gates are for (layers, kv heads, query heads of each, width) = {sizes[:4]}, the "

@@ -22,7 +22,9 @@ def _forward(model, gates, tokens, visible):
         return o, None, (k[0], gather(score, *AXES)[0])
 
     position = jnp.arange(len(tokens))[None]
-    x, _, found = scan_layers(model, model.embed_tokens(tokens[None]), position, attend, xs=(gates, visible))
+    x, _, found, _ = scan_layers(
+        model, model.embed_tokens(tokens[None]), position, attend, xs=(gates, visible)
+    )
     return *found, model.logits(model.norm(x))[0]
 
 

@@ -1,0 +1,64 @@
+"""Attention of sliding-window layers over the cache."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from kvjax.cache import Cache
+from kvjax.cache.sliding import as_pages, recent, turns, written
+from kvjax.cache.trail import newest
+from kvjax.mesh import BATCH, HEADS, P
+from kvjax.models.decoder import Attend
+from kvjax.policies.views import Step
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.vertical_slash import ends, vertical_slash
+
+SPLIT = P(BATCH, HEADS)
+
+
+def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -> Attend:
+    """Return the attention of sliding-window layers over the cache, for the first `valid` tokens of each sequence. Its
+    ys are the newest entries [b k n 2h], for `with_windows`."""
+    window, dtype = cache.sliding_window, cache.pages.dtype
+
+    def local(step: Step, windows, seen, valid):
+        kv = jnp.concatenate([step.k, step.v], -1)
+        if step.q.shape[2] == 1:
+            pool, table = as_pages(windows, step.layer)
+            held, nothing = jnp.minimum(seen, turns(windows, window)), jnp.zeros(table.shape[:2], jnp.int32)
+            o, _ = paged_decode(
+                step.q, pool, table, nothing, held,
+                ring_pages=table.shape[2], new=(step.k, step.v), implementation=implementation,
+            )  # fmt: skip
+            return o, kv
+        old, exists = recent(windows, step.layer, seen, window, dtype)
+        k, v = jnp.split(jnp.concatenate([old.astype(step.k.dtype), kv], 2), 2, -1)
+        exists = jnp.pad(exists, ((0, 0), (0, kv.shape[2])), constant_values=True)
+        end = ends(jnp.zeros(k.shape[:3], bool), window)
+        # what is in a slot that was never written may be anything
+        end = jnp.where(exists[:, None], end, 0)
+        o, _ = vertical_slash(step.q, k, v, end, window=window, implementation=implementation)
+        return o, newest(kv, turns(windows, window), valid)
+
+    def attend(step: Step, carry: Any, xs: None):
+        step = step.without_padding()
+        o, new = jax.shard_map(local, out_specs=(SPLIT, SPLIT))(step, cache.sliding, cache.seen, valid)
+        return o, carry, new
+
+    return attend
+
+
+def with_windows(
+    cache: Cache, new: Float[Array, "l b k n kv"] | None, valid: Int[Array, " b"]
+) -> Shaped[Array, "l b k s kv"] | None:
+    """Return the cache's windows with the newest entries of a call."""
+    if new is None:
+        return cache.sliding
+
+    def local(windows, new, seen, valid):
+        return written(windows, new, seen, valid, cache.sliding_window)
+
+    spec = P(None, BATCH, HEADS)
+    return jax.shard_map(local, out_specs=spec)(cache.sliding, new, cache.seen, valid)

@@ -1,0 +1,169 @@
+"""A decoder's layers: the parts that families share. Differences are flags of `ModelConfig`.
+
+Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
+Activations are split over the batch, and by tokens over `sequence`. Attention sees whole sequences, for the kv heads of
+its device: queries, keys and values are exchanged before it, and its outputs after it. Where tokens cannot be split,
+such as a single one, `sequence` splits what `tensor` does. Products accumulate in float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jax.sharding import reshard
+from jaxtyping import Array, Float, Float32, Int
+
+from kvjax.mesh import BATCH, HEADS, P
+from kvjax.models.config import ACTIVATIONS, ModelConfig
+from kvjax.models.layout import flat_shape, fuse, parts_of, unfuse
+from kvjax.models.rope import CosSin, rotate
+from pallas_kernels.stack_product import stack_product
+
+ROWS = P(BATCH, None, None)
+SPLIT = P(BATCH, HEADS, None, None)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · (scale + offset) over the last axis, in float32."""
+
+    def __init__(self, size: int, config: ModelConfig, dtype: Any, layers: tuple[int, ...] = ()):
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.scale = nnx.Param(jnp.ones((*layers, size), dtype, out_sharding=P(*[None] * len(layers), None)))
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        return (y * (scale + self.offset if self.offset else scale)).astype(x.dtype)
+
+
+Wide = str | tuple[str, ...]
+
+
+def axes_of(x: Float[Array, "b t d"]) -> tuple[str | None, Wide]:
+    """Return the axis that splits the tokens of activations, and the axes that then split heads, the MLP's width and
+    the vocabulary."""
+    axis = jax.typeof(x).sharding.spec[1]
+    return axis, HEADS if axis is None else "tensor"
+
+
+def gathered(stored: nnx.Param, wide: Wide) -> Array:
+    """Return a stored array whole over `fsdp`, and split over `wide` where it is stored split over `tensor`."""
+    spec = jax.typeof(stored[...]).sharding.spec
+    return reshard(stored[...], P(*(wide if axis == "tensor" else None for axis in spec)))
+
+
+Index = Int[Array, ""] | None
+"""The index of a layer whose matrices are given as the stack of all layers'; None if they are given alone."""
+
+
+def _product(
+    x: Float[Array, "b t d"], weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide, index: Index
+) -> Float32[Array, "b t f"]:
+    """Return x · weight (+ bias)."""
+    weights = gathered(weight, wide)
+    if index is None:
+        y = jnp.einsum("btd,df->btf", x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
+    else:
+        y = _product_in_place(x, weights, index, spec)
+    return y if bias is None else y + gathered(bias, wide)
+
+
+def _product_in_place(x, stack, index, spec: P) -> Float32[Array, "b t f"]:
+    """Return x · stack[index], summed over the devices that share the inputs."""
+    inputs = jax.typeof(stack).sharding.spec[1]
+
+    def local(x, stack, index):
+        y = stack_product(x.reshape(-1, x.shape[-1]), stack, index).reshape(*x.shape[:2], -1)
+        return y if inputs is None else jax.lax.psum(y, inputs)
+
+    return jax.shard_map(local, out_specs=spec)(x, stack, index)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and mlp of every layer, stacked: each array has a leading layer axis, which `lax.scan` takes off.
+
+    Matrices are [inputs, outputs], some of several products together (`kvjax.models.layout`).
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
+        layers, init = (config.num_layers,), jax.nn.initializers.normal(0.02)
+
+        def weight(path, *spec):
+            parts = {
+                part: init(
+                    rngs.params(), layers + flat_shape(part, config), dtype, out_sharding=P(None, *spec)
+                )
+                for part in parts_of(path)
+            }
+            return nnx.Param(fuse(path, parts, config))
+
+        def bias(path, axis):
+            size = sum(flat_shape(part, config)[0] for part in parts_of(path))
+            return nnx.Param(jnp.zeros((*layers, size), dtype, out_sharding=P(None, axis)))
+
+        def norm(size):
+            return RMSNorm(size, config, dtype, layers)
+
+        self.config = config
+        self.attention_norm = norm(config.width)
+        self.qkv = weight("qkv", "fsdp", "tensor")
+        self.qkv_bias = bias("qkv_bias", "tensor") if config.attention_bias else None
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self.o = weight("o", "tensor", "fsdp")
+        self.o_bias = bias("o_bias", None) if config.attention_out_bias else None
+        self.attention_post_norm = norm(config.width) if config.post_norms else None
+        self.mlp_norm = norm(config.width)
+        self.gate_up = weight("gate_up", "fsdp", "tensor")
+        self.down = weight("down", "tensor", "fsdp")
+        self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
+        self.down_bias = bias("down_bias", None) if config.mlp_bias else None
+        self.mlp_post_norm = norm(config.width) if config.post_norms else None
+
+    def project(
+        self, x: Float[Array, "b t d"], angles: CosSin, index: Index = None
+    ) -> dict[str, Float[Array, "b ..."]]:
+        """Return the fields of `Step` that are computed from the layer's input. The module holds one layer's arrays,
+        not the stack; with `index` its matrices are the stack's."""
+        hidden, (axis, wide) = self.attention_norm(x), axes_of(x)
+        y = _product(hidden, self.qkv, self.qkv_bias, P(BATCH, axis, wide), wide, index).astype(x.dtype)
+
+        def heads(y, norm=None):
+            y = rearrange(y, "b t (n h) -> b n t h", h=self.config.head_dim)
+            return reshard(y if norm is None else norm(y), SPLIT)
+
+        q, k, v = unfuse("qkv", y, self.config).values()
+        q_pre, k_pre = heads(q, self.q_norm), heads(k, self.k_norm)
+        if (scale := self.config.query_scale) != 1:
+            q_pre = (q_pre.astype(jnp.float32) * scale).astype(x.dtype)
+        rotated = {"q": rotate(q_pre, angles), "k": rotate(k_pre, angles)}
+        # not split by tokens, which costs nothing unless a method looks at it
+        return {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
+
+    def output(
+        self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
+    ) -> Float[Array, "b t d"]:
+        """Return the output projection, which is added to the residual stream `x`."""
+        axis, wide = axes_of(x)
+        o = rearrange(reshard(o, P(BATCH, wide, axis, None)), "b n t h -> b t (n h)")
+        return _product(o, self.o, self.o_bias, P(BATCH, axis, None), wide, index).astype(o.dtype)
+
+    def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
+        """Return down(activation(gate(x)) · up(x))."""
+        axis, wide = axes_of(x)
+        y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide, index)
+        gate, up = unfuse("gate_up", y, self.config).values()
+        inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
+        return _product(inner, self.down, self.down_bias, P(BATCH, axis, None), wide, index).astype(x.dtype)
+
+    def finish(
+        self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
+    ) -> Float[Array, "b t d"]:
+        """Return the layer's output from its input and its heads' attention outputs."""
+        attended = self.output(x, o, index)
+        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        hidden = self.mlp(self.mlp_norm(x), index)
+        return x + (hidden if self.mlp_post_norm is None else self.mlp_post_norm(hidden))
