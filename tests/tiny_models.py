@@ -13,6 +13,7 @@ from kvjax.mesh import use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.loading import model_shapes
+from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import Scorer, Sizes
 from kvjax.policies.admission.wgkv import WriteGate
@@ -43,6 +44,15 @@ def tiny_model(**changes) -> Decoder:
     """A random decoder of `tiny_config` on the current mesh."""
     with use_mesh():
         return filled(tiny_config(**changes))
+
+
+def sliding_model(**changes) -> Decoder:
+    """The tiny model with four sliding-window layers beside its three, and what else Gemma 3 has of its own."""
+    own = dict(
+        num_layers=7, sliding_layers=(0, 2, 4, 6), sliding_window=7, sliding_rope=RopeConfig(theta=500.0),
+        norm_offset=0.5, post_norms=True, embed_scale=2.0, query_scale=0.8,
+    )  # fmt: skip
+    return tiny_model(**own | changes)
 
 
 def tiny_gates(model: Decoder, seed: int = 1) -> WriteGate:

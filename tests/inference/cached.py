@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as caches
-from kvjax.inference.allocation import empty_cache
+from kvjax.inference.allocation import empty_cache, sizes_of
 from kvjax.inference.forward import forward
 from kvjax.mesh import use_mesh
 
@@ -29,8 +29,8 @@ def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = empty_cache(
-            compiled, batch=len(tokens), layers=3, kv_heads=4, head_dim=8, tokens=tokens.shape[1],
-            dtype=jnp.float32, page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size,
+            compiled, **sizes_of(model.config), batch=len(tokens), tokens=tokens.shape[1], dtype=jnp.float32,
+            page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size,
         )  # fmt: skip
         out, start = [], 0
         for size in calls:

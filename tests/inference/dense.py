@@ -62,7 +62,7 @@ def dense_logits(model, policy, tokens):
     """Every token's logits with the mask {i − j < window} ∪ {j stored}, the latter with biases, and what is stored
     at the end [l b k t]."""
     with use_mesh(model):
-        admission = on_mesh(policy.admission, model.config.num_layers, model.config.num_kv_heads)
+        admission = on_mesh(policy.admission, model.config.num_full_layers, model.config.num_kv_heads)
         found = _dense_logits(model, admission, jnp.asarray(tokens, jnp.int32), policy.window)
         return tuple(map(np.asarray, found))
 

@@ -1,0 +1,189 @@
+"""Models with sliding-window layers: their windows go on beside what policies do with the other layers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.engine import Engine
+from kvjax.evaluate.teacher_forcing import TeacherForcing
+from kvjax.inference import generate, load_cache, logits, prefill, save_cache
+from kvjax.inference.capture import captured_layers
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.models.periods import Segment, segments
+from kvjax.policies import Policy, make_policy
+from kvjax.tasks.sample import Question, Sample
+from kvjax.train.objective import Deployed, student
+from tests.inference.cached import LENGTH, cached_logits
+from tests.inference.dense import dense_logits
+from tests.tiny_models import policies_for, sliding_model
+
+GREEDY = kvjax.SamplingParams(max_new_tokens=12, ignore_eos=True)
+PROMPTS = [np.random.default_rng(1).integers(0, 61, size) for size in (50, 23)]
+QUESTIONS = [np.random.default_rng(2).integers(0, 61, size) for size in (9, 4)]
+TEXTS = {"instruction": (1, 2), "resumption": (3,), "tail": (4,)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return sliding_model()
+
+
+def continued(model, rows):
+    """The tokens that follow each row greedily, by whole sequences."""
+    found = []
+    for row in rows:
+        for _ in range(GREEDY.max_new_tokens):
+            padded = np.pad(row, (0, -row.size % 64))  # few lengths: few programs
+            row = np.append(row, logits(model, padded[None])[0, row.size - 1].argmax())
+        found.append(row[-GREEDY.max_new_tokens :])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"),
+    [
+        ("fff", [("f", 3)]),
+        ("ssssf" * 3, [("ssssf", 3)]),
+        ("sf" * 3 + "s", [("sf", 3), ("s", 1)]),
+        ("ssf" * 2 + "ss", [("ssf", 2), ("s", 2)]),
+        ("ffss", [("f", 2), ("s", 2)]),
+        ("ssf", [("s", 2), ("f", 1)]),
+        ("ss", [("s", 2), ("f", 0)]),
+    ],
+)
+def test_layers_are_run_by_as_few_scans_as_repeat(kinds, wanted):
+    found = segments(tuple(kind == "s" for kind in kinds))
+    assert [("".join("fs"[one] for one in own.slides), own.repeats) for own in found] == wanted
+    assert [own.first for own in found] == [sum(own.layers for own in found[:at]) for at in range(len(found))]
+    assert isinstance(found[0], Segment)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (0, 2, 4, 6),
+        pytest.param((1, 2, 3, 4, 5, 6), marks=pytest.mark.thorough),
+        pytest.param((0, 1, 3, 4, 6), marks=pytest.mark.thorough),
+        tuple(range(7)),
+    ],
+)
+def test_answers_over_the_cache_are_those_of_whole_sequences(layers):
+    """Prompts that are longer than the window, read in pieces, one of them of another length than the window's."""
+    model = sliding_model(sliding_layers=layers)
+    found = generate(model, PROMPTS, GREEDY, chunk=16)
+    np.testing.assert_array_equal(found.tokens, continued(model, PROMPTS))
+
+
+def test_policies_decide_for_the_layers_with_full_attention(model):
+    tokens = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
+    policy = policies_for(model, 6)["wgkv"]
+    want, kept = dense_logits(model, policy, tokens)
+    assert len(kept) == model.config.num_full_layers == 3
+    found, cache = cached_logits(model, policy, tokens, [8] * 4 + [1] * 8, page_size=3)
+    assert np.abs(found - want).max() < 1e-4
+    np.testing.assert_array_equal(np.asarray(cache.layers.length), kept.sum(-1))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "snapkv:ratio=1.0,observed=4",
+        "knorm:ratio=1.0,when=chunk,chunk=16",
+        {"kvzip": {"ratio": 1.0} | TEXTS},
+    ],
+)
+def test_where_everything_is_kept_answers_are_the_full_caches(model, policy):
+    """Whatever was read behind the prompt to look at it: the windows are those of the prompt's end."""
+    policy = make_policy(policy, model=model)
+    observers = QUESTIONS if policy.observes else None
+    cache = prefill(model, PROMPTS, policy=policy, chunk=16, observers=observers)
+    found = generate(model, QUESTIONS, GREEDY, policy=policy, cache=cache)
+    rows = [np.concatenate(both) for both in zip(PROMPTS, QUESTIONS, strict=True)]
+    np.testing.assert_array_equal(found.tokens, continued(model, rows))
+    assert cache.layers.length.shape[0] == 3
+
+
+def test_a_context_is_asked_again_by_several_and_from_the_disk(model, tmp_path):
+    policy = make_policy("snapkv:ratio=0.5", model=model)
+    cache = prefill(model, [row[:5] for row in PROMPTS], policy=policy)
+    want = generate(model, QUESTIONS, GREEDY, policy=policy, cache=cache).tokens
+    both = [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0], QUESTIONS[1]]
+    shared = generate(model, both, GREEDY, policy=policy, cache=cache, share=True).tokens
+    np.testing.assert_array_equal([shared[0], shared[3]], want)
+    save_cache(tmp_path / "saved", cache, model, policy)
+    loaded = load_cache(tmp_path / "saved", model, policy)
+    np.testing.assert_array_equal(
+        generate(model, QUESTIONS, GREEDY, policy=policy, cache=loaded).tokens, want
+    )
+    # the questions are longer than what windows had room for
+    assert cache.sliding.shape[3] == 16
+    long = [np.tile(QUESTIONS[0], 9)] * 2
+    found = generate(model, long, GREEDY, cache=prefill(model, [row[:5] for row in PROMPTS])).tokens
+    np.testing.assert_array_equal(found, continued(model, [np.append(row[:5], long[0]) for row in PROMPTS]))
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv:ratio=0.5"])
+def test_the_engine_gives_the_answers_of_lone_runs(model, name):
+    policy = make_policy(name, model=model)
+    engine = Engine(model, policy, slots=2, max_length=128, capacity=128, page_size=4, chunk=16, block=4)
+    rows = [*PROMPTS, *QUESTIONS]
+    requests = [engine.submit(row.tolist(), GREEDY)[0] for row in rows]
+    while engine.busy:
+        engine.step()
+    for row, request in zip(rows, requests, strict=True):
+        alone = generate(model, [row], GREEDY, policy=policy, chunk=16, page_size=4).tokens[0]
+        np.testing.assert_array_equal(request.tokens, alone)
+
+
+@pytest.mark.mesh
+def test_a_mesh_changes_no_answer(model):
+    want = generate(model, PROMPTS, GREEDY, chunk=16).tokens
+    with jax.set_mesh(make_mesh(data=2, tensor=2, sequence=2)):
+        split = sliding_model()
+        np.testing.assert_array_equal(generate(split, PROMPTS, GREEDY, chunk=16).tokens, want)
+
+
+def test_features_and_losses_are_of_the_layers_with_full_attention(model):
+    """What is captured of whole sequences, the student that keeps everything, and teacher forcing agree."""
+    row = np.random.default_rng(3).integers(0, 61, 64)
+    layers = list(captured_layers(model, Policy(), None, [row], ["hidden", "k"]))
+    assert len(layers) == 3
+    everything = make_policy("full", model=model)
+    with use_mesh(model):
+        method = Deployed(everything.compile(model).read.admission, window=1)
+        hidden, _ = jax.jit(student, static_argnames="window")(
+            method, model, jnp.asarray(row[None]), window=1
+        )
+        whole = np.asarray(jax.jit(lambda model, x: model.logits(x))(model, hidden))[0]
+    np.testing.assert_allclose(whole, logits(model, row[None])[0], atol=1e-5)
+    question = Question(row[40:50], row[50:56], "")
+    sample = Sample(context=row[:40], questions=(question,))
+    run = TeacherForcing(model, [sample])
+    found = run(np.ones((3, 4), bool), 1, 1)
+    chosen = jax.nn.log_softmax(whole[49:55], -1)[np.arange(6), row[50:56]]
+    np.testing.assert_allclose(found.loss, -chosen.mean(), rtol=1e-5)
+
+
+def test_recomputing_layers_of_two_kinds_changes_no_gradient(model):
+    row = np.random.default_rng(4).integers(0, 61, (1, 64))
+
+    @jax.jit
+    def gradients(model, row):
+        def loss(model, remat):
+            return (model.hidden(row, remat=remat) ** 2).sum()
+
+        return [jax.grad(loss)(model, remat) for remat in (False, True)]
+
+    with use_mesh(model):
+        one, other = jax.device_get(gradients(model, jnp.asarray(row)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), one, other)
+    assert all(np.abs(layer).max() > 0 for layer in jax.tree.leaves(one.layers.qkv)[0])
+
+
+def test_changed_windows_are_another_model(model):
+    other = dataclasses.replace(model.config, sliding_window=8)
+    assert other != model.config
