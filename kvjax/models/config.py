@@ -321,18 +321,13 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
         "torch_dtype": dtype,
     } | family.keys(config)
-    read = OWN | family.fields(JsonObject(written, "config.json"))
-    read |= dict(
-        zip(
-            ("sliding_window", "sliding_layers"),
-            _windows(JsonObject(written, ""), family, config),
-            strict=True,
-        )
-    )
+    keys = JsonObject({**family.defaults, **written}, "config.json")
+    window, layers = _windows(keys, family, config)
+    read = OWN | {"sliding_window": window, "sliding_layers": layers} | family.fields(keys)
     wrong = [
         f"{name}={getattr(config, name)}" for name, value in read.items() if getattr(config, name) != value
     ]
-    if family.rope(JsonObject(written, "config.json"), None).share != config.rope.share:
+    if family.rope(keys, None).share != config.rope.share:
         wrong.append(f"partial_rotary_factor={config.rope.share:g}")
     if wrong:
         raise UserError(f"a {config.model_type} model cannot have {', '.join(wrong)}")

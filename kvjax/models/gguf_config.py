@@ -55,6 +55,11 @@ def config_keys(file: GgufFile) -> JsonObject:
         raise file.metadata.error(f"the tensor token_embd.weight is missing{alone}")
     context = file.get("context_length", int)
     family = GGUF[file.architecture]
+    window = file.get("attention.sliding_window", int, 0)
+    if 0 < window < context and not family.gguf_windows:
+        raise file.metadata.error(
+            f"{file.architecture}.attention.sliding_window is {window}, which is not supported"
+        )
     data = family.gguf_keys(file) | {
         "model_type": family.model_type,
         "vocab_size": embed.shape[0],
@@ -69,7 +74,7 @@ def config_keys(file: GgufFile) -> JsonObject:
         "rope_scaling": _rope_scaling(file, head_dim, turned, context),
         "partial_rotary_factor": _share(turned, head_dim),
         "max_position_embeddings": context,
-        "sliding_window": file.get("attention.sliding_window", int, 0) or None,
+        "sliding_window": window or None,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,

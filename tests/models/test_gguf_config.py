@@ -38,7 +38,7 @@ def test_a_rope_factor_without_a_type_is_linear(tmp_path):
 REFUSED = {
     "general.architecture": (
         "gemma2",
-        "architecture 'gemma2' is not supported, only llama, phi3, qwen2, qwen3",
+        "architecture 'gemma2' is not supported, only gemma3, llama, phi3, qwen2, qwen3",
     ),
     "split.count": (
         3,
@@ -64,7 +64,7 @@ REFUSED = {
     "llama.rope.scaling.type": ("longrope", "rope scaling 'longrope' is not supported, only linear and yarn"),
     "llama.attention.sliding_window": (
         64,
-        "llama.attention.sliding_window is 64, but sliding-window attention is not supported",
+        "llama.attention.sliding_window is 64, which is not supported",
     ),
     "llama.attention.head_count_kv": ([2, 2, 1], "llama.attention.head_count_kv must be int, got [2, 2, 1]"),
 }
@@ -107,7 +107,7 @@ def test_factors_of_another_size_are_refused(tmp_path):
 
 def test_another_architecture_is_refused_by_name(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", LLAMA | {"model_type": "gemma2"}, weights(LLAMA))
-    assert error_in(file) == "architecture 'gemma2' is not supported, only llama, phi3, qwen2, qwen3"
+    assert error_in(file) == "architecture 'gemma2' is not supported, only gemma3, llama, phi3, qwen2, qwen3"
 
 
 def test_rope_factors_that_are_not_llama_3s(tmp_path):

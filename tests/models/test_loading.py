@@ -21,7 +21,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load_model, save_model
 from kvjax.models.tensor_files import TensorInFile
-from tests.models.cases import CASES, LLAMA, hf_shapes, weights, write_folder
+from tests.models.cases import CASES, GEMMA3, LLAMA, hf_shapes, weights, write_folder
 from tests.models.files import WIDE, assert_equal
 from tests.models.refusals import error
 
@@ -310,6 +310,21 @@ def test_an_untied_model_without_a_head_is_refused(tmp_path):
 def test_names_of_a_model_below_its_head(renamed, tmp_path, whole):
     tensors = {renamed(name): x for name, x in weights(CASE).items()}
     assert_equal(load_model(write_folder(tmp_path, CASE, tensors)), whole)
+
+
+@pytest.mark.parametrize("where", ["language_model.", "model.language_model."])
+def test_of_a_multimodal_model_the_text_model_is_loaded(where, tmp_path):
+    """By the names of transformers 4 and 5."""
+    own = weights(GEMMA3)
+    below = where.startswith("model.")
+    tensors = {f"{where}{name.removeprefix('model.') if below else name}": x for name, x in own.items()}
+    outer = where.removesuffix("language_model.")
+    tensors |= {
+        f"{outer}{name}": np.ones(3, np.float32) for name in ("vision_tower.x", "multi_modal_projector.y")
+    }
+    whole = {"model_type": "gemma3", "text_config": GEMMA3}
+    found = load_model(write_folder(tmp_path / "multimodal", whole, tensors))
+    assert_equal(found, load_model(write_folder(tmp_path / "text", GEMMA3)))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -27,7 +27,14 @@ def test_every_family_comes_back_and_transformers_reads_its_config_alike(name, t
     with safe_open(tmp_path / "to" / "model.safetensors", framework="numpy") as file:
         assert {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()} == hf_shapes(case)  # noqa: SIM118
     ours, theirs = (transformers.AutoConfig.from_pretrained(f) for f in (tmp_path / "to", folder))
-    for key in case.keys() - {"rope_scaling", "rope_parameters", "rope_theta", "sliding_window"}:
+    for key in case.keys() - {
+        "rope_scaling",
+        "rope_parameters",
+        "rope_theta",
+        "sliding_window",
+        "rope_local_base_freq",
+        "sliding_window_pattern",
+    }:
         assert getattr(ours, key) == getattr(theirs, key), key
     # ours also says what theirs leaves to defaults
     rope = {key: value for key, value in theirs.rope_parameters.items() if key != "type"}

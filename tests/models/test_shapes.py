@@ -22,6 +22,7 @@ PARAMETERS = {
     "qwen3-4b": 4.02e9,
     "qwen3-8b": 8.19e9,
     "qwen3-14b": 14.8e9,
+    "gemma-3-12b": 11.77e9,
 }
 
 
@@ -53,6 +54,7 @@ def test_a_folder_needs_no_weights(tmp_path):
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(
-        UserError, match="^--model nobody/Llama-9: no such folder here, and of no known shape: llama"
+        UserError,
+        match="^--model nobody/Llama-9: no such folder here, and of no known shape: gemma-3-12b, llama",
     ):
         find_shape("nobody/Llama-9")

@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct, if `KVJAX_REAL_MODEL` names its GGUF file. CONTRIBUTING.md says how to get it."""
+"""SmolLM2-135M-Instruct, if `KVJAX_REAL_MODEL` names its GGUF file, and Gemma 3 270M, if `KVJAX_GEMMA3` does.
+CONTRIBUTING.md says how to get them."""
 
 import os
 from pathlib import Path
@@ -11,12 +12,12 @@ REAL = os.environ.get("KVJAX_REAL_MODEL", "")
 
 
 def pytest_collection_modifyitems(items):
-    skip = pytest.mark.skip(reason="KVJAX_REAL_MODEL is not set")
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.real)
-            if not REAL:
-                item.add_marker(skip)
+            needed = "KVJAX_GEMMA3" if item.path.name == "test_gemma3.py" else "KVJAX_REAL_MODEL"
+            if not os.environ.get(needed):
+                item.add_marker(pytest.mark.skip(reason=f"{needed} is not set"))
 
 
 @pytest.fixture(scope="session")

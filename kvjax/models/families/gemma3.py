@@ -23,6 +23,7 @@ class Gemma3(Family):
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
     gguf = "gemma3"
+    gguf_windows = True
     gguf_norm_offset = 1.0
     multimodal = "gemma3"
     names: ClassVar = {

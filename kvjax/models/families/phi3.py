@@ -16,6 +16,7 @@ class Phi3(Family):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     gguf = "phi3"
+    gguf_windows = True
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
     names: ClassVar = {"q": QKV, "k": QKV, "v": QKV, "gate": GATE_UP, "up": GATE_UP}
 

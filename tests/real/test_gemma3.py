@@ -1,0 +1,47 @@
+"""Gemma 3 270M from its GGUF file against what transformers makes of the same file (`make_goldens.py`)."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvjax.inference import generate, logits
+from kvjax.models import load_model, load_tokenizer, read_config
+from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
+from tests.models.make_goldens import GOLDENS, LONG
+
+FILE = Path(os.environ.get("KVJAX_GEMMA3", ""))
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return dict(np.load(GOLDENS / "gemma3_270m.npz"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(FILE)
+
+
+def test_the_config_is_that_of_the_published_model():
+    config = read_config(FILE)
+    assert (config.num_layers, config.width, config.head_dim, config.num_kv_heads) == (18, 640, 256, 1)
+    assert (config.sliding_window, config.full_layers) == (512, (5, 11, 17))
+    assert (config.rope.theta, config.sliding_rope.theta, config.query_scale) == (1e6, 1e4, 1.0)
+
+
+def test_logits_and_answers_are_those_of_transformers(model, golden):
+    """Of a text that is longer than the windows, read in pieces."""
+    np.testing.assert_array_equal(load_tokenizer(FILE)(LONG)["input_ids"], golden["tokens"])
+    found = logits(model, golden["tokens"][None])[0][np.ix_(golden["positions"], golden["ids"])]
+    assert abs(found - golden["logits"]).max() <= 1e-4 * abs(golden["logits"]).max()
+    answer = generate(model, [golden["tokens"]], SamplingParams(max_new_tokens=16), chunk=256).tokens[0]
+    np.testing.assert_array_equal(answer, golden["answer"][:16])
+
+
+def test_an_eviction_that_keeps_all_leaves_windows_whole(model, golden):
+    policy = make_policy("snapkv:ratio=1.0", model=model)
+    answer = generate(model, [golden["tokens"]], SamplingParams(max_new_tokens=16), policy=policy).tokens[0]
+    np.testing.assert_array_equal(answer, golden["answer"][:16])
