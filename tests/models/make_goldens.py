@@ -59,8 +59,8 @@ def real_golden(file: Path) -> dict[str, np.ndarray]:
     template. answer: the next tokens, greedily."""
     import torch
 
-    from kvjax.models.chat import encode
     from kvjax.models import load_tokenizer
+    from kvjax.models.chat import encode
 
     tokenizer, model = load_tokenizer(file), real_model(file)
     if is_gemma(file):
