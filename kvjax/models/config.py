@@ -49,6 +49,9 @@ OWN = {
     "mlp_bias": False,
     "no_rope": (),
     "sliding_rope": None,
+    "num_experts": 0,
+    "experts_per_token": 0,
+    "norm_expert_weights": False,
     "norm_offset": 0.0,
     "post_norms": False,
     "embed_scale": 1.0,
@@ -73,7 +76,7 @@ class ModelConfig:
     width: int
     """The width of the residual stream (`hidden_size`)."""
     mlp_width: int
-    """The width of the MLP's hidden layer (`intermediate_size`)."""
+    """The width of the hidden layer of the MLP (`intermediate_size`), or of one expert."""
     num_heads: int
     """Query heads of a layer."""
     num_kv_heads: int
@@ -108,6 +111,12 @@ class ModelConfig:
     """The factor of embeddings."""
     query_scale: float = 1.0
     """The factor of queries, beyond attention's 1/√head_dim."""
+    num_experts: int = 0
+    """MLPs of a layer (experts), of which a router chooses some for each token; 0: a layer has one MLP."""
+    experts_per_token: int = 0
+    """Experts that are chosen for a token."""
+    norm_expert_weights: bool = False
+    """True if the weights of the experts that are chosen are divided by their sum."""
     activation: str = "silu"
     """The MLP's activation, one of `ACTIVATIONS`."""
     tied: bool = False
@@ -144,6 +153,12 @@ class ModelConfig:
             raise UserError(f"{self.num_kv_heads} kv heads do not divide {self.num_heads} query heads")
         if self.head_dim % 2:
             raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings need an even one")
+        if not 0 <= self.num_experts <= (most := _MOST["num_heads"]):
+            raise UserError(f"num_experts must be at least 0 and at most {most:,}, got {self.num_experts}")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise UserError(
+                f"experts_per_token must be at least 1 and at most {self.num_experts}, got {self.experts_per_token}"
+            )
         if self.sliding_layers and not 2 <= self.sliding_window <= LARGEST_INT:
             raise UserError(
                 f"sliding_window must be at least 2 and at most {LARGEST_INT}, got {self.sliding_window}"

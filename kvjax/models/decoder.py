@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, token_axis, use_mesh
 from kvjax.models.config import ModelConfig
-from kvjax.models.layers import SPLIT, DecoderLayer, RMSNorm, axes_of, gathered
+from kvjax.models.layers import EXPERTS, SPLIT, DecoderLayer, RMSNorm, axes_of, gathered
 from kvjax.models.layout import OwnArray, flat_shape, fuse, parts_of
 from kvjax.models.names import TOP
 from kvjax.models.periods import Segment, by_period, in_order, joined, member, segments
@@ -40,9 +40,11 @@ def padded_vocabulary(config: ModelConfig) -> int:
 def check_mesh(config: ModelConfig) -> None:
     """Raise UserError if an axis of the current mesh does not divide a size of the model that it splits."""
     heads = "tensor axis" if axis_size("sequence") == 1 else "tensor × sequence"
+    split = ("experts", config.num_experts) if config.num_experts else ("mlp width", config.mlp_width)
     for name, size, said, axes in (
         ("kv heads", config.num_kv_heads, heads, HEADS),
-        ("mlp width", config.mlp_width, heads, HEADS),
+        (*split, heads, HEADS),
+        *((*split, "tensor × fsdp", EXPERTS) for _ in range(bool(config.num_experts))),
         ("width", config.width, "fsdp axis", ("fsdp",)),
     ):
         if size % axis_size(*axes):

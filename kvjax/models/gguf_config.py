@@ -35,7 +35,10 @@ def config_keys(file: GgufFile) -> JsonObject:
     Raises:
         UserError: a key that is missing or not supported, in GGUF's own spelling.
     """
+    family = GGUF[file.architecture]
     for name, usual in _UNLIKE.items():
+        if name == "expert_count" and family.gguf_experts:
+            continue
         if (value := file.get(name, float, 0.0)) not in usual:
             raise file.metadata.error(f"{file.architecture}.{name} is {value:g}, which is not supported")
     if not file.get("attention.causal", bool, True):
@@ -54,7 +57,6 @@ def config_keys(file: GgufFile) -> JsonObject:
         alone = "" if file.tensors else ", it has a vocabulary alone"
         raise file.metadata.error(f"the tensor token_embd.weight is missing{alone}")
     context = file.get("context_length", int)
-    family = GGUF[file.architecture]
     window = file.get("attention.sliding_window", int, 0)
     if 0 < window < context and not family.gguf_windows:
         raise file.metadata.error(

@@ -11,7 +11,7 @@ import itertools
 import math
 import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvjax.errors import UserError, shown
 from kvjax.files import check_regular
 from kvjax.models.families import GGUF
 from kvjax.models.json_file import JsonObject
-from kvjax.models.names import TOP, layer_name
+from kvjax.models.names import EXPERT, TOP, layer_name
 from kvjax.models.tensor_files import TensorInFile
 
 FLOATS = ("F32", "F16", "BF16")
@@ -140,11 +140,13 @@ class GgufFile:
         arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
         known = get_tensor_name_map(arch, layers)
         family = GGUF[self.architecture]
-        own = dict.fromkeys(family.layer_names.values())
+        # the experts of a layer are one tensor
+        own = dict.fromkeys(name.replace(f".{EXPERT}", "") for name in family.layer_names.values())
         wanted = [*TOP.values(), *(layer_name(name, layer) for layer in range(layers) for name in own)]
         names = {known.get_name(name, (".weight", ".bias")): name for name in wanted}
         heads = self.get("attention.head_count", int)
         kv_heads = self.get("attention.head_count_kv", int, heads)
+        experts = self.get("expert_count", int, 0) if family.gguf_experts else 0
         # only in llama's files are the two elements of a rotated pair neighbours
         permuted = {"attn_q": heads, "attn_k": kv_heads} if self.architecture == "llama" else {}
         found: dict[str, TensorInFile] = {}
@@ -155,11 +157,25 @@ class GgufFile:
             if name in found:
                 raise self.metadata.error(f"the tensor {name} is there twice, once as {tensor.name}")
             offset = family.gguf_norm_offset if name.endswith("norm.weight") else 0.0
-            found[name] = dataclasses.replace(tensor, name=name, order=order, offset=offset)
+            for own_name, own in _experts(tensor, name, experts):
+                found[own_name] = dataclasses.replace(own, name=own_name, order=order, offset=offset)
         # their numbers are in the config
         for name in ("rope_freqs.weight", *FACTORS):
             found.pop(name, None)
         return found
+
+
+def _experts(tensor: GgufTensor, name: str, experts: int) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield the tensors of a layer's experts, given the one that holds them, by their Hugging Face names; any other
+    tensor is yielded as it is."""
+    before, between, after = name.partition("mlp.experts.")
+    if not between or len(tensor.shape) != 3 or tensor.shape[0] != experts:
+        yield name, tensor
+        return
+    blocks = tensor.blocks.reshape(*tensor.shape[:2], -1)
+    for expert in range(experts):
+        own = dataclasses.replace(tensor, shape=tensor.shape[1:], blocks=blocks[expert])
+        yield f"{before}{between}{expert}.{after}", own
 
 
 def _halves(rows: int, heads: int) -> np.ndarray | None:

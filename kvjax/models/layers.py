@@ -16,6 +16,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.mesh import BATCH, HEADS, P
+from kvjax.models import experts
 from kvjax.models.config import ACTIVATIONS, ModelConfig
 from kvjax.models.layout import flat_shape, fuse, parts_of, unfuse
 from kvjax.models.rope import CosSin, rotate
@@ -23,6 +24,8 @@ from pallas_kernels.stack_product import stack_product
 
 ROWS = P(BATCH, None, None)
 SPLIT = P(BATCH, HEADS, None, None)
+EXPERTS = ("tensor", "fsdp")
+"""The axes that split the experts of a layer in storage."""
 
 
 class RMSNorm(nnx.Module):
@@ -52,7 +55,7 @@ def axes_of(x: Float[Array, "b t d"]) -> tuple[str | None, Wide]:
 def gathered(stored: nnx.Param, wide: Wide) -> Array:
     """Return a stored array whole over `fsdp`, and split over `wide` where it is stored split over `tensor`."""
     spec = jax.typeof(stored[...]).sharding.spec
-    return reshard(stored[...], P(*(wide if axis == "tensor" else None for axis in spec)))
+    return reshard(stored[...], P(*(wide if axis in ("tensor", EXPERTS) else None for axis in spec)))
 
 
 Index = Int[Array, ""] | None
@@ -117,8 +120,15 @@ class DecoderLayer(nnx.Module):
         self.o_bias = bias("o_bias", None) if config.attention_out_bias else None
         self.attention_post_norm = norm(config.width) if config.post_norms else None
         self.mlp_norm = norm(config.width)
-        self.gate_up = weight("gate_up", "fsdp", "tensor")
-        self.down = weight("down", "tensor", "fsdp")
+        if config.num_experts:
+            # whole experts are split; with fsdp behind tensor, what a device gathers lies together
+            self.router = weight("router", "fsdp", None)
+            self.gate_up = weight("gate_up", EXPERTS, None)
+            self.down = weight("down", EXPERTS, None)
+        else:
+            self.router = None
+            self.gate_up = weight("gate_up", "fsdp", "tensor")
+            self.down = weight("down", "tensor", "fsdp")
         self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
         self.down_bias = bias("down_bias", None) if config.mlp_bias else None
         self.mlp_post_norm = norm(config.width) if config.post_norms else None
@@ -152,12 +162,35 @@ class DecoderLayer(nnx.Module):
         return _product(o, self.o, self.o_bias, P(BATCH, axis, None), wide, index).astype(o.dtype)
 
     def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
-        """Return down(activation(gate(x)) · up(x))."""
+        """Return down(activation(gate(x)) · up(x)), or of experts the weighted sum."""
         axis, wide = axes_of(x)
+        if self.router is not None:
+            return self._experts(x, self.router, index)
         y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide, index)
         gate, up = unfuse("gate_up", y, self.config).values()
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
         return _product(inner, self.down, self.down_bias, P(BATCH, axis, None), wide, index).astype(x.dtype)
+
+    def _experts(self, x: Float[Array, "b t d"], router: nnx.Param, index: Index) -> Float[Array, "b t d"]:
+        """Return the weighted sum of the experts that the router chooses for each token. Every device runs its own."""
+        (axis, wide), config = axes_of(x), self.config
+        logits = _product(x, router, None, P(BATCH, axis, None), wide, index).astype(x.dtype)
+        weight, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), config.experts_per_token)
+        if config.norm_expert_weights:
+            weight = weight / weight.sum(-1, keepdims=True)
+        weight = weight.astype(x.dtype)
+
+        def activate(y):
+            gate, up = unfuse("gate_up", y, config).values()
+            return (ACTIVATIONS[config.activation](gate) * up).astype(x.dtype)
+
+        def local(x, weight, chosen, gate_up, down, index):
+            first = jax.lax.axis_index(wide) * (gate_up.shape[-2] // config.width)
+            y = experts.mixed(x, weight, chosen - first, gate_up, down, activate, index)
+            return jax.lax.psum(y, wide).astype(x.dtype)
+
+        stored = gathered(self.gate_up, wide), gathered(self.down, wide)
+        return jax.shard_map(local, out_specs=P(BATCH, axis, None))(x, weight, chosen, *stored, index)
 
     def finish(
         self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None

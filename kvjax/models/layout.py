@@ -37,14 +37,17 @@ def own_shape(part: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[in
     """Return the inputs' and the outputs' axes of one of a layer's own arrays; a vector has no inputs."""
     d, f, h = (config.width,), (config.mlp_width,), config.head_dim
     query, key = (config.num_heads, h), (config.num_kv_heads, h)
+    # experts are further inputs
+    experts = (config.num_experts,) if config.num_experts else ()
     shapes = {
         "q": (d, query),
         "k": (d, key),
         "v": (d, key),
         "o": (query, d),
-        "gate": (d, f),
-        "up": (d, f),
-        "down": (f, d),
+        "gate": (experts + d, f),
+        "up": (experts + d, f),
+        "down": (experts + f, d),
+        "router": (d, experts),
         "q_bias": ((), (config.num_heads, 1, h)),
         "k_bias": ((), (config.num_kv_heads, 1, h)),
         "v_bias": ((), (config.num_kv_heads, 1, h)),

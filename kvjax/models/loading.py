@@ -24,12 +24,19 @@ from kvjax.models.folder import find_model, load_tokenizer
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
 from kvjax.models.layout import flat_shape, fuse, parts_of
-from kvjax.models.names import TOP, by_path, is_rotary_table, layer_name, split
+from kvjax.models.names import EXPERT, TOP, Axis, by_expert, by_path, is_rotary_table, layer_name, split
 from kvjax.models.rope import inverse_frequencies, turned
-from kvjax.models.tensor_files import DTYPES, RowsOfTensor, TensorInFile, ignored_files, stored_tensors
+from kvjax.models.tensor_files import (
+    DTYPES,
+    ColumnsOfTensors,
+    RowsOfTensor,
+    TensorInFile,
+    ignored_files,
+    stored_tensors,
+)
 
 Arrays = dict[str, Array]
-Axes = tuple[str | None, str | None]
+Axes = tuple[Axis, Axis]
 """The mesh axes over which a file's rows and columns are split."""
 
 
@@ -176,8 +183,9 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
             continue
         for part in parts_of(path):
             name, (rows, *columns) = config.layer_names[part], flat_shape(part, config)[::-1]
-            before = in_layer[name][0] if name in in_layer else 0
-            in_layer[name] = before + rows, *columns
+            for one in (names := by_expert(name, config.num_experts)):
+                before = in_layer[one][0] if one in in_layer else 0
+                in_layer[one] = before + rows, *(size // len(names) for size in columns)
     for layer in range(config.num_layers):
         shapes |= {layer_name(name, layer): shape for name, shape in in_layer.items()}
     unexpected = [tensor.name for name, tensor in stored.items() if name not in shapes]
@@ -210,6 +218,10 @@ def _layer_tensors(
     found, taken = {}, dict.fromkeys(config.layer_names.values(), 0)
     for part in parts:
         name = config.layer_names[part]
+        if EXPERT in name:
+            names = (layer_name(one, layer) for one in by_expert(name, config.num_experts))
+            found[part] = ColumnsOfTensors.of([stored[one] for one in names])
+            continue
         whole, first, rows = stored[layer_name(name, layer)], taken[name], flat_shape(part, config)[-1]
         taken[name] += rows
         shape = rows, *whole.shape[1:]
@@ -247,6 +259,7 @@ def _read(
     host memory at a time.
     """
     rows_axis, columns_axis = axes
+    assert not isinstance(rows_axis, tuple)
     parts = axis_size(rows_axis) if rows_axis else 1
     part = (rows or tensor.shape[0]) // parts
     shared: tuple[str, ...] = ()

@@ -24,6 +24,7 @@ LAYER = {
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
     "gate_bias": "mlp.gate_proj.bias",
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
@@ -31,9 +32,18 @@ LAYER = {
 TOP = {"embed": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}
 
 
+EXPERT = "{expert}"
+"""The place of an expert's index in a name."""
+
+
 def layer_name(name: str, layer: int) -> str:
     """Return the whole name of a layer's tensor."""
     return f"model.layers.{layer}.{name}"
+
+
+def by_expert(name: str, experts: int) -> list[str]:
+    """Return the names of a layer's tensors that hold one of its arrays: one for each expert, or the name itself."""
+    return [name.replace(EXPERT, str(expert)) for expert in range(experts)] if EXPERT in name else [name]
 
 
 def canonical(name: str) -> str:
@@ -58,7 +68,11 @@ def by_path(model: Any) -> tuple[dict[str, Any], Any]:
     return named, tree
 
 
-def split(path: str, leaf: Any) -> tuple[str | None, str | None]:
+Axis = str | tuple[str, ...] | None
+"""The mesh axis, or the axes, that split an array's axis."""
+
+
+def split(path: str, leaf: Any) -> tuple[Axis, Axis]:
     """Return the mesh axes that split the rows and the columns of the file's tensors, as they split the decoder's array
     of them (a layer's with its leading layer axis)."""
     spec = jax.typeof(leaf).sharding.spec

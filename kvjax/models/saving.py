@@ -20,7 +20,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.folder import copy_tokenizer
 from kvjax.models.json_file import write_json
 from kvjax.models.layout import parts_of, unfuse
-from kvjax.models.names import TOP, by_path, layer_name
+from kvjax.models.names import TOP, by_expert, by_path, layer_name
 from kvjax.models.tensor_files import INDEX, SINGLE
 
 FILE_BYTES = 2 << 30
@@ -122,9 +122,12 @@ def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
         layer = _take_layer(layers, np.int32(index), model.config)
         rows: dict[str, list[np.ndarray]] = {}
         for part in (part for path in layers for part in parts_of(path)):
-            name = layer_name(model.config.layer_names[part], index)
-            rows.setdefault(name, []).append(_host(layer[part]))
-        yield {name: x[0] if len(x) == 1 else np.concatenate(x) for name, x in rows.items()}
+            names = by_expert(layer_name(model.config.layer_names[part], index), model.config.num_experts)
+            for name, x in zip(names, np.split(_host(layer[part]), len(names), -1), strict=True):
+                rows.setdefault(name, []).append(x)
+        yield {
+            name: np.ascontiguousarray(x[0]) if len(x) == 1 else np.concatenate(x) for name, x in rows.items()
+        }
 
 
 def _bytes(tensors: dict[str, np.ndarray]) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import ml_dtypes
@@ -70,6 +70,25 @@ class RowsOfTensor(TensorInFile):
         stop = min(start + out.shape[0], self.shape[0])
         if start < stop:
             self.whole.fill(out[: stop - start], self.first + start)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsOfTensors(TensorInFile):
+    """Tensors of one shape side by side, such as those of a layer's experts."""
+
+    parts: tuple[TensorInFile, ...]
+    """The tensors, in order."""
+
+    @classmethod
+    def of(cls, parts: Sequence[TensorInFile]) -> "ColumnsOfTensors":
+        first = parts[0]
+        shape = first.shape[0], len(parts) * first.shape[1]
+        return cls(first.name, first.file, shape, first.kind, tuple(parts))
+
+    def fill(self, out: np.ndarray, start: int) -> None:
+        """Fill `out` as `TensorInFile.fill` does."""
+        for part, columns in zip(self.parts, np.split(out, len(self.parts), 1), strict=True):
+            part.fill(columns, start)
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorInFile]:

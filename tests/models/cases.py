@@ -129,6 +129,15 @@ CASES = {
         "num_hidden_layers": 4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "qwen3_moe": QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "intermediate_size": 24,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
     "mistral": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
     "smollm3": LLAMA
     | {
@@ -171,8 +180,15 @@ def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         layer |= {"mlp.gate_proj.bias": (f,), "mlp.up_proj.bias": (f,), "mlp.down_proj.bias": (d,)}
     if family == "gemma3_text":
         layer |= {f"{which}_feedforward_layernorm.weight": (d,) for which in ("pre", "post")}
-    if family in ("qwen3", "gemma3_text"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
         layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
+    if family == "qwen3_moe":
+        f = config["moe_intermediate_size"]
+        sizes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        for part, size in sizes.items():
+            del layer[f"mlp.{part}_proj.weight"]
+            layer |= {f"mlp.experts.{e}.{part}_proj.weight": size for e in range(config["num_experts"])}
+        layer["mlp.gate.weight"] = (config["num_experts"], d)
     if family == "phi3":
         for part in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
             del layer[f"{part}_proj.weight"]

@@ -23,6 +23,10 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -84,7 +88,7 @@ def write_gguf(
     kinds: by Hugging Face's name, quantised bytes to write in place of the tensor, and their type. metadata: more or
     other pairs; None leaves one out. more: tensors by llama.cpp's names, without ".weight".
     """
-    arch = config["model_type"].removesuffix("_text")
+    arch = config["model_type"].removesuffix("_text").replace("_moe", "moe")
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
@@ -106,6 +110,19 @@ def write_gguf(
     }
     if arch == "gemma3":
         pairs["gemma3.attention.sliding_window"] = config["sliding_window"]
+    if arch == "qwen3moe":
+        pairs["qwen3moe.expert_count"] = count = config["num_experts"]
+        pairs["qwen3moe.expert_used_count"] = config["num_experts_per_tok"]
+        pairs["qwen3moe.expert_feed_forward_length"] = config["moe_intermediate_size"]
+        # the experts of a layer are one tensor
+        first = [name for name in tensors if ".experts.0." in name]
+        whole = {
+            name.replace("experts.0.", "experts."): np.stack(
+                [tensors[name.replace("experts.0.", f"experts.{e}.")] for e in range(count)]
+            )
+            for name in first
+        }
+        tensors = {name: x for name, x in tensors.items() if ".experts." not in name} | whole
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("linear", "yarn"):
         pairs |= {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": rope["factor"]}

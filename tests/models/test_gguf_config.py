@@ -38,7 +38,7 @@ def test_a_rope_factor_without_a_type_is_linear(tmp_path):
 REFUSED = {
     "general.architecture": (
         "gemma2",
-        "architecture 'gemma2' is not supported, only gemma3, llama, phi3, qwen2, qwen3",
+        "architecture 'gemma2' is not supported, only gemma3, llama, phi3, qwen2, qwen3, qwen3moe",
     ),
     "split.count": (
         3,
@@ -107,7 +107,10 @@ def test_factors_of_another_size_are_refused(tmp_path):
 
 def test_another_architecture_is_refused_by_name(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", LLAMA | {"model_type": "gemma2"}, weights(LLAMA))
-    assert error_in(file) == "architecture 'gemma2' is not supported, only gemma3, llama, phi3, qwen2, qwen3"
+    assert (
+        error_in(file)
+        == "architecture 'gemma2' is not supported, only gemma3, llama, phi3, qwen2, qwen3, qwen3moe"
+    )
 
 
 def test_rope_factors_that_are_not_llama_3s(tmp_path):

@@ -14,7 +14,7 @@ OF_GEMMA = GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 16, "slidi
 torch = pytest.importorskip("torch", reason="the parity extra is not installed")
 
 
-@pytest.mark.parametrize("name", ["llama2", "phi3", "qwen2", "qwen3", "gemma3_gguf"])
+@pytest.mark.parametrize("name", ["llama2", "phi3", "qwen2", "qwen3", "qwen3_moe", "gemma3_gguf"])
 def test_logits_are_those_of_transformers_for_the_same_file(name, tmp_path):
     """Names and permutations are its own; its config is given, for it reads no head size and no vocabulary size."""
     import transformers

@@ -7,11 +7,12 @@ from kvjax.models.families.mistral import Ministral, Mistral
 from kvjax.models.families.phi3 import Phi3
 from kvjax.models.families.qwen2 import Qwen2
 from kvjax.models.families.qwen3 import Qwen3
+from kvjax.models.families.qwen3_moe import Qwen3Moe
 from kvjax.models.families.smollm3 import SmolLM3
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (Gemma3(), Llama(), Ministral(), Mistral(), Phi3(), Qwen2(), Qwen3(), SmolLM3())
+    for family in (Gemma3(), Llama(), Ministral(), Mistral(), Phi3(), Qwen2(), Qwen3(), Qwen3Moe(), SmolLM3())
 }
 """Families by Hugging Face's `model_type`."""
 MULTIMODAL = {family.multimodal: family for family in FAMILIES.values() if family.multimodal is not None}

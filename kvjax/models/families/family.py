@@ -20,6 +20,8 @@ class Family:
     """The family's name in GGUF files; None: such files are not read."""
     gguf_windows: ClassVar[bool] = False
     """True if GGUF files may name a sliding window, which llama.cpp ignores in the others."""
+    gguf_experts: ClassVar[bool] = False
+    """True if the family has experts, of which GGUF files hold all of a layer's in one tensor."""
     gguf_norm_offset: ClassVar[float] = 0.0
     """The number that GGUF files add to the weights of norms."""
     names: ClassVar[Mapping[str, str]] = {}
