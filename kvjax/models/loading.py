@@ -52,7 +52,7 @@ def load_model(
 
     Args:
         path_or_hub_id: a folder with `config.json` and safetensors, a folder with a LoRA adapter of such a model, which
-            is merged onto it, a GGUF file (llama, phi3, qwen2, qwen3), or a Hugging Face hub id.
+            is merged onto it, a GGUF file (gemma3, llama, phi3, qwen2, qwen3, qwen3moe), or a Hugging Face hub id.
         dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored, float32
             where that is quantised.
         max_length: the longest sequence that will be run, for models with "dynamic" or "longrope" rope; by default what

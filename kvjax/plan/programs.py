@@ -275,7 +275,8 @@ class Serving:
 
 
 def _parts(model: Any, policy: Any, cache: Any, *rest: Any) -> dict[str, Any]:
-    return {
+    windows = {} if cache.sliding is None else {"windows of sliding layers": cache.sliding}
+    return windows | {
         WEIGHTS: model,
         "policy": policy,
         POOL: cache.pages,

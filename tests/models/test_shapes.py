@@ -22,6 +22,7 @@ PARAMETERS = {
     "qwen3-4b": 4.02e9,
     "qwen3-8b": 8.19e9,
     "qwen3-14b": 14.8e9,
+    "qwen3-30b-a3b": 30.5e9,
     "gemma-3-12b": 11.77e9,
 }
 
@@ -31,7 +32,7 @@ def test_a_known_shape_has_as_many_parameters_as_its_card_says(name):
     shape = find_shape(name)
     c = shape.config
     heads = c.num_heads + c.num_kv_heads
-    layer = 2 * c.width * c.head_dim * heads + 3 * c.width * c.mlp_width
+    layer = 2 * c.width * c.head_dim * heads + 3 * c.width * c.mlp_width * max(c.num_experts, 1)
     tables = c.vocab_size * c.width * (1 if c.tied else 2)
     assert math.isclose(c.num_layers * layer + tables, PARAMETERS[name], rel_tol=0.006)
     assert shape.dtype == "bfloat16"

@@ -71,9 +71,10 @@ def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
 def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:
     """Refuse a mesh that does not divide the model, before there are devices. Raises UserError."""
     heads = "tensor axis" if mesh.sequence == 1 else "tensor × sequence"
+    split = ("experts", config.num_experts) if config.num_experts else ("mlp width", config.mlp_width)
     for what, size, said, parts in (
         ("kv heads", config.num_kv_heads, heads, mesh.head_shards),
-        ("mlp width", config.mlp_width, heads, mesh.head_shards),
+        (*split, heads, mesh.head_shards),
         ("width", config.width, "fsdp axis", mesh.fsdp),
     ):
         if size % parts:
