@@ -52,6 +52,17 @@ def finish(state: State) -> tuple[Float[Array, "*r q h"], Float[Array, "*r q"]]:
     return jnp.where(empty[..., None], 0, o / l[..., None]), jnp.where(empty, -jnp.inf, m + jnp.log(l))
 
 
+def with_sink(
+    o: Float[Array, "b n t h"], lse: Float[Array, "b n t"], sink: Float[Array, " n"] | None
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
+    """Return attention's output and log-sum-exp with one more logit in each query head's softmax, which has no value;
+    None: as they are."""
+    if sink is None:
+        return o, lse
+    whole = jnp.logaddexp(lse, sink.astype(jnp.float32)[:, None])
+    return (o.astype(jnp.float32) * jnp.exp(lse - whole)[..., None]).astype(o.dtype), whole
+
+
 def merge(
     o1: Float[Array, "b n t h"],
     lse1: Float[Array, "b n t"],

@@ -119,7 +119,7 @@ def contents(model: Any) -> str:
 LATER = (
     *("no_rope", "share", "short_factor", "long_factor", "sliding_window", "sliding_layers", "sliding_rope"),
     *("norm_offset", "post_norms", "embed_scale", "query_scale"),
-    *("num_experts", "experts_per_token", "norm_expert_weights"),
+    *("num_experts", "experts_per_token", "norm_expert_weights", "expert_bias", "swiglu", "attention_sinks"),
 )
 """Fields of configurations that digests leave out while they have their defaults: they did not exist at first."""
 

@@ -21,6 +21,7 @@ from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.struct import static, struct
 from kvjax.tasks.sample import Question, Sample, score_agreement
+from pallas_kernels.softmax import with_sink
 from pallas_kernels.vertical_slash import FOREVER, vertical_slash
 
 
@@ -139,7 +140,7 @@ def _outcome(
     def attend(step, carry, own):
         step = step.without_padding()
         local = jax.shard_map(partial(_attend, context=lines.context), out_specs=P(BATCH, HEADS))
-        return local(step.q, step.k, step.v, lines.position, lines.part, own), carry, None
+        return local(step, lines.position, lines.part, own), carry, None
 
     def full(step, carry, whole):
         return attend(step, carry, dataclasses.replace(pattern, whole=whole))
@@ -160,13 +161,14 @@ def _outcome(
     return jax.sharding.reshard(output, P()), loss.sum(), wanted.sum()
 
 
-def _attend(q, k, v, position, part, pattern, *, context):
+def _attend(step, position, part, pattern, *, context):
     """Attend from the context under its own mask, then from each question over the context and itself."""
+    q, k, v = step.q, step.k, step.v
     stays = pattern.whole[:, None] | (position < pattern.sink)[:, None]
     end = jnp.where(stays, FOREVER, (position + pattern.window)[:, None])[..., :context]
     end = jnp.where((position >= 0)[:, None, :context], end, 0).astype(jnp.int32)
     first = {"q": q[:, :, :context], "k": k[:, :, :context], "v": v[:, :, :context]}
-    read, _ = vertical_slash(**first, end=end, window=1)
+    read, _ = with_sink(*vertical_slash(**first, end=end, window=1), step.sink)
     age = position[:, context:, None] - position[:, None]
     own = (part[:, None] == 0) | (part[:, None] == part[:, context:, None])
     sees = own & (position >= 0)[:, None] & (age >= 0)
@@ -175,6 +177,8 @@ def _attend(q, k, v, position, part, pattern, *, context):
     exact = {"preferred_element_type": jnp.float32}
     logits = jnp.einsum("bkgth,bksh->bkgts", asking, k, **exact) * q.shape[-1] ** -0.5
     # a finite number: padding sees nothing
-    weight = jax.nn.softmax(jnp.where(sees[:, :, None], logits, -1e30), -1)
-    answered = jnp.einsum("bkgts,bksh->bkgth", weight, v, **exact).astype(q.dtype)
-    return jnp.concatenate([read, rearrange(answered, "b k g t h -> b (k g) t h")], 2)
+    logits = jnp.where(sees[:, :, None], logits, -1e30)
+    answered = jnp.einsum("bkgts,bksh->bkgth", jax.nn.softmax(logits, -1), v, **exact).astype(q.dtype)
+    answered = rearrange(answered, "b k g t h -> b (k g) t h")
+    lse = rearrange(jax.nn.logsumexp(logits, -1), "b k g t -> b (k g) t")
+    return jnp.concatenate([read, with_sink(answered, lse, step.sink)[0]], 2)

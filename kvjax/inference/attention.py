@@ -18,7 +18,7 @@ from kvjax.policies.compiled import States, View
 from kvjax.policies.views import Readout, Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode, paged_decode_append
-from pallas_kernels.softmax import merge
+from pallas_kernels.softmax import merge, with_sink
 from pallas_kernels.vertical_slash import vertical_slash
 
 SPLIT = P(BATCH, HEADS)
@@ -27,10 +27,11 @@ SPLIT = P(BATCH, HEADS)
 def causal_attention(step: Step, *, implementation: str | None = None) -> Float[Array, "b n t h"]:
     """Return plain causal attention of a call's tokens among themselves."""
 
-    def local(q, k, v):
-        return vertical_slash(q, k, v, window=1, implementation=implementation)[0]
+    def local(step):
+        own = vertical_slash(step.q, step.k, step.v, window=1, implementation=implementation)
+        return with_sink(*own, step.sink)[0]
 
-    return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v)
+    return jax.shard_map(local, out_specs=SPLIT)(step)
 
 
 def masked_attention(
@@ -48,15 +49,14 @@ def masked_attention(
         state, masks = method.masks(step)
         outputs = []
         for mask in masks:
-            outputs.append(
-                vertical_slash(
-                    *(step.q, step.k, step.v, mask.end),
-                    window=window,
-                    log_gate=mask.log_gate,
-                    segment_ids=document,
-                    implementation=implementation,
-                )
+            own = vertical_slash(
+                *(step.q, step.k, step.v, mask.end),
+                window=window,
+                log_gate=mask.log_gate,
+                segment_ids=document,
+                implementation=implementation,
             )
+            outputs.append(with_sink(*own, step.sink))
         group = step.q.shape[1] // step.k.shape[1]
         weighted = [
             o if mask.weight is None else o * jnp.repeat(mask.weight, group)[:, None, None]
@@ -116,16 +116,17 @@ def cached_attention(
         bias = view.bias(states, step) if BIAS in pages.planes else None
         arguments = view, step, pages, layer, priority, bias, seen, valid, implementation
         found = _decode(*arguments, write) if tokens == 1 else _prefill(*arguments)
+        o, lse = with_sink(found.o, found.lse, step.sink)
         if not write:
-            return found.o, found.lse, pages, layer
+            return o, lse, pages, layer
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
-        readout = Readout(found.lse, valid, pages.pool, table, layer.length, found.chosen, pages.dtype)
+        readout = Readout(lse, valid, pages.pool, table, layer.length, found.chosen, pages.dtype)
         numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
         pages, layer = found.push(numbers)
         # the pool as it is now, since the one before would have to be kept, too
         readout = dataclasses.replace(readout, pool=pages.pool)
         planes = view.update(states, pages.planes, step, readout)
-        return found.o, found.lse, dataclasses.replace(pages, planes=planes), layer
+        return o, lse, dataclasses.replace(pages, planes=planes), layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(view, "data", "fsdp")

@@ -13,6 +13,7 @@ from kvjax.mesh import BATCH, HEADS, P
 from kvjax.models.decoder import Attend
 from kvjax.policies.views import Step
 from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.softmax import with_sink
 from pallas_kernels.vertical_slash import ends, vertical_slash
 
 SPLIT = P(BATCH, HEADS)
@@ -28,19 +29,19 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
         if step.q.shape[2] == 1:
             pool, table = as_pages(windows, step.layer)
             held, nothing = jnp.minimum(seen, turns(windows, window)), jnp.zeros(table.shape[:2], jnp.int32)
-            o, _ = paged_decode(
+            o, lse = paged_decode(
                 step.q, pool, table, nothing, held,
                 ring_pages=table.shape[2], new=(step.k, step.v), implementation=implementation,
             )  # fmt: skip
-            return o, kv
+            return with_sink(o, lse, step.sink)[0], kv
         old, exists = recent(windows, step.layer, seen, window, dtype)
         k, v = jnp.split(jnp.concatenate([old.astype(step.k.dtype), kv], 2), 2, -1)
         exists = jnp.pad(exists, ((0, 0), (0, kv.shape[2])), constant_values=True)
         end = ends(jnp.zeros(k.shape[:3], bool), window)
         # what is in a slot that was never written may be anything
         end = jnp.where(exists[:, None], end, 0)
-        o, _ = vertical_slash(step.q, k, v, end, window=window, implementation=implementation)
-        return o, newest(kv, turns(windows, window), valid)
+        own = vertical_slash(step.q, k, v, end, window=window, implementation=implementation)
+        return with_sink(*own, step.sink)[0], newest(kv, turns(windows, window), valid)
 
     def attend(step: Step, carry: Any, xs: None):
         step = step.without_padding()

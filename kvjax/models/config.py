@@ -52,6 +52,9 @@ OWN = {
     "num_experts": 0,
     "experts_per_token": 0,
     "norm_expert_weights": False,
+    "expert_bias": False,
+    "swiglu": None,
+    "attention_sinks": False,
     "norm_offset": 0.0,
     "post_norms": False,
     "embed_scale": 1.0,
@@ -117,6 +120,12 @@ class ModelConfig:
     """Experts that are chosen for a token."""
     norm_expert_weights: bool = False
     """True if the weights of the experts that are chosen are divided by their sum."""
+    expert_bias: bool = False
+    """True if the router and the experts have biases."""
+    swiglu: tuple[float, float] | None = None
+    """The slope and the limit of the clamped SwiGLU that takes the activation's place in experts; None: none does."""
+    attention_sinks: bool = False
+    """True if each query head has a logit of its own in every softmax (attention sinks without a key)."""
     activation: str = "silu"
     """The MLP's activation, one of `ACTIVATIONS`."""
     tied: bool = False
@@ -239,7 +248,8 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         )
     family = FAMILIES[model_type]
     keys = JsonObject({**family.defaults, **keys.data}, keys.where)
-    if keys.get("quantization_config", dict, None):
+    method = keys.get("quantization_config", dict, {}).get("quant_method")
+    if keys.get("quantization_config", dict, None) and method not in family.quantised:
         raise keys.error(
             "quantized weights (quantization_config) are not supported: pass the unquantized model"
         )

@@ -23,6 +23,7 @@ from kvjax.policies.views import Step
 from kvjax.struct import leaves_by_path
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import target
+from pallas_kernels.softmax import with_sink
 from pallas_kernels.stack_product import MOST_ROWS
 from pallas_kernels.supported import DTYPES
 from pallas_kernels.vertical_slash import SAVED, ends, vertical_slash
@@ -132,11 +133,12 @@ class Decoder(nnx.Module):
         """Return hidden states after the final norm, under plain causal attention from position 0. `document`: the
         number of each token's document, where several documents follow one another, none of which sees another."""
 
-        def local(q, k, v, document):
-            return vertical_slash(q, k, v, window=1, segment_ids=document)[0]
+        def local(step, document):
+            own = vertical_slash(step.q, step.k, step.v, window=1, segment_ids=document)
+            return with_sink(*own, step.sink)[0]
 
         def attend(step, carry, xs):
-            return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, document), carry, None
+            return jax.shard_map(local, out_specs=SPLIT)(step, document), carry, None
 
         x, slide = self.embed_tokens(tokens), whole_sequences(self.config, document)
         x, *_ = scan_layers(self, x, places(tokens, document), attend, slide=slide, remat=remat)
@@ -169,12 +171,15 @@ def whole_sequences(config: ModelConfig, document: Int[Array, "b t"] | None = No
     """Return the attention of sliding-window layers among the tokens of whole sequences. `document`: as in
     `Decoder.hidden`."""
 
-    def local(q, k, v, document):
-        end = ends(jnp.zeros(k.shape[:3], bool), config.sliding_window)
-        return vertical_slash(q, k, v, end, window=config.sliding_window, segment_ids=document)[0]
+    window = config.sliding_window
+
+    def local(step, document):
+        end = ends(jnp.zeros(step.k.shape[:3], bool), window)
+        own = vertical_slash(step.q, step.k, step.v, end, window=window, segment_ids=document)
+        return with_sink(*own, step.sink)[0]
 
     def attend(step, carry, xs):
-        return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, document), carry, None
+        return jax.shard_map(local, out_specs=SPLIT)(step, document), carry, None
 
     return attend
 
@@ -282,8 +287,8 @@ def scan_layers(
     for segment in segments(config.slides):
         full = segment.slides.count(False)
         own = by_period(xs, before[False], full, segment.repeats) if full else None
-        # to copy the weights of some layers would cost more than to find each layer's where they lie
-        in_place = frozen and segment.layers < config.num_layers
+        # the scan itself slices one layer at a time only if it has all layers, and one in a period
+        in_place = frozen and (len(segment.slides) > 1 or segment.layers < config.num_layers)
         (x, carry), ys = _scan_segment(bodies, segment, tuple(before), layers, in_place, (x, carry), own)
         for kind, members in enumerate(ys):
             before[kind] += len(members) * segment.repeats

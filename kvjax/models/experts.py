@@ -9,6 +9,9 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels.choose import target
 from pallas_kernels.varying import alike
 
+WithBias = tuple[Float[Array, "..."], Float[Array, "..."] | None]
+"""The matrices of a layer's experts one below another [experts · inputs, outputs] and their biases [experts, outputs],
+or those of all layers, with a leading layer axis."""
 BLOCK = 32
 """Rows of one expert that are multiplied at a time, where there is no grouped product."""
 
@@ -17,8 +20,8 @@ def mixed(
     x: Float[Array, "b t d"],
     weight: Float[Array, "b t n"],
     chosen: Int[Array, "b t n"],
-    gate_up: Float[Array, "*l experts_d f2"],
-    down: Float[Array, "*l experts_f d"],
+    gate_up: WithBias,
+    down: WithBias,
     activate: Callable[[Float32[Array, "pairs f2"]], Float[Array, "pairs f"]],
     index: Int[Array, ""] | None,
 ) -> Float32[Array, "b t d"]:
@@ -27,20 +30,26 @@ def mixed(
     Args:
         weight: the weight of each chosen expert.
         chosen: the chosen experts; those outside the range of `gate_up` are another device's.
-        gate_up, down: the matrices of a layer's experts one below another, or those of all layers.
         activate: returns the experts' hidden layer from the product with `gate_up`.
         index: the layer, if the matrices are those of all layers.
     """
-    width, layers = x.shape[-1], gate_up.shape[0] if gate_up.ndim == 3 else 1
-    count = gate_up.shape[-2] // width
-    gate_up, down = (w.reshape(layers * count, -1, w.shape[-1]) for w in (gate_up, down))
+    width, count = x.shape[-1], gate_up[0].shape[-2] // x.shape[-1]
     expert = jnp.where((chosen >= 0) & (chosen < count), chosen, count).reshape(-1)
     order = jnp.argsort(expert)
     expert, token, weight = expert[order], order // chosen.shape[-1], weight.reshape(-1)[order]
     sizes = jnp.zeros(count, jnp.int32).at[expert].add(1, mode="drop")
     first = jnp.int32(0) if index is None else index * count
-    inner = activate(_grouped(x.reshape(-1, width)[token], gate_up, sizes, first))
-    y = _grouped(inner, down, sizes, first)
+
+    def product(x, matrices: WithBias):
+        weights, bias = matrices
+        layers = weights.shape[0] if weights.ndim == 3 else 1
+        y = _grouped(x, weights.reshape(layers * count, -1, weights.shape[-1]), sizes, first)
+        if bias is None:
+            return y
+        return y + bias.reshape(layers * count, -1)[first + jnp.minimum(expert, count - 1)]
+
+    inner = activate(product(x.reshape(-1, width)[token], gate_up))
+    y = product(inner, down)
     y = jnp.where((expert < count)[:, None], y * weight[:, None].astype(jnp.float32), 0)
     return jnp.zeros((x.shape[0] * x.shape[1], width), jnp.float32).at[token].add(y).reshape(x.shape)
 

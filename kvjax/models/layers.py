@@ -118,6 +118,7 @@ class DecoderLayer(nnx.Module):
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.o = weight("o", "tensor", "fsdp")
         self.o_bias = bias("o_bias", None) if config.attention_out_bias else None
+        self.sinks = bias("sinks", "tensor") if config.attention_sinks else None
         self.attention_post_norm = norm(config.width) if config.post_norms else None
         self.mlp_norm = norm(config.width)
         if config.num_experts:
@@ -125,12 +126,15 @@ class DecoderLayer(nnx.Module):
             self.router = weight("router", "fsdp", None)
             self.gate_up = weight("gate_up", EXPERTS, None)
             self.down = weight("down", EXPERTS, None)
+            self.router_bias = bias("router_bias", None) if config.expert_bias else None
+            self.gate_up_bias = weight("gate_up_bias", EXPERTS, None) if config.expert_bias else None
+            self.down_bias = weight("down_bias", EXPERTS, None) if config.expert_bias else None
         else:
-            self.router = None
+            self.router = self.router_bias = None
             self.gate_up = weight("gate_up", "fsdp", "tensor")
             self.down = weight("down", "tensor", "fsdp")
-        self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
-        self.down_bias = bias("down_bias", None) if config.mlp_bias else None
+            self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
+            self.down_bias = bias("down_bias", None) if config.mlp_bias else None
         self.mlp_post_norm = norm(config.width) if config.post_norms else None
 
     def project(
@@ -151,7 +155,8 @@ class DecoderLayer(nnx.Module):
             q_pre = (q_pre.astype(jnp.float32) * scale).astype(x.dtype)
         rotated = {"q": rotate(q_pre, angles), "k": rotate(k_pre, angles)}
         # not split by tokens, which costs nothing unless a method looks at it
-        return {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
+        found = {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
+        return found if self.sinks is None else found | {"sink": reshard(self.sinks[...], P(HEADS))}
 
     def output(
         self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
@@ -174,7 +179,7 @@ class DecoderLayer(nnx.Module):
     def _experts(self, x: Float[Array, "b t d"], router: nnx.Param, index: Index) -> Float[Array, "b t d"]:
         """Return the weighted sum of the experts that the router chooses for each token. Every device runs its own."""
         (axis, wide), config = axes_of(x), self.config
-        logits = _product(x, router, None, P(BATCH, axis, None), wide, index).astype(x.dtype)
+        logits = _product(x, router, self.router_bias, P(BATCH, axis, None), wide, index).astype(x.dtype)
         weight, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), config.experts_per_token)
         if config.norm_expert_weights:
             weight = weight / weight.sum(-1, keepdims=True)
@@ -182,15 +187,23 @@ class DecoderLayer(nnx.Module):
 
         def activate(y):
             gate, up = unfuse("gate_up", y, config).values()
-            return (ACTIVATIONS[config.activation](gate) * up).astype(x.dtype)
+            if config.swiglu is None:
+                return (ACTIVATIONS[config.activation](gate) * up).astype(x.dtype)
+            slope, limit = config.swiglu
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+            return ((up + 1) * gate * jax.nn.sigmoid(slope * gate)).astype(x.dtype)
 
-        def local(x, weight, chosen, gate_up, down, index):
+        def local(x, weight, chosen, gate_up, down, gate_up_bias, down_bias, index):
             first = jax.lax.axis_index(wide) * (gate_up.shape[-2] // config.width)
-            y = experts.mixed(x, weight, chosen - first, gate_up, down, activate, index)
+            own = (gate_up, gate_up_bias), (down, down_bias)
+            y = experts.mixed(x, weight, chosen - first, *own, activate, index)
             return jax.lax.psum(y, wide).astype(x.dtype)
 
-        stored = gathered(self.gate_up, wide), gathered(self.down, wide)
-        return jax.shard_map(local, out_specs=P(BATCH, axis, None))(x, weight, chosen, *stored, index)
+        def whole(stored):
+            return None if stored is None else gathered(stored, wide)
+
+        matrices = whole(self.gate_up), whole(self.down), whole(self.gate_up_bias), whole(self.down_bias)
+        return jax.shard_map(local, out_specs=P(BATCH, axis, None))(x, weight, chosen, *matrices, index)
 
     def finish(
         self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None

@@ -51,8 +51,11 @@ def own_shape(part: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[in
         "q_bias": ((), (config.num_heads, 1, h)),
         "k_bias": ((), (config.num_kv_heads, 1, h)),
         "v_bias": ((), (config.num_kv_heads, 1, h)),
-        "gate_bias": ((), f),
-        "up_bias": ((), f),
+        "gate_bias": (experts, f),
+        "up_bias": (experts, f),
+        "down_bias": (experts, d),
+        "router_bias": ((), experts),
+        "sinks": ((), (config.num_heads,)),
         "q_norm.scale": ((), (h,)),
         "k_norm.scale": ((), (h,)),
     }

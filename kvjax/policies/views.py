@@ -50,6 +50,8 @@ class Step:
     """The index of each kv head in the whole model. A device that holds a part of the heads sees its part."""
     token: Int[Array, "b t"] | None = None
     """The token ids; None if the call runs no policy."""
+    sink: Float[Array, " n"] | None = None
+    """A logit of each query head that every softmax has in addition to those of the keys; None: there is none."""
     earlier: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None
     """Keys, after RoPE, and values of the tokens `Admission.revisits` positions before these, with zeros for those
     before the first; None: the admission revisits none."""

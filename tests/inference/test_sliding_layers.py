@@ -78,6 +78,25 @@ def test_answers_over_the_cache_are_those_of_whole_sequences(layers):
     np.testing.assert_array_equal(found.tokens, continued(model, PROMPTS))
 
 
+def test_answers_of_a_model_with_sinks_and_experts(model):
+    """As gpt-oss has them, in layers of both kinds and both kinds of calls."""
+    own = {
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_bias": True,
+        "swiglu": (1.7, 7.0),
+        "attention_sinks": True,
+    }
+    other = sliding_model(**own)
+    found = generate(other, PROMPTS, GREEDY, chunk=16).tokens
+    np.testing.assert_array_equal(found, continued(other, PROMPTS))
+    policy = make_policy({"kvzip": {"ratio": 1.0} | TEXTS}, model=other)
+    cache = prefill(other, PROMPTS, policy=policy, chunk=16)
+    asked = generate(other, QUESTIONS, GREEDY, policy=policy, cache=cache).tokens
+    rows = [np.concatenate(both) for both in zip(PROMPTS, QUESTIONS, strict=True)]
+    np.testing.assert_array_equal(asked, continued(other, rows))
+
+
 def test_policies_decide_for_the_layers_with_full_attention(model):
     tokens = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
     policy = policies_for(model, 6)["wgkv"]

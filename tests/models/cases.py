@@ -138,6 +138,26 @@ CASES = {
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {key: value for key, value in LLAMA.items() if key != "hidden_act"}
+    | {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "intermediate_size": 24,
+        "head_dim": 16,
+        "sliding_window": 100,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_theta": 150000.0,
+        "max_position_embeddings": 1024,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
     "mistral": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
     "smollm3": LLAMA
     | {
@@ -159,7 +179,7 @@ def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     d, f, n = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     k = config.get("num_key_value_heads", n)
     h = config.get("head_dim", d // n)
-    qkv_bias = config.get("attention_bias", family == "qwen2")
+    qkv_bias = config.get("attention_bias", family in ("qwen2", "gpt_oss"))
     layer = {
         "input_layernorm.weight": (d,),
         "post_attention_layernorm.weight": (d,),
@@ -189,6 +209,13 @@ def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
             del layer[f"mlp.{part}_proj.weight"]
             layer |= {f"mlp.experts.{e}.{part}_proj.weight": size for e in range(config["num_experts"])}
         layer["mlp.gate.weight"] = (config["num_experts"], d)
+    if family == "gpt_oss":
+        e = config["num_local_experts"]
+        for part in ("gate", "up", "down"):
+            del layer[f"mlp.{part}_proj.weight"]
+        layer |= {"self_attn.sinks": (n,), "mlp.router.weight": (e, d), "mlp.router.bias": (e,)}
+        layer |= {"mlp.experts.gate_up_proj": (e, d, 2 * f), "mlp.experts.gate_up_proj_bias": (e, 2 * f)}
+        layer |= {"mlp.experts.down_proj": (e, f, d), "mlp.experts.down_proj_bias": (e, d)}
     if family == "phi3":
         for part in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
             del layer[f"{part}_proj.weight"]

@@ -11,15 +11,20 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.rope import cos_sin
 
 
-def dense_attention(q, k, v, window=None):
-    """Causal attention from its definition, over the last `window` tokens, [b n t h]."""
+def dense_attention(q, k, v, window=None, sink=None):
+    """Causal attention from its definition, over the last `window` tokens, with a further logit in each head's softmax,
+    [b n t h]."""
     group = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x, group, 1, out_sharding=jax.typeof(q).sharding.spec) for x in (k, v))
     logits = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
     t = q.shape[2]
     sees = np.tril(np.ones((t, t), bool))
     sees = sees if window is None else np.triu(sees, 1 - window)
-    weights = jax.nn.softmax(jnp.where(sees, logits, -1e30), -1)
+    logits = jnp.where(sees, logits, -1e30)
+    if sink is not None:
+        more = jnp.zeros_like(logits[..., :1]) + sink[:, None, None]
+        logits = jnp.concatenate([logits, more], -1)
+    weights = jax.nn.softmax(logits, -1)[..., :t]
     return jnp.einsum("bnts,bnsh->bnth", weights, v)
 
 
@@ -32,7 +37,7 @@ def layer_pieces(model, index, x, mlp_in):
     angles = cos_sin(rope, config.head_dim, position)
     projected = layer.project(x, angles)
     norm, q, k, k_pre, v = (projected[name] for name in ("hidden", "q", "k", "k_pre", "v"))
-    o = dense_attention(q, k, v, config.sliding_window if slides else None)
+    o = dense_attention(q, k, v, config.sliding_window if slides else None, projected.get("sink"))
     found = {
         "norm": norm,
         "cos": angles[0],

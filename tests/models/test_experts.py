@@ -44,7 +44,8 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, index):
     stacks = jnp.asarray(gate_up).reshape(2, -1, 2 * HIDDEN), jnp.asarray(down).reshape(2, -1, WIDTH)
     given = stacks if index is not None else [stack[0] for stack in stacks]
     at = None if index is None else jnp.int32(index)
-    found = mixed(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(chosen, jnp.int32), *given, activate, at)
+    own = [(matrices, None) for matrices in given]
+    found = mixed(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(chosen, jnp.int32), *own, activate, at)
     np.testing.assert_allclose(found, want, atol=1e-5)
 
 

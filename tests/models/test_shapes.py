@@ -24,6 +24,7 @@ PARAMETERS = {
     "qwen3-14b": 14.8e9,
     "qwen3-30b-a3b": 30.5e9,
     "gemma-3-12b": 11.77e9,
+    "gpt-oss-20b": 20.9e9,
 }
 
 
@@ -56,6 +57,6 @@ def test_a_folder_needs_no_weights(tmp_path):
 def test_an_unknown_name_is_refused():
     with pytest.raises(
         UserError,
-        match="^--model nobody/Llama-9: no such folder here, and of no known shape: gemma-3-12b, llama",
+        match="^--model nobody/Llama-9: no such folder here, and of no known shape: gemma-3-12b, gpt-oss-20b, llama",
     ):
         find_shape("nobody/Llama-9")

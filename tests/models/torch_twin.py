@@ -54,18 +54,20 @@ def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.nda
         cos, sin = seen["layer rope"]
         rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         q, k = rotary(heads("q"), heads("k"), cos, sin)
+    # gpt-oss has one half alone
+    half = cos.shape[-1] if cos.shape[-1] < head_dim and "qkv_proj" not in seen else cos.shape[-1] // 2
     found = {
         "x": seen["layer in"],
         "norm": seen["norm"],
-        "cos": cos[..., : cos.shape[-1] // 2],
-        "sin": sin[..., : sin.shape[-1] // 2],
+        "cos": cos[..., :half],
+        "sin": sin[..., :half],
         "q": q,
         "k": k,
         "k_pre": heads("k"),
         "v": heads("v"),
         "attention": seen["attention"][0],
         "mlp_in": seen["mlp in"],
-        "mlp": seen["mlp"],
+        "mlp": seen["mlp"][0] if isinstance(seen["mlp"], tuple) else seen["mlp"],
         "layer": seen["layer"],
         "hidden": seen["hidden"],
         "logits": logits,

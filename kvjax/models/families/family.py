@@ -31,6 +31,8 @@ class Family:
     """Values of keys that `config.json` may leave out, where they are not those of most families."""
     default_theta: ClassVar[float] = 10_000.0
     """The base of RoPE's wavelengths, where `config.json` does not have the key."""
+    quantised: ClassVar[tuple[str, ...]] = ()
+    """The methods of quantisation whose weights are read."""
     multimodal: ClassVar[str | None] = None
     """The `model_type` of models that have one of this family in their `text_config`."""
 
