@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.inference.allocation import empty_cache
+from kvjax.inference.allocation import empty_cache, sizes_of
 from kvjax.inference.forward import forward
 from kvjax.mesh import BATCH, make_mesh, put
-from kvjax.models import decoder
+from kvjax.models import decoder, layers
 from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.stack_product import MOST_ROWS, stack_product
 from pallas_kernels.stack_product.api import IMPLEMENTATIONS
-from tests.tiny_models import policies_for, tiny_model
+from tests.tiny_models import policies_for, sliding_model, tiny_model
 
 SHAPES = [(1, 600, 130), (5, 1100, 64), (33, 40, 200)]
 """Rows, inputs and outputs, which no tile divides; of the second's inputs several programs have a part."""
@@ -76,12 +76,21 @@ def test_what_does_not_go_together_is_refused(change, says):
     ],
     ids=str,
 )
-def test_a_model_decodes_the_same_where_weights_lie(mesh, monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "own", "calls"),
+    [
+        (tiny_model, {"mlp_bias": True}, 4),
+        # of three layers that are traced each has three such products, beside those of its experts
+        (sliding_model, {"num_experts": 4, "experts_per_token": 2, "expert_bias": True}, 9),
+    ],
+    ids=["one kind", "two kinds and experts"],
+)
+def test_a_model_decodes_the_same_where_weights_lie(make, own, calls, mesh, monkeypatch):
     """As on a GPU; with biases and norms, whose arrays are taken out of their stacks."""
     with jax.set_mesh(make_mesh(**mesh)):
-        model = tiny_model(attention_bias=True, attention_out_bias=True, mlp_bias=True)
+        model = make(attention_bias=True, attention_out_bias=True, **own)
         policy = policies_for(model, 8)["wgkv"].compile(model)
-        sizes = {"batch": 2, "layers": 3, "kv_heads": 4, "head_dim": 8, "tokens": 4, "dtype": jnp.float32}
+        sizes = {**sizes_of(model.config), "batch": 2, "tokens": 4, "dtype": jnp.float32}
 
         def logits():
             @jax.jit
@@ -98,6 +107,6 @@ def test_a_model_decodes_the_same_where_weights_lie(mesh, monkeypatch):
         apart = logits()
         products = []
         monkeypatch.setattr(decoder, "_reads_in_place", lambda x: True)
-        monkeypatch.setattr(decoder, "stack_product", lambda *x: products.append(x) or stack_product(*x))
+        monkeypatch.setattr(layers, "stack_product", lambda *x: products.append(x) or stack_product(*x))
         np.testing.assert_allclose(logits(), apart, atol=1e-5)
-        assert len(products) == 4
+        assert len(products) == calls
