@@ -171,7 +171,7 @@ def random_gates(model: Any, rate: float = 0.25, window: int = 256) -> Any:
         def admitted(self, tokens):
             return self.random.admitted(tokens)
 
-    shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+    shape = (model.config.num_full_layers, model.config.num_kv_heads, model.config.head_dim)
     # the paper's ratio of hidden width to head_dim for Qwen3
     gates = jax.jit(lambda: WriteGate(*shape, expand=1.5, rngs=nnx.Rngs(1)))()
     random: Any = make_policy({"random": {"ratio": rate, "window": window}}, model=model)
@@ -191,7 +191,7 @@ def policy_of(text: str, model: Any, tokenizer: Any) -> Any:
             raise UserError(f"--policies {text}: random gates are timed alone")
         return random_gates(model, **wgkv)
     if kvpop is not None and not kvpop.keys() & {"gates", "scorers"}:
-        shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+        shape = (model.config.num_full_layers, model.config.num_kv_heads, model.config.head_dim)
         kvpop["scorers"] = Sizes(*shape).make(0)
     return kvjax.make_policy(described, model=model, tokenizer=tokenizer)
 

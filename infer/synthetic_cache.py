@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Cache, Layout, ring_pages
-from kvjax.inference.allocation import laid_out, layout_for
+from kvjax.inference.allocation import laid_out, layout_for, sizes_of
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.policies.compiled import CompiledPolicy
@@ -29,8 +29,8 @@ def synthetic_caches(
     """
     config, host, rng = model.config, policy.host, np.random.default_rng(0)
     layout = layout_for(
-        host, batch=batch, layers=config.num_full_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        tokens=longest + new_tokens, dtype=model.embed.dtype, page_size=page_size,
+        host, **sizes_of(config), batch=batch, tokens=longest + new_tokens, dtype=model.embed.dtype,
+        page_size=page_size,
     )  # fmt: skip
     shape = layout.layers, batch, layout.kv_heads
     uneven = rng.uniform(0.5, 1.5, shape)

@@ -134,7 +134,7 @@ class Cache:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one token's key and value in all layers and kv heads."""
+        """Bytes of one token's key and value in all kv heads of the layers with full attention."""
         layers, _, heads = self.layers.length.shape
         return layers * heads * self.pages.pool.shape[-1] * self.pages.pool.dtype.itemsize
 

@@ -96,7 +96,7 @@ def capacity_pages(capacity: int | str, rows: int, page_size: int, page_bytes: i
 def capacity_like(capacity: int | str, pages: int, rows: int, page_size: int, page_bytes: int) -> str:
     """Return the capacity that stands for `pages` pages per shard, in the unit of `capacity`."""
     if not isinstance(capacity, str):
-        return str(-(-pages * page_size // rows))
+        return str(-(-pages * page_size // max(rows, 1)))
     if capacity.endswith("%"):
         return f"{math.ceil(1e4 * pages * page_bytes / device_bytes()) / 100}%"
     return f"{-(-pages * page_bytes * axis_size(*SHARDS) // 2**20)}MiB"

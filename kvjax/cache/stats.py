@@ -12,7 +12,8 @@ from kvjax.errors import UserError, named_arguments, whole_number
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Sizes of a cache. Entries count keys with their values, local window and retained entries together."""
+    """Sizes of a cache, in the layers with full attention. Entries count keys with their values, local window and
+    retained entries together."""
 
     entries: Int[np.ndarray, "l b k"]
     tokens: Int[np.ndarray, " b"]
@@ -32,7 +33,8 @@ class Stats:
 
     def __repr__(self) -> str:
         """Return its sizes in one line."""
-        held, own, full = self.entries.mean(), self.bytes / 2**20, self.full_bytes / 2**20
+        held = self.entries.mean() if self.entries.size else 0
+        own, full = self.bytes / 2**20, self.full_bytes / 2**20
         return (
             f"Stats({len(self.tokens)} sequences, {held:.0f} of {self.tokens.mean():.0f} entries a kv head "
             f"({100 * self.kv_ratio:.0f}%), {own:.2f} MiB against {full:.2f} MiB full)"

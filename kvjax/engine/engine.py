@@ -133,13 +133,15 @@ class Engine:
                     "when=position"
                 )
             layout = layout_for(
-                host, **sizes_of(config), batch=self.slots, tokens=self.max_length, dtype=model.embed.dtype,
-                page_size=page_size, capacity=capacity, free=device_bytes(free=True),
+                host, **sizes_of(config), batch=self.slots, windows=2 * self.slots + 1, tokens=self.max_length,
+                dtype=model.embed.dtype, page_size=page_size, capacity=capacity, free=device_bytes(free=True),
             )  # fmt: skip
             self._pool = Pool(self._policy, layout, config.num_heads // config.num_kv_heads)
             self._slots = Slots(model, self._policy, self._pool, self.block)
         self._counted = PageCounts(host, layout)
-        self._forks = Forks(self._pool, self._counted, FORKS * self.slots)
+        # windows of sliding-window layers are not shared: one more for each slot, and that of the prompt being read
+        most = self.slots if config.sliding_layers else FORKS * self.slots
+        self._forks = Forks(self._pool, self._counted, most)
         self._reader = Reader(model, self._policy, self._pool, self._forks, self._counted, self.chunk)
         self._waiting: collections.deque[Request] = collections.deque()
         self._paused: list[Paused] = []
@@ -235,8 +237,8 @@ class Engine:
         with use_mesh(self._model):
             each, read = self._counted.at_end(tokens), self._counted.while_read(tokens)
             whole = self._counted.held(full, np.array([tokens]))
-        others = max(0, pages - read) // each
-        return min(others + (read <= pages), pages // each), pages // whole
+        others = max(0, pages - read) // max(each, 1)
+        return min(others + (read <= pages), pages // max(each, 1)), pages // max(whole, 1)
 
     @property
     def pool_bytes(self) -> int:

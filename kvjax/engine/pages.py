@@ -55,7 +55,7 @@ class PageCounts:
 
     def measure(self, length: Lengths, tokens: int) -> None:
         """Update the expected share of retained entries by those of a sequence of `tokens` tokens."""
-        if self._policy.schedule is None and tokens >= self._layout.window:
+        if self._policy.schedule is None and tokens >= self._layout.window and length.size:
             ring = self._layout.window - 1
             expected = float(np.mean(self._policy.expected_entries(tokens, self._entry_bytes))) - ring
             if expected > 0:

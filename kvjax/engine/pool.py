@@ -13,6 +13,7 @@ from kvjax.cache import Cache, Layout, not_finite, ring_pages
 from kvjax.engine.rows import (
     Contents,
     Row,
+    contents_of,
     copied_in,
     copied_out,
     forked,
@@ -71,7 +72,7 @@ class Pool:
         decoding = drop_observation_state(whole, policy.decode)
         self._slots, self._lasting = row_of(decoding), set(decoding.pages.planes)
         table = layout.layers * layout.kv_heads * decoding.layers.page_table.shape[-1]
-        self._piece = min(PIECE, table // axis_size("tensor"))
+        self._piece = max(1, min(PIECE, table // axis_size("tensor")))
         self._free: int | None = None
         self._changes = 0
 
@@ -125,12 +126,11 @@ class Pool:
 
     def copy_out(self, slot: int) -> Outside:
         """Return a copy of a slot's sequence in host memory."""
-        row, pieces, shardings = taken(self._slots, np.int32(slot)), [], None
+        row, pieces = taken(self._slots, np.int32(slot)), []
+        shardings = jax.tree.map(lambda x: x.sharding, (row, contents_of(self._pages)))
         used = (np.asarray(row.layers.page_table) < self.layout.pages).sum((0, 1, 3))
         for start in range(0, int(used.reshape(axis_size("tensor"), -1).sum(1).max()), self._piece):
-            piece = copied_out(self._pages, row, np.int32(start), self._piece)
-            shardings = jax.tree.map(lambda x: x.sharding, (row, piece))
-            pieces.append(jax.device_get(piece))
+            pieces.append(jax.device_get(copied_out(self._pages, row, np.int32(start), self._piece)))
         return Outside(jax.device_get(row), pieces, shardings)
 
     # ---- sequences beside the slots

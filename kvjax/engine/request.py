@@ -131,4 +131,5 @@ class Request:
         """Record why it ended, and the share of a full cache that its cache held then: `length` retained entries of
         each head, of `seen` tokens."""
         self.finish_reason = reason
-        self.kv_ratio = float((length.mean() + min(seen, window - 1)) / max(1, seen))
+        if length.size:
+            self.kv_ratio = float((length.mean() + min(seen, window - 1)) / max(1, seen))

@@ -98,7 +98,7 @@ def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages
         place = pages.free_count[0] - jnp.cumsum(own.reshape(-1), dtype=jnp.int32).reshape(own.shape)
         fresh = jnp.where(own, pages.free[jnp.maximum(place, 0)], none)
         contents = jax.tree.map(
-            lambda x: x.at[fresh].set(x.at[old].get(mode="clip"), mode="drop"), _contents(pages)
+            lambda x: x.at[fresh].set(x.at[old].get(mode="clip"), mode="drop"), contents_of(pages)
         )
         l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
         shared = table.at[l, b, k, jnp.where(own, column, columns)].set(none, mode="drop")
@@ -144,9 +144,9 @@ def copied_out(pages: Pages, row: Row, start: Int[Array, ""], count: int) -> Con
 
     def local(pages, row, start):
         listed = _listed(row.layers.page_table, pages.pool.shape[0], start, count)
-        return jax.tree.map(lambda x: x.at[listed].get(mode="clip"), _contents(pages))
+        return jax.tree.map(lambda x: x.at[listed].get(mode="clip"), contents_of(pages))
 
-    specs = jax.tree.map(lambda x: P(SHARDS, *(None,) * (x.ndim - 1)), _contents(pages))
+    specs = jax.tree.map(lambda x: P(SHARDS, *(None,) * (x.ndim - 1)), contents_of(pages))
     return jax.shard_map(local, out_specs=specs)(pages, row, start)
 
 
@@ -157,7 +157,7 @@ def copied_in(pages: Pages, row: Row, start: Int[Array, ""], contents: Contents)
     def local(pages, row, start, contents):
         count = jax.tree.leaves(contents)[0].shape[0]
         listed = _listed(row.layers.page_table, pages.pool.shape[0], start, count)
-        new = jax.tree.map(lambda x, new: x.at[listed].set(new, mode="drop"), _contents(pages), contents)
+        new = jax.tree.map(lambda x, new: x.at[listed].set(new, mode="drop"), contents_of(pages), contents)
         return dataclasses.replace(pages, **new)
 
     return jax.shard_map(local, out_specs=_specs(pages))(pages, row, start, contents)
@@ -192,7 +192,8 @@ def _listed(
     return jnp.full(count, none, jnp.int32).at[place].set(page, mode="drop")
 
 
-def _contents(pages: Pages) -> Contents:
+def contents_of(pages: Pages) -> Contents:
+    """Return the contents of all pages."""
     return {"pool": pages.pool, "bounds": pages.bounds, "planes": pages.planes}
 
 

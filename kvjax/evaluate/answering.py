@@ -150,8 +150,8 @@ def _take_rows(
     def of(x, axis):
         return jax.device_put(np.take(np.asarray(x), rows, axis), x.sharding)
 
-    layers = jax.tree.map(partial(of, axis=1), cache.layers)
-    return dataclasses.replace(cache, layers=layers, seen=of(cache.seen, 0)), of(last, 0)
+    layers, windows = jax.tree.map(partial(of, axis=1), (cache.layers, cache.sliding))
+    return dataclasses.replace(cache, layers=layers, seen=of(cache.seen, 0), sliding=windows), of(last, 0)
 
 
 def _put_rows(

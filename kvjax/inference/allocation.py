@@ -17,7 +17,7 @@ from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout, shard_pages
 from kvjax.cache.sliding import slots_for
 from kvjax.errors import UserError, whole_number
-from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, gather, on_cpu
+from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Trail
@@ -100,6 +100,7 @@ def layout_for(
     free: int | None = None,
     sliding_layers: int = 0,
     sliding_window: int = 0,
+    windows: int = 0,
 ) -> Layout:
     """Return the shape of a cache, for the current mesh.
 
@@ -112,6 +113,7 @@ def layout_for(
         capacity: as in `kvjax.cache.capacity_pages`.
         free: bytes that a device has for its part of the cache; None: any number.
         sliding_layers, sliding_window: the layers with a sliding window, and the tokens that they see.
+        windows: sequences whose windows are kept at a time, if they are more than `batch`.
 
     Raises:
         UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
@@ -131,7 +133,7 @@ def layout_for(
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     token_bytes = 2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes)
     if free is not None:
-        rows = sliding_layers * batch // batch_shards() * kv_heads // axis_size(*HEADS)
+        rows = sliding_layers * max(batch, windows) // batch_shards() * kv_heads // axis_size(*HEADS)
         free = max(0, free - rows * slots * 2 * head_dim * dtype.itemsize)
     page_bytes = page_size * token_bytes + 2 * head_dim * bounds.itemsize * (policy.selection is not None)
 
@@ -167,7 +169,7 @@ def layout_for(
         size = size if free is None else min(size, free // page_bytes)
     else:
         rows = layers * batch // batch_shards() * kv_heads // axis_size(*HEADS)
-        limit = caches.capacity_pages(capacity, rows, page_size, page_bytes)
+        limit = caches.capacity_pages(capacity, rows, page_size, page_bytes) if layers else 1
         nothing = np.zeros((layers, batch, kv_heads))
         if limit < (least := pages(each, nothing)):
             enough = pages(each, nothing + max(each))
@@ -344,17 +346,15 @@ def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) 
     # questions of about one length run the same programs; where there are many, each has less to spare
     beyond = answer if forked else caches.table_tokens(question + answer) - question
     least = have - free_pages(cache) + copied_pages(policy, cache)
-    size = _size(cache, max(have, least + _expected_pages(policy, cache, question, beyond)))
+    tokens = _missing_slots(cache, question + answer)
+    size = _size(cache, max(have, least + _expected_pages(policy, cache, question, beyond)), tokens)
     if size < least and size != cache.limit:
         needed, free = least * _page_bytes(cache) / 2**20, caches.device_bytes(free=True) / 2**20
         raise CapacityError(
             f"policy {policy.name}: a cache that is continued is copied, {needed:.1f} MiB on a device that has "
             f"{free:.1f} MiB free beside it: give shorter prompts, a smaller batch or more devices"
         )
-    columns, tokens = (
-        missing(policy, cache, question + answer) for missing in (_missing_columns, _missing_slots)
-    )
-    copy = resize(cache, size, columns, tokens)
+    copy = resize(cache, size, _missing_columns(policy, cache, question + answer), tokens)
     if not forked:
         return copy
     copy = copy_shared_pages(copy, policy.rewritten)
@@ -362,17 +362,22 @@ def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) 
     return copy
 
 
-def _size(cache: Cache, pages: int) -> int:
+def _size(cache: Cache, pages: int, tokens: int = 0) -> int:
     """Return the pages of a new pool that has to hold `pages`, as far as the stated capacity allows them and the
-    devices have memory for them in addition to the present pool."""
-    page_bytes = _page_bytes(cache)
-    size = min(caches.pool_size(pages, page_bytes), caches.device_bytes(free=True) // page_bytes)
+    devices have memory for them in addition to the present pool. `tokens`: as of `kvjax.cache.resize`."""
+    page_bytes, beside = _page_bytes(cache), 0
+    if cache.sliding is not None:
+        # windows are copied, too
+        slots = max(slots_for(cache.sliding_window, tokens), cache.sliding.shape[3])
+        beside = cache.sliding.nbytes // cache.sliding.shape[3] * slots // axis_size(*SHARDS)
+    free = max(0, caches.device_bytes(free=True) - beside)
+    size = min(caches.pool_size(pages, page_bytes), free // page_bytes)
     return size if cache.limit is None else min(size, cache.limit)
 
 
 def _missing_columns(policy: Policy, cache: Cache, tokens: int) -> int:
     """Return the columns that the page tables lack for `tokens` more tokens of each sequence."""
-    seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max())
+    seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max(initial=0))
 
     def columns(tokens: int) -> int:
         most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
@@ -385,7 +390,7 @@ def _missing_columns(policy: Policy, cache: Cache, tokens: int) -> int:
     return columns(caches.table_tokens(seen + tokens) - seen) - cache.columns
 
 
-def _missing_slots(policy: Policy, cache: Cache, tokens: int) -> int:
+def _missing_slots(cache: Cache, tokens: int) -> int:
     """Return the tokens of a sequence that windows of sliding-window layers must have room for; 0: they have it."""
     if cache.sliding is None:
         return 0

@@ -124,6 +124,12 @@ def check_fits(cache: Cache, model: Decoder, policy: CompiledPolicy) -> None:
     wanted = (c.num_full_layers, c.num_kv_heads, c.head_dim)
     if made_for != wanted:
         raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
+    windows = 0 if cache.sliding is None else cache.sliding.shape[0], cache.sliding_window
+    if windows != (len(c.sliding_layers), c.sliding_window):
+        raise UserError(
+            f"the cache is for {windows[0]} layers with a sliding window of {windows[1]}, the model has "
+            f"{len(c.sliding_layers)} of {c.sliding_window}"
+        )
     held, own = (np.dtype(x).name for x in (cache.pages.dtype, model.embed.dtype))
     if held != own:
         raise UserError(f"the cache has entries in {held}, the model is in {own}")

@@ -137,6 +137,10 @@ def _saved_as(
     """Return the cache as decoding continues it with the policy, and the compiled policy. Refuses what cannot be
     saved."""
     compiled = (policy or Policy()).compile(model)
+    if not model.config.num_full_layers:
+        raise UserError(
+            f"{where}: every layer of this model has a sliding window, beyond which nothing is stored"
+        )
     check_in_front(where, cache)
     check_fits(cache, model, compiled)
     caches.free_counts(cache)  # an error for a cache that is not finite
@@ -448,7 +452,14 @@ def _like(
                 f"{used}"
             )
         pages = min(pages, limit)
-    if (size := pages * page_bytes) > (free := caches.device_bytes(free=True)):
+    windows = (
+        len(config.sliding_layers)
+        * batch
+        * config.num_kv_heads
+        * slots_for(config.sliding_window, caches.table_tokens(int(seen.max())))
+    )
+    size = pages * page_bytes + windows * 2 * config.head_dim * dtype.itemsize // axis_size(*SHARDS)
+    if size > (free := caches.device_bytes(free=True)):
         raise CapacityError(
             f"{path}: the cache that is saved here takes {size / 2**20:.1f} MiB on a device that has "
             f"{free / 2**20:.1f} MiB free"

@@ -87,7 +87,8 @@ def merge(folder: Path, stored: dict[str, TensorInFile]) -> dict[str, TensorInFi
     pairs: dict[str, dict[str, TensorInFile]] = {}
     for tensor in tensors_of(file):
         named = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", tensor.name)
-        name = canonical(f"{named[1]}.weight") if named else ""
+        # of a multimodal model the text model alone is loaded
+        name = canonical(f"{named[1]}.weight".replace("language_model.", "", 1)) if named else ""
         base = stored.get(name)
         known = base is not None and len(base.shape) == 2 and {base.kind, tensor.kind} <= DTYPES.keys()
         if named is None or base is None or not known:

@@ -42,6 +42,9 @@ _MOST = {
 }
 """The largest sizes of a model, far beyond those of any that exists: a small file must not cause unlimited work."""
 
+WHOLE = "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config"
+"""Keys of a multimodal model that are those of its text model, too."""
+
 OWN = {
     "qk_norm": False,
     "attention_bias": False,
@@ -176,7 +179,12 @@ class ModelConfig:
             raise UserError(f"activation {self.activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
         if self.rope.type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}")
-        check_rotation(self.rope, self.head_dim)
+        for rope in (self.rope, *(() if self.sliding_rope is None else (self.sliding_rope,))):
+            check_rotation(rope, self.head_dim)
+        if not 1e-3 <= self.query_scale <= 1e3:
+            raise UserError(
+                f"the queries' factor must be at least 0.001 and at most 1000, got {self.query_scale:g}"
+            )
         if self.longest > LARGEST_INT:
             raise UserError(f"rope factor and original length make a context of {self.longest:,} tokens")
 
@@ -240,8 +248,8 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     if model_type in MULTIMODAL:
         inner = keys.get("text_config", dict)
         model_type = MULTIMODAL[model_type].model_type
-        ids = {name: keys.data[name] for name in ("bos_token_id", "eos_token_id") if name in keys.data}
-        keys = JsonObject(ids | inner | {"model_type": model_type}, f"{keys.where}: text_config")
+        whole = {name: keys.data[name] for name in WHOLE if keys.data.get(name) is not None}
+        keys = JsonObject(inner | whole | {"model_type": model_type}, f"{keys.where}: text_config")
     if model_type not in FAMILIES:
         raise keys.error(
             f"model_type {model_type!r} is not supported, only {', '.join([*FAMILIES, *MULTIMODAL])}"
@@ -261,7 +269,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
     added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
     tied = keys.get("tie_word_embeddings", bool, False)
-    if tied and not is_gguf(folder) and has_own_head(folder):
+    if tied and not is_gguf(folder) and has_own_head(folder, family.text_tensors):
         tied = False
         warn(
             f"{keys.where}: tie_word_embeddings is true, but the values of lm_head.weight are not the embedding's; "
@@ -380,6 +388,7 @@ def _windows(keys: JsonObject, family: Family, config: ModelConfig) -> tuple[int
     if kinds and len(kinds) < config.num_layers:
         raise keys.error(f"layer_types names {len(kinds)} layers, expected {config.num_layers}")
     layers = tuple(layer for layer in layers if layer < config.num_layers)
+    window = config.longest if window is None else min(window, config.longest)
     if config.sliding_rope is None:
-        layers = layers if window is not None and window < config.longest else ()
-    return (window or config.longest, layers) if layers else (0, ())
+        layers = layers if window < config.longest else ()
+    return (window, layers) if layers else (0, ())

@@ -81,4 +81,6 @@ def _grouped(
         return jax.lax.dynamic_update_slice_in_dim(y, product, start, 0), None
 
     y = jnp.zeros((rows + BLOCK, weights.shape[-1]), jnp.float32)
+    # a backward pass would keep a copy of a matrix for each block
+    one = jax.checkpoint(one, prevent_cse=False)
     return jax.lax.scan(one, alike(y, x, weights, start)[0], (start, at))[0][:rows]

@@ -259,8 +259,8 @@ def _tensors(
             continue
         block, size = GGML_QUANT_SIZES[kind]
         row = math.prod(shape[1:])
-        # a row holds whole blocks
-        if not row * shape[0] or row % block or offset % align:
+        # a row holds whole blocks, and so does a row of each of several experts
+        if not row * shape[0] or row % block or (len(shape) == 3 and shape[-1] % block) or offset % align:
             raise UserError(
                 f"{path}: the tensor {shown(name)} cannot have shape {shape} in {label} at offset {offset}"
             )

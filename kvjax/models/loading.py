@@ -144,9 +144,11 @@ def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
             text = f"{base}: {own} is read, as in transformers; beside it {', '.join(ignored)} is ignored"
             warn(text, stacklevel=4)
     # names are made for every layer from here on
-    if config.num_layers > len(stored):
+    if config.num_layers * max(1, config.num_experts) > len(stored):
+        experts = f" of {config.num_experts:,} experts" if config.num_experts else ""
         raise UserError(
-            f"{model}: the config has {config.num_layers:,} layers, but the weights only {len(stored):,} tensors"
+            f"{model}: the config has {config.num_layers:,} layers{experts}, but the weights only "
+            f"{len(stored):,} tensors"
         )
     if config.tied:
         head = stored.pop(TOP["head"], None)

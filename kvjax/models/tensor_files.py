@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -82,8 +83,8 @@ class ColumnsOfTensors(TensorInFile):
     @classmethod
     def of(cls, parts: Sequence[TensorInFile]) -> "ColumnsOfTensors":
         first = parts[0]
-        shape = first.shape[0], len(parts) * first.shape[1]
-        return cls(first.name, first.file, shape, first.kind, tuple(parts))
+        shape, kinds = (first.shape[0], len(parts) * first.shape[1]), {part.kind for part in parts}
+        return cls(first.name, first.file, shape, first.kind if len(kinds) == 1 else "F32", tuple(parts))
 
     def fill(self, out: np.ndarray, start: int) -> None:
         """Fill `out` as `TensorInFile.fill` does."""
@@ -118,13 +119,14 @@ def tensors_of(file: Path) -> Iterator[TensorInFile]:
             yield TensorInFile(name, file, tuple(header.get_shape()), header.get_dtype())
 
 
-def has_own_head(folder: Path) -> bool:
-    """Return True if a folder's weights hold an output head whose values are not those of its embedding.
+def has_own_head(folder: Path, names: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Return True if a folder's weights hold an output head whose values are not those of its embedding. `names`:
+    `Family.text_tensors`.
 
     It is False where the weights cannot be read: loading them will say why.
     """
     with contextlib.suppress(UserError):
-        stored = stored_tensors(folder)
+        stored = names(stored_tensors(folder))
         head, embed = stored.get(TOP["head"]), stored.get(TOP["embed"])
         return head is not None and embed is not None and not _equal(head, embed)
     return False

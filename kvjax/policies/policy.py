@@ -189,6 +189,12 @@ class Policy:
     def check(self, config: Any) -> None:
         """Raise UserError if the policy is not for a model of this configuration (`num_full_layers`, `num_kv_heads`,
         `head_dim`, `vocab_size`)."""
+        plain = isinstance(self.admission, Full) and self.eviction is None and self.selection is None
+        if not config.num_full_layers and not plain:
+            raise UserError(
+                f"policy {self.name}: every layer of this model has a sliding window, beyond which nothing is stored: "
+                "only full runs it"
+            )
         for method in self._methods:
             method.check(config)
         if self.eviction is not None:

@@ -45,7 +45,7 @@ class Step:
     position: Int[Array, "b t"]
     """The tokens' positions in their sequences, −1 for padding."""
     layer: Int[Array, ""]
-    """The layer's index."""
+    """The layer's index among those with full attention."""
     head: Int[Array, " k"]
     """The index of each kv head in the whole model. A device that holds a part of the heads sees its part."""
     token: Int[Array, "b t"] | None = None
@@ -121,7 +121,7 @@ class Stored:
     rope_scale: Float[Array, ""]
     """The factor of RoPE's cosines and sines."""
     layer: Int[Array, ""]
-    """The layer's index."""
+    """The layer's index among those with full attention."""
     head: Int[Array, " k"]
     """The index of each kv head, as in `Step`."""
     planes: dict[str, Shaped[Array, "b k s"]]

@@ -12,7 +12,7 @@ from kvjax.inference import logits, prefill
 from kvjax.inference.footprint_log import footprint_log
 from kvjax.policies import make_policy
 from kvjax.tasks import Question
-from tests.tiny_models import tiny_gates, tiny_model
+from tests.tiny_models import sliding_model, tiny_gates, tiny_model
 
 LINE = 40
 
@@ -69,10 +69,16 @@ def test_answers_are_those_of_plain_attention(model, contexts):
 
 
 @pytest.mark.parametrize(
-    "policy", ["quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "wgkv"))]
+    ("policy", "slides"),
+    [
+        ("quest", False),
+        ("full", True),
+        *(pytest.param(x, False, marks=pytest.mark.thorough) for x in ("full", "wgkv")),
+    ],
 )
-def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, monkeypatch):
+def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, slides, monkeypatch):
     """The same is said, and the same was held at every step."""
+    model = sliding_model() if slides else model
     made = {
         "full": {},
         "wgkv": {"gates": tiny_gates(model), "tau": 0.5, "window": 4},

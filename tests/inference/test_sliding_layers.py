@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.engine import Engine
+from kvjax.errors import UserError
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.inference import generate, load_cache, logits, prefill, save_cache
 from kvjax.inference.capture import captured_layers
@@ -19,7 +20,7 @@ from kvjax.tasks.sample import Question, Sample
 from kvjax.train.objective import Deployed, student
 from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.dense import dense_logits
-from tests.tiny_models import policies_for, sliding_model
+from tests.tiny_models import policies_for, sliding_model, tiny_model
 
 GREEDY = kvjax.SamplingParams(max_new_tokens=12, ignore_eos=True)
 PROMPTS = [np.random.default_rng(1).integers(0, 61, size) for size in (50, 23)]
@@ -138,11 +139,79 @@ def test_a_context_is_asked_again_by_several_and_from_the_disk(model, tmp_path):
     np.testing.assert_array_equal(
         generate(model, QUESTIONS, GREEDY, policy=policy, cache=loaded).tokens, want
     )
-    # the questions are longer than what windows had room for
-    assert cache.sliding.shape[3] == 16
-    long = [np.tile(QUESTIONS[0], 9)] * 2
-    found = generate(model, long, GREEDY, cache=prefill(model, [row[:5] for row in PROMPTS])).tokens
-    np.testing.assert_array_equal(found, continued(model, [np.append(row[:5], long[0]) for row in PROMPTS]))
+
+
+def test_windows_grow_with_their_sequences(tmp_path):
+    """Where contexts are shorter than the window, and questions longer than what it had room for."""
+    model, short = sliding_model(sliding_window=150), [row[:5] for row in PROMPTS]
+    cache, long = prefill(model, short), [np.tile(QUESTIONS[0], 20)] * 2
+    assert cache.sliding.shape[3] == 128
+    rows = [np.append(row, long[0]) for row in short]
+    save_cache(tmp_path / "saved", cache, model)
+    for held in (cache, load_cache(tmp_path / "saved", model), cache):
+        np.testing.assert_array_equal(
+            generate(model, long, GREEDY, cache=held).tokens, continued(model, rows)
+        )
+    assert cache.sliding.shape[3] == 128
+
+
+def test_a_cache_of_other_windows_is_refused(model):
+    cache = prefill(model, PROMPTS)
+    for other in (sliding_model(sliding_window=8), tiny_model()):
+        with pytest.raises(
+            UserError, match="the cache is for 4 layers with a sliding window of 7, the model has"
+        ):
+            generate(other, QUESTIONS, GREEDY, cache=cache)
+    with pytest.raises(UserError, match="the cache is for 0 layers with a sliding window of 0"):
+        generate(model, QUESTIONS, GREEDY, cache=prefill(tiny_model(), PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def none_full():
+    """A model such as Mistral 7B 0.1, of which policies see no layer."""
+    return sliding_model(num_layers=3, sliding_layers=(0, 1, 2))
+
+
+def test_without_full_attention_contexts_are_asked_again(none_full):
+    cache = prefill(none_full, PROMPTS, capacity=64)
+    rows = [np.concatenate(both) for both in zip(PROMPTS, QUESTIONS, strict=True)]
+    np.testing.assert_array_equal(
+        generate(none_full, QUESTIONS, GREEDY, cache=cache).tokens, continued(none_full, rows)
+    )
+    assert "0 of" in repr(kvjax.cache.stats(cache))
+
+
+def test_without_full_attention_policies_that_would_decide_nothing_are_refused(none_full):
+    for name in ("snapkv:ratio=0.5", "streaming_llm:window=8", "quest:ratio=0.5"):
+        with pytest.raises(UserError, match="every layer of this model has a sliding window"):
+            prefill(none_full, PROMPTS, policy=make_policy(name))
+    with pytest.raises(UserError, match="save_cache: every layer of this model has a sliding window"):
+        save_cache("unused", prefill(none_full, PROMPTS), none_full)
+
+
+def test_without_full_attention_the_engine_answers(none_full):
+    engine = Engine(none_full, slots=2, max_length=128, chunk=16, block=4)
+    engine.warm_up()
+    assert engine.holds(64)[0] >= 0
+    requests = [engine.submit(row.tolist(), GREEDY)[0] for row in PROMPTS]
+    while engine.busy:
+        engine.step()
+    np.testing.assert_array_equal([request.tokens for request in requests], continued(none_full, PROMPTS))
+
+
+def test_a_paused_answer_goes_on_with_its_windows(model):
+    """Its pages and windows were in host memory meanwhile."""
+    engine = Engine(model, slots=2, max_length=128, page_size=4, capacity=70, chunk=16, block=4)
+    asked = kvjax.SamplingParams(max_new_tokens=40, ignore_eos=True)
+    requests = [engine.submit(row.tolist(), asked, expected=1)[0] for row in PROMPTS]
+    paused = 0
+    while engine.busy:
+        engine.step()
+        paused = max(paused, engine.stats.paused)
+    assert paused
+    for row, request in zip(PROMPTS, requests, strict=True):
+        alone = generate(model, [row], asked, chunk=16, page_size=4).tokens[0]
+        np.testing.assert_array_equal(request.tokens, alone)
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv:ratio=0.5"])

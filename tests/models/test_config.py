@@ -84,7 +84,7 @@ def test_sizes_that_are_derived(read):
     [
         (
             {"model_type": "gemma"},
-            "model_type 'gemma' is not supported, only gemma3_text, llama, ministral, mistral",
+            "model_type 'gemma' is not supported, only gemma3_text, gpt_oss, llama, ministral",
         ),
         ({"hidden_act": "swish2"}, "activation 'swish2' is not supported, only silu, relu, gelu,"),
         (
@@ -155,6 +155,22 @@ def test_sizes_that_are_derived(read):
         (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported, only null"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, got 0"),
+        (
+            GEMMA3 | {"rope_parameters": {"sliding_attention": LONGROPE | {"rope_type": "longrope"}}},
+            "rope_parameters: ",
+        ),
+        (GEMMA3 | {"query_pre_attn_scalar": 1e-9}, "the queries' factor must be at least 0.001"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be at least 2 and at most"),
+        (
+            QWEN3
+            | {
+                "model_type": "qwen3_moe",
+                "moe_intermediate_size": 8,
+                "num_experts_per_tok": 1,
+                "num_experts": 0,
+            },
+            "num_experts must be at least 1, got 0",
+        ),
         (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0, got 0"),
         (
             {"model_type": "smollm3", "no_rope_layers": [1, 0]},
@@ -272,6 +288,33 @@ def test_layers_have_the_windows_that_transformers_gives_them(read):
     ministral = LLAMA | {"model_type": "ministral", "sliding_window": 64}
     assert read(ministral).sliding_layers == (0, 1, 2)
     assert read(ministral | listed).sliding_layers == (0, 2)
+
+
+def test_a_mixture_of_qwens_slides_in_all_layers(read):
+    moe = QWEN3 | {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    assert read(moe | {"use_sliding_window": True, "sliding_window": 16}).sliding_layers == (0, 1, 2)
+    assert read(moe | {"sliding_window": 16}).sliding_layers == ()
+
+
+def test_gemmas_rotary_embeddings_by_kind_take_the_rest_from_the_top(read):
+    """As transformers does."""
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    config = read(GEMMA3 | {"rope_parameters": nested, "rope_theta": 5e5, "rope_local_base_freq": 2e4})
+    assert (config.rope.type, config.rope.factor, config.rope.theta) == ("linear", 8.0, 5e5)
+    assert (config.sliding_rope.type, config.sliding_rope.theta) == ("default", 2e4)
+    nested["full_attention"] = {"rope_theta": 3e5}
+    config = read(
+        GEMMA3 | {"rope_parameters": nested, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    )
+    assert (config.rope.type, config.rope.factor, config.rope.theta) == ("linear", 4.0, 3e5)
 
 
 def test_a_multimodal_model_is_read_as_the_text_model_in_it(read):

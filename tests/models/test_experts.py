@@ -23,8 +23,8 @@ def moe_model(**changes):
 @pytest.mark.parametrize("tokens", [1, 2, 9, 150])
 @pytest.mark.parametrize("index", [None, 1])
 def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, index):
-    """Both where all matrices of the chosen experts are read for themselves and where rows are sorted by expert.
-    Experts beyond those that are here add nothing."""
+    """With fewer rows of an expert than are multiplied at a time, and with more. Experts beyond those that are here add
+    nothing."""
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((1, tokens, WIDTH)).astype(np.float32)
     gate_up = rng.standard_normal((2, EXPERTS, WIDTH, 2 * HIDDEN)).astype(np.float32)

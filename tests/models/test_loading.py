@@ -325,6 +325,12 @@ def test_of_a_multimodal_model_the_text_model_is_loaded(where, tmp_path):
     whole = {"model_type": "gemma3", "text_config": GEMMA3}
     found = load_model(write_folder(tmp_path / "multimodal", whole, tensors))
     assert_equal(found, load_model(write_folder(tmp_path / "text", GEMMA3)))
+    # a head of its own, which the config outside names
+    head = f"{outer}lm_head.weight" if below else "language_model.lm_head.weight"
+    untied = whole | {"tie_word_embeddings": False}
+    tensors[head] = -own["model.embed_tokens.weight"]
+    with_head = load_model(write_folder(tmp_path / "untied", untied, tensors))
+    np.testing.assert_array_equal(with_head.head[...][:61], tensors[head])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

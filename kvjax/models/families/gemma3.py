@@ -105,11 +105,16 @@ class Gemma3(Family):
 
 def _of_kind(keys: JsonObject, kind: str) -> JsonObject:
     """Return the keys of the rotary embeddings of one kind of layers, in either spelling of transformers."""
-    data = {"max_position_embeddings": keys.get("max_position_embeddings", int)}
-    nested = keys.get("rope_parameters", dict, {})
-    if any(isinstance(value, dict) for value in nested.values()):
-        return JsonObject(data | {"rope_parameters": nested.get(kind)}, keys.where)
-    if kind == SLIDING:
-        return JsonObject(data | {"rope_theta": keys.get("rope_local_base_freq", float)}, keys.where)
-    names = "rope_theta", "rope_scaling", "rope_parameters"
-    return JsonObject(data | {name: keys.data.get(name) for name in names}, keys.where)
+    context, theta = (
+        keys.get("max_position_embeddings", int),
+        "rope_theta" if kind == FULL else "rope_local_base_freq",
+    )
+    own = keys.get("rope_parameters", dict, {})
+    if own.keys() & {FULL, SLIDING}:
+        own = JsonObject(own, f"{keys.where}: rope_parameters").get(kind, dict, {})
+    elif kind == SLIDING:
+        own = {}
+    if kind == FULL:
+        own = own | keys.get("rope_scaling", dict, {})
+    own = {"rope_theta": keys.data.get(theta)} | own
+    return JsonObject({"max_position_embeddings": context, "rope_parameters": own}, keys.where)

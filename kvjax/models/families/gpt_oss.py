@@ -1,6 +1,7 @@
 """gpt-oss (arXiv:2508.10925): layers with a sliding window in turn with full attention, attention sinks without keys,
 and mixtures of experts, whose files hold all of a layer's in one tensor, often in MXFP4."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -34,12 +35,14 @@ class GptOss(Family):
     default_theta = 150_000.0
 
     def fields(self, keys: JsonObject) -> dict[str, Any]:
-        bias = keys.get("attention_bias", bool)
+        bias, count = keys.get("attention_bias", bool), keys.get("num_local_experts", int)
+        if count < 1:
+            raise keys.error(f"num_local_experts must be at least 1, got {count}")
         return {
             "attention_bias": bias,
             "attention_out_bias": bias,
             "attention_sinks": True,
-            "num_experts": keys.get("num_local_experts", int),
+            "num_experts": count,
             "experts_per_token": keys.get("num_experts_per_tok", int),
             # a softmax over the chosen alone
             "norm_expert_weights": True,
@@ -73,7 +76,8 @@ def _experts(base: str, form: str, tensor: Any, scales: Any) -> Iterator[tuple[s
     before, _, part = base.rpartition(".")
     parts = ("gate", "up") if part == "gate_up_proj" else ("down",)
     kind = "bias" if form == "bias" else "weight"
-    for expert in range(tensor.shape[0] if len(tensor.shape) in (2, 3, 4) else 0):
+    # a tensor without numbers could name any number of experts
+    for expert in range(tensor.shape[0] if math.prod(tensor.shape) and len(tensor.shape) in (2, 3, 4) else 0):
         for first, own in enumerate(parts):
             yield (
                 f"{before}.{expert}.{own}_proj.{kind}",

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from kvjax.models.families.qwen3 import Qwen3
+from kvjax.models.families.windows import Windows, all_layers, window_of
 from kvjax.models.json_file import JsonObject
 
 
@@ -18,22 +19,34 @@ class Qwen3Moe(Qwen3):
             raise keys.error(
                 "layers without experts (decoder_sparse_step, mlp_only_layers) are not supported"
             )
+        count = keys.get("num_experts", int, keys.get("num_local_experts", int, 0))
+        if count < 1:
+            raise keys.error(f"num_experts must be at least 1, got {count}")
         return super().fields(keys) | {
             "mlp_width": keys.get("moe_intermediate_size", int),
-            "num_experts": keys.get("num_experts", int, None) or keys.get("num_local_experts", int),
+            "num_experts": count,
             "experts_per_token": keys.get("num_experts_per_tok", int),
             "norm_expert_weights": keys.get("norm_topk_prob", bool, False),
         }
 
+    def windows(self, keys: JsonObject) -> Windows:
+        uses = keys.get("use_sliding_window", bool, False)
+        return (window_of(keys, 4096), all_layers(keys)) if uses else (None, ())
+
     def keys(self, config: Any) -> dict[str, Any]:
-        return super().keys(config) | {
-            "moe_intermediate_size": config.mlp_width,
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "norm_topk_prob": config.norm_expert_weights,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+        window = {"use_sliding_window": True, "sliding_window": config.sliding_window}
+        return (
+            {"attention_bias": config.attention_bias}
+            | (window if config.sliding_layers else {})
+            | {
+                "moe_intermediate_size": config.mlp_width,
+                "num_experts": config.num_experts,
+                "num_experts_per_tok": config.experts_per_token,
+                "norm_topk_prob": config.norm_expert_weights,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
+        )
 
     def gguf_keys(self, file: Any) -> dict[str, Any]:
         return {
