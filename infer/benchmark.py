@@ -225,6 +225,11 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
     else:
         longest = max(config.context) + config.new_tokens + 1
         model, tokenizer = kvjax.load(config.model, config.dtype, max_length=longest)
+        if model.config.sliding_layers or model.config.num_experts:
+            raise UserError(
+                f"--model {config.model}: dense attention and the bounds are those of models without sliding windows and "
+                "experts"
+            )
     names = (OWN_FULL, *(name for name in config.policies if name != OWN_FULL))
     policies = {name: policy_of(name, model, tokenizer) for name in names}
     setting = timing.CPU if jax.default_backend() == "cpu" else timing.ACCELERATOR

@@ -1,7 +1,7 @@
 """Rollback: a cache as it was before some tokens were run over it, for questions and for calls that may be repeated.
 
 New retained entries are written behind the old ones, so the pool need not be copied. Only what is written in place is
-copied: the local windows and the metadata, and with `max_entries`, where entries replace each other, the whole pool.
+copied: the windows and the metadata, and with `max_entries`, where entries replace each other, the whole pool.
 """
 
 import dataclasses

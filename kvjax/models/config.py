@@ -171,6 +171,10 @@ class ModelConfig:
             raise UserError(
                 f"experts_per_token must be at least 1 and at most {self.num_experts}, got {self.experts_per_token}"
             )
+        if any(not 0 <= layer < self.num_layers for layer in self.sliding_layers):
+            raise UserError(
+                f"sliding_layers must be from 0 to {self.num_layers - 1}, got {shown(self.sliding_layers)}"
+            )
         if self.sliding_layers and not 2 <= self.sliding_window <= LARGEST_INT:
             raise UserError(
                 f"sliding_window must be at least 2 and at most {LARGEST_INT}, got {self.sliding_window}"
@@ -191,7 +195,8 @@ class ModelConfig:
     @property
     def slides(self) -> tuple[bool, ...]:
         """For each layer, True if it has a sliding window."""
-        return tuple(layer in self.sliding_layers for layer in range(self.num_layers))
+        own = frozenset(self.sliding_layers)
+        return tuple(layer in own for layer in range(self.num_layers))
 
     @property
     def full_layers(self) -> tuple[int, ...]:

@@ -201,7 +201,8 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
     faults = {fault: names for fault, names in faults.items() if names}
     if not faults:
         return
-    if kind := kind_of_tensors([*unexpected, *faults.get("of an unsupported dtype", [])]):
+    odd = [*unexpected, *faults.get("of an unsupported dtype", [])]
+    if not config.num_experts and (kind := kind_of_tensors(odd)):
         raise UserError(f"{model}: holds {kind}, expected the plain weights of a {config.model_type} model")
     if faults == {"missing": [TOP["head"]]}:
         raise UserError(

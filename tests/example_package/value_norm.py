@@ -62,7 +62,7 @@ class LearnedValueNorm(Recipe):
     """Adam's."""
 
     def init(self, model):
-        return {"limit": jnp.full((model.config.num_layers, model.config.num_kv_heads), 1.0)}
+        return {"limit": jnp.full((model.config.num_full_layers, model.config.num_kv_heads), 1.0)}
 
     def loss(self, params, frozen, batch, key, step):
         teacher = jax.lax.stop_gradient(frozen.hidden(batch))

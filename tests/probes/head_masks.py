@@ -48,7 +48,7 @@ class HeadMasks(Recipe):
     """Of the masks and of the multipliers."""
 
     def init(self, model):
-        shape = model.config.num_layers, model.config.num_kv_heads
+        shape = model.config.num_full_layers, model.config.num_kv_heads
         return {"mask": jnp.full(shape, 2.0), "multiplier": jnp.zeros(2)}
 
     def _whole(self, params):

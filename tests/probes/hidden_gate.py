@@ -56,7 +56,7 @@ class HiddenGates(Recipe):
     """Adam's."""
 
     def init(self, model):
-        return jnp.zeros((model.config.num_layers, model.config.num_kv_heads, model.config.width))
+        return jnp.zeros((model.config.num_full_layers, model.config.num_kv_heads, model.config.width))
 
     def batches(self, sequences, model):
         for rows in sequences:

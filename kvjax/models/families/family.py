@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from kvjax.errors import UserError
 from kvjax.models.families.windows import Windows
 from kvjax.models.json_file import JsonObject
 from kvjax.models.names import LAYER, canonical
@@ -58,10 +59,14 @@ class Family:
             return stored
         inside, beside = "model.language_model.", ("model.vision_tower.", "model.multi_modal_projector.")
         own = {name: tensor for name, tensor in stored.items() if not name.startswith(beside)}
-        return {
+        found = {
             canonical(name.removeprefix(inside)) if name.startswith(inside) else name: tensor
             for name, tensor in own.items()
         }
+        if len(found) < len(own):
+            file = next(iter(own.values())).file
+            raise UserError(f"{file.parent}: tensors are stored twice, with and without {inside}")
+        return found
 
     def gguf_keys(self, file: Any) -> dict[str, Any]:
         """Return the keys of `config.json` that are this family's own, given a `GgufFile`."""
