@@ -168,9 +168,9 @@ class DecoderLayer(nnx.Module):
 
     def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
         """Return down(activation(gate(x)) · up(x)), or of experts the weighted sum."""
-        axis, wide = axes_of(x)
         if self.router is not None:
             return self._experts(x, self.router, index)
+        axis, wide = axes_of(x)
         y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide, index)
         gate, up = unfuse("gate_up", y, self.config).values()
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
