@@ -79,8 +79,8 @@ def test_answers_over_the_cache_are_those_of_whole_sequences(layers):
     np.testing.assert_array_equal(found.tokens, continued(model, PROMPTS))
 
 
-def test_answers_of_a_model_with_sinks_and_experts(model):
-    """As gpt-oss has them, in layers of both kinds and both kinds of calls."""
+def test_answers_of_a_model_with_sinks_and_experts():
+    """As gpt-oss has them, in layers of both kinds and calls of many tokens and of one."""
     own = {
         "num_experts": 4,
         "experts_per_token": 2,
@@ -91,11 +91,6 @@ def test_answers_of_a_model_with_sinks_and_experts(model):
     other = sliding_model(**own)
     found = generate(other, PROMPTS, GREEDY, chunk=16).tokens
     np.testing.assert_array_equal(found, continued(other, PROMPTS))
-    policy = make_policy({"kvzip": {"ratio": 1.0} | TEXTS}, model=other)
-    cache = prefill(other, PROMPTS, policy=policy, chunk=16)
-    asked = generate(other, QUESTIONS, GREEDY, policy=policy, cache=cache).tokens
-    rows = [np.concatenate(both) for both in zip(PROMPTS, QUESTIONS, strict=True)]
-    np.testing.assert_array_equal(asked, continued(other, rows))
 
 
 def test_policies_decide_for_the_layers_with_full_attention(model):
@@ -148,7 +143,7 @@ def test_windows_grow_with_their_sequences(tmp_path):
     assert cache.sliding.shape[3] == 128
     rows = [np.append(row, long[0]) for row in short]
     save_cache(tmp_path / "saved", cache, model)
-    for held in (cache, load_cache(tmp_path / "saved", model), cache):
+    for held in (cache, load_cache(tmp_path / "saved", model)):
         np.testing.assert_array_equal(
             generate(model, long, GREEDY, cache=held).tokens, continued(model, rows)
         )
@@ -214,7 +209,7 @@ def test_a_paused_answer_goes_on_with_its_windows(model):
         np.testing.assert_array_equal(request.tokens, alone)
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv:ratio=0.5"])
+@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.thorough), "snapkv:ratio=0.5"])
 def test_the_engine_gives_the_answers_of_lone_runs(model, name):
     policy = make_policy(name, model=model)
     engine = Engine(model, policy, slots=2, max_length=128, capacity=128, page_size=4, chunk=16, block=4)
@@ -256,6 +251,7 @@ def test_features_and_losses_are_of_the_layers_with_full_attention(model):
     np.testing.assert_allclose(found.loss, -chosen.mean(), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_recomputing_layers_of_two_kinds_changes_no_gradient(model):
     row = np.random.default_rng(4).integers(0, 61, (1, 64))
 
