@@ -137,7 +137,7 @@ def test_a_context_is_asked_again_by_several_and_from_the_disk(model, tmp_path):
 
 
 def test_windows_grow_with_their_sequences(tmp_path):
-    """Where contexts are shorter than the window, and questions longer than what it had room for."""
+    """The contexts are shorter than the window, and the questions longer than what it had room for."""
     model, short = sliding_model(sliding_window=150), [row[:5] for row in PROMPTS]
     cache, long = prefill(model, short), [np.tile(QUESTIONS[0], 20)] * 2
     assert cache.sliding.shape[3] == 128
@@ -231,7 +231,7 @@ def test_a_mesh_changes_no_answer(model):
 
 
 def test_features_and_losses_are_of_the_layers_with_full_attention(model):
-    """What is captured of whole sequences, the student that keeps everything, and teacher forcing agree."""
+    """The student that keeps everything and teacher forcing compute what whole sequences do."""
     row = np.random.default_rng(3).integers(0, 61, 64)
     layers = list(captured_layers(model, Policy(), None, [row], ["hidden", "k"]))
     assert len(layers) == 3

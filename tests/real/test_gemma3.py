@@ -33,7 +33,7 @@ def test_the_config_is_that_of_the_published_model():
 
 
 def test_logits_and_answers_are_those_of_transformers(model, golden):
-    """Of a text that is longer than the windows, read in pieces."""
+    """The text is longer than the windows, and is read in pieces."""
     np.testing.assert_array_equal(load_tokenizer(FILE)(LONG)["input_ids"], golden["tokens"])
     found = logits(model, golden["tokens"][None])[0][np.ix_(golden["positions"], golden["ids"])]
     assert abs(found - golden["logits"]).max() <= 1e-4 * abs(golden["logits"]).max()

@@ -92,23 +92,19 @@ class Gemma3(Family):
         } | layer_keys(config)
 
     def gguf_keys(self, file: Any) -> dict[str, Any]:
+        scalar = file.get("attention.key_length", int, 256)
         # as in llama.cpp, which knows the 27B model by its layers
-        heads, width = file.get("attention.head_count", int), file.get("embedding_length", int)
-        largest = file.get("block_count", int) == 62
+        if file.get("block_count", int) == 62:
+            scalar = file.get("embedding_length", int) // max(file.get("attention.head_count", int), 1)
         return {
-            "query_pre_attn_scalar": width // max(heads, 1)
-            if largest
-            else file.get("attention.key_length", int, 256),
+            "query_pre_attn_scalar": scalar,
             "rope_local_base_freq": file.get("rope.freq_base_swa", float, 10_000.0),
         }
 
 
 def _of_kind(keys: JsonObject, kind: str) -> JsonObject:
     """Return the keys of the rotary embeddings of one kind of layers, in either spelling of transformers."""
-    context, theta = (
-        keys.get("max_position_embeddings", int),
-        "rope_theta" if kind == FULL else "rope_local_base_freq",
-    )
+    theta = "rope_theta" if kind == FULL else "rope_local_base_freq"
     own = keys.get("rope_parameters", dict, {})
     if own.keys() & {FULL, SLIDING}:
         own = JsonObject(own, f"{keys.where}: rope_parameters").get(kind, dict, {})
@@ -117,4 +113,5 @@ def _of_kind(keys: JsonObject, kind: str) -> JsonObject:
     if kind == FULL:
         own = own | keys.get("rope_scaling", dict, {})
     own = {"rope_theta": keys.data.get(theta)} | own
-    return JsonObject({"max_position_embeddings": context, "rope_parameters": own}, keys.where)
+    context = {"max_position_embeddings": keys.get("max_position_embeddings", int)}
+    return JsonObject(context | {"rope_parameters": own}, keys.where)

@@ -34,19 +34,17 @@ class Qwen3Moe(Qwen3):
         return (window_of(keys, 4096), all_layers(keys)) if uses else (None, ())
 
     def keys(self, config: Any) -> dict[str, Any]:
-        window = {"use_sliding_window": True, "sliding_window": config.sliding_window}
-        return (
-            {"attention_bias": config.attention_bias}
-            | (window if config.sliding_layers else {})
-            | {
-                "moe_intermediate_size": config.mlp_width,
-                "num_experts": config.num_experts,
-                "num_experts_per_tok": config.experts_per_token,
-                "norm_topk_prob": config.norm_expert_weights,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            }
-        )
+        return {
+            "attention_bias": config.attention_bias,
+            "use_sliding_window": bool(config.sliding_layers),
+            "sliding_window": config.sliding_window or None,
+            "moe_intermediate_size": config.mlp_width,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "norm_topk_prob": config.norm_expert_weights,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
 
     def gguf_keys(self, file: Any) -> dict[str, Any]:
         return {
