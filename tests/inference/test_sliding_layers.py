@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.rollback import marked, taken_back
 from kvjax.engine import Engine
 from kvjax.errors import UserError
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.inference import generate, load_cache, logits, prefill, save_cache
 from kvjax.inference.capture import captured_layers
+from kvjax.inference.forward import last_logits, padded
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.periods import Segment, segments
 from kvjax.policies import Policy, make_policy
@@ -143,11 +145,24 @@ def test_windows_grow_with_their_sequences(tmp_path):
     assert cache.sliding.shape[3] == 128
     rows = [np.append(row, long[0]) for row in short]
     save_cache(tmp_path / "saved", cache, model)
+    asked = dataclasses.replace(GREEDY, logprobs=0)
+    want = generate(model, rows, asked)
     for held in (cache, load_cache(tmp_path / "saved", model)):
-        np.testing.assert_array_equal(
-            generate(model, long, GREEDY, cache=held).tokens, continued(model, rows)
-        )
+        found = generate(model, long, asked, cache=held)
+        np.testing.assert_array_equal(found.tokens, want.tokens)
+        for one, other in zip(found.logprobs, want.logprobs, strict=True):
+            np.testing.assert_allclose(one.chosen, other.chosen, atol=1e-4)
     assert cache.sliding.shape[3] == 128
+
+
+def test_a_rollback_brings_windows_back(model):
+    cache = prefill(model, PROMPTS, max_new_tokens=20)
+    before = np.asarray(cache.sliding)
+    with use_mesh(model):
+        view, mark = Policy().compile(model).extend, marked(cache)
+        later, _ = last_logits(model, view, cache, *padded(QUESTIONS, 16))
+        assert not np.array_equal(later.sliding, before)
+        np.testing.assert_array_equal(taken_back(later, mark).sliding, before)
 
 
 def test_a_cache_of_other_windows_is_refused(model):
