@@ -17,8 +17,8 @@ def as_bits(x: Float[Array, "*s"]) -> UInt16[Array, "*s"]:
     return lax.bitcast_convert_type(x, jnp.uint16)
 
 
-def as_floats(x: Shaped[Array, "*s"], dtype: Any) -> Float[Array, "*s"]:
-    """The floats of `dtype` whose bits `x` holds; `x` itself if it holds floats.
+def as_floats(x: Shaped[Array, "*s"], dtype: Any) -> Shaped[Array, "*s"]:
+    """The floats of `dtype` whose bits `x` holds; `x` itself if it holds other numbers.
 
     Raises ValueError if `x` holds bits and `dtype` does not have 16.
     """

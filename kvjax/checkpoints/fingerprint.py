@@ -14,17 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int, Shaped
 
 from kvjax.errors import UserError, warn
 from kvjax.mesh import AXES, P, use_mesh
+from kvjax.models.names import MATRICES
 
 POINTS = 128
 """The number of weights in the sample of each of the model's own arrays."""
 STRIDES = 7919, 104729, 1299709, 15485863
 """Point i lies at index i · stride (modulo the size) of each axis of an array."""
-MATRICES = "q", "k", "v", "o", "gate", "up", "down"
-"""The matrices of the layers whose signs are the fingerprint."""
 SIZES = "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "qk_norm"
 ANOTHER, VERSION = 0.75, 0.99
 """Shares of the signs in which two models agree: below the first they are two models, which agree in half of them;
@@ -120,6 +119,7 @@ LATER = (
     *("no_rope", "share", "short_factor", "long_factor", "sliding_window", "sliding_layers", "sliding_rope"),
     *("norm_offset", "post_norms", "embed_scale", "query_scale"),
     *("num_experts", "experts_per_token", "norm_expert_weights", "expert_bias", "swiglu", "attention_sinks"),
+    *("weights", "weight_block"),
 )
 """Fields of configurations that digests leave out while they have their defaults: they did not exist at first."""
 
@@ -164,7 +164,7 @@ def _sample(model: Any, arrays: Mapping[str, Any]) -> dict[str, Float32[np.ndarr
 
 @jax.jit
 def _at(
-    arrays: dict[str, Float[Array, "..."]], places: dict[str, Int[Array, "axes points"]]
+    arrays: dict[str, Shaped[Array, "..."]], places: dict[str, Int[Array, "axes points"]]
 ) -> dict[str, Float32[Array, " points"]]:
     """Return the numbers at these places on every device, each taken by the device that holds it."""
 

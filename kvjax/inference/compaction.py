@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, free_counts, if_finite, ring_pages
 from kvjax.cache.planes import appended
@@ -16,6 +16,7 @@ from kvjax.cache.trail import by_layer
 from kvjax.inference.forward import bucket
 from kvjax.mesh import BATCH, HEADS, P, gather, put
 from kvjax.models.decoder import Decoder
+from kvjax.models.layers import gathered
 from kvjax.policies.base import Eviction, LateMetadata, Trail
 from kvjax.policies.budget import places
 from kvjax.policies.compiled import CompiledPolicy
@@ -23,6 +24,7 @@ from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.policy import Policy
 from kvjax.policies.schedule import Range, Schedule
 from kvjax.policies.views import Stored
+from pallas_kernels.eight_bits import dequantised
 
 
 def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quota) -> Cache:
@@ -199,11 +201,10 @@ def compacted(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
-    output = model.layers.o[...]
+    output = {"values": model.layers.o, "scale": model.layers.o_scale}
+    output = {name: gathered(x, HEADS) for name, x in output.items() if x is not None}
     if model.config.sliding_layers:
-        output = output[np.array(model.config.full_layers, np.int32)]
-    output = jax.sharding.reshard(output, P(None, HEADS, None))
-    output = output.reshape(len(output), -1, model.config.head_dim, output.shape[-1])
+        output = jax.tree.map(lambda x: x[np.array(model.config.full_layers, np.int32)], output)
     arguments = whole, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
     pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)
     seen = cache.seen - jnp.where(quota.due, quota.dropped, 0)
@@ -247,7 +248,7 @@ def with_late_numbers(
 
 def scores(
     eviction: Eviction,
-    output: Float[Array, "l n h d"],
+    output: dict[str, Shaped[Array, "l _ d"]],
     pages: Pages,
     layers: LayerCache,
     trail: Trail,
@@ -262,16 +263,19 @@ def scores(
     """Return the method's scores of the last `entries` entries of each head cache, aligned with the right end. On one
     shard.
 
-    `trail`: by layer, oldest token first. `rotation`: `ModelConfig.rotation`. `causal`: of `Stored`.
+    `output`: the output projections, values [l (n h) d] and, if they have 8 bits, their scales. `trail`: by layer,
+    oldest token first. `rotation`: `ModelConfig.rotation`. `causal`: of `Stored`.
     """
     ring = ring_pages(window, pages.pool.shape[1])
 
     def one(index, xs):
-        method, layer, remembered, weight, count, since, (frequencies, rope_scale) = xs
+        method, layer, remembered, weights, count, since, (frequencies, rope_scale) = xs
         place = compaction.places(layer.length, entries)
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
         k, v = jnp.split(pages.entries(*at), 2, -1)
         planes = {name: x[at] for name, x in pages.planes.items()}
+        weight = dequantised(**weights, dtype=k.dtype) if "scale" in weights else weights["values"]
+        weight = weight.reshape(-1, k.shape[-1], weight.shape[-1])
         eligible = compaction.eligible_entries(layer.length, since, entries, quota)
         forced = compaction.forced_entries(layer.length, eligible, quota)
         stored = Stored(

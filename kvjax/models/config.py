@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from kvjax.errors import LARGEST_INT, UserError, shown, warn
+from kvjax.models import fp8
 from kvjax.models.adapter import base_of
 from kvjax.models.families import FAMILIES, MULTIMODAL, Family
 from kvjax.models.families.windows import FULL, SLIDING
@@ -21,6 +22,7 @@ from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, check_r
 from kvjax.models.rope_json import rope_scaling
 from kvjax.models.tensor_files import has_own_head
 from kvjax.models.turn_ends import folder_turn_ends
+from pallas_kernels.eight_bits import EIGHT_BITS
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -131,6 +133,10 @@ class ModelConfig:
     """True if each query head has a logit of its own in every softmax (attention sinks without a key)."""
     activation: str = "silu"
     """The MLP's activation, one of `ACTIVATIONS`."""
+    weights: str | None = None
+    """The dtype of the layers' matrices if it has 8 bits: "int8" or "fp8"; None: that of the other parameters."""
+    weight_block: int = 0
+    """Inputs that share a scale of 8-bit weights; 0: all of them do."""
     tied: bool = False
     """True if the output head is the embedding table."""
     model_type: str = "llama"
@@ -179,6 +185,10 @@ class ModelConfig:
             raise UserError(
                 f"sliding_window must be at least 2 and at most {LARGEST_INT}, got {self.sliding_window}"
             )
+        if self.weights not in (None, *EIGHT_BITS):
+            raise UserError(f"weights must be {' or '.join(EIGHT_BITS)}, got {shown(self.weights)}")
+        if self.weight_block:
+            self._check_weight_blocks()
         if self.activation not in ACTIVATIONS:
             raise UserError(f"activation {self.activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
         if self.rope.type not in ROPE_TYPES:
@@ -191,6 +201,18 @@ class ModelConfig:
             )
         if self.longest > LARGEST_INT:
             raise UserError(f"rope factor and original length make a context of {self.longest:,} tokens")
+
+    def _check_weight_blocks(self) -> None:
+        inputs = {
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp_width,
+            "num_attention_heads · head_dim": self.num_heads * self.head_dim,
+        }
+        for name, size in inputs.items():
+            if size % self.weight_block:
+                raise UserError(
+                    f"{name} must be a multiple of {self.weight_block} with such blocks, got {size}"
+                )
 
     @property
     def slides(self) -> tuple[bool, ...]:
@@ -261,10 +283,12 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         )
     family = FAMILIES[model_type]
     keys = JsonObject({**family.defaults, **keys.data}, keys.where)
-    method = keys.get("quantization_config", dict, {}).get("quant_method")
-    if keys.get("quantization_config", dict, None) and method not in family.quantised:
+    quantisation = JsonObject(keys.get("quantization_config", dict, {}), f"{keys.where}: quantization_config")
+    method = quantisation.get("quant_method", str, None)
+    if quantisation.data and method not in ("fp8", *family.quantised):
         raise keys.error(
-            "quantized weights (quantization_config) are not supported: pass the unquantized model"
+            "quantized weights (quantization_config) are not supported but for FP8 in blocks: pass the unquantized "
+            "model, which weights='int8' quantizes, or a GGUF file"
         )
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     generation = folder / "generation_config.json"
@@ -299,6 +323,8 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "eos_ids": tuple(sorted({*eos, *added.values()})),
         "turn_ends": tuple(added.items()),
     } | family.fields(keys)
+    if method == "fp8":
+        read |= fp8.fields(quantisation)
     try:
         config = ModelConfig(**read)
     except UserError as error:
@@ -359,6 +385,10 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
         "torch_dtype": dtype,
     } | family.keys(config)
+    if config.weights is not None:
+        raise UserError(
+            f"models with {config.weights} weights are read, but not written: write the model they were made from"
+        )
     keys = JsonObject({**family.defaults, **written}, "config.json")
     window, layers = _windows(keys, family, config)
     read = OWN | {"sliding_window": window, "sliding_layers": layers} | family.fields(keys)

@@ -1,7 +1,7 @@
 """One decoder for all families, from tokens to logits: its layers are stacked and scanned."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -47,11 +47,21 @@ def check_mesh(config: ModelConfig) -> None:
         (*split, heads, HEADS),
         *((*split, "tensor × fsdp", EXPERTS) for _ in range(bool(config.num_experts))),
         ("width", config.width, "fsdp axis", ("fsdp",)),
+        *_weight_blocks(config, heads),
     ):
         if size % axis_size(*axes):
             raise UserError(
                 f"the mesh's {said} has size {axis_size(*axes)}, which does not divide the model's {name} ({size})"
             )
+
+
+def _weight_blocks(config: ModelConfig, heads: str) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
+    """Yield the numbers of blocks of 8-bit weights, of which a device has whole ones."""
+    if block := config.weight_block:
+        yield "blocks of heads", config.num_heads * config.head_dim // block, heads, HEADS
+        yield "blocks of the width", config.width // block, "fsdp axis", ("fsdp",)
+        if not config.num_experts:
+            yield "blocks of the mlp width", config.mlp_width // block, heads, HEADS
 
 
 class Decoder(nnx.Module):

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from jax.sharding import reshard
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float
 
 from kvjax.mesh import BATCH, HEADS, P
 from kvjax.models import experts
 from kvjax.models.config import ACTIVATIONS, ModelConfig
-from kvjax.models.layout import flat_shape, fuse, parts_of, unfuse
+from kvjax.models.layout import SCALE, flat_shape, fuse, parts_of, scales_of, unfuse
+from kvjax.models.matrix import Index, Matrix, product
 from kvjax.models.rope import CosSin, rotate
-from pallas_kernels.stack_product import stack_product
+from pallas_kernels.eight_bits import EIGHT_BITS, LARGEST
 
 ROWS = P(BATCH, None, None)
 SPLIT = P(BATCH, HEADS, None, None)
@@ -58,33 +59,6 @@ def gathered(stored: nnx.Param, wide: Wide) -> Array:
     return reshard(stored[...], P(*(wide if axis in ("tensor", EXPERTS) else None for axis in spec)))
 
 
-Index = Int[Array, ""] | None
-"""The index of a layer whose matrices are given as the stack of all layers'; None if they are given alone."""
-
-
-def _product(
-    x: Float[Array, "b t d"], weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide, index: Index
-) -> Float32[Array, "b t f"]:
-    """Return x · weight (+ bias)."""
-    weights = gathered(weight, wide)
-    if index is None:
-        y = jnp.einsum("btd,df->btf", x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
-    else:
-        y = _product_in_place(x, weights, index, spec)
-    return y if bias is None else y + gathered(bias, wide)
-
-
-def _product_in_place(x, stack, index, spec: P) -> Float32[Array, "b t f"]:
-    """Return x · stack[index], summed over the devices that share the inputs."""
-    inputs = jax.typeof(stack).sharding.spec[1]
-
-    def local(x, stack, index):
-        y = stack_product(x.reshape(-1, x.shape[-1]), stack, index).reshape(*x.shape[:2], -1)
-        return y if inputs is None else jax.lax.psum(y, inputs)
-
-    return jax.shard_map(local, out_specs=spec)(x, stack, index)
-
-
 class DecoderLayer(nnx.Module):
     """Attention and mlp of every layer, stacked: each array has a leading layer axis, which `lax.scan` takes off.
 
@@ -103,6 +77,19 @@ class DecoderLayer(nnx.Module):
             }
             return nnx.Param(fuse(path, parts, config))
 
+        def matrix(path, *spec):
+            floats = weight(path, *spec)
+            if config.weights is None:
+                return floats, None
+            kind, count = EIGHT_BITS[config.weights], scales_of(parts_of(path)[0], config)
+            most = LARGEST[kind]
+            # four standard deviations
+            step = 4 * 0.02 / most
+            values = jnp.clip(floats[...].astype(jnp.float32) / step, -most, most).astype(kind)
+            spec = P(None, spec[0] if count > 1 else None, spec[1])
+            scale = jnp.full((*layers, count, values.shape[-1]), step, jnp.float32, out_sharding=spec)
+            return nnx.Param(values), nnx.Param(scale)
+
         def bias(path, axis):
             size = sum(flat_shape(part, config)[0] for part in parts_of(path))
             return nnx.Param(jnp.zeros((*layers, size), dtype, out_sharding=P(None, axis)))
@@ -112,11 +99,11 @@ class DecoderLayer(nnx.Module):
 
         self.config = config
         self.attention_norm = norm(config.width)
-        self.qkv = weight("qkv", "fsdp", "tensor")
+        self.qkv, self.qkv_scale = matrix("qkv", "fsdp", "tensor")
         self.qkv_bias = bias("qkv_bias", "tensor") if config.attention_bias else None
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.o = weight("o", "tensor", "fsdp")
+        self.o, self.o_scale = matrix("o", "tensor", "fsdp")
         self.o_bias = bias("o_bias", None) if config.attention_out_bias else None
         self.sinks = bias("sinks", "tensor") if config.attention_sinks else None
         self.attention_post_norm = norm(config.width) if config.post_norms else None
@@ -124,18 +111,24 @@ class DecoderLayer(nnx.Module):
         if config.num_experts:
             # whole experts are split; with fsdp behind tensor, what a device gathers lies together
             self.router = weight("router", "fsdp", None)
-            self.gate_up = weight("gate_up", EXPERTS, None)
-            self.down = weight("down", EXPERTS, None)
+            self.gate_up, self.gate_up_scale = matrix("gate_up", EXPERTS, None)
+            self.down, self.down_scale = matrix("down", EXPERTS, None)
             self.router_bias = bias("router_bias", None) if config.expert_bias else None
             self.gate_up_bias = weight("gate_up_bias", EXPERTS, None) if config.expert_bias else None
             self.down_bias = weight("down_bias", EXPERTS, None) if config.expert_bias else None
         else:
             self.router = self.router_bias = None
-            self.gate_up = weight("gate_up", "fsdp", "tensor")
-            self.down = weight("down", "tensor", "fsdp")
+            self.gate_up, self.gate_up_scale = matrix("gate_up", "fsdp", "tensor")
+            self.down, self.down_scale = matrix("down", "tensor", "fsdp")
             self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
             self.down_bias = bias("down_bias", None) if config.mlp_bias else None
         self.mlp_post_norm = norm(config.width) if config.post_norms else None
+
+    def _matrix(self, name: str, wide: Wide) -> Matrix:
+        """Return a matrix with what goes with it, whole over `fsdp`."""
+        beside = (getattr(self, name + end, None) for end in (SCALE, "_bias"))
+        scale, bias = (None if part is None else gathered(part, wide) for part in beside)
+        return Matrix(gathered(getattr(self, name), wide), scale, bias)
 
     def project(
         self, x: Float[Array, "b t d"], angles: CosSin, index: Index = None
@@ -143,7 +136,7 @@ class DecoderLayer(nnx.Module):
         """Return the fields of `Step` that are computed from the layer's input. The module holds one layer's arrays,
         not the stack; with `index` its matrices are the stack's."""
         hidden, (axis, wide) = self.attention_norm(x), axes_of(x)
-        y = _product(hidden, self.qkv, self.qkv_bias, P(BATCH, axis, wide), wide, index).astype(x.dtype)
+        y = product(hidden, self._matrix("qkv", wide), P(BATCH, axis, wide), index).astype(x.dtype)
 
         def heads(y, norm=None):
             y = rearrange(y, "b t (n h) -> b n t h", h=self.config.head_dim)
@@ -164,22 +157,22 @@ class DecoderLayer(nnx.Module):
         """Return the output projection, which is added to the residual stream `x`."""
         axis, wide = axes_of(x)
         o = rearrange(reshard(o, P(BATCH, wide, axis, None)), "b n t h -> b t (n h)")
-        return _product(o, self.o, self.o_bias, P(BATCH, axis, None), wide, index).astype(o.dtype)
+        return product(o, self._matrix("o", wide), P(BATCH, axis, None), index).astype(o.dtype)
 
     def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
         """Return down(activation(gate(x)) · up(x)), or of experts the weighted sum."""
         if self.router is not None:
-            return self._experts(x, self.router, index)
+            return self._experts(x, index)
         axis, wide = axes_of(x)
-        y = _product(x, self.gate_up, self.gate_up_bias, P(BATCH, axis, wide), wide, index)
+        y = product(x, self._matrix("gate_up", wide), P(BATCH, axis, wide), index)
         gate, up = unfuse("gate_up", y, self.config).values()
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
-        return _product(inner, self.down, self.down_bias, P(BATCH, axis, None), wide, index).astype(x.dtype)
+        return product(inner, self._matrix("down", wide), P(BATCH, axis, None), index).astype(x.dtype)
 
-    def _experts(self, x: Float[Array, "b t d"], router: nnx.Param, index: Index) -> Float[Array, "b t d"]:
+    def _experts(self, x: Float[Array, "b t d"], index: Index) -> Float[Array, "b t d"]:
         """Return the weighted sum of the experts that the router chooses for each token. Every device runs its own."""
         (axis, wide), config = axes_of(x), self.config
-        logits = _product(x, router, self.router_bias, P(BATCH, axis, None), wide, index).astype(x.dtype)
+        logits = product(x, self._matrix("router", wide), P(BATCH, axis, None), index).astype(x.dtype)
         weight, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), config.experts_per_token)
         if config.norm_expert_weights:
             weight = weight / weight.sum(-1, keepdims=True)
@@ -193,16 +186,12 @@ class DecoderLayer(nnx.Module):
             gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
             return ((up + 1) * gate * jax.nn.sigmoid(slope * gate)).astype(x.dtype)
 
-        def local(x, weight, chosen, gate_up, down, gate_up_bias, down_bias, index):
-            first = jax.lax.axis_index(wide) * (gate_up.shape[-2] // config.width)
-            own = (gate_up, gate_up_bias), (down, down_bias)
-            y = experts.mixed(x, weight, chosen - first, *own, activate, index)
+        def local(x, weight, chosen, gate_up, down, index):
+            first = jax.lax.axis_index(wide) * (gate_up.weight.shape[-2] // config.width)
+            y = experts.mixed(x, weight, chosen - first, gate_up, down, activate, index)
             return jax.lax.psum(y, wide).astype(x.dtype)
 
-        def whole(stored):
-            return None if stored is None else gathered(stored, wide)
-
-        matrices = whole(self.gate_up), whole(self.down), whole(self.gate_up_bias), whole(self.down_bias)
+        matrices = self._matrix("gate_up", wide), self._matrix("down", wide)
         return jax.shard_map(local, out_specs=P(BATCH, axis, None))(x, weight, chosen, *matrices, index)
 
     def finish(

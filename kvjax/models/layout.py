@@ -20,10 +20,16 @@ from kvjax.models.config import ModelConfig
 FUSED = {
     "qkv": ("q", "k", "v"),
     "qkv_bias": ("q_bias", "k_bias", "v_bias"),
+    "qkv_scale": ("q_scale", "k_scale", "v_scale"),
     "gate_up": ("gate", "up"),
+    "gate_up_scale": ("gate_scale", "up_scale"),
     "gate_up_bias": ("gate_bias", "up_bias"),
 }
 """Arrays of a decoder's layers that hold several of the model's own."""
+SCALE = "_scale"
+"""The end of the names of the scales of matrices in 8 bits."""
+EXPERTS_OWN = "gate", "up", "down"
+"""The matrices that each expert has."""
 BLOCK = 128
 """The most columns of gate, or of up, that follow one another: as many as a TPU has lanes."""
 
@@ -34,7 +40,11 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 def own_shape(part: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the inputs' and the outputs' axes of one of a layer's own arrays; a vector has no inputs."""
+    """Return the inputs' and the outputs' axes of one of a layer's own arrays; a vector has no inputs. Of scales the
+    inputs are the blocks of a matrix's inputs."""
+    if part.endswith(SCALE):
+        part = part.removesuffix(SCALE)
+        return (scales_of(part, config),), own_shape(part, config)[1]
     d, f, h = (config.width,), (config.mlp_width,), config.head_dim
     query, key = (config.num_heads, h), (config.num_kv_heads, h)
     # experts are further inputs
@@ -60,6 +70,14 @@ def own_shape(part: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[in
         "k_norm.scale": ((), (h,)),
     }
     return shapes.get(part, ((), d))
+
+
+def scales_of(part: str, config: ModelConfig) -> int:
+    """Return the number of scales of an output of one of a layer's own matrices in 8 bits: one, or one for each block
+    of inputs. An expert has scales of its own."""
+    inputs = flat_shape(part, config)[0]
+    experts = config.num_experts if part in EXPERTS_OWN else 0
+    return inputs // (config.weight_block or inputs // max(experts, 1))
 
 
 def flat_shape(part: str, config: ModelConfig) -> tuple[int, ...]:

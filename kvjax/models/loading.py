@@ -21,19 +21,33 @@ from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
 from kvjax.models.decoder import Decoder
 from kvjax.models.families import FAMILIES
 from kvjax.models.folder import find_model, load_tokenizer
+from kvjax.models.fp8 import with_scales_by_row
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
-from kvjax.models.layout import flat_shape, fuse, parts_of
-from kvjax.models.names import EXPERT, TOP, Axis, by_expert, by_path, is_rotary_table, layer_name, split
+from kvjax.models.layout import SCALE, flat_shape, fuse, parts_of, scales_of
+from kvjax.models.names import (
+    EXPERT,
+    MATRICES,
+    SCALES,
+    TOP,
+    Axis,
+    by_expert,
+    by_path,
+    is_rotary_table,
+    layer_name,
+    split,
+)
 from kvjax.models.rope import inverse_frequencies, turned
 from kvjax.models.tensor_files import (
     DTYPES,
+    FLOAT8,
     ColumnsOfTensors,
     RowsOfTensor,
     TensorInFile,
     ignored_files,
     stored_tensors,
 )
+from pallas_kernels.eight_bits import EIGHT_BITS, quantised
 
 Arrays = dict[str, Array]
 Axes = tuple[Axis, Axis]
@@ -42,7 +56,11 @@ Axes = tuple[Axis, Axis]
 
 @named_arguments()
 def load_model(
-    path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: Any = None,
+    *,
+    weights: str | None = None,
+    max_length: int | None = None,
 ) -> Decoder:
     """Read a model of one of the `FAMILIES` onto the current mesh.
 
@@ -55,6 +73,9 @@ def load_model(
             is merged onto it, a GGUF file (gemma3, llama, phi3, qwen2, qwen3, qwen3moe), or a Hugging Face hub id.
         dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored, float32
             where that is quantised.
+        weights: "int8" or "fp8" (e4m3): store the layers' matrices in 8 bits, with a scale for each output, rounded to
+            the nearest. Products are made in `dtype`, sums in float32. Such a model takes about half the memory of
+            bfloat16 and cannot be trained itself; its gates can. None: in `dtype`, or as FP8 files have them.
         max_length: the longest sequence that will be run, for models with "dynamic" or "longrope" rope; by default what
             the model declares.
 
@@ -64,7 +85,9 @@ def load_model(
     """
     dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
-    config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
+    config = dataclasses.replace(
+        with_weights(read_config(model, max_length), weights), name=str(path_or_hub_id)
+    )
     warn_of_turn_ends(config)
     stored = _stored(model, config)
     with use_mesh():
@@ -74,14 +97,19 @@ def load_model(
         _check(model, config, stored, wanted)
 
         layers = {path: leaf for path, leaf in wanted.items() if path not in TOP}
-        parts = [part for path in layers for part in parts_of(path)]
+        parts = [part for path in layers if _is_stored(path, config) for part in parts_of(path)]
         layer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in layers.values()) // config.num_layers
         placed = _zeros(tuple(layers.items()))
         mesh = jax.sharding.get_mesh()
         axes = {path: split(path, leaf) for path, leaf in wanted.items()}
         for index in range(config.num_layers):
             tensors = _layer_tensors(stored, config, parts, index)
-            own = {part: (tensors[part], axes[path]) for path in layers for part in parts_of(path)}
+            own = {
+                part: (tensors[part], axes[path])
+                for path in layers
+                for part in parts_of(path)
+                if part in tensors
+            }
             raw = {part: _read(tensor, mesh, split) for part, (tensor, split) in own.items()}
             # waiting keeps one layer at a time in host memory
             placed, largest = jax.block_until_ready(_place_layer(placed, np.int32(index), raw, config))
@@ -97,13 +125,39 @@ def load_model(
 
 @named_arguments()
 def load(
-    path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: Any = None,
+    *,
+    weights: str | None = None,
+    max_length: int | None = None,
 ) -> tuple[Decoder, Any]:
     """Return a model and its tokenizer: `model, tokenizer = kvjax.load("Qwen/Qwen3-4B")`. They are read as by
     `load_model` and `load_tokenizer`, the tokenizer first."""
     dtype, max_length = _checked(dtype, max_length)
     tokenizer = load_tokenizer(path_or_hub_id)
-    return load_model(path_or_hub_id, dtype, max_length=max_length), tokenizer
+    return load_model(path_or_hub_id, dtype, weights=weights, max_length=max_length), tokenizer
+
+
+def with_weights(config: ModelConfig, weights: str | None) -> ModelConfig:
+    """Return the configuration of a model whose layers' matrices are stored as `load_model` is asked to.
+
+    Raises:
+        UserError: an unknown dtype, or another one than that of a file that has 8 bits already.
+    """
+    if weights is None or (weights == config.weights and weights in EIGHT_BITS):
+        return config
+    if weights not in EIGHT_BITS:
+        raise UserError(f"weights must be {' or '.join(EIGHT_BITS)}, got {shown(weights)}")
+    if config.weights is not None:
+        raise UserError(
+            f"weights must be {config.weights}, as in the model's files, or left out, got {weights}"
+        )
+    return dataclasses.replace(config, weights=weights)
+
+
+def _is_stored(path: str, config: ModelConfig) -> bool:
+    """Return True if a model's files hold one of a decoder's arrays: all but the scales of what is quantised here."""
+    return bool(config.weight_block) or not path.endswith(SCALE)
 
 
 def _checked(dtype: Any, max_length: int | None) -> tuple[np.dtype | None, int | None]:
@@ -139,6 +193,8 @@ def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
         stored = GgufFile.read(base).hugging_face_tensors()
     else:
         stored = FAMILIES[config.model_type].text_tensors(stored_tensors(base))
+        if config.weight_block:
+            stored = with_scales_by_row(stored)
         own, ignored = ignored_files(base)
         if ignored:
             text = f"{base}: {own} is read, as in transformers; beside it {', '.join(ignored)} is ignored"
@@ -182,6 +238,7 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
     for path, leaf in wanted.items():
         if path in TOP:
             shapes[TOP[path]] = (config.vocab_size, *leaf.shape[1:]) if leaf.ndim == 2 else leaf.shape
+        if path in TOP or not _is_stored(path, config):
             continue
         for part in parts_of(path):
             name, (rows, *columns) = config.layer_names[part], flat_shape(part, config)[::-1]
@@ -196,7 +253,11 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
         "missing": [name for name in shapes if name not in stored],
         "unexpected": unexpected,
         "misshapen": [f"{t.name} is {t.shape}, expected {shape}" for t, shape in both if t.shape != shape],
-        "of an unsupported dtype": [f"{t.name} is {t.kind}" for t, _ in both if t.kind not in DTYPES],
+        "of an unsupported dtype": [
+            f"{stored[name].name} is {stored[name].kind}"
+            for name in shapes
+            if name in stored and stored[name].kind not in ((FLOAT8,) if name + SCALES in shapes else DTYPES)
+        ],
     }
     faults = {fault: names for fault, names in faults.items() if names}
     if not faults:
@@ -307,7 +368,8 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
 
 def _largest(x: Array) -> Float32[Array, ""]:
     """Return the largest magnitude, infinity where there is a NaN, which a maximum over devices may lose."""
-    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max()
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -322,10 +384,16 @@ def _place_layer(
     layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]], config: ModelConfig
 ) -> tuple[Arrays, Arrays]:
     """Return `layers` with one of them replaced by what the files hold, and `_largest` of each tensor."""
-    placed, largest = {}, {}
+    own, axes = {}, {part: split(path, stack) for path, stack in layers.items() for part in parts_of(path)}
+    for part, pieces in raw.items():
+        own[part] = _join(pieces, axes[part]).T
+    largest = {part: _largest(x) for part, x in own.items()}
+    if config.weights is not None and not config.weight_block:
+        kind = EIGHT_BITS[config.weights]
+        for part in MATRICES:
+            own[part], own[part + SCALE] = quantised(own[part], kind, scales_of(part, config))
+    placed = {}
     for path, stack in layers.items():
-        own = {part: _join(raw[part], split(path, stack)) for part in parts_of(path)}
-        largest |= {part: _largest(x) for part, x in own.items()}
-        layer = fuse(path, {part: x.T.astype(stack.dtype) for part, x in own.items()}, config)
+        layer = fuse(path, {part: own[part].astype(stack.dtype) for part in parts_of(path)}, config)
         placed[path] = jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
     return placed, largest

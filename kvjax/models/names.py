@@ -31,6 +31,10 @@ LAYER = {
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
 }
+MATRICES = "q", "k", "v", "o", "gate", "up", "down"
+"""The matrices of a layer: those that may have 8 bits, and whose signs are a model's fingerprint."""
+SCALES = "_scale_inv"
+"""The end of the names of FP8 matrices' scales, behind the matrix's own name."""
 TOP = {"embed": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}
 
 

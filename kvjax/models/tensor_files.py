@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,8 @@ from kvjax.models.kinds import few, kind_of_file, kind_of_folder
 from kvjax.models.names import TOP, canonical
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+FLOAT8 = "F8_E4M3"
+"""The kind of tensors of 8-bit floats, which only a layer's matrices may be."""
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 LARGEST_HEADER = 8 << 20
 """Bytes of a file's header. A dense model has about ten tensors a layer, and each takes about 120 bytes there."""
@@ -40,7 +44,7 @@ class TensorInFile:
 
     @property
     def dtype(self) -> np.dtype:
-        return DTYPES[self.kind]
+        return np.dtype(ml_dtypes.float8_e4m3fn) if self.kind == FLOAT8 else DTYPES[self.kind]
 
     def fill(self, out: np.ndarray, start: int) -> None:
         """Read rows from `start` on into `out`; no other byte is read. Rows past the end are left alone."""
@@ -55,6 +59,21 @@ class TensorInFile:
         out = np.empty((rows, *self.shape[1:]), self.dtype)
         self.fill(out, start)
         return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8InFile(TensorInFile):
+    """A tensor of 8-bit floats, which safetensors (0.8) does not read into NumPy."""
+
+    first: int
+    """The place of its first byte in the file."""
+
+    def fill(self, out: np.ndarray, start: int) -> None:
+        """Fill `out` as `TensorInFile.fill` does."""
+        stop, row = min(start + out.shape[0], self.shape[0]), math.prod(self.shape[1:])
+        if start < stop:
+            own = np.fromfile(self.file, np.uint8, (stop - start) * row, offset=self.first + start * row)
+            out[: stop - start] = own.view(self.dtype).reshape(-1, *self.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +132,24 @@ def stored_tensors(folder: Path) -> dict[str, TensorInFile]:
 def tensors_of(file: Path) -> Iterator[TensorInFile]:
     """Yield every tensor of a safetensors file, from its header alone."""
     _check_header(file)
+    places = functools.cache(_places)
     with _open(file) as opened:
         for name in opened.keys():  # noqa: SIM118  (the handle is no mapping)
             header = opened.get_slice(name)
-            yield TensorInFile(name, file, tuple(header.get_shape()), header.get_dtype())
+            tensor = name, file, tuple(header.get_shape()), header.get_dtype()
+            yield Float8InFile(*tensor, places(file)[name]) if tensor[3] == FLOAT8 else TensorInFile(*tensor)
+
+
+def _places(file: Path) -> dict[str, int]:
+    """Return the place of the first byte of each tensor of a safetensors file."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {
+        name: 8 + size + tensor["data_offsets"][0]
+        for name, tensor in header.items()
+        if "data_offsets" in tensor
+    }
 
 
 def has_own_head(folder: Path, names: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:

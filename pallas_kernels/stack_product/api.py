@@ -1,8 +1,9 @@
 """The op `stack_product`: a product with one layer's weights out of a stack."""
 
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.choose import choose
+from pallas_kernels.eight_bits import EIGHT_BITS
 from pallas_kernels.stack_product.gpu import gpu
 from pallas_kernels.stack_product.reference import reference
 from pallas_kernels.stack_product.xla import xla
@@ -17,8 +18,9 @@ MOST_ROWS = 64
 
 def stack_product(
     x: Float[Array, "m d"],
-    stack: Float[Array, "l d f"],
+    stack: Shaped[Array, "l d f"],
     layer: Int[Array, ""],
+    scale: Float32[Array, "l n f"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Float32[Array, "m f"]:
@@ -27,7 +29,9 @@ def stack_product(
     The GPU kernel is not differentiable.
 
     Args:
+        stack: the weights of all layers in the dtype of `x`; or in 8 bits, int8 or float8_e4m3fn.
         layer: the index of the layer, from 0 to l - 1.
+        scale: the scales of weights in 8 bits, one for each output and each of n equal blocks of inputs.
         implementation: "xla", "gpu" (at most `MOST_ROWS` rows, float32 or bfloat16) or "reference". None: the
             backend's own.
 
@@ -36,7 +40,8 @@ def stack_product(
             takes.
     """
     call = choose(IMPLEMENTATIONS, implementation, "stack_product", FASTEST)
-    if x.shape[1] != stack.shape[1] or x.dtype != stack.dtype:
+    known = [x.dtype] if scale is None else [*EIGHT_BITS.values()]
+    if x.shape[1] != stack.shape[1] or stack.dtype not in known:
         raise ValueError(
             f"stack_product: stack {stack.dtype}{stack.shape} does not go with x {x.dtype}{x.shape}"
         )
@@ -44,4 +49,6 @@ def stack_product(
         raise ValueError(
             f"stack_product: implementation 'gpu' takes at most {MOST_ROWS} rows, not {x.shape[0]}"
         )
-    return call(*alike(x, stack, layer))
+    if scale is not None and (scale.shape[::2] != stack.shape[::2] or stack.shape[1] % scale.shape[1]):
+        raise ValueError(f"stack_product: scale {scale.shape} does not go with stack {stack.shape}")
+    return call(*alike(x, stack, layer, scale))

@@ -3,6 +3,9 @@
 import jax.numpy as jnp
 
 
-def reference(x, stack, layer):
+def reference(x, stack, layer, scale=None):
     exact = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.matmul(x.astype(exact), stack[layer].astype(exact), precision="highest")
+    weights = stack[layer].astype(exact)
+    if scale is not None:
+        weights = weights * jnp.repeat(scale[layer].astype(exact), len(weights) // scale.shape[1], 0)
+    return jnp.matmul(x.astype(exact), weights, precision="highest")

@@ -9,6 +9,7 @@ from kvjax.errors import UserError
 from kvjax.inference import generate, logits
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models.experts import mixed
+from kvjax.models.matrix import Matrix
 from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_model
 
@@ -44,7 +45,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, index):
     stacks = jnp.asarray(gate_up).reshape(2, -1, 2 * HIDDEN), jnp.asarray(down).reshape(2, -1, WIDTH)
     given = stacks if index is not None else [stack[0] for stack in stacks]
     at = None if index is None else jnp.int32(index)
-    own = [(matrices, None) for matrices in given]
+    own = [Matrix(weight, None, None) for weight in given]
     found = mixed(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(chosen, jnp.int32), *own, activate, at)
     np.testing.assert_allclose(found, want, atol=1e-5)
 

@@ -10,8 +10,9 @@ import pytest
 from kvjax.inference.allocation import empty_cache, sizes_of
 from kvjax.inference.forward import forward
 from kvjax.mesh import BATCH, make_mesh, put
-from kvjax.models import decoder, layers
+from kvjax.models import decoder, matrix
 from pallas_kernels.ahead import lower_for_cuda
+from pallas_kernels.eight_bits import EIGHT_BITS
 from pallas_kernels.stack_product import MOST_ROWS, stack_product
 from pallas_kernels.stack_product.api import IMPLEMENTATIONS
 from tests.tiny_models import policies_for, sliding_model, tiny_model
@@ -37,6 +38,23 @@ def test_against_float64(implementation, shape):
         np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 640, 130), (5, 1280, 64)], ids=str)
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("kind", EIGHT_BITS.values(), ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_of_eight_bits_count_with_their_scales(implementation, kind, blocks, shape, dtype):
+    x, stack = arrays(shape, dtype)
+    stack = jnp.round(40 * stack.astype(jnp.float32)).clip(-127, 127).astype(kind)
+    scale = jnp.asarray(np.random.default_rng(1).random((3, blocks, shape[2])), jnp.float32)
+    found = stack_product(x, stack, jnp.int32(1), scale, implementation=implementation)
+    weights = np.asarray(stack[1], np.float64) * np.repeat(scale[1], shape[1] // blocks, 0)
+    wanted = np.asarray(x, np.float64) @ weights
+    # a block's weights are rounded to the dtype where it is not the kernel that scales them
+    rounds = dtype == jnp.bfloat16 and blocks > 1 and implementation == "xla"
+    np.testing.assert_allclose(found, wanted, atol=(5e-3 if rounds else 1e-5) * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("implementation", ["xla", "gpu"])
 def test_sums_of_bfloat16_are_float32(implementation):
     x, stack = arrays(SHAPES[1], jnp.bfloat16)
@@ -56,6 +74,11 @@ def test_it_is_triton_s_on_a_gpu():
     [
         ({"stack": jnp.zeros((3, 40, 8), jnp.bfloat16)}, "does not go with x float32"),
         ({"implementation": "tpu"}, "there is no implementation 'tpu'"),
+        ({"scale": jnp.ones((3, 1, 8))}, "does not go with x float32"),
+        (
+            {"scale": jnp.ones((3, 3, 8)), "stack": jnp.zeros((3, 40, 8), jnp.int8)},
+            "scale .3, 3, 8. does not go with",
+        ),
         ({"implementation": "gpu", "x": jnp.zeros((MOST_ROWS + 1, 40))}, "at most 64 rows, not 65"),
     ],
 )
@@ -107,6 +130,6 @@ def test_a_model_decodes_the_same_where_weights_lie(make, own, calls, mesh, monk
         apart = logits()
         products = []
         monkeypatch.setattr(decoder, "_reads_in_place", lambda x: True)
-        monkeypatch.setattr(layers, "stack_product", lambda *x: products.append(x) or stack_product(*x))
+        monkeypatch.setattr(matrix, "stack_product", lambda *x: products.append(x) or stack_product(*x))
         np.testing.assert_allclose(logits(), apart, atol=1e-5)
         assert len(products) == calls

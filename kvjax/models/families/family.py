@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from kvjax.errors import UserError
 from kvjax.models.families.windows import Windows
 from kvjax.models.json_file import JsonObject
-from kvjax.models.names import LAYER, canonical
+from kvjax.models.names import LAYER, MATRICES, SCALES, canonical
 from kvjax.models.rope import RopeConfig
 from kvjax.models.rope_json import read_rope
 
@@ -75,4 +75,5 @@ class Family:
     @property
     def layer_names(self) -> dict[str, str]:
         """Hugging Face's names of a layer's own arrays."""
-        return {**LAYER, **self.names}
+        names = {**LAYER, **self.names}
+        return names | {f"{part}_scale": names[part] + SCALES for part in MATRICES}
