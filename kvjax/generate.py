@@ -67,6 +67,8 @@ class GenerateConfig:
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights."""
+    weights: str | None = None
+    """int8 or fp8: keep the layers' matrices in 8 bits, rounded on loading; by default as the files have them."""
 
 
 def _prompt(config: GenerateConfig) -> str:
@@ -120,7 +122,7 @@ def run(config: GenerateConfig) -> None:
         longest = saved + len(prompt) + (0 if config.save_cache is not None else config.max_new_tokens)
         llm = LLM(
             config.model, config.policy, gates=gates, tokenizer=tokenizer, mesh=mesh, dtype=config.dtype,
-            max_length=longest, page_size=config.page_size, force=config.force,
+            weights=config.weights, max_length=longest, page_size=config.page_size, force=config.force,
             capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
         )  # fmt: skip
         if config.save_cache is not None:

@@ -1,5 +1,6 @@
 """`LLM`: prompts of every kind, contexts, several answers and streams give what the functions below it give."""
 
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
@@ -138,7 +139,8 @@ def test_gates_come_from_a_folder(model, tokenizer, tmp_path):
 
 
 def test_a_model_is_loaded_with_its_tokenizer():
-    llm = LLM(builtin_model("test_model"), "streaming_llm:window=8,sink=2")
+    llm = LLM(builtin_model("test_model"), "streaming_llm:window=8,sink=2", weights="int8")
+    assert llm.model.layers.qkv.dtype == jnp.int8
     (out,) = llm.generate("import os\nimport re\nimport sys\n", SamplingParams(max_new_tokens=4))
     assert out.text == llm.tokenizer.decode(out.tokens, skip_special_tokens=True)
     assert out.kv_ratio < 1

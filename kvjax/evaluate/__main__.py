@@ -42,15 +42,15 @@ def main(args: list[str] | None = None) -> None:
     with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):
         if config.capacity is not None:
             check_capacity(parse_capacity(config.capacity))
-        results = Results(config)
+        results, longest = Results(config), max(config.context)
         # budgets are checked against nominal lengths first, then against the real contexts, before weights are read
-        shapes = model_shapes(read_config(find_model(config.model), max(config.context)))
+        shapes = model_shapes(read_config(find_model(config.model), longest, config.weights))
         check_lengths(config, shapes)
         tasks = sized_tasks(config)
         results.check_contexts(tasks)
         check_contexts(config, shapes, tasks)
         check_dense(config, tasks)
-        model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
+        model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
         results.check_model(model)
         evaluation = Evaluation(config, model, tasks)
         results.begin()

@@ -24,7 +24,7 @@ def dry_run(config: EvaluateConfig) -> str:
     Raises:
         UserError: a task, a policy, a budget or a mesh that the evaluation would refuse, or a model of no known shape.
     """
-    name, shape = config.model, find_shape(config.model, max(config.context)).config
+    name, shape = config.model, find_shape(config.model, max(config.context), config.weights).config
     check_mesh(config.mesh, shape)
     missing = [gates for gates in config.gates if not _is_there(gates)]
     there = tuple(gates for gates in config.gates if gates not in missing)

@@ -241,6 +241,20 @@ class ModelConfig:
         tensor."""
         return FAMILIES[self.model_type].layer_names
 
+    def with_weights(self, weights: str | None) -> "ModelConfig":
+        """Return the configuration of the model with its layers' matrices stored so; None: as they are in its files.
+
+        Raises:
+            UserError: an unknown dtype, or another one than that of files that have 8 bits.
+        """
+        if weights is None or weights == self.weights:
+            return self
+        if weights in EIGHT_BITS and self.weights is not None:
+            raise UserError(
+                f"weights must be {self.weights}, as in the model's files, or left out, got {weights}"
+            )
+        return dataclasses.replace(self, weights=weights)
+
     def rotation(self) -> tuple[Float32[np.ndarray, "l pairs"], Float32[np.ndarray, " l"]]:
         """Return, by layer with full attention, RoPE's radians per position of each rotated pair, and the factor of
         cosines and sines."""
@@ -250,7 +264,7 @@ class ModelConfig:
         return frequencies.astype(np.float32), scale.astype(np.float32)
 
 
-def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
+def read_config(folder: str | Path, max_length: int | None = None, weights: str | None = None) -> ModelConfig:
     """Read the configuration of a model from a folder's `config.json` or from the metadata of a GGUF file.
 
     An adapter's folder has the config of its base model. Tied embeddings count as untied where the folder's weights
@@ -265,6 +279,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         folder: holds `config.json`; or the GGUF file.
         max_length: the longest sequence that will be run. Used by rope type "dynamic" alone, whose frequencies grow
             with it; by default the model's own `max_position_embeddings`.
+        weights: as in `ModelConfig.with_weights`.
 
     Raises:
         UserError: no such file, a key missing or of the wrong kind, and whatever is not supported, by name.
@@ -333,9 +348,10 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         raise keys.error(f"transformers_weights names {shown(file)}, expected model.safetensors")
     window, layers = _windows(keys, family, config)
     try:
-        return dataclasses.replace(config, sliding_window=window, sliding_layers=layers)
+        config = dataclasses.replace(config, sliding_window=window, sliding_layers=layers)
     except UserError as error:
         raise keys.error(str(error)) from None
+    return config.with_weights(weights)
 
 
 def warn_of_turn_ends(config: ModelConfig) -> None:

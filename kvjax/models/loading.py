@@ -85,9 +85,7 @@ def load_model(
     """
     dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
-    config = dataclasses.replace(
-        with_weights(read_config(model, max_length), weights), name=str(path_or_hub_id)
-    )
+    config = dataclasses.replace(read_config(model, max_length, weights), name=str(path_or_hub_id))
     warn_of_turn_ends(config)
     stored = _stored(model, config)
     with use_mesh():
@@ -136,23 +134,6 @@ def load(
     dtype, max_length = _checked(dtype, max_length)
     tokenizer = load_tokenizer(path_or_hub_id)
     return load_model(path_or_hub_id, dtype, weights=weights, max_length=max_length), tokenizer
-
-
-def with_weights(config: ModelConfig, weights: str | None) -> ModelConfig:
-    """Return the configuration of a model whose layers' matrices are stored as `load_model` is asked to.
-
-    Raises:
-        UserError: an unknown dtype, or another one than that of a file that has 8 bits already.
-    """
-    if weights is None or (weights == config.weights and weights in EIGHT_BITS):
-        return config
-    if weights not in EIGHT_BITS:
-        raise UserError(f"weights must be {' or '.join(EIGHT_BITS)}, got {shown(weights)}")
-    if config.weights is not None:
-        raise UserError(
-            f"weights must be {config.weights}, as in the model's files, or left out, got {weights}"
-        )
-    return dataclasses.replace(config, weights=weights)
 
 
 def _is_stored(path: str, config: ModelConfig) -> bool:

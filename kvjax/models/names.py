@@ -32,7 +32,7 @@ LAYER = {
     "down_bias": "mlp.down_proj.bias",
 }
 MATRICES = "q", "k", "v", "o", "gate", "up", "down"
-"""The matrices of a layer: those that may have 8 bits, and whose signs are a model's fingerprint."""
+"""The matrices of a layer that may have 8 bits."""
 SCALES = "_scale_inv"
 """The end of the names of FP8 matrices' scales, behind the matrix's own name."""
 TOP = {"embed": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}

@@ -9,7 +9,7 @@ from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.cli.options import find_value
 from kvjax.errors import UserError, shown_bytes
 from kvjax.models import shapes
-from kvjax.models.shapes import check_longest, check_mesh, find_shape
+from kvjax.models.shapes import ModelShape, check_longest, check_mesh, find_shape
 from kvjax.plan.ahead import TEMPORARIES, Job, Memory, Topology, compiled
 
 NO_SEARCH = "--no-search"
@@ -54,12 +54,12 @@ def train(args: list[str]) -> None:
     topology = find_value(args, "--topology")
     arguments = tuple(arg for arg in _without(args, "--topology") if arg != NO_SEARCH)
     recipe = parse(arguments)
-    model = find_shape(recipe.model)
+    model = find_shape(recipe.model, weights=recipe.weights)
     check_mesh(recipe.mesh, model.config)
     phases = recipe.phases()
     for phase in phases:
         phase.check_model(model.config)
-    usable = _begin(recipe.model, recipe.dtype or model.dtype, topology, recipe.mesh)
+    usable = _begin(recipe.model, model, recipe.dtype, topology, recipe.mesh)
     for index, phase in enumerate(phases):
         job = Job("train", arguments, max(phase.lengths), index, topology)
         check_longest(model.config, job.length)
@@ -79,8 +79,8 @@ def serve(args: list[str]) -> None:
     from kvjax.plan.programs import POOL, TABLES, ServeConfig, check_serving
 
     told = parse_command(ServeConfig, args)
-    model = find_shape(told.model)
-    usable = _begin(told.model, told.dtype or model.dtype, told.topology, told.mesh)
+    model = find_shape(told.model, weights=told.weights)
+    usable = _begin(told.model, model, told.dtype, told.topology, told.mesh)
     check_serving(told, model.config)
     check_longest(model.config, told.context)
     shards, most = told.mesh.batch_shards, model.config.longest
@@ -97,7 +97,7 @@ def serve(args: list[str]) -> None:
         _say("prefill and decode:", longest(known, usable, f"longest context, {batch} of them", most))
 
 
-def _begin(model: str, dtype: str, topology: str | None, mesh: MeshShape) -> int:
+def _begin(name: str, model: ModelShape, dtype: str | None, topology: str | None, mesh: MeshShape) -> int:
     """Print what is compiled for, and return a device's usable bytes. Raises UserError for a topology of another size
     than the mesh, or whose compiler is not installed."""
     from kvjax.cache import device_bytes
@@ -115,7 +115,10 @@ def _begin(model: str, dtype: str, topology: str | None, mesh: MeshShape) -> int
         start(MeshShape())
         usable = chips.usable
     where = topology or "this machine"
-    _say(f"{model} ({dtype}) on {where}, mesh {mesh}: {mesh.count} devices of {shown_bytes(usable)} usable")
+    kinds = [dtype or model.dtype, *([f"weights {model.config.weights}"] if model.config.weights else [])]
+    _say(
+        f"{name} ({', '.join(kinds)}) on {where}, mesh {mesh}: {mesh.count} devices of {shown_bytes(usable)} usable"
+    )
     return usable
 
 

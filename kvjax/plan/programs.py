@@ -83,7 +83,8 @@ def mesh_of(job: Job) -> MeshShape:
 def program_of(job: Job, mesh: Mesh) -> Program:
     """Return a job's program on the current mesh. Raises UserError for a mesh that does not divide the model."""
     told = _told(job)
-    model = find_shape(told.model, job.length + (told.new if isinstance(told, ServeConfig) else 0))
+    longest = job.length + (told.new if isinstance(told, ServeConfig) else 0)
+    model = find_shape(told.model, longest, told.weights)
     check_mesh(told.mesh, model.config)
     dtype = told.dtype or model.dtype
     if isinstance(told, Recipe):
@@ -148,6 +149,8 @@ class ServeConfig:
     """Prompt tokens in one call of prefill, as in `LLM`: fewer take less memory."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default the weights' dtype in config.json."""
+    weights: str | None = None
+    """int8 or fp8: the layers' matrices in 8 bits; by default as config.json has them."""
     search: bool = True
     """Search for the longest context that fits, by at most three more compiles of both programs; --no-search compiles
     each once."""

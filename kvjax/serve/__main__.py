@@ -52,6 +52,8 @@ class ServeConfig:
     """Devices, along tensor alone: tensor=4."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights."""
+    weights: str | None = None
+    """int8 or fp8: keep the layers' matrices in 8 bits, rounded on loading; by default as the files have them."""
 
 
 def run(config: ServeConfig) -> None:
@@ -76,8 +78,8 @@ def run(config: ServeConfig) -> None:
     from kvjax.serve.app import Server
 
     llm = LLM(
-        config.model, config.policy, gates=config.gates, mesh=mesh, dtype=config.dtype, max_length=config.max_length,
-        force=config.force,
+        config.model, config.policy, gates=config.gates, mesh=mesh, dtype=config.dtype, weights=config.weights,
+        max_length=config.max_length,         force=config.force,
     )  # fmt: skip
     capacity = None if config.capacity is None else parse_capacity(config.capacity)
     engine = Engine(

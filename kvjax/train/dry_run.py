@@ -15,7 +15,7 @@ def dry_run(config: Recipe) -> str:
     Raises:
         UserError: the options do not fit the model, or the model's shape is not known.
     """
-    shape = find_shape(config.model).config
+    shape = find_shape(config.model, weights=config.weights).config
     check_shape(config, shape)
     tokens = config.rows * int(step_lengths(config.phases()).sum())
     with jax.set_mesh(start_without_devices()):

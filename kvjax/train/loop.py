@@ -71,7 +71,7 @@ class RunOutput:
 def check(config: Recipe) -> None:
     """Raise UserError for everything that is known to fail before a device is used."""
     folder = find_model(config.model)
-    model = read_config(folder)
+    model = read_config(folder, weights=config.weights)
     if config.data == "builtin" and not speaks_builtin(folder):
         raise UserError(
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
@@ -93,6 +93,10 @@ def check(config: Recipe) -> None:
 def check_shape(config: Recipe, model: ModelConfig) -> None:
     """Raise UserError if the options do not fit a model of that shape."""
     check_mesh(config.mesh, model)
+    if model.weights is not None and any(phase.trains_model for phase in config.phases()):
+        raise UserError(
+            f"{config.method} trains the model itself, which weights of 8 bits ({model.weights}) do not allow"
+        )
     for phase in config.phases():
         phase.check_model(model)
     most = max(phase.most_tokens for phase in config.phases())
@@ -210,7 +214,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
     rows = Rows.of_this_process(mesh, config.rows)
     longest = max(phase.most_tokens for phase in phases)
     if (own := config.collect()) is not None:
-        model = load_model(config.model, dtype=config.dtype, max_length=longest)
+        model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
         return model, rows, own, rows.total * sum(phase.steps for phase in phases)
     lengths = step_lengths(phases)
     last = phases[-1]
@@ -225,7 +229,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         instruction=config.instruction,
     )
     data = config.open_data(wanted)
-    model = load_model(config.model, dtype=config.dtype, max_length=longest)
+    model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
     return model, rows, lambda *_: data, rows.total * int(lengths.sum())
 
 

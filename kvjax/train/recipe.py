@@ -76,6 +76,8 @@ class Recipe(abc.ABC):
     """A Hugging Face folder, a GGUF file, a hub id, or `builtin`."""
     dtype: str | None = None
     """The model's dtype: float32, bfloat16 or float16; by default that of its weights. Added parameters are float32."""
+    weights: str | None = None
+    """int8 or fp8: keep the frozen model's matrices in 8 bits, rounded on loading; by default as the files have it."""
     data: str = "builtin"
     """The training data: `builtin` (for the built-in model), a .txt, .jsonl or .parquet file or a folder of them, or a
     hub data set, NAME or NAME:CONFIG, which is streamed."""
@@ -155,6 +157,11 @@ class Recipe(abc.ABC):
     @property
     def takes_model(self) -> bool:
         """True if `init` takes over the memory of the loaded model. Afterwards nothing else gets that model."""
+        return False
+
+    @property
+    def trains_model(self) -> bool:
+        """True if the model itself is trained, and not only what is added to it."""
         return False
 
     @property

@@ -16,6 +16,7 @@ from kvjax.models import load_model, save_model
 from kvjax.models.decoder import Decoder
 from kvjax.models.loading import model_shapes
 from kvjax.models.names import MATRICES
+from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.models.cases import CASES, PHI3, QWEN3, VOCABULARY, weights, write_folder
 from tests.models.files import WIDE, assert_equal
@@ -121,15 +122,26 @@ def test_fp8_folders_are_those_of_transformers(tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
+def loaded(name: str, folder, tmp_path) -> Decoder:
+    """A model that is quantised on loading, or that of an FP8 folder."""
+    if name == "int8":
+        return load_model(folder, weights=name)
+    packed, _ = in_blocks(IN_BLOCKS[name])
+    return load_model(write_folder(tmp_path, IN_BLOCKS[name] | {"quantization_config": FP8}, packed))
+
+
+@pytest.mark.parametrize("name", ["int8", "qwen3"])
+def test_an_eviction_that_looks_at_the_weights_sees_their_numbers(name, folder, tmp_path):
+    model = loaded(name, folder, tmp_path)
+    policy, how = make_policy("snapkv:ratio=0.25,observed=4,critical_kv"), SamplingParams(max_new_tokens=8)
+    found, wanted = (generate(x, [*TOKENS], how, policy=policy, chunk=16) for x in (model, in_floats(model)))
+    assert [list(x) for x in found.tokens] == [list(x) for x in wanted.tokens]
+
+
 @pytest.mark.parametrize("name", ["int8", "qwen3", "qwen3_moe"])
 def test_answers_over_the_cache_are_those_of_whole_sequences(name, folder, tmp_path):
     """A prompt's products are made of weights in floats, those of a single token of 8-bit ones."""
-    if name == "int8":
-        model = load_model(folder, weights=name)
-    else:
-        case = IN_BLOCKS[name] | {"quantization_config": FP8}
-        model = load_model(write_folder(tmp_path, case, in_blocks(IN_BLOCKS[name])[0]))
-    how = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    model, how = loaded(name, folder, tmp_path), SamplingParams(max_new_tokens=8, ignore_eos=True)
     answer = generate(model, [TOKENS[0]], how, chunk=16).tokens[0]
     after = logits(model, np.append(TOKENS[0], answer)[None])[0, TOKENS.shape[1] - 1 : -1]
     np.testing.assert_array_equal(answer, after.argmax(-1))
@@ -141,13 +153,9 @@ def test_answers_over_the_cache_are_those_of_whole_sequences(name, folder, tmp_p
 )
 @pytest.mark.parametrize("name", ["int8", "qwen3", "qwen3_moe"])
 def test_any_mesh_has_the_same_weights_and_logits(name, shape, folder, tmp_path):
-    how = {"weights": "int8"} if name == "int8" else {}
-    if name != "int8":
-        packed = in_blocks(IN_BLOCKS[name])[0]
-        folder = write_folder(tmp_path, IN_BLOCKS[name] | {"quantization_config": FP8}, packed)
-    whole = load_model(folder, **how)
+    whole = loaded(name, folder, tmp_path)
     with jax.set_mesh(make_mesh(**shape)):
-        split = load_model(folder, **how)
+        split = loaded(name, folder, tmp_path)
         found = logits(split, TOKENS)
     assert_equal(split, whole)
     np.testing.assert_allclose(found, logits(whole, TOKENS), rtol=1e-4, atol=1e-4)

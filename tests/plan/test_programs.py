@@ -57,6 +57,15 @@ def test_the_parts_of_training_are_those_of_the_run(mesh, shape):
     assert 0 <= unread < own_bytes(model)
 
 
+def test_weights_in_eight_bits_take_their_bytes_and_their_scales(mesh, shape):
+    small = shape.with_weights("int8")
+    with jax.set_mesh(mesh):
+        found = memory(update(RUN, small, "float32", mesh, 64), "cpu").parts[WEIGHTS]
+        model = jax.jit(lambda: Decoder(small, rngs=nnx.Rngs(0)))()
+    assert found == own_bytes(model)
+    assert own_bytes(model.layers.down) == model.layers.down.size // 4
+
+
 @pytest.mark.parametrize(("policy", "share"), [("full", 1.0), ("wgkv:rate=0.25,window=16", 0.25 * 1.25)])
 def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
     """In whole pages, and for a window its ring and a page; each entry a key and a value, and beside the pages their

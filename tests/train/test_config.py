@@ -57,6 +57,8 @@ def refusal(capsys, args):
         (["--lengths", "64", "128", "--shares", "1"], ["--shares", "2 lengths"]),
         (["--lengths", "32", "--shares", "1"], ["--lengths 32", "at least 64"]),
         (["--dtype", "int8"], ["--dtype", "bfloat16"]),
+        (["--weights", "int4"], ["weights must be int8 or fp8, got 'int4'"]),
+        (["--method", "kvpop", "--weights", "int8"], ["kvpop trains the model itself", "8 bits (int8)"]),
         (["--config", "no-such"], ["--config no-such", "builtin"]),
         (["--model", "no-such-folder"], ["no-such-folder"]),
         (["--mesh", "1x3"], ["tensor axis of 3", "kv heads (4)"]),

@@ -92,6 +92,16 @@ def resumed(killed, tmp_path, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_gates_train_on_a_model_in_eight_bits(weights, whole, tmp_path):
+    """Their losses are nearly those on the model itself, of which the first is from before any update."""
+    train(parse([*ARGS, "--weights", weights, "--mesh", "1", "--out", str(tmp_path / "run")]))
+    found, wanted = np.array(losses(tmp_path / "run")), np.array(losses(whole.folder))
+    assert found[0] != wanted[0]
+    np.testing.assert_allclose(found, wanted, rtol=0.05)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_comes_after_the_metrics_of_its_steps(whole, saves):
     assert saves == {step: list(range(step)) for step in (2, 4, 6)}
 

@@ -64,7 +64,7 @@ class DuoAttention(HeadMasks):
     def init(self, model: Decoder) -> dict[str, Array]:
         return {"alpha": jnp.ones((model.config.num_full_layers, model.config.num_kv_heads))}
 
-    def weights(self, params: dict[str, Array]) -> Float[Array, "l k"]:
+    def head_weights(self, params: dict[str, Array]) -> Float[Array, "l k"]:
         return params["alpha"]
 
     def _errors(self, z: Float[Array, "l k"], frozen: Decoder, batch: Any) -> Float[Array, " b"]:

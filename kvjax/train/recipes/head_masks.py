@@ -59,7 +59,7 @@ class HeadMasks(LabelledRecipe):
             )
 
     @abc.abstractmethod
-    def weights(self, params: Any) -> Float[Array, "l k"]:
+    def head_weights(self, params: Any) -> Float[Array, "l k"]:
         """Return the weights that heads are ordered by, from the method's own parameters."""
 
     def published(self, weights: Float[np.ndarray, "l k"]) -> Float[np.ndarray, "l k"]:
@@ -77,7 +77,7 @@ class HeadMasks(LabelledRecipe):
     def rounded(self, params: Any) -> Float[Array, "l k"]:
         """Return the masks at inference: 0 for the share `sparsity` of the heads, which have the lowest weights, and 1
         for the others. Weights that are all 0 or 1 are the masks themselves."""
-        weights = self.weights(params)
+        weights = self.head_weights(params)
         order = jnp.argsort(-weights.reshape(-1), stable=True)
         whole = order[: whole_count(weights.size, self.sparsity)]
         chosen = jnp.zeros(weights.size).at[whole].set(1).reshape(weights.shape)
@@ -85,7 +85,7 @@ class HeadMasks(LabelledRecipe):
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
         """Write a pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", gates=folder)`."""
-        weights = np.asarray(gather(self.weights(params), *AXES))
+        weights = np.asarray(gather(self.head_weights(params), *AXES))
         if jax.process_index() == 0:
             made = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
             made |= {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
@@ -119,12 +119,12 @@ class HeadMasks(LabelledRecipe):
         )
 
     def deploy(self, params: Any, model: Decoder) -> Policy:
-        weights = np.asarray(gather(self.weights(params), *AXES))
+        weights = np.asarray(gather(self.head_weights(params), *AXES))
         told = {"sparsity": self.told(weights), "sink": self.sink, "window": self.window}
         return make_policy({self.used_as: told}, model=model, gates=weights)
 
     def sweep(self, params: Any, model: Decoder, held_out: Sequence[Any]) -> Mapping[str, Policy]:
-        if self.told(np.asarray(gather(self.weights(params), *AXES))) is None:
+        if self.told(np.asarray(gather(self.head_weights(params), *AXES))) is None:
             return super().sweep(params, model, held_out)
         shares = dict.fromkeys([self.sparsity, *SWEPT])
         return {

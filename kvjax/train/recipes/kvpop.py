@@ -124,6 +124,10 @@ class ConstantCache(Recipe):
         return self.said is not None or self.phase == "uptrain"
 
     @property
+    def trains_model(self) -> bool:
+        return True
+
+    @property
     def said(self) -> Said | None:
         """The folder of the teacher's likeliest tokens; None: the teacher is in memory, or there is none."""
         if self.teacher == "model":

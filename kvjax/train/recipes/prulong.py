@@ -86,8 +86,12 @@ class PruLong(HeadMasks):
         yield self.clip > 0, "--clip", "above 0", self.clip
 
     @property
-    def takes_model(self) -> bool:
+    def trains_model(self) -> bool:
         return not self.frozen_model
+
+    @property
+    def takes_model(self) -> bool:
+        return self.trains_model
 
     def init(self, model: Decoder) -> dict[str, Any]:
         shape = model.config.num_full_layers, model.config.num_kv_heads
@@ -98,7 +102,7 @@ class PruLong(HeadMasks):
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Array], Decoder | None]:
         return {name: x for name, x in params.items() if name != "model"}, params.get("model")
 
-    def weights(self, params: dict[str, Any]) -> Float[Array, "l k"]:
+    def head_weights(self, params: dict[str, Any]) -> Float[Array, "l k"]:
         return params["log_alpha"]
 
     def published(self, weights: Float[np.ndarray, "l k"]) -> Float[np.ndarray, "l k"]:
