@@ -361,7 +361,7 @@ def decodes(
     embedding = 0 if model.config.tied else model.embed.nbytes
     weights = sum(x.nbytes for x in jax.tree.leaves(model)) - embedding
     shape = model.config
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.embed.dtype.itemsize
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
 
     def dense(make: Callable, decode: Callable) -> Timing:
         entries = batch * context * token_bytes

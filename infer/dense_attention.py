@@ -22,7 +22,7 @@ local = functools.partial(jax.shard_map, out_specs=SPLIT)
 
 def has_cudnn(model: Decoder) -> bool:
     """Return True if cuDNN's attention can run this model on this machine."""
-    return jax.default_backend() == "gpu" and model.embed.dtype == jnp.bfloat16
+    return jax.default_backend() == "gpu" and model.dtype == jnp.bfloat16
 
 
 def dense_prefills(model: Decoder) -> dict[str, Callable]:
@@ -131,7 +131,7 @@ def dense_decodes(
         sizes = {"b": batch, "k": config.num_kv_heads, "s": total, "h": config.head_dim}
         shape = tuple(sizes[axis] for axis in layout.split())
         spec = [{"b": BATCH, "k": HEADS}.get(axis) for axis in layout.split()]
-        key, dtype = jax.random.key(0), model.embed.dtype
+        key, dtype = jax.random.key(0), model.dtype
         caches = [tuple(put(_random(key, shape, dtype), *spec) for _ in "kv") for _ in layers]
         return caches, put(np.zeros(batch, np.int32), BATCH)
 

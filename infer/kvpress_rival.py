@@ -147,7 +147,7 @@ def compare(config: RivalConfig) -> str:
     if any(question.given for task in tasks for sample in task.samples for question in sample.questions):
         raise UserError("--tasks: texts that are given are not compared with kvpress")
     model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
-    dtype = getattr(torch, str(model.embed.dtype))
+    dtype = getattr(torch, str(model.dtype))
     twin = transformers.AutoModelForCausalLM.from_pretrained(config.twin, dtype=dtype).eval()
     tokenizer, eos, found = tokenizer_of(config.model), model.config.eos_ids, {}
     for task in tasks:

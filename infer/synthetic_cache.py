@@ -29,7 +29,7 @@ def synthetic_caches(
     """
     config, host, rng = model.config, policy.host, np.random.default_rng(0)
     layout = layout_for(
-        host, **sizes_of(config), batch=batch, tokens=longest + new_tokens, dtype=model.embed.dtype,
+        host, **sizes_of(config), batch=batch, tokens=longest + new_tokens, dtype=model.dtype,
         page_size=page_size,
     )  # fmt: skip
     shape = layout.layers, batch, layout.kv_heads

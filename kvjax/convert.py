@@ -44,7 +44,7 @@ def run(config: ConvertConfig) -> None:
         else:
             save_model(model, config.out, tokenizer_from=config.source)
     size = sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20
-    print(f"{config.out}: {model.config.model_type}, {model.embed.dtype.name}, {size:.0f} MiB")
+    print(f"{config.out}: {model.config.model_type}, {model.dtype.name}, {size:.0f} MiB")
 
 
 def _read(config: ConvertConfig):

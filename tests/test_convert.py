@@ -127,7 +127,7 @@ def test_of_two_conversions_to_one_folder_the_first_stays(file, tmp_path, monkey
 
     monkeypatch.setattr(convert, "_read", overtaken)
     assert refused(file, out) == f"{out}: exists and is not an empty folder, give another one"
-    assert load_model(out).embed.dtype == "bfloat16"
+    assert load_model(out).dtype == "bfloat16"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
 
 

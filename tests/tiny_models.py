@@ -50,7 +50,7 @@ def sliding_model(**changes) -> Decoder:
     """The tiny model with four sliding-window layers beside its three, and what else Gemma 3 has of its own."""
     own = dict(
         num_layers=7, sliding_layers=(0, 2, 4, 6), sliding_window=7, sliding_rope=RopeConfig(theta=500.0),
-        norm_offset=0.5, post_norms=True, embed_scale=2.0, query_scale=0.8,
+        norm_offset=0.5, post_norms=True, embed_factor=2.0, query_factor=0.8,
     )  # fmt: skip
     return tiny_model(**own | changes)
 

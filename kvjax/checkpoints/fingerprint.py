@@ -118,7 +118,7 @@ def contents(model: Any) -> str:
 
 LATER = (
     *("no_rope", "share", "short_factor", "long_factor", "sliding_window", "sliding_layers", "sliding_rope"),
-    *("norm_offset", "post_norms", "embed_scale", "query_scale"),
+    *("norm_offset", "post_norms", "embed_factor", "query_factor"),
     *("num_experts", "experts_per_token", "norm_expert_weights", "expert_bias", "swiglu", "attention_sinks"),
     *("weights", "weight_block"),
 )

@@ -134,7 +134,7 @@ class Engine:
                 )
             layout = layout_for(
                 host, **sizes_of(config), batch=self.slots, windows=2 * self.slots + 1, tokens=self.max_length,
-                dtype=model.embed.dtype, page_size=page_size, capacity=capacity, free=device_bytes(free=True),
+                dtype=model.dtype, page_size=page_size, capacity=capacity, free=device_bytes(free=True),
             )  # fmt: skip
             self._pool = Pool(self._policy, layout, config.num_heads // config.num_kv_heads)
             self._slots = Slots(model, self._policy, self._pool, self.block)

@@ -101,7 +101,7 @@ class TeacherForcing:
             found = [_outcome(self._model, lines, pattern) for lines in self._lines]
         output, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
         if not np.isfinite(loss).all():
-            raise not_finite(self._model.embed.dtype)
+            raise not_finite(self._model.dtype)
         return np.concatenate(output), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
 
 
@@ -150,7 +150,7 @@ def _outcome(
         own = Pattern(none, jnp.int32(0), jnp.int32(model.config.sliding_window))
         return attend(step, carry, own)
 
-    x = model.embed_tokens(lines.token)
+    x = model.embed_tokens(lines.token, frozen=True)
     x, *_ = scan_layers(model, x, lines.position, full, xs=pattern.whole, slide=slide, frozen=True)
     logits = model.logits(model.norm(gather(x, "sequence")[:, lines.context :]))
     target = lines.target[:, lines.context :]

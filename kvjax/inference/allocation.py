@@ -45,7 +45,7 @@ def new_cache(
     config, schedule, shards = model.config, policy.host.schedule, batch_shards()
     if schedule is not None:
         # now, and not when a prompt or an answer has grown that long
-        own = 2 * config.num_full_layers * config.num_kv_heads * config.head_dim * model.embed.dtype.itemsize
+        own = 2 * config.num_full_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
         schedule.check_bound(policy.host.name, policy.host.window - 1, own)
     behind = 0 if schedule is None else schedule.read_behind
     # where answers are compacted as they grow, their pages are allocated after the prompt's compaction
@@ -56,7 +56,7 @@ def new_cache(
         batch=-(-len(rows) // shards) * shards,
         tokens=[row.size + beside for row in rows],
         longest=max(row.size for row in rows) + behind + room,
-        dtype=model.embed.dtype,
+        dtype=model.dtype,
         group=config.num_heads // config.num_kv_heads,
         page_size=page_size,
         capacity=capacity,

@@ -64,7 +64,7 @@ def captured_layers(
                 slides=slides, names=tuple(names), implementation=implementation,
             )  # fmt: skip
         if not np.asarray(finite):
-            raise not_finite(model.embed.dtype)
+            raise not_finite(model.dtype)
         if not slides:
             yield {name: _real(name, np.asarray(x), len(rows), longest) for name, x in captured.items()}
         before[slides] += 1
@@ -79,7 +79,7 @@ def _real(
 
 @jax.jit
 def _embedded(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-    return model.embed_tokens(tokens)
+    return model.embed_tokens(tokens, frozen=True)
 
 
 @functools.partial(jax.jit, donate_argnums=3, static_argnames=("slides", "names", "implementation"))

@@ -130,13 +130,13 @@ def check_fits(cache: Cache, model: Decoder, policy: CompiledPolicy) -> None:
             f"the cache is for {windows[0]} layers with a sliding window of {windows[1]}, the model has "
             f"{len(c.sliding_layers)} of {c.sliding_window}"
         )
-    held, own = (np.dtype(x).name for x in (cache.pages.dtype, model.embed.dtype))
+    held, own = (np.dtype(x).name for x in (cache.pages.dtype, model.dtype))
     if held != own:
         raise UserError(f"the cache has entries in {held}, the model is in {own}")
     host, later = policy.host, policy.decode
     if cache.window != host.window:
         raise UserError(f"the cache has window {cache.window}, policy {host.name} has {host.window}")
-    shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.embed.dtype)
+    shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.dtype)
     needed = later.memory_shapes(shape, layers)
     held = cache.layers.state, cache.trail
     held = held if later.eviction is not None else (dataclasses.replace(held[0], eviction=()), ())

@@ -61,7 +61,7 @@ def forward(
         cache, reserved = reserve(cache, valid)
     x, pages, (layers, captured, new), entries = scan_layers(
         model,
-        model.embed_tokens(tokens),
+        model.embed_tokens(tokens, frozen=True),
         position,
         attending(cache, valid, write, capture, implementation),
         carry=cache.pages if write else None,

@@ -238,7 +238,7 @@ def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
         batch, valid = padded(rows, rows[0].size)
         found, finite = _all_logits(model, batch, valid)
         if not np.asarray(finite):
-            raise caches.not_finite(model.embed.dtype)
+            raise caches.not_finite(model.dtype)
         return np.asarray(found)[: len(rows)]
 
 

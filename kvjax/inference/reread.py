@@ -138,7 +138,7 @@ def one_pass(
     position = positions(cache.seen, valid, tokens.shape[1])
     x, planes, *_ = scan_layers(
         model,
-        model.embed_tokens(tokens),
+        model.embed_tokens(tokens, frozen=True),
         position,
         attend,
         cache.pages.planes,

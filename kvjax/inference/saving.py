@@ -296,7 +296,7 @@ def read_cache(
 def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy) -> None:
     """Refuse a cache of other weights, another dtype or another window."""
     # first, since the digest of weights depends on their dtype
-    if found["dtype"] != (dtype := np.dtype(model.embed.dtype).name):
+    if found["dtype"] != (dtype := np.dtype(model.dtype).name):
         raise UserError(f"{path}: saved in {found['dtype']}, the model is in {dtype}")
     if found["contents"] != contents(model):
         made_for = MadeFor.described(found)
@@ -313,7 +313,7 @@ def _wanted(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the arrays that a description must name, given the model and the policy. Raises UserError if it names
     others."""
-    config, dtype = model.config, np.dtype(model.embed.dtype)
+    config, dtype = model.config, np.dtype(model.dtype)
     sizes = len(found["held"]), len(found["held"][0]), found["arrays"]["entries"]["shape"][-1]
     if sizes != (config.num_full_layers, config.num_kv_heads, 2 * config.head_dim):
         raise UserError(f"{path / DESCRIPTION}: damaged (layers, heads and width are {sizes})")
@@ -434,7 +434,7 @@ def _like(
     """Return the shapes of the cache on the current mesh."""
     config, seen, length, shards = model.config, arrays["seen"], arrays["length"], batch_shards()
     batch, window = -(-len(seen) // shards) * shards, found["window"]
-    dtype = np.dtype(model.embed.dtype)
+    dtype = np.dtype(model.dtype)
     stored, bounds = stored_as(dtype)
     planes = {name: np.dtype(own) for name, own in found["planes"].items()}
     page_bytes = page_size * (2 * config.head_dim * dtype.itemsize + sum(x.itemsize for x in planes.values()))

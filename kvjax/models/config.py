@@ -62,8 +62,8 @@ OWN = {
     "attention_sinks": False,
     "norm_offset": 0.0,
     "post_norms": False,
-    "embed_scale": 1.0,
-    "query_scale": 1.0,
+    "embed_factor": 1.0,
+    "query_factor": 1.0,
 }
 """Fields of `ModelConfig` that only some families set, and their values in the others."""
 
@@ -115,9 +115,9 @@ class ModelConfig:
     """The number that is added to the weights of RMS norms."""
     post_norms: bool = False
     """True if the outputs of attention and MLP are normalised, too, before they are added to the residual stream."""
-    embed_scale: float = 1.0
+    embed_factor: float = 1.0
     """The factor of embeddings."""
-    query_scale: float = 1.0
+    query_factor: float = 1.0
     """The factor of queries, beyond attention's 1/√head_dim."""
     num_experts: int = 0
     """MLPs of a layer (experts), of which a router chooses some for each token; 0: a layer has one MLP."""
@@ -195,9 +195,9 @@ class ModelConfig:
             raise UserError(f"rope type {self.rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}")
         for rope in (self.rope, *(() if self.sliding_rope is None else (self.sliding_rope,))):
             check_rotation(rope, self.head_dim)
-        if not 1e-3 <= self.query_scale <= 1e3:
+        if not 1e-3 <= self.query_factor <= 1e3:
             raise UserError(
-                f"the queries' factor must be at least 0.001 and at most 1000, got {self.query_scale:g}"
+                f"the queries' factor must be at least 0.001 and at most 1000, got {self.query_factor:g}"
             )
         if self.longest > LARGEST_INT:
             raise UserError(f"rope factor and original length make a context of {self.longest:,} tokens")

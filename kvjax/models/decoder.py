@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Float32, Int
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, token_axis, use_mesh
 from kvjax.models.config import ModelConfig
-from kvjax.models.layers import EXPERTS, SPLIT, DecoderLayer, RMSNorm, axes_of, gathered
+from kvjax.models.layers import EXPERTS, SPLIT, DecoderLayer, RMSNorm, axes_of, drawn_in_eight_bits, gathered
 from kvjax.models.layout import OwnArray, flat_shape, fuse, parts_of
-from kvjax.models.names import TOP
+from kvjax.models.names import in_layers
 from kvjax.models.periods import Segment, by_period, in_order, joined, member, segments
 from kvjax.models.rope import cos_sin
 from kvjax.policies.views import Step
@@ -68,7 +68,8 @@ class Decoder(nnx.Module):
     """A decoder, from token ids to hidden states to logits. It is built on the current mesh (`kvjax.mesh.use_mesh`),
     with random weights.
 
-    embed and head are [vocabulary, d], the vocabulary padded in storage; head is None where it is tied to embed.
+    embed and head are [vocabulary, d], the vocabulary padded in storage; head is None where it is tied to embed. With
+    int8 weights they are in 8 bits, too, with a scale for each token.
 
     Raises:
         UserError: a mesh axis that does not divide what it splits.
@@ -80,23 +81,34 @@ class Decoder(nnx.Module):
             shape = (padded_vocabulary(config), config.width)
 
             def table():
-                init = jax.nn.initializers.normal(0.02)
-                return nnx.Param(init(rngs.params(), shape, dtype, out_sharding=P("tensor", "fsdp")))
+                init, spec = jax.nn.initializers.normal(0.02), P("tensor", "fsdp")
+                floats = init(rngs.params(), shape, dtype, out_sharding=spec)
+                if config.weights != "int8":
+                    return nnx.Param(floats), None
+                values, scale = drawn_in_eight_bits(floats, jnp.int8)
+                return nnx.Param(values), nnx.Param(
+                    jnp.full(len(values), scale, jnp.float32, out_sharding=P("tensor"))
+                )
 
             self.config = config
-            self.embed = table()
+            self.embed, self.embed_scale = table()
             self.layers = DecoderLayer(config, rngs=rngs, dtype=dtype)
             self.norm = RMSNorm(config.width, config, dtype)
-            self.head = None if config.tied else table()
+            self.head, self.head_scale = (None, None) if config.tied else table()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of activations, and of entries in a cache."""
+        return self.norm.scale.dtype
 
     def own_arrays(self) -> dict[str, OwnArray]:
         """Return the model's own arrays as they are in files: queries, keys and values apart, and gate and up."""
         found = {}
         for name, leaf in leaves_by_path(self).items():
             path = name.removeprefix("layers.").removesuffix(".value")
-            if path in TOP:
+            if not in_layers(path):
                 found[name] = OwnArray(leaf, self.config)
-            for part in () if path in TOP else parts_of(path):
+            for part in parts_of(path) if in_layers(path) else ():
                 found[f"layers.{part}.value"] = OwnArray(leaf, self.config, path, part)
         return found
 
@@ -106,7 +118,7 @@ class Decoder(nnx.Module):
         def array(keys, _):
             name = jax.tree_util.keystr(keys, simple=True, separator=".")
             path = name.removeprefix("layers.").removesuffix(".value")
-            if path in TOP:
+            if not in_layers(path):
                 return values[name]
             own = {part: values[f"layers.{part}.value"] for part in parts_of(path)}
             flat = {part: x.reshape(len(x), *flat_shape(part, self.config)) for part, x in own.items()}
@@ -114,9 +126,9 @@ class Decoder(nnx.Module):
 
         return jax.tree_util.tree_map_with_path(array, self)
 
-    def embed_tokens(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+    def embed_tokens(self, tokens: Int[Array, "b t"], *, frozen: bool = False) -> Float[Array, "b t d"]:
         """Return embeddings, split over the batch and, where `sequence` divides them, by tokens. The table stays split;
-        the looked-up columns are exchanged instead."""
+        the looked-up columns are exchanged instead. `frozen`: the table needs no gradient, as in `scan_layers`."""
         if tokens.shape[0] % batch_shards():
             raise UserError(
                 f"a batch of {tokens.shape[0]} does not divide over the mesh's data × fsdp = {batch_shards()} shards: "
@@ -124,17 +136,32 @@ class Decoder(nnx.Module):
             )
         axis = token_axis(tokens.shape[1])
         tokens = reshard(tokens, P("data", axis))
-        x = self.embed[...].at[tokens].get(out_sharding=P("data", axis, "fsdp"))
+        table = self.embed[...]
+        bits = as_bits(table) if frozen and target().platform == "cpu" else table
+        x = as_floats(bits.at[tokens].get(out_sharding=P("data", axis, "fsdp")), table.dtype)
+        if self.embed_scale is not None:
+            scale = self.embed_scale[...].at[tokens].get(out_sharding=P("data", axis))
+            x = (x * scale[..., None]).astype(self.dtype)
         x = reshard(x, P(BATCH, axis, None))
         # the factor is rounded, as in the models' own code
-        return x if (scale := self.config.embed_scale) == 1 else x * jnp.asarray(scale, x.dtype)
+        return x if (scale := self.config.embed_factor) == 1 else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float32[Array, "b t v"]:
         """Return the logits of hidden states that have been through the final norm. The vocabulary is whole on every
         device."""
-        table, (axis, wide) = self.embed if self.head is None else self.head, axes_of(hidden)
+        own = (self.embed, self.embed_scale) if self.head is None else (self.head, self.head_scale)
+        (table, scale), (axis, wide) = own, axes_of(hidden)
         weights, spec = gathered(table, wide), P(BATCH, axis, wide)
-        y = jnp.einsum("btd,vd->btv", hidden, weights, preferred_element_type=jnp.float32, out_sharding=spec)
+        if hidden.shape[:2] == (1, 1) and weights.dtype.itemsize < 4 and target().platform == "cpu":
+            # read as it is: a product first writes all of it in float32, for good if it may do so before its loop
+            weights, hidden = jax.lax.optimization_barrier((weights, hidden))
+            y = (weights.astype(jnp.float32) * hidden[0, 0].astype(jnp.float32)).sum(-1)[None, None]
+        else:
+            floats = weights.astype(hidden.dtype)
+            y = jnp.einsum(
+                "btd,vd->btv", hidden, floats, preferred_element_type=jnp.float32, out_sharding=spec
+            )
+        y = y if scale is None else y * gathered(scale, wide)
         return reshard(y, P(BATCH, axis, None))[..., : self.config.vocab_size]
 
     def hidden(
@@ -194,11 +221,14 @@ def whole_sequences(config: ModelConfig, document: Int[Array, "b t"] | None = No
     return attend
 
 
-def _reads_in_place(x: Float[Array, "b t d"]) -> bool:
-    """Return True if products read weights in place, in their stacks: on a GPU, where XLA would otherwise copy each
-    layer's."""
-    rows = x.shape[0] // batch_shards() * x.shape[1]
-    return target().platform == "gpu" and rows <= MOST_ROWS and axis_size("fsdp") == 1 and x.dtype in DTYPES
+def _reads_in_place(config: ModelConfig, x: Float[Array, "b t d"]) -> bool:
+    """Return True if products read weights in place, in their stacks, where XLA would otherwise copy each layer's: on a
+    GPU, and on a CPU for a single token."""
+    rows, platform = x.shape[0] // batch_shards() * x.shape[1], target().platform
+    most = {"gpu": MOST_ROWS, "cpu": int(config.num_experts == 0)}.get(platform, 0)
+    # a CPU multiplies float32 weights without copying them
+    wide = platform == "cpu" and config.weights is None and x.dtype.itemsize == 4
+    return rows <= most and axis_size("fsdp") == 1 and x.dtype in DTYPES and not wide
 
 
 def layer_body(
@@ -271,17 +301,17 @@ def scan_layers(
             None: among the tokens of whole sequences.
         token: the token ids, for a policy's `Step`.
         remat: recompute each layer in the backward pass instead of storing its activations.
-        frozen: the weights need no gradient, and are read with the fewest copies: on a CPU 16-bit ones as integers of
-            the same bits (`pallas_kernels.bits`), on a GPU matrices in place in their stacks
-            (`pallas_kernels.stack_product`), if tokens are few and no axis `fsdp` splits the weights.
+        frozen: the weights need no gradient, and are read with the fewest copies: on a CPU those of 8 and 16 bits as
+            integers of the same bits (`pallas_kernels.bits`), on a GPU, and on a CPU for one token, matrices in place
+            in their stacks (`pallas_kernels.stack_product`), if tokens are few and no axis `fsdp` splits the weights.
 
     Returns:
         x before the final norm, the last carry, every layer's `ys` of `attend`, stacked, and those of `slide`.
     """
     config, layers = model.config, model.layers
     if frozen and target().platform == "cpu":
-        layers = jax.tree.map(lambda x: as_bits(x) if x.dtype.itemsize == 2 else x, layers)
-    if frozen and _reads_in_place(x):
+        layers = jax.tree.map(as_bits, layers)
+    if frozen and _reads_in_place(config, x):
         layers = jax.tree.map(lambda x: None if x.ndim == 3 else x, layers)
     by_kind = attend, slide or whole_sequences(config)
     bodies = [

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from jax.sharding import reshard
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from kvjax.mesh import BATCH, HEADS, P
 from kvjax.models import experts
@@ -59,6 +59,13 @@ def gathered(stored: nnx.Param, wide: Wide) -> Array:
     return reshard(stored[...], P(*(wide if axis in ("tensor", EXPERTS) else None for axis in spec)))
 
 
+def drawn_in_eight_bits(x: Float[Array, "*s"], kind: Any) -> tuple[Shaped[Array, "*s"], float]:
+    """Return normal numbers of standard deviation 0.02 in 8 bits, and the scale that all have."""
+    most = LARGEST[jnp.dtype(kind)]
+    scale = 4 * 0.02 / most
+    return jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(kind), scale
+
+
 class DecoderLayer(nnx.Module):
     """Attention and mlp of every layer, stacked: each array has a leading layer axis, which `lax.scan` takes off.
 
@@ -81,11 +88,8 @@ class DecoderLayer(nnx.Module):
             floats = weight(path, *spec)
             if config.weights is None:
                 return floats, None
-            kind, count = EIGHT_BITS[config.weights], scales_of(parts_of(path)[0], config)
-            most = LARGEST[kind]
-            # four standard deviations
-            step = 4 * 0.02 / most
-            values = jnp.clip(floats[...].astype(jnp.float32) / step, -most, most).astype(kind)
+            values, step = drawn_in_eight_bits(floats[...], EIGHT_BITS[config.weights])
+            count = scales_of(parts_of(path)[0], config)
             spec = P(None, spec[0] if count > 1 else None, spec[1])
             scale = jnp.full((*layers, count, values.shape[-1]), step, jnp.float32, out_sharding=spec)
             return nnx.Param(values), nnx.Param(scale)
@@ -144,7 +148,7 @@ class DecoderLayer(nnx.Module):
 
         q, k, v = unfuse("qkv", y, self.config).values()
         q_pre, k_pre = heads(q, self.q_norm), heads(k, self.k_norm)
-        if (scale := self.config.query_scale) != 1:
+        if (scale := self.config.query_factor) != 1:
             q_pre = (q_pre.astype(jnp.float32) * scale).astype(x.dtype)
         rotated = {"q": rotate(q_pre, angles), "k": rotate(k_pre, angles)}
         # not split by tokens, which costs nothing unless a method looks at it

@@ -33,6 +33,7 @@ from kvjax.models.names import (
     Axis,
     by_expert,
     by_path,
+    in_layers,
     is_rotary_table,
     layer_name,
     split,
@@ -94,7 +95,7 @@ def load_model(
         wanted, tree = by_path(abstract)
         _check(model, config, stored, wanted)
 
-        layers = {path: leaf for path, leaf in wanted.items() if path not in TOP}
+        layers = {path: leaf for path, leaf in wanted.items() if in_layers(path)}
         parts = [part for path in layers if _is_stored(path, config) for part in parts_of(path)]
         layer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in layers.values()) // config.num_layers
         placed = _zeros(tuple(layers.items()))
@@ -116,7 +117,9 @@ def load_model(
         for path in (path for path in wanted if path in TOP):
             rows, tensor = wanted[path].shape[0], stored[TOP[path]]
             pieces = _read(tensor, mesh, axes[path], rows, layer_bytes)
-            placed[path], largest = _place_top(pieces, axes[path], dtype)
+            kind = np.dtype(wanted[path].dtype)
+            found, largest = _place_top(pieces, axes[path], kind)
+            placed |= zip((path, path + SCALE), found, strict=False)
             _check_finite(model, dtype, [(tensor.name, largest)])
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
@@ -354,10 +357,13 @@ def _largest(x: Array) -> Float32[Array, ""]:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> tuple[Array, Array]:
-    """Return the tensor in the given dtype, and `_largest` of it before the cast."""
+def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> tuple[tuple[Array, ...], Array]:
+    """Return the tensor in the given dtype, in 8 bits with the scales of its rows, and `_largest` of it before that."""
     x = _join(pieces, axes)
-    return x.astype(dtype), _largest(x)
+    if dtype not in EIGHT_BITS.values():
+        return (x.astype(dtype),), _largest(x)
+    values, scale = quantised(x.T, dtype)
+    return (values.T, scale[0]), _largest(x)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)

@@ -36,6 +36,8 @@ MATRICES = "q", "k", "v", "o", "gate", "up", "down"
 SCALES = "_scale_inv"
 """The end of the names of FP8 matrices' scales, behind the matrix's own name."""
 TOP = {"embed": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}
+TABLES = "embed", "head"
+"""The tables of the vocabulary."""
 
 
 EXPERT = "{expert}"
@@ -74,6 +76,11 @@ def by_path(model: Any) -> tuple[dict[str, Any], Any]:
     return named, tree
 
 
+def in_layers(path: str) -> bool:
+    """Return True for the path of an array that layers have, with a leading axis for them."""
+    return path not in TOP and path.removesuffix("_scale") not in TABLES
+
+
 Axis = str | tuple[str, ...] | None
 """The mesh axis, or the axes, that split an array's axis."""
 
@@ -82,6 +89,6 @@ def split(path: str, leaf: Any) -> tuple[Axis, Axis]:
     """Return the mesh axes that split the rows and the columns of the file's tensors, as they split the decoder's array
     of them (a layer's with its leading layer axis)."""
     spec = jax.typeof(leaf).sharding.spec
-    if path in TOP:
+    if not in_layers(path):
         return spec[0], spec[-1]
     return spec[-1], spec[1] if len(spec) == 3 else None

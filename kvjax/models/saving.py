@@ -79,7 +79,7 @@ def new_folder(
     """Yield a folder with the model's config and tokenizer, for its weights to be written to. It is made beside
     `folder`, and moved there at the end. Raises as `save_model` does."""
     folder = check_new(folder)
-    config = config_json(model.config, model.embed.dtype.name)
+    config = config_json(model.config, model.dtype.name)
     if jax.process_index() == 0:
         with partial_folder(folder) as partial:
             if tokenizer_from is not None:

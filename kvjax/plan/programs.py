@@ -203,7 +203,7 @@ class Serving:
         expects. tables: tokens that one head cache may have, if these are more."""
         config = self.config
         layout = layout_for(
-            policy, **sizes_of(config), batch=self.rows, tokens=tokens, longest=tables, dtype=self.model.embed.dtype,
+            policy, **sizes_of(config), batch=self.rows, tokens=tokens, longest=tables, dtype=self.model.dtype,
         )  # fmt: skip
         group = config.num_heads // config.num_kv_heads
         return abstract(lambda view: laid_out(view, layout, group), self.mesh, view)
@@ -213,7 +213,7 @@ class Serving:
         """Bytes of one token's key and value in all layers and kv heads."""
         config = self.config
         width = 2 * config.num_full_layers * config.num_kv_heads * config.head_dim
-        return width * self.model.embed.dtype.itemsize
+        return width * self.model.dtype.itemsize
 
     def kept(self, policy: Policy) -> int:
         """Return the tokens that a cache after the prompt has places for: what an eviction leaves, else the context."""

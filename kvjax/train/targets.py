@@ -41,7 +41,7 @@ def kind_of(model: Decoder, which: str) -> Kind:
     layers = config.num_full_layers
     return Kind(
         {
-            "input": ((layers, *own), model.embed.dtype),
+            "input": ((layers, *own), model.dtype),
             "score": ((layers, config.num_kv_heads), jnp.float32),
         }
     )

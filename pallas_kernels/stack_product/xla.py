@@ -3,35 +3,49 @@
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import target
-from pallas_kernels.eight_bits import as_floats, dequantised
+from pallas_kernels.eight_bits import dequantised, widened
 from pallas_kernels.varying import alike
 
 INPUTS = 64
-"""Inputs whose products a CPU adds at a time, where there is one row and weights have 8 bits."""
+"""Inputs whose products a CPU adds at a time, where there is one row and weights have less than 32 bits."""
+SUMS = 4
+"""The sums that it makes of them side by side."""
 
 
 def xla(x, stack, layer, scale=None):
-    weights = lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+    kind, scale = (
+        stack.dtype,
+        None if scale is None else lax.dynamic_index_in_dim(scale, layer, keepdims=False),
+    )
+    if on_cpu := target().platform == "cpu":
+        stack = as_bits(stack)
+    block = stack.shape[1] // (1 if scale is None else len(scale))
+    if on_cpu and len(x) == 1 and kind.itemsize < 4 and block % INPUTS == 0:
+        return _one_row(x, stack, layer, scale, kind)
+    weights = as_floats(lax.dynamic_index_in_dim(stack, layer, keepdims=False), kind)
     if scale is None:
         return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
-    scale = lax.dynamic_index_in_dim(scale, layer, keepdims=False)
-    if len(x) == 1 and target().platform == "cpu" and len(weights) // len(scale) % INPUTS == 0:
-        return _one_row(x, weights, scale)
     if len(scale) > 1:
         return jnp.matmul(x, dequantised(weights, scale, x.dtype), preferred_element_type=jnp.float32)
-    return jnp.matmul(x, as_floats(weights, x.dtype), preferred_element_type=jnp.float32) * scale
+    return jnp.matmul(x, widened(weights, x.dtype), preferred_element_type=jnp.float32) * scale
 
 
-def _one_row(x, weights, scale):
-    """Return x · weights, read as they are: a CPU's product (jax 0.10.2) first writes all of them in floats."""
-    block = len(weights) // len(scale)
+def _one_row(x, stack, layer, scale, kind):
+    """Return x · stack[layer], whose rows are read where they lie: a CPU's product (jax 0.10.2) first copies the layer,
+    and then writes all of it in float32. `kind`: the dtype of the numbers whose bits are in the stack."""
+    _, inputs, columns = stack.shape
+
+    def product(at):
+        row = as_floats(lax.dynamic_slice(stack, (layer, at, 0), (1, 1, columns))[0], kind)
+        return lax.dynamic_slice(x, (0, at), (1, 1)).astype(jnp.float32) * widened(row, jnp.float32)
 
     def add(step, sums):
-        rows = lax.dynamic_slice_in_dim(weights, step * INPUTS, INPUTS)
-        own = lax.dynamic_slice_in_dim(x, step * INPUTS, INPUTS, 1).astype(jnp.float32)
-        part = sum(own[:, at, None] * as_floats(rows[at], jnp.float32) for at in range(INPUTS))
-        return sums + part * scale[step * INPUTS // block]
+        first = step * INPUTS
+        # sums that do not wait for one another
+        parts = [sum(product(first + at) for at in range(start, INPUTS, SUMS)) for start in range(SUMS)]
+        return sums + sum(parts) * (1 if scale is None else scale[first * len(scale) // inputs])
 
-    sums = jnp.zeros((1, weights.shape[1]), jnp.float32)
-    return lax.fori_loop(0, len(weights) // INPUTS, add, alike(sums, x, weights)[0])
+    sums = jnp.zeros((1, columns), jnp.float32)
+    return lax.fori_loop(0, inputs // INPUTS, add, alike(sums, x, stack)[0])

@@ -42,7 +42,7 @@ def layer_pieces(model, index, x, mlp_in):
         "norm": norm,
         "cos": angles[0],
         "sin": angles[1],
-        "q": q / config.query_scale,
+        "q": q / config.query_factor,
         "k": k,
         "k_pre": k_pre,
         "v": v,

@@ -15,7 +15,7 @@ from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load_model, save_model
 from kvjax.models.decoder import Decoder
 from kvjax.models.loading import model_shapes
-from kvjax.models.names import MATRICES
+from kvjax.models.names import MATRICES, TABLES
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.models.cases import CASES, PHI3, QWEN3, VOCABULARY, weights, write_folder
@@ -47,6 +47,9 @@ def in_floats(model: Decoder) -> Decoder:
             len(values), blocks, 1, outputs
         )
         own[f"layers.{part}.value"] = jnp.asarray(flat.reshape(values.shape))
+    for name in TABLES:
+        if f"{name}_scale.value" in own:
+            own[f"{name}.value"] = own[f"{name}.value"] * own[f"{name}_scale.value"][:, None]
     config = dataclasses.replace(model.config, weights=None, weight_block=0)
     with use_mesh():
         return model_shapes(config).with_own(own)
@@ -82,16 +85,19 @@ def test_each_weight_is_rounded_to_the_nearest(case, kind, tmp_path):
     exact = {name: np.asarray(x.value) for name, x in load_model(folder).own_arrays().items()}
     model = load_model(folder, weights=kind)
     assert {model.layers.qkv.dtype.name, model.layers.down.dtype.name} <= {"int8", "float8_e4m3fn"}
+    scales = {name: x for name, x in model.own_arrays().items() if name.endswith("_scale.value")}
+    assert len(scales) == len(MATRICES) + (2 if kind == "int8" else 0)
     for name, x in in_floats(model).own_arrays().items():
         found, wanted = np.asarray(x.value), exact[name]
-        if name.split(".")[1] not in MATRICES:
+        scale = scales.get(name.replace(".value", "_scale.value"))
+        if scale is None:
             np.testing.assert_array_equal(found, wanted)
             continue
-        experts = (
-            given["num_experts"] if name.split(".")[1] in ("gate", "up", "down") and case != "even" else 1
-        )
-        outputs = np.asarray(model.own_arrays()[name.replace(".value", "_scale.value")].value)[0, 0].size
-        found, wanted = (y.reshape(len(y), experts, -1, outputs) for y in (found, wanted))
+        if len(scale.shape) == 1:
+            found, wanted = found.T[None, None], wanted.T[None, None]
+        else:
+            outputs = int(np.prod(scale.shape[2:]))
+            found, wanted = (y.reshape(len(y), scale.shape[1], -1, outputs) for y in (found, wanted))
         largest = np.abs(wanted).max(2, keepdims=True)
         step = largest / 127 if kind == "int8" else np.maximum(np.abs(wanted) / 8, largest / 448 * 2.0**-9)
         assert (np.abs(found - wanted) <= 0.5001 * step).all()

@@ -42,7 +42,7 @@ def test_every_quantisation_is_llama_cpps(architecture, tmp_path):
             expected[name] = expected[name][np.argsort(rows)]
     file = write_gguf(tmp_path / "model.gguf", case, tensors, kinds)
     model = load_model(file)
-    assert model.embed.dtype == np.float32
+    assert model.dtype == np.float32
     assert_equal(model, load_model(write_folder(tmp_path / "folder", case, expected)))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         assert_equal(load_model(file), model)

@@ -203,7 +203,7 @@ def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
     call = jax.jit(functools.partial(paged_decode, ring_pages=1, bias=bias, implementation=implementation))
     for bits, floats in zip(call(q, as_bits(pool), *rest), call(q, pool, *rest), strict=True):
         np.testing.assert_array_equal(bits, floats)
-    with pytest.raises(ValueError, match="pages hold the bits of 16-bit floats, but the queries are float32"):
+    with pytest.raises(ValueError, match="the bits are those of 16-bit floats, not of float32"):
         paged_decode(q.astype(jnp.float32), as_bits(pool), *rest, ring_pages=1, implementation=implementation)
 
 

@@ -80,7 +80,7 @@ def scored(model, policy, prompts):
         quota = compaction.quota(compiled.host, cache, [len(x) for x in prompts])
         cache, _ = feed(model, compiled.host, compiled.read, cache, prompts, CHUNK)
         heads = jax.sharding.reshard(jnp.arange(4), P(HEADS))
-        output = gather(own_values(model)["layers.o.value"], "fsdp")
+        output = {"values": gather(model.layers.o[...], "fsdp")}
 
         def local(eviction, output, pages, layers, trail, seen, *others):
             trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)

@@ -29,7 +29,7 @@ def test_the_config_is_that_of_the_published_model():
     config = read_config(FILE)
     assert (config.num_layers, config.width, config.head_dim, config.num_kv_heads) == (18, 640, 256, 1)
     assert (config.sliding_window, config.full_layers) == (512, (5, 11, 17))
-    assert (config.rope.theta, config.sliding_rope.theta, config.query_scale) == (1e6, 1e4, 1.0)
+    assert (config.rope.theta, config.sliding_rope.theta, config.query_factor) == (1e6, 1e4, 1.0)
 
 
 def test_logits_and_answers_are_those_of_transformers(model, golden):

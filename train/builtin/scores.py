@@ -124,7 +124,7 @@ def model_card(
     sizes = f"{c.num_layers} layers, width {c.width}, MLP {c.mlp_width}, {c.num_heads} query and"
     heads = f"{c.num_kv_heads} kv heads of {c.head_dim}"
     return CARD.format(
-        kind=f"A plain Qwen3 of {n_weights:.2f} million parameters ({model.embed.dtype.name}): {sizes}\n{heads}",
+        kind=f"A plain Qwen3 of {n_weights:.2f} million parameters ({model.dtype.name}): {sizes}\n{heads}",
         vocabulary=c.vocab_size,
         training=training,
         length=length,

@@ -66,8 +66,8 @@ class Gemma3(Family):
             "activation": keys.get("hidden_activation", str),
             "norm_offset": 1.0,
             "post_norms": True,
-            "embed_scale": math.sqrt(max(keys.get("hidden_size", int), 0)),
-            "query_scale": math.sqrt(max(keys.get("head_dim", int), 0) / scalar),
+            "embed_factor": math.sqrt(max(keys.get("hidden_size", int), 0)),
+            "query_factor": math.sqrt(max(keys.get("head_dim", int), 0) / scalar),
             "sliding_rope": read_rope(_of_kind(keys, SLIDING), None),
         }
 
@@ -86,7 +86,7 @@ class Gemma3(Family):
         return {
             "attention_bias": config.attention_bias,
             "hidden_activation": config.activation,
-            "query_pre_attn_scalar": round(config.head_dim / config.query_scale**2),
+            "query_pre_attn_scalar": round(config.head_dim / config.query_factor**2),
             "rope_local_base_freq": config.sliding_rope.theta,
             "pad_token_id": None,
         } | layer_keys(config)
