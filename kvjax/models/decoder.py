@@ -226,9 +226,7 @@ def _reads_in_place(config: ModelConfig, x: Float[Array, "b t d"]) -> bool:
     GPU, and on a CPU for a single token."""
     rows, platform = x.shape[0] // batch_shards() * x.shape[1], target().platform
     most = {"gpu": MOST_ROWS, "cpu": int(config.num_experts == 0)}.get(platform, 0)
-    # a CPU multiplies float32 weights without copying them
-    wide = platform == "cpu" and config.weights is None and x.dtype.itemsize == 4
-    return rows <= most and axis_size("fsdp") == 1 and x.dtype in DTYPES and not wide
+    return rows <= most and axis_size("fsdp") == 1 and x.dtype in DTYPES
 
 
 def layer_body(

@@ -67,7 +67,7 @@ def _kernel(layer_ref, x_ref, stack_ref, *refs, height, deep, steps, block):
         there = place < inputs
         x = plt.load(x_ref.at[row[:, None], place[None]], mask=real[:, None] & there[None], other=0)
         weights = plt.load(
-            stack_ref.at[layer, place[:, None], column[None]], mask=there[:, None] & inside[None], other=0
+            stack_ref.at[layer, place[:, None], column[None]], mask=there[:, None] & inside[None], other=0.0
         )
         product = plt.dot(x, weights.astype(x.dtype), precision=precision)
         for ref in scale_ref:

@@ -8,8 +8,8 @@ from pallas_kernels.choose import target
 from pallas_kernels.eight_bits import dequantised, widened
 from pallas_kernels.varying import alike
 
-INPUTS = 64
-"""Inputs whose products a CPU adds at a time, where there is one row and weights have less than 32 bits."""
+INPUTS = {1: 64, 2: 64, 4: 16}
+"""Inputs whose products with one row a CPU adds at a time, by the bytes of a weight."""
 SUMS = 4
 """The sums that it makes of them side by side."""
 
@@ -22,7 +22,7 @@ def xla(x, stack, layer, scale=None):
     if on_cpu := target().platform == "cpu":
         stack = as_bits(stack)
     block = stack.shape[1] // (1 if scale is None else len(scale))
-    if on_cpu and len(x) == 1 and kind.itemsize < 4 and block % INPUTS == 0:
+    if on_cpu and len(x) == 1 and block % INPUTS[kind.itemsize] == 0:
         return _one_row(x, stack, layer, scale, kind)
     weights = as_floats(lax.dynamic_index_in_dim(stack, layer, keepdims=False), kind)
     if scale is None:
@@ -34,18 +34,18 @@ def xla(x, stack, layer, scale=None):
 
 def _one_row(x, stack, layer, scale, kind):
     """Return x · stack[layer], whose rows are read where they lie: a CPU's product (jax 0.10.2) first copies the layer,
-    and then writes all of it in float32. `kind`: the dtype of the numbers whose bits are in the stack."""
-    _, inputs, columns = stack.shape
+    and then writes narrow weights in float32. `kind`: the dtype of the numbers whose bits are in the stack."""
+    (_, inputs, columns), step = stack.shape, INPUTS[kind.itemsize]
 
     def product(at):
         row = as_floats(lax.dynamic_slice(stack, (layer, at, 0), (1, 1, columns))[0], kind)
         return lax.dynamic_slice(x, (0, at), (1, 1)).astype(jnp.float32) * widened(row, jnp.float32)
 
-    def add(step, sums):
-        first = step * INPUTS
+    def add(index, sums):
+        first = index * step
         # sums that do not wait for one another
-        parts = [sum(product(first + at) for at in range(start, INPUTS, SUMS)) for start in range(SUMS)]
+        parts = [sum(product(first + at) for at in range(start, step, SUMS)) for start in range(SUMS)]
         return sums + sum(parts) * (1 if scale is None else scale[first * len(scale) // inputs])
 
     sums = jnp.zeros((1, columns), jnp.float32)
-    return lax.fori_loop(0, inputs // INPUTS, add, alike(sums, x, stack)[0])
+    return lax.fori_loop(0, inputs // step, add, alike(sums, x, stack)[0])

@@ -1,0 +1,146 @@
+"""Compare weights in 8 bits with bfloat16 and float32: what they predict, their bytes, and the time of a token.
+
+    python infer/eight_bits.py --model FILE.gguf --text text/heldout
+
+Every form reads the same pieces of text. Its perplexity, and the share of positions where its likeliest next token is
+float32's, are over all of them. Then the forms take turns at decoding one answer each; the first round compiles and
+does not count, and the least time of the others does.
+"""
+
+import dataclasses
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmark import write_rows
+
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
+from kvjax.errors import UserError
+
+FORMS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8, float32": ("float32", "int8"),
+    "int8, bfloat16": ("bfloat16", "int8"),
+    "fp8, float32": ("float32", "fp8"),
+    "fp8, bfloat16": ("bfloat16", "fp8"),
+}
+"""The dtypes of activations and of the layers' matrices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBitsConfig:
+    """Compare weights in 8 bits with bfloat16 and float32."""
+
+    model: str
+    """A model folder, a GGUF file or a hub id."""
+    text: Path
+    """A text file, or a folder of them."""
+    pieces: int = 32
+    """The number of pieces of text, spread over all of it."""
+    length: int = 512
+    """Tokens of a piece."""
+    prompt: int = 256
+    """Tokens of the prompt that is continued."""
+    new_tokens: int = 64
+    """Tokens decoded after the first."""
+    repeats: int = 5
+    """The number of timings of each form."""
+    json: Path | None = None
+    """File to write the rows to."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command."""
+    config = parse_command(EightBitsConfig, args)
+    start(MeshShape())
+    write_rows(config, run(config))
+
+
+def run(config: EightBitsConfig) -> list[dict[str, Any]]:
+    """Return and print a row for each form."""
+    import jax
+
+    import kvjax
+
+    tokenizer = kvjax.load_tokenizer(config.model)
+    pieces = read_pieces(config, tokenizer)
+    longest = max(config.length, config.prompt + config.new_tokens + 1)
+    models, rows, likeliest = {}, [], None
+    for name, (dtype, weights) in FORMS.items():
+        model = kvjax.load_model(config.model, dtype, weights=weights, max_length=longest)
+        loss, own = predictions(model, pieces)
+        likeliest = own if likeliest is None else likeliest
+        rows.append(
+            {
+                "form": name,
+                "MiB": sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20,
+                "perplexity": float(np.exp(loss.mean())),
+                "agreement": float((own == likeliest).mean()),
+            }
+        )
+        models[name] = model
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for repeat, (name, model) in itertools.product(range(config.repeats + 1), models.items()):
+        seconds = decode(model, pieces[0, : config.prompt], config.new_tokens)
+        if repeat:
+            times[name].append(seconds)
+    for row in rows:
+        row["ms_per_token"] = 1e3 * min(times[row["form"]])
+        print(
+            f"{row['form']:15} {row['MiB']:6.0f} MiB  perplexity {row['perplexity']:7.3f}  "
+            f"{100 * row['agreement']:6.2f}% as float32  {row['ms_per_token']:6.1f} ms a token"
+        )
+    return rows
+
+
+def read_pieces(config: EightBitsConfig, tokenizer: Any) -> np.ndarray:
+    """Return pieces of the text, [pieces length]. Raises UserError if there is too little of it."""
+    files = sorted(config.text.glob("*.txt")) if config.text.is_dir() else [config.text]
+    tokens = np.concatenate(
+        [tokenizer(file.read_text(encoding="utf-8"))["input_ids"] for file in files] or [[]]
+    )
+    if len(tokens) < config.pieces * config.length:
+        raise UserError(
+            f"--text {config.text} has {len(tokens):,} tokens, expected {config.pieces * config.length:,}"
+        )
+    starts = np.linspace(0, len(tokens) - config.length, config.pieces).astype(int)
+    return np.stack([tokens[start : start + config.length] for start in starts]).astype(np.int32)
+
+
+def predictions(model: Any, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the losses of the next tokens and the likeliest ones, [pieces length - 1]."""
+    import jax
+    import jax.numpy as jnp
+
+    from kvjax.mesh import use_mesh
+
+    @jax.jit
+    def of(model, tokens):
+        logits = model.logits(model.hidden(tokens))[:, :-1]
+        loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
+        return loss, logits.argmax(-1)
+
+    with use_mesh(model):
+        found = [jax.device_get(of(model, piece[None])) for piece in pieces]
+    loss, own = (np.concatenate(x) for x in zip(*found, strict=True))
+    return loss, own
+
+
+def decode(model: Any, prompt: np.ndarray, count: int) -> float:
+    """Return the seconds of a token, the first one left out."""
+    from kvjax.inference import stream
+    from kvjax.sampling_params import SamplingParams
+
+    blocks = stream(model, [prompt], SamplingParams(max_new_tokens=count + 1, ignore_eos=True))
+    np.asarray(next(blocks).tokens)
+    began = time.perf_counter()
+    for block in blocks:
+        np.asarray(block.tokens)
+    return (time.perf_counter() - began) / count
+
+
+if __name__ == "__main__":
+    run_command(main)
