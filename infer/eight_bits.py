@@ -36,7 +36,7 @@ class EightBitsConfig:
 
     model: str
     """A model folder, a GGUF file or a hub id."""
-    text: Path
+    text: str
     """A text file, or a folder of them."""
     pieces: int = 32
     """The number of pieces of text, spread over all of it."""
@@ -98,7 +98,8 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
 
 def read_pieces(config: EightBitsConfig, tokenizer: Any) -> np.ndarray:
     """Return pieces of the text, [pieces length]. Raises UserError if there is too little of it."""
-    files = sorted(config.text.glob("*.txt")) if config.text.is_dir() else [config.text]
+    place = Path(config.text)
+    files = sorted(place.glob("*.txt")) if place.is_dir() else [place]
     tokens = np.concatenate(
         [tokenizer(file.read_text(encoding="utf-8"))["input_ids"] for file in files] or [[]]
     )

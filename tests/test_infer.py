@@ -93,6 +93,29 @@ def test_throughput_is_that_of_equal_answers(tmp_path):
         assert row["decode_tokens_per_s"] > 0
 
 
+def test_weights_in_eight_bits_are_compared_with_float32(tmp_path):
+    (tmp_path / "text.txt").write_text("def main():\n    return [x for x in range(10)]\n" * 40)
+    small = ["--pieces", "2", "--length", "64", "--prompt", "16", "--new-tokens", "4", "--repeats", "1"]
+    done = run(
+        "eight_bits.py",
+        "--model",
+        "builtin",
+        "--text",
+        "text.txt",
+        "--json",
+        "rows.json",
+        *small,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["form"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    exact, small = rows["float32"], rows["int8, float32"]
+    assert exact["agreement"] == 1 > rows["fp8, bfloat16"]["agreement"] > 0.8
+    assert small["MiB"] < 0.3 * exact["MiB"]
+    assert small["perplexity"] == pytest.approx(exact["perplexity"], rel=0.05) != exact["perplexity"]
+    assert all(row["ms_per_token"] > 0 for row in rows.values())
+
+
 @pytest.mark.thorough
 def test_needle_draws_what_it_prints(tmp_path):
     few = ["--lengths", "128", "--depths", "2", "--samples", "2", "--out", "picture.png"]

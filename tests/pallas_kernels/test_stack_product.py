@@ -67,6 +67,9 @@ def test_sums_of_bfloat16_are_float32(implementation):
 def test_it_is_triton_s_on_a_gpu():
     x, stack = arrays(SHAPES[0], jnp.bfloat16)
     assert "stack_product" in lower_for_cuda(stack_product, x, stack, jnp.int32(1))
+    for kind in EIGHT_BITS.values():
+        scale = jnp.ones((3, 1, stack.shape[2]))
+        assert "stack_product" in lower_for_cuda(stack_product, x, stack.astype(kind), jnp.int32(1), scale)
 
 
 @pytest.mark.parametrize(
