@@ -130,9 +130,10 @@ def test_a_model_decodes_the_same_where_weights_lie(make, own, calls, mesh, monk
                 found.append(np.asarray(new))
             return np.stack(found)
 
+        monkeypatch.setattr(decoder, "_reads_in_place", lambda *x: False)
         apart = logits()
         products = []
         monkeypatch.setattr(decoder, "_reads_in_place", lambda *x: True)
         monkeypatch.setattr(matrix, "stack_product", lambda *x: products.append(x) or stack_product(*x))
-        np.testing.assert_allclose(logits(), apart, atol=1e-5)
+        np.testing.assert_allclose(logits(), apart, rtol=1e-5, atol=2e-5)
         assert len(products) == calls
