@@ -51,10 +51,23 @@ class EightBitsConfig:
     json: Path | None = None
     """File to write the rows to."""
 
+    def check(self) -> None:
+        """Raise UserError for numbers out of range, and for a text that is not there."""
+        for name, least in {"pieces": 1, "length": 2, "prompt": 1, "new_tokens": 1, "repeats": 1}.items():
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}"
+                )
+        if self.prompt > self.length:
+            raise UserError(f"--prompt must be at most --length {self.length}, got {self.prompt}")
+        if not Path(self.text).exists():
+            raise UserError(f"--text {self.text}: no such file or folder")
+
 
 def main(args: list[str] | None = None) -> None:
     """Run the command."""
     config = parse_command(EightBitsConfig, args)
+    config.check()
     start(MeshShape())
     write_rows(config, run(config))
 

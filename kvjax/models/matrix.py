@@ -21,7 +21,7 @@ class Matrix(NamedTuple):
     scale: Float32[Array, "... blocks outputs"] | None
     """The scales of weights in 8 bits."""
     bias: Float[Array, "... outputs"] | None
-    """What is added to products: the layer's own, and only of experts that of all layers."""
+    """The numbers that are added to products. In a stack only those of experts are of all layers."""
 
 
 def product(x: Float[Array, "b t d"], matrix: Matrix, spec: P, index: Index) -> Float32[Array, "b t f"]:

@@ -78,8 +78,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("case", ["even", "qwen3_moe"])
 def test_each_weight_is_rounded_to_the_nearest(case, kind, tmp_path):
-    """Of a scale's weights the largest is exact. Steps are 1/127 of it for integers, and 1/8 of a number itself, or
-    2⁻⁹/448 of the largest, for floats."""
+    """The largest weight of each scale is exact. The others are off by half a step at most, which is 1/127 of the
+    largest for integers, and for floats 1/8 of the number itself, or 2⁻⁹/448 of the largest."""
     given = EVEN if case == "even" else CASES[case]
     folder = write_folder(tmp_path, given)
     exact = {name: np.asarray(x.value) for name, x in load_model(folder).own_arrays().items()}
