@@ -69,6 +69,8 @@ class GenerateConfig:
     """float32, bfloat16 or float16; by default that of the weights."""
     weights: str | None = None
     """int8 or fp8: keep the layers' matrices in 8 bits, rounded on loading; by default as the files have them."""
+    kv_cache_dtype: str | None = None
+    """int8: keep entries in 8 bits; by default in the model's dtype."""
 
 
 def _prompt(config: GenerateConfig) -> str:
@@ -122,7 +124,8 @@ def run(config: GenerateConfig) -> None:
         longest = saved + len(prompt) + (0 if config.save_cache is not None else config.max_new_tokens)
         llm = LLM(
             config.model, config.policy, gates=gates, tokenizer=tokenizer, mesh=mesh, dtype=config.dtype,
-            weights=config.weights, max_length=longest, page_size=config.page_size, force=config.force,
+            weights=config.weights, kv_cache_dtype=config.kv_cache_dtype, max_length=longest,
+            page_size=config.page_size, force=config.force,
             capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
         )  # fmt: skip
         if config.save_cache is not None:

@@ -68,10 +68,11 @@ class LLM:
         gates: the policy's trained parameters: a folder, a file of the method's authors, or the hub id of either
             (`Jang-Hyun/Fast-KVzip`).
         tokenizer: by default the model's own; needed beside a model that was loaded before.
-        mesh: from `kvjax.make_mesh`; by default one device. With a loaded model, mesh, dtype, weights and max_length
-            are the model's and are refused here.
+        mesh: from `kvjax.make_mesh`; by default one device. With a loaded model, mesh, dtype, weights, kv_cache_dtype
+            and max_length are the model's and are refused here.
         dtype: float32, bfloat16 or float16; by default that of the weights.
         weights: "int8" or "fp8" to keep the layers' matrices in 8 bits, as in `kvjax.load_model`.
+        kv_cache_dtype: "int8" to keep entries in 8 bits.
         max_length: tokens of the longest prompt with its answer; by default what the model declares.
         capacity: size of the page pool, a bound: entries per KV head on average (4096), bytes (`2GiB`) or a share of
             each device's memory (`30%`). By default the pool follows the policy's expected need.
@@ -97,6 +98,7 @@ class LLM:
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
         weights: str | None = None,
+        kv_cache_dtype: str | None = None,
         max_length: int | None = None,
         capacity: int | str | None = None,
         page_size: int | None = None,
@@ -109,7 +111,8 @@ class LLM:
         self.slots = whole_number("LLM", "slots", slots)
         self.chat_template_kwargs = template_variables("LLM", chat_template_kwargs)
         if isinstance(model, Decoder):
-            loading = {"mesh": mesh, "dtype": dtype, "weights": weights, "max_length": max_length}
+            loading = {"mesh": mesh, "dtype": dtype, "weights": weights, "kv_cache_dtype": kv_cache_dtype}
+            loading |= {"max_length": max_length}
             if given := [name for name, value in loading.items() if value is not None]:
                 raise UserError(
                     f"LLM: got {given[0]} with a loaded model, expected it where the model is loaded"
@@ -126,9 +129,11 @@ class LLM:
         with use_mesh() if mesh is None else jax.set_mesh(mesh):
             self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
             config = read_config(find_model(model), max_length, weights)
+            config = dataclasses.replace(config, kv_cache_dtype=kv_cache_dtype)
             check_mesh(config)
             check_policy(policy, config, gates=gates, tokenizer=self.tokenizer, force=force)
-            self.model = load_model(model, dtype=dtype, weights=weights, max_length=max_length)
+            stored = {"dtype": dtype, "weights": weights, "kv_cache_dtype": kv_cache_dtype}
+            self.model = load_model(model, **stored, max_length=max_length)
             self.policy = make_policy(
                 policy, model=self.model, gates=gates, tokenizer=self.tokenizer, force=force
             )

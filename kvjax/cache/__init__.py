@@ -13,7 +13,7 @@ from kvjax.cache.checks import check, check_alive, check_finite, free_counts, if
 from kvjax.cache.compaction import Quota
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
 from kvjax.cache.max_entries import PRIORITY, Turnover, ends, standings, swap_worst
-from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
+from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, default_page_size, entry_bytes, ring_pages
 from kvjax.cache.ring import (
     Reserved,
     in_order,
@@ -48,6 +48,7 @@ __all__ = [
     "MARGIN",
     "MAX_ENTRIES_PLANES",
     "PRIORITY",
+    "SCALE",
     "Cache",
     "CapacityError",
     "LayerCache",
@@ -67,6 +68,7 @@ __all__ = [
     "device_bytes",
     "empty",
     "ends",
+    "entry_bytes",
     "free_counts",
     "if_finite",
     "in_order",

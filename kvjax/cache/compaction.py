@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.pages import LayerCache, Pages, with_keys
 from kvjax.struct import struct
 from kvjax.topk import top
-from pallas_kernels.bits import as_floats
 
 
 @struct
@@ -124,8 +123,10 @@ def moved(
         target = jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1
         page, offset = addresses(layer, target, page_size, ring)
         source = addresses(layer, place, page_size, ring)
-        moved = as_floats(stored[0][source], pages.dtype)
-        bounds = with_keys(bounds, jnp.where(chosen, page, capacity), moved)
+        if bounds is not None:
+            now = dataclasses.replace(pages, pool=stored[0], planes=stored[1])
+            moved = now.entries(*source, layer.key_scale)
+            bounds = with_keys(bounds, jnp.where(chosen, page, capacity), moved)
         page = jnp.where(chosen & ((page != source[0]) | (offset != source[1])), page, capacity)
         stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
         return (stored, bounds), None

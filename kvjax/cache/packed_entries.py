@@ -6,20 +6,22 @@ The functions run on the host, in NumPy and in one process.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from kvjax.cache.pages import Cache, LayerCache, ring_pages
+from kvjax.cache.pages import SCALE, Cache, LayerCache, ring_pages
 from kvjax.cache.sizes import by_shard, pages_of, table_tokens
 from kvjax.cache.sliding import slots_for
 from kvjax.mesh import HEADS, axis_size, batch_shards, put
 from kvjax.struct import changed, leaves_by_path
+from pallas_kernels.int8_entries import scales
 
 Arrays = dict[str, np.ndarray]
 """The arrays of a packed cache, by name. "entries" and "ring" [n kv] hold the retained entries and the local windows of
 all head caches (layer, sequence, kv head) one after another, the window's oldest token first. "plane.…" [n] hold the
 metadata of the retained entries. "length" [l b k], "seen" [b], "priority", "numbers.…" and "state.…" [l b …] and
-"trail.…" [b …] are as in the cache, and "sliding" is, with slots for its tokens."""
+"trail.…" [b …] are as in the cache, as is "key_scale" if there is one, and "sliding" with slots for its tokens."""
 
 
 class Places(NamedTuple):
@@ -62,7 +64,7 @@ def _slots(ring: Places, seen: np.ndarray, held: np.ndarray, window: int) -> Pla
 
 def _small(layers: LayerCache) -> dict[str, Any]:
     """Return the arrays of each layer and sequence that are saved in addition to the entries."""
-    names = "length", "priority", "numbers", "state"
+    names = "length", "priority", "numbers", "state", "key_scale"
     return {name: getattr(layers, name) for name in names}
 
 
@@ -78,7 +80,7 @@ def packed(cache: Cache) -> Arrays:
     at = _addresses(layers.page_table, columns + stored.place // size, stored, size, local)
     slots = _slots(ring, np.asarray(cache.seen), held, cache.window)
     in_ring = _addresses(layers.page_table, slots.place // size, slots, size, local)
-    pool = np.asarray(pages.pool).view(np.dtype(pages.dtype))
+    pool = _as_floats(np.asarray(pages.pool), pages.dtype)
     found = {"entries": pool[at], "ring": pool[in_ring], "seen": np.asarray(cache.seen)[live]}
     found |= {f"plane.{name}": np.asarray(x)[at] for name, x in pages.planes.items()}
     found |= {name: x[:, live] for name, x in leaves_by_path(_small(layers)).items()}
@@ -128,16 +130,23 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     stored, slots = places(length), _slots(places(held), seen, held, window)
     at = _addresses(table, ring + stored.place // size, stored, size, local)
     in_ring = _addresses(table, slots.place // size, slots, size, local)
-    pool = np.zeros(like.pages.pool.shape, np.dtype(like.pages.dtype))
+    pool = np.zeros(like.pages.pool.shape, arrays["entries"].dtype)
     pool[at], pool[in_ring] = arrays["entries"], arrays["ring"]
     planes = {}
     for name, plane in like.pages.planes.items():
         planes[name] = np.zeros(plane.shape, plane.dtype)
         planes[name][at] = arrays[f"plane.{name}"]
+    if like.pages.int8 and window > 1:
+        by_slot = rows(arrays[f"numbers.{SCALE}"], 1).reshape(-1, window - 1)
+        planes[SCALE][in_ring] = by_slot[slots.row, slots.place]
     bounds = like.pages.bounds
     if bounds is not None:
-        bounds = np.full(bounds.shape, np.inf, bounds.dtype)
-        k = arrays["entries"][:, : pool.shape[-1] // 2].astype(bounds.dtype)
+        bounds, k = np.full(bounds.shape, np.inf, bounds.dtype), arrays["entries"][:, : pool.shape[-1] // 2]
+        if like.pages.int8:
+            of_key = scales(jnp.asarray(arrays[f"plane.{SCALE}"]))[0]
+            of_head = rows(arrays["key_scale"], 1).reshape(-1, k.shape[-1])[stored.row]
+            k = (k * np.asarray(of_key)[:, None] * of_head).astype(like.pages.dtype)
+        k = k.astype(bounds.dtype)
         np.minimum.at(bounds, at[0], np.concatenate([k, -k], -1))
     free = np.tile(np.arange(local, dtype=np.int32)[::-1], shards)
     pages = changed(

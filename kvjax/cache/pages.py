@@ -14,22 +14,34 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped, UInt16
+from jaxtyping import Array, Float, Int, Int8, Int32, Shaped, UInt16
 
 from kvjax.struct import short, static, struct
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import target
+from pallas_kernels.int8_entries import dequantised_entries, quantised_entries
 
 Number = TypeVar("Number", int, np.ndarray, jax.Array)
 
-SMALL_PAGE, TPU_PAGE = 16, 64
-"""Tokens per page by default: the papers' choice, and a size from which a TPU decodes faster."""
+SMALL_PAGE, TPU_PAGE, INT8_TILE = 16, 64, 32
+"""Tokens per page: by default, as the papers have it; from which a TPU decodes faster; the fewest int8 ones there."""
+SCALE = "scale"
+"""The plane with the scales of int8 entries (`pallas_kernels.int8_entries`), of those in local windows, too."""
 
 
-def default_page_size(*, selects: bool) -> int:
+def default_page_size(*, selects: bool, int8: bool = False) -> int:
     """Return the tokens per page on the current mesh, whose devices need not be present. A TPU gets larger pages: with
-    fewer, larger copies it waits for its memory alone. A policy that selects pages gets the published size."""
-    return TPU_PAGE if target().platform == "tpu" and not selects else SMALL_PAGE
+    fewer, larger copies it waits for its memory alone. A policy that selects pages gets the published size, or that of
+    the tiles in which a TPU writes int8 numbers."""
+    if target().platform != "tpu":
+        return SMALL_PAGE
+    return INT8_TILE if selects and int8 else SMALL_PAGE if selects else TPU_PAGE
+
+
+def entry_bytes(head_dim: int, dtype: Any, *, int8: bool) -> int:
+    """Return the bytes of a token's key and value in one kv head, given the model's dtype: in int8 with their
+    scales."""
+    return 2 * head_dim + 4 if int8 else 2 * head_dim * np.dtype(dtype).itemsize
 
 
 def ring_pages(window: Number, page_size: int) -> Number:
@@ -37,22 +49,26 @@ def ring_pages(window: Number, page_size: int) -> Number:
     return -(-(window - 1) // page_size)
 
 
+KeyScale = Float[Array, "b k h"] | None
+"""`LayerCache.key_scale` of one layer."""
+
+
 @struct
 class Pages:
     """The pool of one shard, its free list, and the metadata of its pages and entries."""
 
-    pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
-    """Keys after RoPE, followed by values."""
+    pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"] | Int8[Array, "p page kv"]
+    """Keys after RoPE, followed by values. Int8 numbers have scales (`SCALE`), and `LayerCache.key_scale`."""
     free: Int[Array, " p"]
     """The stack of free pages: `free[:free_count]` are free."""
     free_count: Int[Array, " shards"]
     """The number of free pages. A negative number is a debt: that many pages were needed and missing. It may also be
     `kvjax.cache.checks.NOT_FINITE`."""
     dtype: Any = static()
-    """Dtype of the entries. If the pool holds integers they are these numbers' bits (`pallas_kernels.bits`)."""
+    """Dtype of the entries. If the pool holds 16-bit integers they are these numbers' bits (`pallas_kernels.bits`)."""
     bounds: Float[Array, "p kv"] | None = None
     """Bounds of the keys k in each page of retained entries, for policies that select pages: the smallest components of
-    k, followed by those of −k. They are infinite where there are no keys, and float32 where the pool holds integers."""
+    k, followed by those of −k. They are infinite where there are no keys, and float32 where the pool holds bits."""
     planes: dict[str, Shaped[Array, "p page"]] = dataclasses.field(default_factory=dict)
     """The methods' own metadata of the retained entries, by name (`kvjax.cache.planes`)."""
     others: Int[Array, " p"] | None = None
@@ -60,28 +76,43 @@ class Pages:
     is shared."""
 
     def entries(
-        self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"]
+        self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"], key_scale: KeyScale
     ) -> Float[Array, "b k s kv"]:
-        """Return the entries at these places."""
-        return as_floats(self.pool[page, offset], self.dtype)
+        """Return the entries at these places. key_scale: the layer's."""
+        scale = self.planes[SCALE][page, offset] if self.int8 else None
+        return self.as_entries(self.pool[page, offset], scale, key_scale)
 
-    def rows(self, page_table: Int[Array, "b k c"]) -> Float[Array, "b k s kv"]:
+    def rows(self, page_table: Int[Array, "b k c"], key_scale: KeyScale) -> Float[Array, "b k s kv"]:
         """Return the entries of these pages in order; unspecified where a column holds no page."""
-        pages = self.pool.at[page_table].get(mode="clip")
-        return as_floats(pages.reshape(*page_table.shape[:2], -1, pages.shape[-1]), self.dtype)
 
-    def with_entries(
-        self, page: Int[Array, "b k s"], offset: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
-    ) -> "Pages":
-        """Return the pages with these entries written. Entries whose page is past the pool's end are dropped."""
+        def gathered(x):
+            found = x.at[page_table].get(mode="clip")
+            return found.reshape(*page_table.shape[:2], -1, *x.shape[2:])
+
+        scale = gathered(self.planes[SCALE]) if self.int8 else None
+        return self.as_entries(gathered(self.pool), scale, key_scale)
+
+    def as_stored(
+        self, kv: Float[Array, "b k s kv"], key_scale: KeyScale
+    ) -> tuple[Shaped[Array, "b k s kv"], Int32[Array, "b k s"] | None]:
+        """Return entries as the pool holds them, and their scales if these are int8 numbers."""
+        if key_scale is not None:
+            return quantised_entries(kv / _of_entries(key_scale))
         kv = kv.astype(self.dtype)
-        kv = as_bits(kv) if self.as_integers else kv
-        return dataclasses.replace(self, pool=self.pool.at[page, offset].set(kv, mode="drop"))
+        return (as_bits(kv) if self.pool.dtype != self.dtype else kv), None
+
+    def as_entries(
+        self, stored: Shaped[Array, "b k s kv"], scale: Int32[Array, "b k s"] | None, key_scale: KeyScale
+    ) -> Float[Array, "b k s kv"]:
+        """Return the entries that the pool holds in this form."""
+        if scale is None or key_scale is None:
+            return as_floats(stored, self.dtype)
+        return (dequantised_entries(stored, scale, jnp.float32) * _of_entries(key_scale)).astype(self.dtype)
 
     @property
-    def as_integers(self) -> bool:
-        """True if the pool holds the bits of the entries as integers."""
-        return self.pool.dtype != self.dtype
+    def int8(self) -> bool:
+        """True if the pool holds int8 numbers with scales."""
+        return self.pool.dtype == jnp.int8
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +135,9 @@ class LayerCache:
     """Metadata of the local window's tokens, by slot, as `Pages.planes` has it for retained entries."""
     state: Any
     """The methods' memories (`kvjax.policies.policy.States`)."""
+    key_scale: Float[Array, "*l b k h"] | None = None
+    """Where the pool holds int8 numbers, what keys are divided by before they are rounded, and queries multiplied by
+    (`kvjax.inference.key_scale`)."""
 
 
 @struct
@@ -136,7 +170,11 @@ class Cache:
     def entry_bytes(self) -> int:
         """Bytes of one token's key and value in all kv heads of the layers with full attention."""
         layers, _, heads = self.layers.length.shape
-        return layers * heads * self.pages.pool.shape[-1] * self.pages.pool.dtype.itemsize
+        return (
+            layers
+            * heads
+            * entry_bytes(self.pages.pool.shape[-1] // 2, self.pages.dtype, int8=self.pages.int8)
+        )
 
     @property
     def columns(self) -> int:
@@ -154,6 +192,10 @@ class Cache:
             f"Cache({batch} sequences, {layers} layers × {heads} kv heads, window {self.window}, "
             f"{pool.shape[0]:,} pages of {pool.shape[1]}: {bytes_ / 2**20:.2f} MiB)"
         )
+
+
+def _of_entries(key_scale: Float[Array, "b k h"]) -> Float[Array, "b k 1 kv"]:
+    return jnp.concatenate([key_scale, jnp.ones_like(key_scale)], -1)[:, :, None]
 
 
 def with_keys(

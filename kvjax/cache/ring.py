@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.max_entries import POSITION, PRIORITY, Turnover
-from kvjax.cache.pages import LayerCache, Pages, ring_pages, with_keys
+from kvjax.cache.pages import SCALE, LayerCache, Pages, ring_pages, with_keys
 from kvjax.cache.planes import appended, in_front, placed
 from kvjax.errors import UserError
 from pallas_kernels.paged_decode import Append
@@ -26,12 +26,17 @@ def ring_entries(
 ) -> tuple[Float[Array, "b k r kv"], Bool[Array, "b r"]]:
     """Return `count` of the `window − 1` tokens of the local window in order of position, leaving out the `first`
     oldest ones, and a mask of those that exist."""
-    slots, page_size = window - 1, pages.pool.shape[1]
-    index = first + jnp.arange(count)
-    slot = (seen[:, None] + index) % max(slots, 1)
+    slots, index = window - 1, first + jnp.arange(count)
+    at = _addresses(layer, (seen[:, None] + index) % max(slots, 1), pages.pool.shape[1])
+    return pages.entries(*at, layer.key_scale), index >= slots - seen[:, None]
+
+
+def _addresses(
+    layer: LayerCache, slot: Int[Array, "b r"], page_size: int
+) -> tuple[Int[Array, "b k r"], Int[Array, "b 1 r"]]:
+    """Return page and offset of slots of the local window."""
     page = jnp.take_along_axis(layer.page_table, (slot // page_size)[:, None], 2)
-    kv = pages.entries(page, (slot % page_size)[:, None])
-    return kv, index >= slots - seen[:, None]
+    return page, (slot % page_size)[:, None]
 
 
 def ring_priority(
@@ -93,8 +98,11 @@ def push(
     batch, heads, tokens, _ = kv.shape
     slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
     leaving_from_ring = min(tokens, slots)
-    old, _ = ring_entries(pages, layer, seen, leaving_from_ring, window)
-    outgoing = jnp.concatenate([old, kv[:, :, : tokens - leaving_from_ring]], 2)
+    stored, scale = pages.as_stored(kv, layer.key_scale)
+    numbers = numbers if scale is None else numbers | {SCALE: scale}
+    oldest = (seen[:, None] + jnp.arange(leaving_from_ring)) % max(slots, 1)
+    old = pages.pool[_addresses(layer, oldest, page_size)]
+    outgoing = jnp.concatenate([old, stored[:, :, : tokens - leaving_from_ring]], 2)
     stays = turnover.stays & leaving(seen, valid, tokens, window)[:, None]
     had = layer.length
     pages, layer, place = _allocate(pages, layer, stays, turnover.gone, seen, valid, window)
@@ -123,17 +131,24 @@ def push(
 
     # newest tokens into the local window: the last min(t, slots) valid ones, each in the slot of its position
     entering = jnp.arange(leaving_from_ring) + valid[:, None] - leaving_from_ring
-    ring_slot = (seen[:, None] + entering) % max(slots, 1)
-    ring_page = jnp.take_along_axis(layer.page_table, (ring_slot // page_size)[:, None], 2)
+    ring_slot, token = (seen[:, None] + entering) % max(slots, 1), jnp.maximum(entering, 0)[:, None]
+    ring_page, ring_offset = _addresses(layer, ring_slot, page_size)
     ring_page = jnp.where(entering[:, None] >= 0, ring_page, capacity)
-    ring_kv = jnp.take_along_axis(kv, jnp.maximum(entering, 0)[:, None, :, None], 2)
+    ring_kv = jnp.take_along_axis(stored, token[..., None], 2)
 
     shape = (batch, heads, leaving_from_ring)
     page = jnp.concatenate([slot[0], jnp.broadcast_to(ring_page, shape)], -1)
-    offset = jnp.concatenate([slot[1], jnp.broadcast_to((ring_slot % page_size)[:, None], shape)], -1)
-    pages = pages.with_entries(page, offset, jnp.concatenate([outgoing, ring_kv], 2))
-    bounds = with_keys(pages.bounds, slot[0], outgoing.astype(pages.dtype))
-    pages = dataclasses.replace(pages, bounds=bounds, planes=pages.planes | planes)
+    offset = jnp.concatenate([slot[1], jnp.broadcast_to(ring_offset, shape)], -1)
+    pool = pages.pool.at[page, offset].set(jnp.concatenate([outgoing, ring_kv], 2), mode="drop")
+    bounds = pages.bounds
+    if bounds is not None:
+        of_outgoing = None if scale is None else numbers[SCALE][..., :tokens]
+        bounds = with_keys(bounds, slot[0], pages.as_entries(outgoing, of_outgoing, layer.key_scale))
+    if scale is not None:
+        place = jnp.where(entering >= 0, ring_slot, _ring_end(window, page_size))[:, None]
+        new = jnp.take_along_axis(scale, token, 2)
+        planes[SCALE] = _in_ring(planes[SCALE], layer, jnp.broadcast_to(place, shape), new, window)
+    pages = dataclasses.replace(pages, pool=pool, bounds=bounds, planes=pages.planes | planes)
 
     now = seen + valid
     newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
@@ -141,6 +156,23 @@ def push(
     by_slot = {name: jnp.take_along_axis(x, place[:, None], 2) for name, x in numbers.items()}
     ring = jnp.take_along_axis(priority, place[:, None], 2)
     return pages, dataclasses.replace(layer, priority=ring, numbers=layer.numbers | by_slot)
+
+
+def _ring_end(window: int, page_size: int) -> int:
+    """Return the slots of the local window's pages."""
+    return ring_pages(window, page_size) * page_size
+
+
+def _in_ring(
+    plane: Shaped[Array, "p page"],
+    layer: LayerCache,
+    slot: Int[Array, "b k r"],
+    new: Shaped[Array, "b k r"],
+    window: int,
+) -> Shaped[Array, "p page"]:
+    """Return the plane with numbers of the local window's tokens written at these slots, past whose end they are
+    dropped."""
+    return placed(plane, layer.page_table[..., : ring_pages(window, plane.shape[1])], slot, new)
 
 
 class Reserved(NamedTuple):
@@ -283,7 +315,8 @@ def push_one(
     window: int,
 ) -> tuple[Pages, LayerCache]:
     """Do what `push` does for one token that is in the pool already (`paged_decode_append`): write everything else that
-    is known of it and of the token that left the local window, whose priority is `oldest`."""
+    is known of it and of the token that left the local window, whose priority is `oldest`. `numbers` has its scale,
+    too."""
     slots, page_size, b = window - 1, pages.pool.shape[1], jnp.arange(seen.shape[0])
     slot, table = seen % max(slots, 1), layer.page_table[..., ring_pages(window, page_size) :]
     place = jnp.where(at.stays, at.place, table.shape[-1] * page_size)[..., None]
@@ -291,12 +324,16 @@ def push_one(
     position = jnp.broadcast_to((seen - slots)[:, None, None], place.shape)
     moved |= {name: x for name, x in ((PRIORITY, oldest), (POSITION, position)) if name in pages.planes}
     planes = {name: placed(pages.planes[name], table, place, x) for name, x in moved.items()}
-    bounds = pages.bounds
-    if bounds is not None:
+    if pages.int8 and slots:
+        end = jnp.where(valid > 0, slot, _ring_end(window, page_size))[:, None, None]
+        own = jnp.broadcast_to(end, place.shape)
+        planes[SCALE] = _in_ring(planes[SCALE], layer, own, numbers[SCALE], window)
+    pages = dataclasses.replace(pages, planes=pages.planes | planes)
+    if pages.bounds is not None:
         kept = (at.append.moved if slots else at.append.slot)[..., None]
         page, offset = kept // page_size, kept % page_size
-        bounds = with_keys(bounds, page, pages.entries(page, offset))
-    pages = dataclasses.replace(pages, bounds=bounds, planes=pages.planes | planes)
+        bounds = with_keys(pages.bounds, page, pages.entries(page, offset, layer.key_scale))
+        pages = dataclasses.replace(pages, bounds=bounds)
     by_slot = dict(layer.numbers)
     for name, new in numbers.items() if slots else ():
         old = by_slot[name]

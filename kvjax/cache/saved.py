@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvjax.cache.pages import SCALE
 from kvjax.errors import LARGEST_INT, UserError, shown
 
 DESCRIPTION = "cache.json"
@@ -20,7 +21,16 @@ LARGEST_DESCRIPTION = 64 * 2**20
 """The most bytes of `cache.json`."""
 DTYPES = "float32", "bfloat16", "float16"
 """Dtypes of keys and values."""
-NUMBERS = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "uint8": 1, "bool": 1}
+NUMBERS = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+}
 """Dtypes of arrays, and the bytes of a number."""
 
 
@@ -143,10 +153,12 @@ def described_arrays(found: Mapping[str, Any]) -> dict[str, tuple[list[int], str
     stored = sum(map(sum, found["held"])) - ring
     width = found["arrays"]["entries"]["shape"][-1:]
     by_slot = [layers, sequences, heads, slots]
-    planes = found["planes"].items()
-    return {
-        "entries": ([stored, *width], found["dtype"]),
-        "ring": ([ring, *width], found["dtype"]),
+    planes, int8 = found["planes"].items(), SCALE in found["planes"]
+    dtype = "int8" if int8 else found["dtype"]
+    key_scale = {"key_scale": ([layers, sequences, heads, width[0] // 2], "float32")} if int8 else {}
+    return key_scale | {
+        "entries": ([stored, *width], dtype),
+        "ring": ([ring, *width], dtype),
         "seen": ([sequences], "int32"),
         "length": ([layers, sequences, heads], "int32"),
         "priority": (by_slot, "float32"),

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
-from kvjax.cache.pages import Cache, LayerCache, Pages, ring_pages
+from kvjax.cache.pages import Cache, LayerCache, Pages, entry_bytes, ring_pages
 from kvjax.cache.sliding import grown
 from kvjax.errors import UserError, byte_size, whole_number
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards
@@ -157,7 +157,9 @@ class Layout:
     dtype: Any
     """Dtype of keys and values."""
     stored: Any
-    """Dtype of the pool; an unsigned integer of the same width holds their bits."""
+    """Dtype in which these are stored; an unsigned integer of the same width holds their bits."""
+    int8: bool = False
+    """True: the pool holds int8 numbers with scales; only sliding windows are stored as above."""
     bounds: Any = None
     """Dtype of the bounds of each page's keys; None: there are none."""
     planes: tuple[tuple[str, Any], ...] = ()
@@ -171,11 +173,17 @@ class Layout:
     sliding_slots: int = 0
     """The tokens that they have room for."""
 
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of a token's key and value in one kv head."""
+        return entry_bytes(self.head_dim, self.dtype, int8=self.int8)
 
-def empty(layout: Layout, state: Any, trail: Any) -> Cache:
+
+def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h"] | None = None) -> Cache:
     """Return a cache that has seen nothing, on the current mesh. Jit it: run eagerly it is a hundred small programs.
 
     state, trail: the methods' memories before the first token, `[l b …]`, and observation buffers `[b w l …]`.
+    key_scale: as in `LayerCache`, for all sequences; None: 1, if entries are int8.
     """
     layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
     pages, page_size, width = layout.pages, layout.page_size, 2 * layout.head_dim
@@ -188,7 +196,8 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
 
     free, count = jax.shard_map(all_free, in_specs=(), out_specs=(P(SHARDS), P(SHARDS)))()
     table = jnp.full((layers, batch, heads, columns), pages, jnp.int32, out_sharding=rows)
-    pool = jnp.zeros((shards * pages, page_size, width), layout.stored, out_sharding=P(SHARDS, None, None))
+    stored = jnp.int8 if layout.int8 else layout.stored
+    pool = jnp.zeros((shards * pages, page_size, width), stored, out_sharding=P(SHARDS, None, None))
     bounds = None
     if layout.bounds is not None:
         bounds = jnp.full((shards * pages, width), jnp.inf, layout.bounds, out_sharding=P(SHARDS, None))
@@ -207,6 +216,10 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
         numbers=numbers,
         state=state,
     )
+    if layout.int8:
+        key_scale = jnp.ones(1) if key_scale is None else key_scale[:, None]
+        key_scale = jnp.broadcast_to(key_scale, (layers, batch, heads, layout.head_dim), out_sharding=rows)
+        layer_cache = dataclasses.replace(layer_cache, key_scale=key_scale)
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
     windows = None

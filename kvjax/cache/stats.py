@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache.checks import check_alive
-from kvjax.cache.pages import Cache
+from kvjax.cache.pages import Cache, entry_bytes
 from kvjax.errors import UserError, named_arguments, whole_number
 
 
@@ -27,7 +27,7 @@ class Stats:
     bytes: int
     """Bytes of the allocated pool with its entry metadata, on all devices."""
     full_bytes: int
-    """Bytes of a full cache of these tokens."""
+    """Bytes of a full cache of these tokens, in the model's dtype."""
     planes: tuple[str, ...] = ()
     """Names of the entry metadata, whose bytes are counted."""
 
@@ -59,7 +59,8 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     seen = np.asarray(cache.seen)[:sequences]
     length = np.asarray(cache.layers.length)[:, :sequences]
     ring = np.minimum(seen, cache.window - 1)[None, :, None]
-    pool = cache.pages.pool
+    pool, (layers, _, heads) = cache.pages.pool, length.shape
+    full = layers * heads * entry_bytes(pool.shape[-1] // 2, cache.pages.dtype, int8=False)
     pages = (-(-length // cache.page_size) + -(-ring // cache.page_size)).sum()
     if cache.pages.others is not None:
         pages = pool.shape[0] - np.asarray(cache.pages.free_count).sum()
@@ -70,6 +71,6 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
         pool_pages=pool.shape[0],
         page_size=cache.page_size,
         bytes=cache.pages.nbytes,
-        full_bytes=int(seen.sum()) * cache.entry_bytes,
+        full_bytes=int(seen.sum()) * full,
         planes=tuple(cache.pages.planes),
     )

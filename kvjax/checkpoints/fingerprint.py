@@ -107,10 +107,12 @@ def contents(model: Any) -> str:
     """Return a digest of the configuration and of the values of a sample of all weights, as they were read. A model
     that was trained further has another one. Call it in every process."""
     values, config = _sample(model, model.own_arrays()), model.config
-    # which of a chat template's tokens end an answer has nothing to do with what the model computes
+    # neither the dtype of a cache nor which of a chat template's tokens end an answer is the model's own
     ends = {id_ for _, id_ in config.turn_ends}
     own = tuple(id_ for id_ in config.eos_ids if id_ not in ends)
-    known = hashlib.sha256(_written(dataclasses.replace(config, name="", eos_ids=own)).encode())
+    known = hashlib.sha256(
+        _written(dataclasses.replace(config, name="", eos_ids=own, kv_cache_dtype=None)).encode()
+    )
     for name in sorted(values):
         known.update(name.encode() + values[name].tobytes())
     return known.hexdigest()[:16]
@@ -120,7 +122,7 @@ LATER = (
     *("no_rope", "share", "short_factor", "long_factor", "sliding_window", "sliding_layers", "sliding_rope"),
     *("norm_offset", "post_norms", "embed_factor", "query_factor"),
     *("num_experts", "experts_per_token", "norm_expert_weights", "expert_bias", "swiglu", "attention_sinks"),
-    *("weights", "weight_block"),
+    *("weights", "weight_block", "kv_cache_dtype"),
 )
 """Fields of configurations that digests leave out while they have their defaults: they did not exist at first."""
 

@@ -32,6 +32,7 @@ from kvjax.inference.allocation import layout_for, sizes_of
 from kvjax.inference.answers import stop_tokens_of
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.forward import SIZES, bucket
+from kvjax.inference.key_scale import key_scale
 from kvjax.mesh import axis_size, use_mesh
 from kvjax.models.chat import token_rows
 from kvjax.models.decoder import Decoder
@@ -136,7 +137,8 @@ class Engine:
                 host, **sizes_of(config), batch=self.slots, windows=2 * self.slots + 1, tokens=self.max_length,
                 dtype=model.dtype, page_size=page_size, capacity=capacity, free=device_bytes(free=True),
             )  # fmt: skip
-            self._pool = Pool(self._policy, layout, config.num_heads // config.num_kv_heads)
+            group = config.num_heads // config.num_kv_heads
+            self._pool = Pool(self._policy, layout, group, key_scale(model))
             self._slots = Slots(model, self._policy, self._pool, self.block)
         self._counted = PageCounts(host, layout)
         # windows of sliding-window layers are not shared: one more for each slot, and that of the prompt being read
@@ -244,7 +246,7 @@ class Engine:
     def pool_bytes(self) -> int:
         """Bytes of the pool's keys and values, on each device."""
         layout = self._pool.layout
-        return layout.pages * layout.page_size * 2 * layout.head_dim * np.dtype(layout.dtype).itemsize
+        return layout.pages * layout.page_size * layout.entry_bytes
 
     @named_arguments(where="Engine.read_context")
     def read_context(self, name: str, prompt: Any) -> Request:

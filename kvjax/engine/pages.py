@@ -17,8 +17,7 @@ class PageCounts:
     def __init__(self, policy: Policy, layout: Layout):
         self._policy, self._layout = policy, layout
         self._share = MARGIN
-        token_bytes = 2 * layout.head_dim * np.dtype(layout.dtype).itemsize
-        self._entry_bytes = layout.layers * layout.kv_heads * token_bytes
+        self._entry_bytes = layout.layers * layout.kv_heads * layout.entry_bytes
 
     def held(self, length: Lengths, seen: Int[np.ndarray, " b"]) -> int:
         """Return the pages of sequences with so many retained entries and tokens."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Cache, Layout, not_finite, ring_pages
 from kvjax.engine.rows import (
@@ -62,10 +62,12 @@ class After(NamedTuple):
 class Pool:
     """The pages, and the sequences that hold or share them: those in slots, and rows that the engine keeps."""
 
-    def __init__(self, policy: CompiledPolicy, layout: Layout, group: int):
+    def __init__(
+        self, policy: CompiledPolicy, layout: Layout, group: int, key_scale: Float[Array, "l k h"] | None
+    ):
         self.layout = layout
-        self._policy, self._group = policy, group
-        whole = laid_out(policy.read, layout, group)
+        self._policy, self._group, self._key_scale = policy, group, key_scale
+        whole = laid_out(policy.read, layout, group, key_scale)
         others = put(np.zeros(whole.pages.free.shape, np.int32), SHARDS)
         whole = dataclasses.replace(whole, pages=dataclasses.replace(whole.pages, others=others))
         self._pages, self._form = whole.pages, dataclasses.replace(whole, limit=layout.pages)
@@ -137,7 +139,7 @@ class Pool:
 
     def begin(self) -> Row:
         """Return a sequence that has seen nothing."""
-        return new_row(self._policy.read, self.layout, self._group)
+        return new_row(self._policy.read, self.layout, self._group, self._key_scale)
 
     def alone(self, row: Row, *, continues: bool) -> Cache:
         """Return a sequence as a cache of its own over the pool, to read with. It is donated; `keep` takes it back.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Cache, LayerCache, Layout, Pages
 from kvjax.inference.allocation import laid_out
@@ -40,9 +40,9 @@ def row_of(cache: Cache) -> Row:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def new_row(view: View, layout: Layout, group: int) -> Row:
-    """Return a sequence that has seen nothing, for a pool of this layout."""
-    return row_of(laid_out(view, dataclasses.replace(layout, batch=1), group))
+def new_row(view: View, layout: Layout, group: int, key_scale: Float[Array, "l k h"] | None) -> Row:
+    """Return a sequence that has seen nothing, for a pool of this layout. key_scale: as in `kvjax.cache.empty`."""
+    return row_of(laid_out(view, dataclasses.replace(layout, batch=1), group, key_scale))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

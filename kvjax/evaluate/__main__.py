@@ -50,7 +50,8 @@ def main(args: list[str] | None = None) -> None:
         results.check_contexts(tasks)
         check_contexts(config, shapes, tasks)
         check_dense(config, tasks)
-        model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
+        stored = {"dtype": config.dtype, "weights": config.weights, "kv_cache_dtype": config.kv_cache_dtype}
+        model = load_model(config.model, **stored, max_length=longest)
         results.check_model(model)
         evaluation = Evaluation(config, model, tasks)
         results.begin()

@@ -139,6 +139,8 @@ class EvaluateConfig:
     """The model's data type: float32, bfloat16 or float16. By default that of the weights."""
     weights: str | None = None
     """int8 or fp8: keep the layers' matrices in 8 bits, rounded on loading; by default as the files have them."""
+    kv_cache_dtype: str | None = None
+    """int8: keep entries in 8 bits; by default in the model's dtype."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
 

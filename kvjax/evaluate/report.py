@@ -296,6 +296,7 @@ def _command(config: EvaluateConfig, result: Result) -> str:
     model = [] if config.model == BUILTIN else ["--model", config.model]
     dtype = [] if config.dtype is None else ["--dtype", config.dtype]
     dtype += [] if config.weights is None else ["--weights", config.weights]
+    dtype += [] if config.kv_cache_dtype is None else ["--kv-cache-dtype", config.kv_cache_dtype]
     force = ["--force"] if config.force else []
     words = [*model, *dtype, *force, "--policy", format_policy({"wgkv": own}), "--gates", result.gates or ""]
     size = f"budget {result.at}: {result.kv_ratio:.3f} of the entries"

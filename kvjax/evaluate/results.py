@@ -27,7 +27,7 @@ from kvjax.tasks.registry import suite_of
 
 MEASURED_WITH = (
     *("samples", "chunk", "observed", "question_aware", "chat", "seed", "batch", "capacity", "page_size"),
-    *("dtype", "weights", "order_contexts", "order_length", "turns"),
+    *("dtype", "weights", "kv_cache_dtype", "order_contexts", "order_length", "turns"),
 )
 """Settings that all results of a folder share."""
 DRAWN_WITH = "temperature", "top_p", "top_k"

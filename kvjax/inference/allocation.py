@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout, shard_pages
 from kvjax.cache.sliding import slots_for
 from kvjax.errors import UserError, whole_number
+from kvjax.inference.key_scale import key_scale
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -45,13 +46,15 @@ def new_cache(
     config, schedule, shards = model.config, policy.host.schedule, batch_shards()
     if schedule is not None:
         # now, and not when a prompt or an answer has grown that long
-        own = 2 * config.num_full_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+        own = caches.entry_bytes(config.head_dim, model.dtype, int8=config.int8_entries)
+        own *= config.num_full_layers * config.num_kv_heads
         schedule.check_bound(policy.host.name, policy.host.window - 1, own)
     behind = 0 if schedule is None else schedule.read_behind
     # where answers are compacted as they grow, their pages are allocated after the prompt's compaction
     beside = behind if policy.host.compacts_answers else behind + room
     return empty_cache(
         policy,
+        key_scale=key_scale(model),
         **sizes_of(config),
         batch=-(-len(rows) // shards) * shards,
         tokens=[row.size + beside for row in rows],
@@ -63,7 +66,7 @@ def new_cache(
     )
 
 
-def sizes_of(config: ModelConfig) -> dict[str, int]:
+def sizes_of(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of `layout_for` that a model determines."""
     return {
         "layers": config.num_full_layers,
@@ -71,18 +74,26 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
         "head_dim": config.head_dim,
         "sliding_layers": len(config.sliding_layers),
         "sliding_window": config.sliding_window,
+        "int8": config.int8_entries,
     }
 
 
-def empty_cache(policy: CompiledPolicy, *, group: int = 1, **sizes: Any) -> Cache:
+def empty_cache(
+    policy: CompiledPolicy,
+    *,
+    group: int = 1,
+    key_scale: Float[Array, "l k h"] | None = None,
+    **sizes: Any,
+) -> Cache:
     """Return a cache that has seen nothing, on the current mesh.
 
     Args:
         group: query heads of a KV head, for methods that remember queries.
+        key_scale: as in `kvjax.cache.empty`.
         sizes: the other arguments of `layout_for`, without `free`, which is what the devices have.
     """
     layout = layout_for(policy.host, free=caches.device_bytes(free=True), **sizes)
-    return laid_out(policy.read, layout, group)
+    return laid_out(policy.read, layout, group, key_scale)
 
 
 def layout_for(
@@ -101,6 +112,7 @@ def layout_for(
     sliding_layers: int = 0,
     sliding_window: int = 0,
     windows: int = 0,
+    int8: bool = False,
 ) -> Layout:
     """Return the shape of a cache, for the current mesh.
 
@@ -114,12 +126,13 @@ def layout_for(
         free: bytes that a device has for its part of the cache; None: any number.
         sliding_layers, sliding_window: the layers with a sliding window, and the tokens that they see.
         windows: sequences whose windows are kept at a time, if they are more than `batch`.
+        int8: True for int8 entries.
 
     Raises:
         UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
         CapacityError: a capacity below what the windows take, or above what a device has free.
     """
-    page_size = page_size_of(policy, page_size)
+    page_size = page_size_of(policy, page_size, int8=int8)
     each = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
     table, most = caches.table_tokens(max(longest, *each)), policy.max_entries
     slots = slots_for(sliding_window, table) if sliding_layers else 0
@@ -128,10 +141,12 @@ def layout_for(
     dtype = jnp.dtype(dtype)
     stored, bounds = stored_as(dtype)
     own = {} if most is None else caches.MAX_ENTRIES_PLANES
-    if caches.PRIORITY in policy.planes:
-        raise UserError(f"policy {policy.name}: a plane called {caches.PRIORITY!r} is the cache's own")
+    if taken := {caches.PRIORITY, caches.SCALE} & {*policy.planes}:
+        raise UserError(f"policy {policy.name}: a plane called {min(taken)!r} is the cache's own")
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
-    token_bytes = 2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes)
+    token_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(own.itemsize for _, own in planes)
+    if int8:
+        planes += ((caches.SCALE, jnp.dtype(jnp.int32)),)
     if free is not None:
         rows = sliding_layers * max(batch, windows) // batch_shards() * kv_heads // axis_size(*HEADS)
         free = max(0, free - rows * slots * 2 * head_dim * dtype.itemsize)
@@ -186,7 +201,7 @@ def layout_for(
             )
     return Layout(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
-        page_size=page_size, pages=size, dtype=dtype, stored=stored,
+        page_size=page_size, pages=size, dtype=dtype, stored=stored, int8=int8,
         bounds=None if policy.selection is None else bounds, planes=planes, limit=limit,
         sliding_layers=sliding_layers, sliding_window=sliding_window, sliding_slots=slots,
     )  # fmt: skip
@@ -201,10 +216,10 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def page_size_of(policy: Policy, stated: int | None) -> int:
+def page_size_of(policy: Policy, stated: int | None, *, int8: bool = False) -> int:
     """Return the tokens per page of a policy's cache on the current mesh: the stated number or the default."""
     if stated is None:
-        return caches.default_page_size(selects=policy.selection is not None)
+        return caches.default_page_size(selects=policy.selection is not None, int8=int8)
     return whole_number("cache", "page_size", stated)
 
 
@@ -217,8 +232,9 @@ def stored_as(dtype: Any) -> tuple[np.dtype, np.dtype]:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def laid_out(view: View, layout: Layout, group: int) -> Cache:
-    """Return an empty cache of this shape with the methods' memories, for `group` query heads per KV head."""
+def laid_out(view: View, layout: Layout, group: int, key_scale: Float[Array, "l k h"] | None = None) -> Cache:
+    """Return an empty cache of this shape with the methods' memories, for `group` query heads per KV head.
+    key_scale: as in `kvjax.cache.empty`."""
 
     def shape(batch: int, heads: int) -> Shape:
         return Shape(batch, heads, group, layout.head_dim, layout.dtype)
@@ -234,7 +250,7 @@ def laid_out(view: View, layout: Layout, group: int) -> Cache:
         for first, both in zip(((None, BATCH), (BATCH,)), shapes, strict=True)
     )
     whole = gather(view, "data", "fsdp")
-    return caches.empty(layout, *jax.shard_map(begun, out_specs=specs)(whole))
+    return caches.empty(layout, *jax.shard_map(begun, out_specs=specs)(whole), key_scale)
 
 
 def _split_like_heads(first: tuple[Any, ...], one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> P:

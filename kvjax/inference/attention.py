@@ -15,7 +15,8 @@ from kvjax import cache as caches
 from kvjax.mesh import BATCH, HEADS, P, gather
 from kvjax.policies.base import BIAS, Keep, Numbers, Trainable
 from kvjax.policies.compiled import States, View
-from kvjax.policies.views import Readout, Step
+from kvjax.policies.views import Readout, Step, scaled_queries
+from pallas_kernels.int8_entries import quantised_entries
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode, paged_decode_append
 from pallas_kernels.softmax import merge, with_sink
@@ -120,11 +121,14 @@ def cached_attention(
         if not write:
             return o, lse, pages, layer
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
-        readout = Readout(lse, valid, pages.pool, table, layer.length, found.chosen, pages.dtype)
+        scale = pages.planes.get(caches.SCALE)
+        readout = Readout(
+            lse, valid, pages.pool, table, layer.length, found.chosen, scale, layer.key_scale, pages.dtype
+        )
         numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
         pages, layer = found.push(numbers)
         # the pool as it is now, since the one before would have to be kept, too
-        readout = dataclasses.replace(readout, pool=pages.pool)
+        readout = dataclasses.replace(readout, pool=pages.pool, scale=pages.planes.get(caches.SCALE))
         planes = view.update(states, pages.planes, step, readout)
         return o, lse, dataclasses.replace(pages, planes=planes), layer
 
@@ -176,24 +180,34 @@ def _decode(
             step.q, bounds, layer.length, layer=step.layer,
             local=jnp.minimum(seen + 1, window), seen=seen + 1, page_size=page_size,
         )  # fmt: skip
-    stored = step.q, pages.pool, layer.page_table, layer.length, jnp.minimum(seen, window - 1)
+    (q, k), scale = _scaled(step, layer), pages.planes.get(caches.SCALE)
+    stored = q, pages.pool, layer.page_table, layer.length, jnp.minimum(seen, window - 1)
     options: dict[str, Any] = {
-        "ring_pages": ring, "new": (step.k, step.v), "pages": chosen, "implementation": implementation,
-        "bias": None if bias is None else pages.planes[BIAS],
+        "ring_pages": ring, "new": (k, step.v), "pages": chosen, "implementation": implementation,
+        "bias": None if bias is None else pages.planes[BIAS], "scale": scale,
     }  # fmt: skip
     if not write:
         return Attended(*paged_decode(*stored, **options), lambda numbers: (pages, layer), chosen)
     turnover = _displaced(view.admission.keep(), pages, layer, oldest, seen, valid, window)
     at = caches.place_one(pages, layer, turnover, seen, valid, window)
     o, lse, pool = paged_decode_append(*stored, append=at.append, **options)
-    if bias is not None:  # the plane is read before it is written
+    if bias is not None or scale is not None:  # these planes are read before they are written
         at = at._replace(place=after(at.place, lse))
 
     def push(numbers: Numbers) -> tuple[caches.Pages, caches.LayerCache]:
         now = dataclasses.replace(pages, pool=pool)
+        if scale is not None:
+            kv = jnp.concatenate([k, step.v], -1)
+            numbers = numbers | {caches.SCALE: after(quantised_entries(kv)[1], lse)}
         return caches.push_one(now, layer, at, oldest, numbers, seen, valid, window)
 
     return Attended(o, lse, push, chosen)
+
+
+def _scaled(step: Step, layer: caches.LayerCache) -> tuple[Float[Array, "b n t h"], Float[Array, "b k t h"]]:
+    """Return queries and new keys as they go with stored keys: where these are int8 numbers, by the layer's scale."""
+    q, k = scaled_queries(step.q, layer.key_scale), step.k
+    return q, k if layer.key_scale is None else (k / layer.key_scale[:, :, None]).astype(k.dtype)
 
 
 def _displaced(keep: Keep, pages, layer, oldest, seen, valid, window) -> caches.Turnover:
@@ -242,7 +256,8 @@ def _prefill(
     if alone:
         o, lse = near
     else:
-        stored = paged_decode(step.q, pages.pool, table, layer.length, bias=stored_bias, **options)
+        scale, q = pages.planes.get(caches.SCALE), _scaled(step, layer)[0]
+        stored = paged_decode(q, pages.pool, table, layer.length, bias=stored_bias, scale=scale, **options)
         o, lse = merge(*near, *stored)
     return _to_write(
         o.astype(step.q.dtype), lse, step, pages, layer, priority, turnover, seen, valid, view.window
@@ -268,7 +283,8 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
     ring = caches.ring_pages(window, pages.pool.shape[1])
     held = caches.standings(pages, layer, ring)
     stored = held.exists.shape[-1]
-    stored_k, stored_v = jnp.split(pages.rows(layer.page_table[..., ring:]).astype(step.k.dtype), 2, -1)
+    rows = pages.rows(layer.page_table[..., ring:], layer.key_scale)
+    stored_k, stored_v = jnp.split(rows.astype(step.k.dtype), 2, -1)
     k, v, exists = _near(step, pages, layer, seen, valid, window)
     # what was stored stays until something better comes, whatever the threshold is now
     wanted = jnp.concatenate([held.exists, keep.wanted(priority)], -1)

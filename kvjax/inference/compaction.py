@@ -272,7 +272,7 @@ def scores(
         method, layer, remembered, weights, count, since, (frequencies, rope_scale) = xs
         place = compaction.places(layer.length, entries)
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
-        k, v = jnp.split(pages.entries(*at), 2, -1)
+        k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
         planes = {name: x[at] for name, x in pages.planes.items()}
         weight = dequantised(**weights, dtype=k.dtype) if "scale" in weights else weights["values"]
         weight = weight.reshape(-1, k.shape[-1], weight.shape[-1])

@@ -74,6 +74,7 @@ def forward(
     captured |= {"trail": trail} if "trail" in capture else {}
     if write:
         seen = cache.seen + valid
+        layers = dataclasses.replace(layers, key_scale=cache.layers.key_scale)
         if reserved is not None:
             pages, layers = settle(cache, pages, layers, reserved)
         windows = with_windows(cache, entries, valid)
@@ -131,8 +132,9 @@ def attending(
         own = [name for name in capture if name != "trail"]
         captured = {name: found[name] if name in found else getattr(step, name) for name in own}
         new = _traces(view, step, cache.trail, valid)
+        layer = dataclasses.replace(layer, key_scale=None)  # nothing was written to it
         if step.q.shape[2] == 1:
-            layer = dataclasses.replace(layer, page_table=None)  # nothing was written to it
+            layer = dataclasses.replace(layer, page_table=None)  # nor to this
         return o, pages if write else None, (layer if write else None, captured, new)
 
     return attend
@@ -198,7 +200,7 @@ def drop_observation_state(cache: Cache, later: View) -> Cache:
     """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
     it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
     that only differ in an eviction whose work is done then run one program."""
-    lasting = {*later.planes, BIAS}
+    lasting = {*later.planes, BIAS, caches.SCALE}
     if caches.PRIORITY in cache.pages.planes:
         lasting |= {*MAX_ENTRIES_PLANES}
     numbers, planes = (

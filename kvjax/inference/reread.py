@@ -170,7 +170,7 @@ def _looked_at(
         place = jnp.broadcast_to(place, (*layer.length.shape, place.shape[2]))
         # all is stored, so there is no local window, and a token's place is its position
         at = addresses(layer, place, pages.pool.shape[1], 0)
-        k = jnp.split(pages.entries(*at), 2, -1)[0]
+        k = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)[0]
         numbers = eviction.reread(step, Passage(k, exists, first, valid))
         end = layer.page_table.shape[-1] * pages.pool.shape[1]
         place = jnp.where(exists[:, None], place, end)

@@ -298,6 +298,9 @@ def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy)
     # first, since the digest of weights depends on their dtype
     if found["dtype"] != (dtype := np.dtype(model.dtype).name):
         raise UserError(f"{path}: saved in {found['dtype']}, the model is in {dtype}")
+    saved = "int8" if caches.SCALE in found["planes"] else None
+    if saved != (own := model.config.kv_cache_dtype):
+        raise UserError(f"{path}: saved with kv_cache_dtype {saved}, the model is loaded with {own}")
     if found["contents"] != contents(model):
         made_for = MadeFor.described(found)
         of = "other weights" if made_for is None else f"the model {made_for.model}"
@@ -317,7 +320,7 @@ def _wanted(
     sizes = len(found["held"]), len(found["held"][0]), found["arrays"]["entries"]["shape"][-1]
     if sizes != (config.num_full_layers, config.num_kv_heads, 2 * config.head_dim):
         raise UserError(f"{path / DESCRIPTION}: damaged (layers, heads and width are {sizes})")
-    known = {**policy.host.planes, **caches.MAX_ENTRIES_PLANES}
+    known = {**policy.host.planes, **caches.MAX_ENTRIES_PLANES, caches.SCALE: "int32"}
     if wrong := [x for x, own in found["planes"].items() if np.dtype(known.get(x, own)).name != own]:
         raise UserError(f"{path / DESCRIPTION}: damaged (plane {wrong[0]} is {found['planes'][wrong[0]]})")
     wanted = {name: jax.ShapeDtypeStruct(*x) for name, x in described_arrays(found).items()}
@@ -437,7 +440,9 @@ def _like(
     dtype = np.dtype(model.dtype)
     stored, bounds = stored_as(dtype)
     planes = {name: np.dtype(own) for name, own in found["planes"].items()}
-    page_bytes = page_size * (2 * config.head_dim * dtype.itemsize + sum(x.itemsize for x in planes.values()))
+    own = {name: x for name, x in planes.items() if name != caches.SCALE}
+    entry = caches.entry_bytes(config.head_dim, dtype, int8=config.int8_entries)
+    page_bytes = page_size * (entry + sum(x.itemsize for x in own.values()))
     page_bytes += 2 * config.head_dim * bounds.itemsize * found["selects"]
     padded = np.pad(seen, (0, batch - len(seen)))
     rows = np.pad(length, ((0, 0), (0, batch - len(seen)), (0, 0)))

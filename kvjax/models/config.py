@@ -137,6 +137,8 @@ class ModelConfig:
     """The dtype of the layers' matrices if it has 8 bits: "int8" or "fp8"; None: that of the other parameters."""
     weight_block: int = 0
     """Inputs that share a scale of 8-bit weights; 0: all of them do."""
+    kv_cache_dtype: str | None = None
+    """"int8": the cache holds int8 entries; None: in the dtype of activations."""
     tied: bool = False
     """True if the output head is the embedding table."""
     model_type: str = "llama"
@@ -189,6 +191,8 @@ class ModelConfig:
             raise UserError(f"weights must be {' or '.join(EIGHT_BITS)}, got {shown(self.weights)}")
         if self.weight_block:
             self._check_weight_blocks()
+        if self.kv_cache_dtype not in (None, "int8"):
+            raise UserError(f"kv_cache_dtype must be int8, got {shown(self.kv_cache_dtype)}")
         if self.activation not in ACTIVATIONS:
             raise UserError(f"activation {self.activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
         if self.rope.type not in ROPE_TYPES:
@@ -229,6 +233,11 @@ class ModelConfig:
     def num_full_layers(self) -> int:
         """The number of layers with full attention."""
         return self.num_layers - len(self.sliding_layers)
+
+    @property
+    def int8_entries(self) -> bool:
+        """True if a cache holds int8 entries."""
+        return self.kv_cache_dtype == "int8"
 
     @property
     def longest(self) -> int:

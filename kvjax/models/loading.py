@@ -61,6 +61,7 @@ def load_model(
     dtype: Any = None,
     *,
     weights: str | None = None,
+    kv_cache_dtype: str | None = None,
     max_length: int | None = None,
 ) -> Decoder:
     """Read a model of one of the `FAMILIES` onto the current mesh.
@@ -77,6 +78,8 @@ def load_model(
         weights: "int8" or "fp8" (e4m3): store the layers' matrices in 8 bits, with a scale for each output, rounded to
             the nearest. Products are made in `dtype`, sums in float32. Such a model takes about half the memory of
             bfloat16 and cannot be trained itself; its gates can. None: in `dtype`, or as FP8 files have them.
+        kv_cache_dtype: "int8": caches of this model hold int8 entries, each key and each value with a scale, in about
+            half the memory of 16 bits; None: in `dtype`. Windows of sliding-window layers are in `dtype`.
         max_length: the longest sequence that will be run, for models with "dynamic" or "longrope" rope; by default what
             the model declares.
 
@@ -86,7 +89,8 @@ def load_model(
     """
     dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
-    config = dataclasses.replace(read_config(model, max_length, weights), name=str(path_or_hub_id))
+    config = read_config(model, max_length, weights)
+    config = dataclasses.replace(config, kv_cache_dtype=kv_cache_dtype, name=str(path_or_hub_id))
     warn_of_turn_ends(config)
     stored = _stored(model, config)
     with use_mesh():
@@ -130,13 +134,15 @@ def load(
     dtype: Any = None,
     *,
     weights: str | None = None,
+    kv_cache_dtype: str | None = None,
     max_length: int | None = None,
 ) -> tuple[Decoder, Any]:
     """Return a model and its tokenizer: `model, tokenizer = kvjax.load("Qwen/Qwen3-4B")`. They are read as by
     `load_model` and `load_tokenizer`, the tokenizer first."""
     dtype, max_length = _checked(dtype, max_length)
     tokenizer = load_tokenizer(path_or_hub_id)
-    return load_model(path_or_hub_id, dtype, weights=weights, max_length=max_length), tokenizer
+    stored = {"weights": weights, "kv_cache_dtype": kv_cache_dtype}
+    return load_model(path_or_hub_id, dtype, **stored, max_length=max_length), tokenizer
 
 
 def _is_stored(path: str, config: ModelConfig) -> bool:

@@ -76,10 +76,10 @@ def train(args: list[str]) -> None:
 def serve(args: list[str]) -> None:
     """Print what prefill (the call that reads a chunk of the prompts) and decoding (a block of tokens) take, then the
     longest context with which both fit."""
-    from kvjax.plan.programs import POOL, TABLES, ServeConfig, check_serving
+    from kvjax.plan.programs import POOL, TABLES, ServeConfig, check_serving, shape_of
 
     told = parse_command(ServeConfig, args)
-    model = find_shape(told.model, weights=told.weights)
+    model = shape_of(told)
     usable = _begin(told.model, model, told.dtype, told.topology, told.mesh)
     check_serving(told, model.config)
     check_longest(model.config, told.context)
@@ -115,7 +115,8 @@ def _begin(name: str, model: ModelShape, dtype: str | None, topology: str | None
         start(MeshShape())
         usable = chips.usable
     where = topology or "this machine"
-    kinds = [dtype or model.dtype, *([f"weights {model.config.weights}"] if model.config.weights else [])]
+    stored = {"weights": model.config.weights, "entries": model.config.kv_cache_dtype}
+    kinds = [dtype or model.dtype, *(f"{what} {kind}" for what, kind in stored.items() if kind)]
     _say(
         f"{name} ({', '.join(kinds)}) on {where}, mesh {mesh}: {mesh.count} devices of {shown_bytes(usable)} usable"
     )

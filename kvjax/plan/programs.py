@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from kvjax.cache import entry_bytes
 from kvjax.checkpoints.orbax import abstract
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
@@ -26,7 +27,7 @@ from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.loading import parameter_dtype
-from kvjax.models.shapes import check_mesh, find_shape
+from kvjax.models.shapes import ModelShape, check_mesh, find_shape
 from kvjax.plan.ahead import Job
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
@@ -84,7 +85,7 @@ def program_of(job: Job, mesh: Mesh) -> Program:
     """Return a job's program on the current mesh. Raises UserError for a mesh that does not divide the model."""
     told = _told(job)
     longest = job.length + (told.new if isinstance(told, ServeConfig) else 0)
-    model = find_shape(told.model, longest, told.weights)
+    model = shape_of(told, longest)
     check_mesh(told.mesh, model.config)
     dtype = told.dtype or model.dtype
     if isinstance(told, Recipe):
@@ -95,6 +96,16 @@ def program_of(job: Job, mesh: Mesh) -> Program:
 
 def _told(job: Job) -> "Recipe | ServeConfig":
     return parse(job.arguments) if job.stage == "train" else parse_command(ServeConfig, job.arguments)
+
+
+def shape_of(told: "Recipe | ServeConfig", longest: int | None = None) -> ModelShape:
+    """Return the shape of the model that a command names. Raises UserError if there is none of that name."""
+    shape = find_shape(told.model, longest, told.weights)
+    if not isinstance(told, ServeConfig):
+        return shape
+    return dataclasses.replace(
+        shape, config=dataclasses.replace(shape.config, kv_cache_dtype=told.kv_cache_dtype)
+    )
 
 
 def model_of(mesh: Mesh, config: ModelConfig, dtype: str) -> Decoder:
@@ -151,6 +162,8 @@ class ServeConfig:
     """float32, bfloat16 or float16; by default the weights' dtype in config.json."""
     weights: str | None = None
     """int8 or fp8: the layers' matrices in 8 bits; by default as config.json has them."""
+    kv_cache_dtype: str | None = None
+    """int8: entries in 8 bits; by default in the model's dtype."""
     search: bool = True
     """Search for the longest context that fits, by at most three more compiles of both programs; --no-search compiles
     each once."""
@@ -212,8 +225,8 @@ class Serving:
     def entry_bytes(self) -> int:
         """Bytes of one token's key and value in all layers and kv heads."""
         config = self.config
-        width = 2 * config.num_full_layers * config.num_kv_heads * config.head_dim
-        return width * self.model.dtype.itemsize
+        each = entry_bytes(config.head_dim, self.model.dtype, int8=config.int8_entries)
+        return config.num_full_layers * config.num_kv_heads * each
 
     def kept(self, policy: Policy) -> int:
         """Return the tokens that a cache after the prompt has places for: what an eviction leaves, else the context."""

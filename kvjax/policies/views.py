@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt16
+from jaxtyping import Array, Bool, Float, Int, Int8, Int32, Shaped, UInt16
 
 from kvjax.struct import static, struct
 
@@ -80,7 +80,7 @@ class Readout:
     """The log-sum-exp of each query's logits over all that it saw."""
     valid: Int[Array, " b"]
     """The number of the call's tokens that are real, by sequence."""
-    pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
+    pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"] | Int8[Array, "p page kv"]
     """The pages of entries."""
     page_table: Int[Array, "b k c"]
     """The pages of the retained entries before the call. An index one past the pool's end means no page."""
@@ -88,8 +88,22 @@ class Readout:
     """The number of retained entries before the call."""
     chosen: Bool[Array, "b k c"] | None
     """The mask of these pages that were read; None: all were."""
+    scale: Int32[Array, "p page"] | None
+    """The scales of int8 entries (`pallas_kernels.int8_entries`); None: entries are floats."""
+    key_scale: Float[Array, "b k h"] | None
+    """What queries of int8 keys are multiplied by."""
     dtype: Any = static()
     """The dtype of the entries; the pool may hold their bits as integers."""
+
+
+def scaled_queries(
+    q: Float[Array, "b n t h"], key_scale: Float[Array, "b k h"] | None
+) -> Float[Array, "b n t h"]:
+    """Return queries as they go with stored keys: with int8 keys by their scale (`kvjax.cache.LayerCache`)."""
+    if key_scale is None:
+        return q
+    group = q.shape[1] // key_scale.shape[1]
+    return (q * jnp.repeat(key_scale, group, 1)[:, :, None]).astype(q.dtype)
 
 
 @struct

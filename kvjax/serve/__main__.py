@@ -54,6 +54,8 @@ class ServeConfig:
     """float32, bfloat16 or float16; by default that of the weights."""
     weights: str | None = None
     """int8 or fp8: keep the layers' matrices in 8 bits, rounded on loading; by default as the files have them."""
+    kv_cache_dtype: str | None = None
+    """int8: keep entries in 8 bits; by default in the model's dtype."""
 
 
 def run(config: ServeConfig) -> None:
@@ -79,7 +81,7 @@ def run(config: ServeConfig) -> None:
 
     llm = LLM(
         config.model, config.policy, gates=config.gates, mesh=mesh, dtype=config.dtype, weights=config.weights,
-        max_length=config.max_length,         force=config.force,
+        kv_cache_dtype=config.kv_cache_dtype, max_length=config.max_length, force=config.force,
     )  # fmt: skip
     capacity = None if config.capacity is None else parse_capacity(config.capacity)
     engine = Engine(

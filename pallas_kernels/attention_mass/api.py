@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt16
+from jaxtyping import Array, Bool, Float, Int, Int8, Int32, UInt16
 
 from pallas_kernels.attention_mass.gpu import gpu
 from pallas_kernels.attention_mass.reference import reference
@@ -12,6 +12,7 @@ from pallas_kernels.attention_mass.tpu import tpu
 from pallas_kernels.attention_mass.xla import xla
 from pallas_kernels.bits import as_floats
 from pallas_kernels.choose import choose
+from pallas_kernels.int8_entries import dequantised_entries
 from pallas_kernels.supported import require_whole
 from pallas_kernels.varying import alike
 
@@ -72,22 +73,24 @@ def attention_mass(
 
 def paged_attention_mass(
     q: Float[Array, "b n t h"],
-    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
+    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"] | Int8[Array, "p page 2*h"],
     page_table: Int[Array, "b k c"],
     length: Int[Array, "b k"],
     *,
     over: Over,
     group: Group,
     lse: Float[Array, "b n t"] | None = None,
+    scale: Int32[Array, "p page"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b k c*page"]:
     """Return the `attention_mass` of the keys stored in pages, all of which every query counts (offset None).
 
     Args:
         pool: pages of `page` entries, each a key and its value side by side. 16-bit floats in q's dtype may be given as
-            their bits.
+            their bits, and int8 numbers with a `scale`.
         page_table: the pages of each (sequence, kv head), in order.
         length: the number of entries they hold. Entries past it and table entries beyond the pool do not matter.
+        scale: the scales of every entry of the pool (`int8_entries.py`).
         over, group, lse, implementation: as in `attention_mass`.
 
     Returns:
@@ -110,11 +113,13 @@ def paged_attention_mass(
             f"paged_attention_mass: pool {pool.shape} holds no entry, but page_table has {columns} columns"
         )
     require_whole("paged_attention_mass", page_table=page_table, length=length)
-    pool, page_table, length = alike(pool, page_table, length)
+    pool, page_table, length, scale = alike(pool, page_table, length, scale)
     s = columns * pool.shape[1]
     # The keys are copied once; the passes read them twice. Whole pages are gathered and the values cut off afterwards,
     # since XLA does not move a slice past a gather: it would copy half of the pool.
     entries = pool.at[page_table].get(mode="clip") if columns else pool[:0]
+    if scale is not None and columns:
+        entries = dequantised_entries(entries, scale.at[page_table].get(mode="clip"), q.dtype)
     k = as_floats(entries.reshape(b, heads, s, 2 * h)[..., :h], q.dtype)
     valid = jnp.arange(s) < length[..., None]
     return attention_mass(

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt16
+from jaxtyping import Array, Bool, Float, Int, Int8, Int32, UInt16
 
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import choose
@@ -22,7 +22,7 @@ IMPLEMENTATIONS = {"xla": xla, "tpu": tpu, "gpu": gpu, "hopper": hopper, "refere
 
 def paged_decode(
     q: Float[Array, "b n t h"],
-    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
+    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"] | Int8[Array, "p page 2*h"],
     page_table: Int[Array, "b k c"],
     length: Int[Array, "b k"],
     ring_length: Int[Array, " b"] | None = None,
@@ -31,6 +31,7 @@ def paged_decode(
     new: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None,
     pages: Bool[Array, "b k global"] | None = None,
     bias: Float[Array, "p page"] | None = None,
+    scale: Int32[Array, "p page"] | None = None,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
@@ -45,7 +46,8 @@ def paged_decode(
     Args:
         q: queries; head `x` reads kv head `x // (n / k)`.
         pool: pages of `page` entries, each a key and its value side by side; shared by all rows and layers. On a CPU
-            (implementation "xla") 16-bit floats may be given as their bits, in q's dtype (`bits.py`).
+            (implementation "xla") 16-bit floats may be given as their bits, in q's dtype (`bits.py`). With a `scale`
+            they are int8 numbers (`int8_entries.py`).
         page_table: the pages of each (sequence, kv head), in order.
         length: the number of entries in its global pages.
         ring_length: the number of entries in the ring pages. None: the ring pages are not read at all.
@@ -57,6 +59,8 @@ def paged_decode(
             is added or read. "hopper" takes no bias, and "tpu" takes one only if the page size is a divisor or a
             multiple of 128. On TPU, store a bias of smaller pages flat and reshape it for this call; otherwise XLA
             copies it at every call.
+        scale: the scales of every entry of the pool, for int8 numbers: two bfloat16s in one int32. On TPU they are
+            stored like a bias. "hopper" takes none.
         dtype: the dtype of the output. None: q's. Use float32 if the output is merged with more attention and rounded
             afterwards. "hopper" computes float32 for up to 8 query tokens. For more, and for a table without columns,
             it uses `vertical_slash`, whose "hopper" outputs have 16 bits of mantissa.
@@ -70,17 +74,17 @@ def paged_decode(
 
     Raises:
         ValueError: shapes that disagree, more ring pages than columns, columns but a pool without entries, indices or
-            lengths that are not integers, a bias that is not float32, an unknown implementation, or arguments that a
-            kernel does not take (`supported.py`).
+            lengths that are not integers, a bias that is not float32, int8 numbers without scales, an unknown
+            implementation, or arguments that a kernel does not take (`supported.py`).
     """
-    _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias)
-    stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias
+    _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale)
+    stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale
     return _run(*stored, dtype, None, implementation)[:2]
 
 
 def paged_decode_append(
     q: Float[Array, "b n 1 h"],
-    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
+    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"] | Int8[Array, "p page 2*h"],
     page_table: Int[Array, "b k c"],
     length: Int[Array, "b k"],
     ring_length: Int[Array, " b"] | None = None,
@@ -90,11 +94,12 @@ def paged_decode_append(
     ring_pages: int = 0,
     pages: Bool[Array, "b k global"] | None = None,
     bias: Float[Array, "p page"] | None = None,
+    scale: Int32[Array, "p page"] | None = None,
     implementation: str | None = None,
 ) -> tuple[
     Float[Array, "b n 1 h"],
     Float[Array, "b n 1"],
-    Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
+    Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"] | Int8[Array, "p page 2*h"],
 ]:
     """Run `paged_decode` for one token, then write the token into the pool. The entry that it replaces may be moved.
 
@@ -102,8 +107,9 @@ def paged_decode_append(
 
     Args:
         new: the token's keys and values.
-        append: the places they are written to. Attention reads the pages as they were before.
-        q, pool, page_table, length, ring_length, ring_pages, pages, bias, implementation: as in `paged_decode`.
+        append: the places they are written to. Attention reads the pages as they were before. Into a pool of int8
+            numbers they are written as `quantised_entries` has them; to write their scales is left to the caller.
+        q, pool, page_table, length, ring_length, ring_pages, pages, bias, scale, implementation: as in `paged_decode`.
 
     Returns:
         The output, the log-sum-exp, and the pool with the token in it.
@@ -111,20 +117,21 @@ def paged_decode_append(
     Raises:
         ValueError: as in `paged_decode`; more than one token; places that are not integers, or not one for each row.
     """
-    _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias)
+    _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale)
     if q.shape[2] != 1 or any(place.shape != length.shape for place in append):
         raise ValueError(
             f"paged_decode_append: {q.shape[2]} tokens and places {[place.shape for place in append]}, but one token "
             f"of each row is written, to places {length.shape}"
         )
     require_whole("paged_decode_append", **append._asdict())
-    stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias
+    stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale
     return _run(*stored, None, append, implementation)
 
 
 def _run(
-    q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, dtype, append, implementation
-):
+    q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale, dtype, append,
+    implementation,
+):  # fmt: skip
     """Return the output, the log-sum-exp and the pool."""
     call, given = choose(IMPLEMENTATIONS, implementation, "paged_decode"), pool.dtype
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
@@ -136,13 +143,13 @@ def _run(
     length = jnp.clip(length, 0, (page_table.shape[2] - ring_pages) * page)
     if ring_length is not None:
         ring_length = jnp.clip(ring_length, 0, ring_pages * page)
-    q, pool, page_table, length, ring_length, new, pages, bias, append = alike(
-        q, pool, page_table, length, ring_length, new, pages, bias, append
+    q, pool, page_table, length, ring_length, new, pages, bias, scale, append = alike(
+        q, pool, page_table, length, ring_length, new, pages, bias, scale, append
     )
     if pages is not None and call is not reference:
         page_table, length, pages = *compact(pages, page_table, length, page), None
     chosen = {} if pages is None else {"pages": pages}
-    stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
+    stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale
     o, lse, pool = call(*stored, dtype, append, **chosen)
     return o, lse, as_bits(pool) if pool.dtype != given else pool
 
@@ -154,7 +161,7 @@ def _nothing_stored(q, new, dtype, implementation):
     return jnp.zeros_like(q, dtype), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
 
 
-def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias):
+def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale):
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     if not heads or n % heads:
@@ -185,5 +192,11 @@ def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bia
     if bias is not None and (bias.shape != pool.shape[:2] or bias.dtype != jnp.float32):
         raise ValueError(
             f"paged_decode: bias is {bias.dtype} {bias.shape}, but pool {pool.shape} needs float32 {pool.shape[:2]}"
+        )
+    if (pool.dtype == jnp.int8) != (scale is not None):
+        raise ValueError(f"paged_decode: pool is {pool.dtype}, but int8 numbers and they alone have scales")
+    if scale is not None and (scale.shape != pool.shape[:2] or scale.dtype != jnp.int32):
+        raise ValueError(
+            f"paged_decode: scale is {scale.dtype} {scale.shape}, but pool {pool.shape} needs int32 {pool.shape[:2]}"
         )
     require_whole("paged_decode", page_table=page_table, length=length, ring_length=ring_length)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.bits import as_bits
+from pallas_kernels.int8_entries import quantised_entries
 from pallas_kernels.ordering import after
 
 
@@ -22,16 +23,21 @@ class Append(NamedTuple):
     """The new place of the entry that was there."""
 
 
+def as_stored(new, pool):
+    """Return tokens, keys and values `[b k 1 h]` each, as the pool `[p page 2h]` holds them: `[b k 2h]`."""
+    token = jnp.concatenate(new, -1)[:, :, 0]
+    return quantised_entries(token)[0] if pool.dtype == jnp.int8 else token.astype(pool.dtype)
+
+
 def written(pool, append: Append | None, new, lse):
     """Return the pool with the tokens in it, if there is an `append`, once the log-sum-exp of their attention is known.
 
-    pool: `[p page 2h]`, floats or their bits; new: keys and values, `[b k 1 h]` each; lse: `[b n 1]`.
+    pool: `[p page 2h]`, floats, their bits or int8 numbers; new: keys and values, `[b k 1 h]` each; lse: `[b n 1]`.
     """
     if append is None:
         return pool
     page = pool.shape[1]
-    token = jnp.concatenate(new, -1)[:, :, 0]
-    token = as_bits(token) if pool.dtype == jnp.uint16 else token.astype(pool.dtype)
+    token = as_bits(jnp.concatenate(new, -1)[:, :, 0]) if pool.dtype == jnp.uint16 else as_stored(new, pool)
     slot = after(append.slot, lse)
     old = pool.at[slot // page, slot % page].get(mode="clip")
     index = jnp.stack([append.moved, slot], -1)

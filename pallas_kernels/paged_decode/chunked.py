@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.int8_entries import dequantised_entries
 from pallas_kernels.paged_decode.append import written
 from pallas_kernels.paged_decode.plane import of_pages, of_pages_by_lanes
 from pallas_kernels.softmax import MASKED, merge
@@ -35,6 +36,7 @@ def attend_many(
     ring_pages,
     new,
     bias,
+    scale,
     dtype,
     append,
 ):
@@ -43,10 +45,11 @@ def attend_many(
     page, h = pool.shape[1], q.shape[-1]
     ring_length = jnp.zeros(b, jnp.int32) if ring_length is None else ring_length
     ring_length = jnp.broadcast_to(ring_length[:, None], length.shape)
-    entries = min(max(COPIED // (b * heads * 2 * h * pool.dtype.itemsize), ENTRIES[0]), ENTRIES[1])
+    entries = min(max(COPIED // (b * heads * 2 * h * q.dtype.itemsize), ENTRIES[0]), ENTRIES[1])
     width = min(columns, max(1, entries // page))
     table = jnp.pad(page_table, ((0, 0), (0, 0), (0, -columns % width)))
     ring = ring_pages * page
+    gather = of_pages_by_lanes if name == "tpu" else of_pages
     used = jnp.where(length > 0, ring + length, ring_length)
 
     def block(j, state):
@@ -54,11 +57,13 @@ def attend_many(
         in_ring, in_global = place < ring_length[..., None], place - ring < length[..., None]
         stored = jnp.where(place < ring, in_ring, in_global)
         ids = lax.dynamic_slice_in_dim(table, j * width, width, 2)
-        entries = pool.at[ids].get(mode="clip").reshape(b, heads, width * page, 2 * h)
+        entries = pool.at[ids].get(mode="clip")
+        if scale is not None:
+            entries = dequantised_entries(entries, gather(scale, ids), q.dtype)
+        entries = entries.reshape(b, heads, width * page, 2 * h)
         entries = jnp.where(stored[..., None], entries, 0)
         gate = None
         if bias is not None:
-            gather = of_pages_by_lanes if name == "tpu" else of_pages
             gate = gather(bias, ids).reshape(stored.shape)
             gate = jnp.where(stored & (place >= ring), jnp.maximum(gate, MASKED), 0)
         begun = jnp.where(place < used[..., None], 0, FOREVER)

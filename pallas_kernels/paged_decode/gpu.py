@@ -1,6 +1,6 @@
 """`paged_decode` on GPUs, in Triton. Every program takes an equal share of all rows' tiles (`stream_k.py`): a row's
-entries are those of the ring and then the global ones, cut into tiles of keys. A bias is read in place, by the page
-indices of the keys."""
+entries are those of the ring and then the global ones, cut into tiles of keys. Biases and scales are read in place, by
+the page indices of the keys."""
 
 import functools
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.int8_entries import scales
 from pallas_kernels.interpret import gpu_interpret
 from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
 from pallas_kernels.paged_decode.stream_k import (
@@ -57,7 +58,7 @@ def _dot(a, b, dimensions, sizes: _Sizes):
     )
 
 
-def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref, *, sizes: _Sizes):
+def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, scale_ref, o_ref, lse_ref, *, sizes: _Sizes):
     program, shares = pl.program_id(0), sizes.shares
     begin, stop = share(program, rows_ref[0, shares.r], shares)
     query, column = jnp.arange(sizes.queries2), jnp.arange(shares.h2)
@@ -81,9 +82,14 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref, *, s
 
             def side(first):
                 here = pool_ref.at[pages, (place % sizes.page)[:, None], first + column[None]]
-                return plt.load(here, mask=stored[:, None] & column_exists, other=0)
+                return plt.load(here, mask=stored[:, None] & column_exists, other=0).astype(q.dtype)
 
             x = _dot(q, side(0), ((1,), (1,)), sizes) * shares.scale
+            of_value = None
+            if scale_ref is not None:
+                own = plt.load(scale_ref.at[page, place % sizes.page], mask=stored, other=0)
+                of_key, of_value = scales(own)
+                x *= of_key[None]
             if bias_ref is not None:
                 biased = stored & jnp.logical_not(in_ring)
                 x += plt.load(bias_ref.at[page, place % sizes.page], mask=biased, other=0)[None] * LOG2E
@@ -92,7 +98,8 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref, *, s
             p = jnp.exp2(x - m_new[:, None])
             kept = jnp.exp2(m - m_new)
             v = side(shares.h)
-            pv = _dot(p.astype(v.dtype), v, ((1,), (0,)), sizes)
+            weight = p if of_value is None else p * of_value[None]
+            pv = _dot(weight.astype(v.dtype), v, ((1,), (0,)), sizes)
             return m_new, l * kept + p.sum(1), o * kept[:, None] + pv
 
         m = jnp.full(sizes.queries2, MASKED, jnp.float32)
@@ -117,7 +124,7 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref, *, s
 
 
 def gpu(
-    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None,
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, scale, dtype, append=None,
     interpret: bool | None = None,
 ):  # fmt: skip
     check_supported("gpu", q, pool, page_table)
@@ -129,7 +136,7 @@ def gpu(
     if t > TOKENS or power(queries, 16) * h2 > LARGEST:
         name, kernel = ("hopper", hopper.attend) if hopper.takes(q) else ("gpu", attend)
         many = functools.partial(kernel, dtype=jnp.float32, interpret=interpret)
-        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
+        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale
         return attend_many(many, name, *stored, dtype, append)
     # A large output gets more warps and smaller tiles: registers for it and shared memory for q are limited.
     large = 2 * power(queries, 16) * h2 >= LARGEST
@@ -143,7 +150,7 @@ def gpu(
         page=page,
         keys=keys,
         ring_pages=ring_pages,
-        precision=lax.Precision.HIGHEST if pool.dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
     )
     rows = listed(length, ring_length, lambda ring, length: pl.cdiv(ring + length, keys))
     q = q.reshape(r, queries, h)
@@ -158,7 +165,7 @@ def gpu(
         compiler_params=plt.CompilerParams(num_warps=8 if large else 4, num_stages=STAGES),
         interpret=interpret,
         name="paged_decode",
-    )(rows, q, pool, page_table.reshape(r, columns), bias)
+    )(rows, q, pool, page_table.reshape(r, columns), bias, scale)
     options = {"pool": pool, "append": append, "dtype": dtype, "interpret": interpret}
     o, lse, pool = merge(shares, rows, q, new, *parts, **options)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t), pool

@@ -59,7 +59,7 @@ class Plan(NamedTuple):
 
 
 def hopper(
-    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None, interpret=None,
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, scale, dtype, append=None, interpret=None,
     machine=HOPPER,
 ):  # fmt: skip
     b, n, t, h = q.shape
@@ -77,7 +77,7 @@ def hopper(
     )
     if t > TOKENS:
         many = functools.partial(attend, dtype=jnp.float32, interpret=interpret, machine=machine)
-        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
+        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale
         return attend_many(many, "hopper", *stored, dtype, append)
     group = n // heads
     # If there are more queries than a wgmma has rows, split the group as if fewer heads shared the pages.

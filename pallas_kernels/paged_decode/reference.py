@@ -3,18 +3,21 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.int8_entries import dequantised_entries
+from pallas_kernels.paged_decode.append import as_stored
 from pallas_kernels.softmax import MASKED
 
 
 def reference(
-    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None, pages=None
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, scale, dtype, append=None, pages=None
 ):
     b, n, t, h = q.shape
     _, heads, columns = page_table.shape
     page = pool.shape[1]
     exact = jnp.promote_types(q.dtype, jnp.float32)
     ids = jnp.clip(page_table, 0, pool.shape[0] - 1)
-    entries = pool[ids].reshape(b, heads, columns * page, 2 * h)
+    entries = pool[ids] if scale is None else dequantised_entries(pool[ids], scale[ids], exact)
+    entries = entries.reshape(b, heads, columns * page, 2 * h)
     place = jnp.arange(columns * page)
     ring = place < ring_pages * page
     in_ring = place < (jnp.zeros(b, int) if ring_length is None else ring_length)[:, None, None]
@@ -48,7 +51,7 @@ def reference(
 def _written(pool, append, new):
     if append is None:
         return pool
-    entries, token = pool.reshape(-1, pool.shape[2]), jnp.concatenate(new, -1)[:, :, 0]
+    entries, token = pool.reshape(-1, pool.shape[2]), as_stored(new, pool)
     old = entries.at[append.slot].get(mode="clip")
     entries = entries.at[append.moved].set(old, mode="drop")
-    return entries.at[append.slot].set(token.astype(pool.dtype), mode="drop").reshape(pool.shape)
+    return entries.at[append.slot].set(token, mode="drop").reshape(pool.shape)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.paged_decode.append import Append
+from pallas_kernels.paged_decode.append import Append, as_stored
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
 
@@ -101,13 +101,16 @@ def merge(
     """
     r, queries, h = shares.r, shares.queries, shares.h
     k, v = (None, None) if new is None else (x.reshape(r, shares.t, h) for x in new)
-    inputs = rows, q, k, v, slots, slot_lse
+    token = None, None
+    if append is not None and pool.dtype == jnp.int8:
+        token = jnp.split(as_stored(new, pool).reshape(r, 1, 2 * h), 2, -1)
+    inputs = rows, q, k, v, slots, slot_lse, *token
     outputs = [output((r, queries, h), dtype, q), output((r, queries), jnp.float32, q)]
     places, entries, aliases = None, None, {}
     if append is not None:
         places, entries = jnp.stack([x.reshape(-1) for x in append]), pool.reshape(-1, pool.shape[2])
         outputs.append(output(entries.shape, pool.dtype, pool))
-        aliases = {len(inputs) + 1: 2}
+        aliases = {len(jax.tree.leaves(inputs)) + 1: 2}
     o, lse, *changed = pl.pallas_call(
         functools.partial(_merge, shares=shares, interpret=interpret),
         grid=(r, queries),
@@ -121,10 +124,11 @@ def merge(
 
 
 def _merge(
-    rows_ref, q_ref, k_ref, v_ref, slots_ref, slot_lse_ref, places_ref, _, o_ref, lse_ref,
-    *pool_refs, shares: Shares, interpret: bool,
+    rows_ref, q_ref, k_ref, v_ref, slots_ref, slot_lse_ref, key_ref, value_ref, places_ref, _,
+    o_ref, lse_ref, *pool_refs, shares: Shares, interpret: bool,
 ):  # fmt: skip
-    """Compute one query's output from its row's slots and from this call's keys up to itself."""
+    """Compute one query's output from its row's slots and from this call's keys up to itself. The token is written from
+    `key_ref` and `value_ref` where the pool holds other numbers than these."""
     row, query = pl.program_id(0), pl.program_id(1)
     start, end, total = (rows_ref[0, x] for x in (row, row + 1, shares.r))
     programs = jnp.minimum(total, shares.programs)
@@ -173,7 +177,8 @@ def _merge(
         repeated = shares.r // places_ref.shape[1]
         first = (query == 0) & (row % repeated == 0)
         places = row // repeated, places_ref
-        pl.when(first)(lambda: _write(row, *places, k_ref, v_ref, pool_refs[0], shares, interpret))
+        token = (k_ref, v_ref) if key_ref is None else (key_ref, value_ref)
+        pl.when(first)(lambda: _write(row, *places, *token, pool_refs[0], shares, interpret))
 
 
 def _write(row, place, places_ref, k_ref, v_ref, pool_ref, shares: Shares, interpret: bool):

@@ -1,5 +1,7 @@
 """Checks of the arguments that the kernels of `paged_decode` support."""
 
+import jax.numpy as jnp
+
 from pallas_kernels.supported import require, require_attention
 
 
@@ -8,7 +10,7 @@ def check_supported(
 ):
     """Raise ValueError unless the kernels take arguments of these shapes and dtypes."""
     page = pool.shape[1]
-    require_attention("paged_decode", implementation, q, pool=pool)
+    require_attention("paged_decode", implementation, q, **({} if pool.dtype == jnp.int8 else {"pool": pool}))
     require(
         "paged_decode",
         implementation,

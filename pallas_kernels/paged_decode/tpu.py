@@ -10,8 +10,8 @@ without branches, so that copies start during the arithmetic. Other blocks are c
 (`EIGHTHS`), with zeros for values that are not stored, since 0 · NaN is NaN. Neither their arithmetic nor the start of
 the first copies has branches, so a short row takes little more than its own latencies.
 
-A page's biases are copied with it, as the row of lanes that holds them or as all their rows. A row of lanes that holds
-the biases of several pages is rotated until they line up with their logits.
+A page's biases and scales are copied with it, as the row of lanes that holds them or as all their rows. A row of lanes
+that holds those of several pages is rotated until they line up with their logits.
 """
 
 import functools
@@ -25,11 +25,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import divisor
 from pallas_kernels.choose import target
+from pallas_kernels.int8_entries import scales
 from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
 from pallas_kernels.paged_decode.plane import LANES, in_lanes
 from pallas_kernels.paged_decode.supported import check_supported
-from pallas_kernels.paged_decode.tpu_append import written
+from pallas_kernels.paged_decode.tpu_append import tile, written
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output
@@ -91,8 +92,9 @@ def _block_pages(page: int, columns: int, entry_bytes: int, queries: int) -> int
 
 
 def _kernel(*refs, sizes: _Sizes):
-    ring_ref, length_ref, q_ref, new_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref = refs[:9]
-    buffers, tables, cursor, page_sems, table_sems, *of_bias = refs[9:]
+    ring_ref, length_ref, q_ref, new_ref, pool_ref, table_ref, bias_ref, scale_ref, o_ref, lse_ref = refs[:10]
+    buffers, tables, cursor, page_sems, table_sems, of_bias, of_scale = refs[10:]
+    planes = [(ref, own) for ref, own in ((bias_ref, of_bias), (scale_ref, of_scale)) if own]
     page, block, columns = sizes.page, sizes.block, table_ref.shape[2]
     step_rows, queries, width = q_ref.shape
     # only parts of whole vectors of logits
@@ -111,23 +113,24 @@ def _kernel(*refs, sizes: _Sizes):
         place = tables.at[pl.ds(pl.multiple_of(slot * columns, LANES), columns)]
         return pltpu.make_async_copy(table_ref.at[row, 0], place, table_sems.at[slot])
 
-    def fetch_bias(page_index, slot, p):
-        rows, places, sems = of_bias
+    def fetch_numbers(plane_ref, own, page_index, slot, p):
+        """Start the copy of a plane's numbers for page `p` of a block."""
+        rows, places, sems = own
         count = rows.shape[1] // block
         place = page_index * page
         places[slot * block + p] = place
-        source = bias_ref.at[pl.ds(lax.div(place, LANES), count)]
+        source = plane_ref.at[pl.ds(lax.div(place, LANES), count)]
         pltpu.make_async_copy(source, rows.at[slot, pl.ds(p * count, count)], sems.at[slot]).start()
 
-    def bias_of(slot, part):
-        """The biases `[1 keys]` of the first `part` pages of a block that has arrived."""
-        rows, places, _ = of_bias
+    def numbers_of(own, slot, part):
+        """A plane's numbers `[1 keys]` for the first `part` pages of a block that has arrived."""
+        rows, places, _ = own
         if page >= LANES:
             return jnp.concatenate([rows[slot, i] for i in range(part * rows.shape[1] // block)], 1)
         lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
         lines = []
         for first in range(0, part, LANES // page):
-            line = jnp.zeros((1, LANES), jnp.float32)
+            line = jnp.zeros((1, LANES), rows.dtype)
             for p in range(LANES // page):
                 turn = (p * page - places[slot * block + first + p]) & (LANES - 1)
                 turned = pltpu.roll(rows[slot, first + p], turn, 1)
@@ -139,8 +142,8 @@ def _kernel(*refs, sizes: _Sizes):
         """Start the copies of page `p` of a block."""
         source = pool_ref.at[page_index]
         pltpu.make_async_copy(source, buffers.at[slot, p], page_sems.at[slot]).start()
-        if of_bias:
-            fetch_bias(page_index, slot, p)
+        for plane_ref, own in planes:
+            fetch_numbers(plane_ref, own, page_index, slot, p)
 
     def start_all(slot, column, p, count):
         """Start the copies of `count` pages, from page `p` on. The block begins at `column` in the tables."""
@@ -151,8 +154,7 @@ def _kernel(*refs, sizes: _Sizes):
         """Wait for as many bytes as `count` pages have."""
         pages = buffers.at[slot, pl.ds(0, count)]
         pltpu.make_async_copy(pages, pages, page_sems.at[slot]).wait()
-        if of_bias:
-            rows, _, sems = of_bias
+        for _, (rows, _, sems) in planes:
             rows = rows.at[slot, pl.ds(0, count * (rows.shape[1] // block))]
             pltpu.make_async_copy(rows, rows, sems.at[slot]).wait()
 
@@ -236,7 +238,7 @@ def _kernel(*refs, sizes: _Sizes):
             """The state after the first `part` pages of a block that has arrived. All pages of a `whole` block are
             full."""
             m, l, o = state
-            kv = buffers[slot, :part].reshape(part * page, buffers.shape[3])
+            kv = buffers[slot, :part].reshape(part * page, buffers.shape[3]).astype(q.dtype)
             x = lax.dot_general(
                 q,
                 kv[:, :width],
@@ -245,22 +247,30 @@ def _kernel(*refs, sizes: _Sizes):
                 preferred_element_type=jnp.float32,
             )
             x *= sizes.scale
+            of_value = None
+            if of_scale:
+                of_key, of_value = scales(numbers_of(of_scale, slot, part))
+                x *= of_key
             if of_bias:
                 place = index * block * page + lax.broadcasted_iota(jnp.int32, x.shape, 1)
-                x += jnp.where(place >= ring * page, bias_of(slot, part) * LOG2E, 0)
+                x += jnp.where(place >= ring * page, numbers_of(of_bias, slot, part) * LOG2E, 0)
             v = kv[:, -width:]
             if not whole:
                 place = index * block * page + lax.broadcasted_iota(jnp.int32, x.shape, 1)
                 stored = (place < entries) & ((place < stored_first) | (place >= page))
                 x = jnp.where(stored, x, MASKED)
-                v = v.reshape(part, page, width)
-                v = jnp.concatenate([jnp.where(index * block + p < pages, v[p], 0) for p in range(part)])
+                if of_value is None:
+                    v = v.reshape(part, page, width)
+                    v = jnp.concatenate([jnp.where(index * block + p < pages, v[p], 0) for p in range(part)])
+                else:
+                    of_value = jnp.where(stored, of_value, 0)
             m_new = jnp.maximum(m, x.max(1, keepdims=True))
             p = jnp.exp2(x - m_new)
             kept = jnp.exp2(m - m_new)
             l = l * kept + sum(p[:, c : c + LANES] for c in range(0, part * page, LANES))
+            weight = p if of_value is None else p * of_value
             pv = lax.dot_general(
-                p.astype(kv.dtype),
+                weight.astype(kv.dtype),
                 v,
                 (((1,), (0,)), ((), ())),
                 precision=sizes.precision,
@@ -300,10 +310,11 @@ def _kernel(*refs, sizes: _Sizes):
             await_pages(slot, left)
 
             def of_part(part, state):
-                if sizes.ring_pages:
-                    blank(slot, 0, jnp.where(index == 0, stored_first, page))
-                last = jnp.maximum(jnp.minimum(left, part) - 1, 0)
-                blank(slot, last, entries - (index * block + last) * page)
+                if not of_scale:  # whole numbers times a scale of 0 are 0
+                    if sizes.ring_pages:
+                        blank(slot, 0, jnp.where(index == 0, stored_first, page))
+                    last = jnp.maximum(jnp.minimum(left, part) - 1, 0)
+                    blank(slot, last, entries - (index * block + last) * page)
                 state = seen(slot, index, state, part)
                 start_first(free, column, count)
                 return state
@@ -354,12 +365,13 @@ def _cores(rows: int) -> int:
 
 
 def tpu(
-    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None, interpret: Any = None
-):
-    check_supported("tpu", q, pool, page_table, page_multiple=8, columns=COLUMNS)
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, scale, dtype, append=None,
+    interpret: Any = None,
+):  # fmt: skip
+    check_supported("tpu", q, pool, page_table, page_multiple=tile(pool.dtype), columns=COLUMNS)
     if q.shape[2] > TOKENS:
         many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
-        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias
+        stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale
         return attend_many(many, "tpu", *stored, dtype, append)
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
@@ -376,8 +388,8 @@ def tpu(
         ),
         (queries * least <= TILE, what),
         (
-            bias is None or page % LANES == 0 or LANES % page == 0,
-            f"a bias of pages of a divisor or a multiple of {LANES} entries, not {page}",
+            (bias is None and scale is None) or page % LANES == 0 or LANES % page == 0,
+            f"a bias or scales of pages of a divisor or a multiple of {LANES} entries, not {page}",
         ),
     )
     cores = _cores(r)
@@ -397,18 +409,21 @@ def tpu(
         ring_pages=ring_pages,
         t=t,
         scale=h**-0.5 * LOG2E,
-        precision=lax.Precision.HIGHEST if pool.dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
         rows=r // cores,
     )
 
-    of_bias = []
-    if bias is not None:
-        bias = in_lanes(bias)[:, None]
-        of_bias = [  # rows of lanes of a block's pages; the places in the plane where each page's biases begin
-            pltpu.VMEM((SLOTS, sizes.block * max(1, page // LANES), 1, LANES), jnp.float32),
+    def of_plane(plane):
+        """Scratch for a plane: rows of lanes of a block's pages, and the places in the plane where each page begins."""
+        if plane is None:
+            return []
+        return [
+            pltpu.VMEM((SLOTS, sizes.block * max(1, page // LANES), 1, LANES), plane.dtype),
             pltpu.SMEM((SLOTS * sizes.block,), jnp.int32),
             pltpu.SemaphoreType.DMA((SLOTS,)),
         ]
+
+    planes = [None if plane is None else in_lanes(plane)[:, None] for plane in (bias, scale)]
 
     def per_row(*shape):
         return pl.BlockSpec((step_rows, *shape), lambda core, step, *_: (core * steps + step, 0, 0))
@@ -424,7 +439,7 @@ def tpu(
                 None if new is None else per_row(t, 2 * h),
                 anywhere,
                 anywhere,
-                None if bias is None else anywhere,
+                *(None if plane is None else anywhere for plane in planes),
             ],
             out_specs=[per_row(queries, width), per_row(1, queries)],
             scratch_shapes=[
@@ -433,7 +448,7 @@ def tpu(
                 pltpu.SMEM((len(CURSOR),), jnp.int32),
                 pltpu.SemaphoreType.DMA((SLOTS,)),
                 pltpu.SemaphoreType.DMA((TABLES,)),
-                *of_bias,
+                *map(of_plane, planes),
             ],
         ),
         out_shape=[output((r, queries, width), dtype, q), output((r, 1, queries), jnp.float32, q)],
@@ -446,10 +461,10 @@ def tpu(
         jnp.broadcast_to(ring[:, None], (b, heads)).reshape(r),
         length.reshape(r),
         jnp.pad(q.reshape(r, queries, h), ((0, 0), (0, 0), (0, width - h))),
-        None if new is None else jnp.concatenate(new, -1).astype(pool.dtype).reshape(r, t, 2 * h),
+        None if new is None else jnp.concatenate(new, -1).astype(q.dtype).reshape(r, t, 2 * h),
         pool,
         jnp.pad(table, ((0, 0), (0, 0), (0, -columns % LANES))),
-        bias,
+        *planes,
     )
     o, lse = o[..., width - h :].reshape(b, n, t, h), lse.reshape(b, n, t)
     return o, lse, written(pool, append, new, lse, interpret)

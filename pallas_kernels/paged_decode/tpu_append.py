@@ -1,5 +1,5 @@
-"""The writing of a decoded token on TPU. Memory is written there by tiles of eight entries: the tiles of all rows are
-fetched at once, changed, and put back."""
+"""The writing of a decoded token on TPU. Memory is written there by tiles of eight entries, of int8 numbers by tiles of
+32: the tiles of all rows are fetched at once, changed, and put back."""
 
 import functools
 from typing import Any
@@ -11,20 +11,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import divisor
 from pallas_kernels.interpret import tpu_interpret
-from pallas_kernels.paged_decode.append import Append
+from pallas_kernels.paged_decode.append import Append, as_stored
 from pallas_kernels.varying import output
 
-TILE = 8
-"""Entries that are copied together."""
 ROWS = 64
 """Most rows of a step, whose tiles are in VMEM together."""
 SLOT, MOVED = range(2)
 
 
+def tile(dtype: Any) -> int:
+    """Return the entries of this dtype that are copied together."""
+    return 32 if dtype == jnp.int8 else 8
+
+
 def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows: int):
     del lse_ref, pool_ref  # lse is an input so that attention comes first; the pool is the output
     first = pl.program_id(0) * rows
-    pages, page, _ = out_ref.shape
+    (pages, page, _), size = out_ref.shape, tile(out_ref.dtype)
 
     def place(row, which):
         """The index of a row's entry, and True if it lies in the pool."""
@@ -37,10 +40,10 @@ def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows
         def copies(row, _):
             for which in (SLOT, MOVED):
                 index, there = place(row, which)
-                begin = lax.rem(index, page) // TILE * TILE
-                here = out_ref.at[lax.div(index, page), pl.ds(pl.multiple_of(begin, TILE), TILE)]
-                tile = tiles.at[row, which]
-                fetch, put = (pltpu.make_async_copy(*x, sem) for x in ((here, tile), (tile, here)))
+                begin = lax.rem(index, page) // size * size
+                here = out_ref.at[lax.div(index, page), pl.ds(pl.multiple_of(begin, size), size)]
+                own = tiles.at[row, which]
+                fetch, put = (pltpu.make_async_copy(*x, sem) for x in ((here, own), (own, here)))
                 pl.when(there)(functools.partial(act, fetch, put))
 
         lax.fori_loop(0, rows, copies, None)
@@ -48,11 +51,12 @@ def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows
     def change(row, _):
         entry = lax.broadcasted_iota(jnp.int32, tiles.shape[2:], 0)
         (slot, _), (moved, _) = place(row, SLOT), place(row, MOVED)
-        at = entry == lax.rem(slot, TILE)
-        x = tiles[row, SLOT]
-        old = jnp.where(at, x.astype(jnp.float32), 0).sum(0, keepdims=True).astype(x.dtype)
-        tiles[row, MOVED] = jnp.where(entry == lax.rem(moved, TILE), old, tiles[row, MOVED])
-        tiles[row, SLOT] = jnp.where(at, new_ref[row], x)
+        at = entry == lax.rem(slot, size)
+        # float32 holds all numbers, and a mask of its shape
+        x, there, new = (y.astype(jnp.float32) for y in (tiles[row, SLOT], tiles[row, MOVED], new_ref[row]))
+        old = jnp.where(at, x, 0).sum(0, keepdims=True)
+        tiles[row, MOVED] = jnp.where(entry == lax.rem(moved, size), old, there).astype(tiles.dtype)
+        tiles[row, SLOT] = jnp.where(at, new, x).astype(tiles.dtype)
 
     each_copy(lambda fetch, put: fetch.start())
     each_copy(lambda fetch, put: fetch.wait())
@@ -75,7 +79,7 @@ def written(pool, append: Append | None, new, lse, interpret: Any):
             grid=(r // rows,),
             in_specs=[pl.BlockSpec((rows, 1, kv), lambda step, *_: (step, 0, 0)), anywhere, anywhere],
             out_specs=anywhere,
-            scratch_shapes=[pltpu.VMEM((rows, 2, TILE, kv), pool.dtype), pltpu.SemaphoreType.DMA],
+            scratch_shapes=[pltpu.VMEM((rows, 2, tile(pool.dtype), kv), pool.dtype), pltpu.SemaphoreType.DMA],
         ),
         out_shape=output(pool.shape, pool.dtype, pool),
         input_output_aliases={3: 0},
@@ -84,7 +88,7 @@ def written(pool, append: Append | None, new, lse, interpret: Any):
         name="paged_decode_append",
     )(
         jnp.stack([append.slot.reshape(r), append.moved.reshape(r)]),
-        jnp.concatenate(new, -1).astype(pool.dtype).reshape(r, 1, kv),
+        as_stored(new, pool).reshape(r, 1, kv),
         lse,
         pool,
     )

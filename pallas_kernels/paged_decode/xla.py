@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import softmax
 from pallas_kernels.bits import as_floats
 from pallas_kernels.blocks import divisor, even
+from pallas_kernels.int8_entries import scales
 from pallas_kernels.paged_decode.append import written
 from pallas_kernels.paged_decode.plane import of_pages
 
@@ -27,7 +28,7 @@ LOGITS = 1 << 17
 """Most rows, and about the most logits, in a tile."""
 
 
-def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, append=None):
+def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, scale, dtype, append=None):
     b, n, t, h = q.shape
     heads = page_table.shape[1]
     r, g = b * heads, n // heads
@@ -35,7 +36,7 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
     q = jnp.pad(q.reshape(r, g, t, h), ((0, 0), (0, 0), (0, blocks * bq - t), (0, 0)))
     ring_length = jnp.zeros(b, int) if ring_length is None else ring_length
     ring_length = jnp.broadcast_to(ring_length[:, None], length.shape)
-    stored = _Stored(pool, bias, page_table, length, ring_length, ring_pages, g * bq)
+    stored = _Stored(pool, bias, scale, page_table, length, ring_length, ring_pages, g * bq)
 
     def block(i):
         q_block = lax.dynamic_slice_in_dim(q, i * bq, bq, 2).reshape(r, g * bq, h)
@@ -61,9 +62,10 @@ class _Stored:
     list. A partly filled ring leaves gaps in it.
     """
 
-    def __init__(self, pool, bias, page_table, length, ring_length, ring_pages, queries):
+    def __init__(self, pool, bias, scale, page_table, length, ring_length, ring_pages, queries):
         r, columns = length.size, page_table.shape[2]
-        self.pool, self.bias, self.page, self.h = pool, bias, pool.shape[1], pool.shape[2] // 2
+        self.pool, self.bias, self.scale = pool, bias, scale
+        self.page, self.h = pool.shape[1], pool.shape[2] // 2
         self.ring = ring_pages * self.page
         length, ring_length = length.reshape(r), ring_length.reshape(r)
         self.bc = max(1, min(columns, ENTRIES // self.page))
@@ -99,7 +101,8 @@ class _Stored:
             """Gather keys or values alone: cutting them out of gathered pages would be another pass over memory."""
             size = (1, self.page, self.h)
             pages = jax.vmap(lambda p: lax.dynamic_slice(self.pool, (p, 0, start), size))(table.reshape(-1))
-            return as_floats(pages.reshape(self.br, self.bs, self.h), q.dtype)
+            pages = pages.reshape(self.br, self.bs, self.h)
+            return as_floats(pages, q.dtype) if self.scale is None else pages.astype(q.dtype)
 
         def biased(logits):
             if self.bias is None:
@@ -108,8 +111,12 @@ class _Stored:
             return logits + jnp.where(in_global, bias, 0)[:, None]
 
         seen = in_ring | in_global
-        logits = jnp.where(seen[:, None], biased(softmax.logits(rows(q), side(0))), softmax.MASKED)
-        values = jnp.where(seen[..., None], side(self.h), 0)
+        logits, values = softmax.logits(rows(q), side(0)), side(self.h)
+        if self.scale is not None:
+            of_key, of_value = scales(of_pages(self.scale, table).reshape(self.br, self.bs))
+            logits, values = logits * of_key[:, None], (values * of_value[..., None]).astype(q.dtype)
+        logits = jnp.where(seen[:, None], biased(logits), softmax.MASKED)
+        values = jnp.where(seen[..., None], values, 0)
         m, l, o = map(rows, state)
         tile = softmax.update((m, l, o), logits, values)
         return jax.tree.map(

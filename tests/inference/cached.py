@@ -23,14 +23,14 @@ def run(model, view, cache, tokens, valid):
     return cache, model.logits(hidden)
 
 
-def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
+def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None, key_scale=None):
     """Logits of every token fed to the cache in calls of the given sizes, and the cache."""
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = empty_cache(
             compiled, **sizes_of(model.config), batch=len(tokens), tokens=tokens.shape[1], dtype=jnp.float32,
-            page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size,
+            page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size, key_scale=key_scale,
         )  # fmt: skip
         out, start = [], 0
         for size in calls:

@@ -27,9 +27,9 @@ SHAPES = {  # b, n, k, t, h, page, columns, ring pages
 @functools.cache
 def compiled(implementation, ring_pages, ring, new, chosen=False):
     """Of q, pool, page_table, length, ring_length, new and pages, the last three left out unless asked for; and of
-    a bias, if there is one."""
+    a bias and scales, if there are any."""
 
-    def call(q, pool, page_table, length, ring_length, pair, pages, bias=None):
+    def call(q, pool, page_table, length, ring_length, pair, pages, bias=None, scale=None):
         return paged_decode(
             q,
             pool,
@@ -40,6 +40,7 @@ def compiled(implementation, ring_pages, ring, new, chosen=False):
             new=pair if new else None,
             pages=pages if chosen else None,
             bias=bias,
+            scale=scale,
             implementation=implementation,
         )
 

@@ -448,7 +448,7 @@ def test_bad_arguments_are_one_line(change, message):
         (
             "tpu",
             {"pool": jnp.zeros((6, 24, 64)), "bias": jnp.zeros((6, 24))},
-            "a bias of pages of a divisor or a multiple of 128 entries, not 24",
+            "a bias or scales of pages of a divisor or a multiple of 128 entries, not 24",
         ),
         ("tpu", {"page_table": jnp.zeros((1, 2, 50000), int)}, "at most 49152 columns of pages, not 50000"),
     ],

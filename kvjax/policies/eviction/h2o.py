@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kvjax.errors import real_number
 from kvjax.policies.base import Eviction, Numbers, Planes, TokenMetadata
 from kvjax.policies.schedule import Needs, Schedule
-from kvjax.policies.views import Readout, Step, Stored
+from kvjax.policies.views import Readout, Step, Stored, scaled_queries
 from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
 
@@ -58,6 +58,7 @@ class H2O(TokenMetadata, Eviction):
         """Return the metadata with the attention that a call's tokens pay to the entries stored before the call.
         Entries are processed a block of pages at a time."""
         q, paid = _paying(step, readout)
+        q = scaled_queries(q, readout.key_scale)
         capacity, page_size, _ = readout.pool.shape
         table, columns = readout.page_table, readout.page_table.shape[-1]
         width = min(columns, -(-ENTRIES // page_size))
@@ -67,7 +68,7 @@ class H2O(TokenMetadata, Eviction):
         def block(i, sums):
             pages = lax.dynamic_slice_in_dim(table, i * width, width, 2)
             held = readout.length - i * width * page_size
-            mass = paged_attention_mass(q, readout.pool, pages, held, **paid)
+            mass = paged_attention_mass(q, readout.pool, pages, held, scale=readout.scale, **paid)
             return sums.at[pages].add(mass.reshape(*pages.shape, page_size), mode="drop")
 
         blocks = -(-readout.length.max() // (width * page_size))

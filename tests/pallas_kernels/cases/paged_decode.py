@@ -25,16 +25,26 @@ def arguments(dtype, h, page, *, b=4, k=8, g=4, t=1, columns=64, pages=4096, new
     return (*shapes, (jax.ShapeDtypeStruct((b, k, t, h), dtype),) * 2) if new else tuple(shapes)
 
 
-def attend(q, pool, table, length, ring_length=None, new=None, pages=None, bias=None):
+def attend(q, pool, table, length, ring_length=None, new=None, pages=None, bias=None, scale=None):
     ring_pages = 0 if ring_length is None else 2
     return paged_decode(
-        q, pool, table, length, ring_length, ring_pages=ring_pages, new=new, pages=pages, bias=bias
+        q,
+        pool,
+        table,
+        length,
+        ring_length,
+        ring_pages=ring_pages,
+        new=new,
+        pages=pages,
+        bias=bias,
+        scale=scale,
     )
 
 
 def many(q, pool, table, length, ring_length, new, plane):
     """More tokens than a decode kernel takes."""
-    return attend(q, pool, table, length, ring_length, new, bias=plane.reshape(pool.shape[:2]))
+    name = "scale" if pool.dtype == jnp.int8 else "bias"
+    return attend(q, pool, table, length, ring_length, new, **{name: plane.reshape(pool.shape[:2])})
 
 
 def on_shards(*args):
@@ -44,21 +54,21 @@ def on_shards(*args):
 
 
 def scan(q, pool, table, length, ring_length, new, plane=None):
-    """A decode loop: the pool, and the plane of biases if there is one, is carried, read and then written."""
-    page = pool.shape[1]
+    """A decode loop: the pool, and the plane of biases or scales if there is one, is carried, read and then written."""
+    page, name = pool.shape[1], "scale" if pool.dtype == jnp.int8 else "bias"
 
     def step(carry, _):
         q, pool, plane, length = carry
-        bias = None if plane is None else plane.reshape(pool.shape[:2])
+        of_plane = {} if plane is None else {name: plane.reshape(pool.shape[:2])}
         column = jnp.take_along_axis(table, 2 + length[..., None] // page, 2)[..., 0]
         entry = column * page + length % page
         append = Append(table[..., 0] * page + length % page, entry)
         o, lse, pool = paged_decode_append(
-            q, pool, table, length, ring_length, ring_pages=2, new=new, append=append, bias=bias
+            q, pool, table, length, ring_length, ring_pages=2, new=new, append=append, **of_plane
         )
         if plane is not None:
             numbers = lse[:, :: q.shape[1] // table.shape[1], 0]
-            plane = plane.at[after(entry, lse)].set(numbers, mode="drop")
+            plane = plane.at[after(entry, lse)].set(numbers.astype(plane.dtype), mode="drop")
         return (q + o, pool, plane, length + 1), lse
 
     (_, pool, plane, _), lse = jax.lax.scan(step, (q, pool, plane, length), None, length=8)
@@ -70,11 +80,19 @@ def biased(q, pool, *rest):
     return q, pool, *rest, jax.ShapeDtypeStruct((math.prod(pool.shape[:2]),), jnp.float32)
 
 
+def in_eight_bits(q, pool, *rest):
+    """With int8 numbers, whose scales are held flat."""
+    scale = jax.ShapeDtypeStruct((math.prod(pool.shape[:2]),), jnp.int32)
+    return q, jax.ShapeDtypeStruct(pool.shape, jnp.int8), *rest, scale
+
+
 SCANS = {
     "scan, head_dim 128": arguments(jnp.bfloat16, 128, 64, pages=1 << 16),
     "scan, head_dim 64": arguments(jnp.bfloat16, 64, 16, columns=256, pages=1 << 19),
     "scan, biased, head_dim 64": biased(*arguments(jnp.bfloat16, 64, 16, columns=256, pages=1 << 19)),
     "scan, biased, pages of 128": biased(*arguments(jnp.bfloat16, 128, 128, columns=32, pages=1 << 15)),
+    "scan, int8": in_eight_bits(*arguments(jnp.bfloat16, 128, 64, pages=1 << 17)),
+    "scan, int8, head_dim 64": in_eight_bits(*arguments(jnp.bfloat16, 64, 32, columns=128, pages=1 << 19)),
 }
 """Pools of 2 GiB, more than any vector memory: what is copied into that is in no count of temporaries. Their biases
 have 32 and 16 MiB."""
@@ -107,9 +125,16 @@ COMPILE = {
         biased(*arguments(jnp.bfloat16, 128, 16, b=1, k=2, t=12, pages=1 << 18)),
         (),
     ),
+    "many tokens, int8": (
+        many,
+        in_eight_bits(*arguments(jnp.bfloat16, 128, 32, b=1, k=2, t=12, pages=1 << 18)),
+        (),
+    ),
     **{name: (scan, args, (1, 6) if len(args) == 7 else (1,)) for name, args in SCANS.items()},
 }
-MOST_TEMPORARIES = dict.fromkeys(SCANS, 1 << 20) | {"many tokens, biased": 4 << 20}
+MOST_TEMPORARIES = dict.fromkeys(SCANS, 1 << 20) | dict.fromkeys(
+    ("many tokens, biased", "many tokens, int8"), 4 << 20
+)
 
 BUGS = {
     "biases not awaited": ("pltpu.make_async_copy(rows, rows, sems.at[slot]).wait()", "pass"),
@@ -126,7 +151,7 @@ BUGS = {
     "no page of the ring's left out": ("(index > 0) | (stored_first == page)", "(index >= 0)"),
     "entries not awaited": ("each_copy(lambda fetch, put: fetch.wait())", "None"),
     "written entries not awaited": ("each_copy(lambda fetch, put: put.wait())", "None"),
-    "an entry beside the one that moves": ("at = entry == lax.rem(slot, TILE)", "at = entry == 0"),
+    "an entry beside the one that moves": ("at = entry == lax.rem(slot, size)", "at = entry == 0"),
 }
 
 
@@ -160,9 +185,10 @@ def interpreted(kernel, interpret) -> float:
         ring_pages,
         tuple(new),
         jnp.zeros(pool.shape[:2]).at[table].set(bias),
+        None,
         q.dtype,
     )
-    call = jax.jit(kernel.tpu, static_argnums=(5, 8, 10))
+    call = jax.jit(kernel.tpu, static_argnums=(5, 9, 11))
     (*actual, _), (*expected, _) = call(*args, None, interpret), reference(*args)
     entries, nowhere = pool.shape[0] * page, pool.shape[0] * page + 3
     pages = rng.permutation(pool.shape[0])[: 2 * b * k].reshape(2, b, k)
