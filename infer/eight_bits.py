@@ -1,10 +1,10 @@
-"""Compare weights in 8 bits with bfloat16 and float32: what they predict, their bytes, and the time of a token.
+"""Compare weights and cache entries in 8 bits with bfloat16 and float32: predictions, bytes, and the time of a token.
 
     python infer/eight_bits.py --model FILE.gguf --text text/heldout
 
-Every form reads the same pieces of text. Its perplexity, and the share of positions where its likeliest next token is
-float32's, are over all of them. Then the forms take turns at decoding one answer each; the first round compiles and
-does not count, and the least time of the others does.
+Every form reads the same pieces of text, through a full cache. Its perplexity, and the share of positions where its
+likeliest next token is float32's, are over all of them. Then the forms take turns at decoding one answer each; the
+first round compiles and does not count, and the least time of the others does.
 """
 
 import dataclasses
@@ -20,19 +20,23 @@ from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
 
 FORMS = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
-    "int8, float32": ("float32", "int8"),
-    "int8, bfloat16": ("bfloat16", "int8"),
-    "fp8, float32": ("float32", "fp8"),
-    "fp8, bfloat16": ("bfloat16", "fp8"),
+    "float32": ("float32", None, None),
+    "bfloat16": ("bfloat16", None, None),
+    "int8, float32": ("float32", "int8", None),
+    "int8, bfloat16": ("bfloat16", "int8", None),
+    "fp8, float32": ("float32", "fp8", None),
+    "fp8, bfloat16": ("bfloat16", "fp8", None),
+    "int8 entries, float32": ("float32", None, "int8"),
+    "int8 entries, bfloat16": ("bfloat16", None, "int8"),
 }
-"""The dtypes of activations and of the layers' matrices."""
+"""The dtypes of activations, of the layers' matrices and of the cache's entries."""
+CHUNK = 64
+"""Tokens of a piece that are read in one call. Later calls read their entries."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EightBitsConfig:
-    """Compare weights in 8 bits with bfloat16 and float32."""
+    """Compare weights and cache entries in 8 bits with bfloat16 and float32."""
 
     model: str
     """A model folder, a GGUF file or a hub id."""
@@ -82,8 +86,9 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
     pieces = read_pieces(config, tokenizer)
     longest = max(config.length, config.prompt + config.new_tokens + 1)
     models, rows, likeliest = {}, [], None
-    for name, (dtype, weights) in FORMS.items():
-        model = kvjax.load_model(config.model, dtype, weights=weights, max_length=longest)
+    for name, (dtype, weights, entries) in FORMS.items():
+        stored = {"weights": weights, "kv_cache_dtype": entries}
+        model = kvjax.load_model(config.model, dtype, **stored, max_length=longest)
         loss, own = predictions(model, pieces)
         likeliest = own if likeliest is None else likeliest
         rows.append(
@@ -103,7 +108,7 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
     for row in rows:
         row["ms_per_token"] = 1e3 * min(times[row["form"]])
         print(
-            f"{row['form']:15} {row['MiB']:6.0f} MiB  perplexity {row['perplexity']:7.3f}  "
+            f"{row['form']:22} {row['MiB']:6.0f} MiB  perplexity {row['perplexity']:7.3f}  "
             f"{100 * row['agreement']:6.2f}% as float32  {row['ms_per_token']:6.1f} ms a token"
         )
     return rows
@@ -125,20 +130,32 @@ def read_pieces(config: EightBitsConfig, tokenizer: Any) -> np.ndarray:
 
 
 def predictions(model: Any, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the losses of the next tokens and the likeliest ones, [pieces length - 1]."""
+    """Return the losses of the next tokens and the likeliest ones, of all pieces one after another."""
     import jax
     import jax.numpy as jnp
 
+    from kvjax.inference.allocation import new_cache
+    from kvjax.inference.forward import forward
     from kvjax.mesh import use_mesh
+    from kvjax.policies import Policy
 
     @jax.jit
-    def of(model, tokens):
-        logits = model.logits(model.hidden(tokens))[:, :-1]
-        loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
-        return loss, logits.argmax(-1)
+    def of(model, view, cache, tokens, following):
+        cache, hidden, _ = forward(model, view, cache, tokens, jnp.full(1, tokens.shape[1], jnp.int32))
+        logits = model.logits(hidden)
+        loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), following[..., None], -1)
+        return cache, (loss[0, :, 0], logits[0].argmax(-1))
 
+    found = []
     with use_mesh(model):
-        found = [jax.device_get(of(model, piece[None])) for piece in pieces]
+        policy = Policy().compile(model)
+        for piece in pieces:
+            cache = new_cache(model, policy, [piece])
+            for start in range(0, len(piece) - 1, CHUNK):
+                end = min(start + CHUNK, len(piece) - 1)
+                tokens = piece[None, start:end], piece[None, start + 1 : end + 1]
+                cache, own = of(model, policy.read, cache, *tokens)
+                found.append(jax.device_get(own))
     loss, own = (np.concatenate(x) for x in zip(*found, strict=True))
     return loss, own
 

@@ -23,19 +23,23 @@ from pallas_kernels.int8_entries import dequantised_entries, quantised_entries
 
 Number = TypeVar("Number", int, np.ndarray, jax.Array)
 
-SMALL_PAGE, TPU_PAGE, INT8_TILE = 16, 64, 32
-"""Tokens per page: by default, as the papers have it; from which a TPU decodes faster; the fewest int8 ones there."""
+SMALL_PAGE, TPU_PAGE = 16, 64
+"""Tokens per page by default: the papers' choice, and a size from which a TPU decodes faster."""
+INT8_TPU_PAGES = 32, 128
+"""Tokens per page of int8 entries on a TPU: the fewest that it writes, and a page's scales that fill a row of lanes.
+XLA would copy smaller rows to read them."""
 SCALE = "scale"
 """The plane with the scales of int8 entries (`pallas_kernels.int8_entries`), of those in local windows, too."""
 
 
 def default_page_size(*, selects: bool, int8: bool = False) -> int:
     """Return the tokens per page on the current mesh, whose devices need not be present. A TPU gets larger pages: with
-    fewer, larger copies it waits for its memory alone. A policy that selects pages gets the published size, or that of
-    the tiles in which a TPU writes int8 numbers."""
+    fewer, larger copies it waits for its memory alone. A policy that selects pages gets the published size, or the
+    least one above it."""
     if target().platform != "tpu":
         return SMALL_PAGE
-    return INT8_TILE if selects and int8 else SMALL_PAGE if selects else TPU_PAGE
+    small, large = INT8_TPU_PAGES if int8 else (SMALL_PAGE, TPU_PAGE)
+    return small if selects else large
 
 
 def entry_bytes(head_dim: int, dtype: Any, *, int8: bool) -> int:

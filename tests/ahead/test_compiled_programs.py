@@ -55,6 +55,7 @@ def test_every_attention_is_a_kernel(reports, platform, which):
         "training": {forward, "vertical_slash_dq", "vertical_slash_dkv"},
         "prefill": {forward, "far_list"} if platform == "tpu" else {forward},
         "decode": decode,
+        "decode, int8 entries": decode,
         "branches": set(),
         "compaction": {"attention_mass"},
     }
@@ -69,7 +70,7 @@ def test_every_attention_is_a_kernel(reports, platform, which):
 
 
 @pytest.mark.parametrize("head_dim", ALL)
-@pytest.mark.parametrize("program", ["decode", "branches", "compaction"])
+@pytest.mark.parametrize("program", ["decode", "decode, int8 entries", "branches", "compaction"])
 def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
     """Decoding's temporaries on a GPU are the weights of a layer, gathered from their shards: those of a TPU are not
     counted. Branches' are the pages that they copy. Compaction's are a layer's entries, and a score for each of all,

@@ -35,14 +35,17 @@ def admitting(model, rate, tau=0.5):
     )
 
 
-@pytest.mark.parametrize(("platform", "tokens"), [("tpu", 64), ("gpu", 16), ("cpu", 16)])
-def test_pages_are_larger_on_a_tpu_unless_they_are_selected(platform, tokens):
+@pytest.mark.parametrize(
+    ("platform", "tokens", "of_int8"), [("tpu", 64, [128, 32]), ("gpu", 16, [16, 16]), ("cpu", 16, [16, 16])]
+)
+def test_pages_are_larger_on_a_tpu_unless_they_are_selected(platform, tokens, of_int8):
     device = AbstractDevice(device_kind="a chip", num_cores=None, platform=platform)
     mesh = AbstractMesh((1,) * len(AXES), AXES, abstract_device=device)
     full, quest = make_policy("full"), make_policy("quest:tokens=64")
     with jax.sharding.use_abstract_mesh(mesh):
         assert [allocation.page_size_of(policy, None) for policy in (full, quest)] == [tokens, 16]
         assert [allocation.page_size_of(policy, 8) for policy in (full, quest)] == [8, 8]
+        assert [allocation.page_size_of(policy, None, int8=True) for policy in (full, quest)] == of_int8
 
 
 def stored(cache, length, seen):
