@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.cache import SCALE
 from kvjax.policies.base import Eviction, Numbers, Observer, Planes, State, TokenMetadata, Trail
 from kvjax.policies.eviction.wrapper import planes_of
 from kvjax.policies.views import Readout, Shape, Step, Stored
@@ -57,7 +58,7 @@ class JointEviction(TokenMetadata, Observer, Eviction):
     def update(self, state: tuple[State, ...], planes: Planes, step: Step, readout: Readout) -> Planes:
         for i, method in self._writers:
             new = method.update(state[i], own_planes(planes, i), step, readout)
-            planes = planes | {_own(i, name): x for name, x in new.items()}
+            planes = planes | {_own(i, name): new[name] for name in planes_of(method)}
         return planes
 
     def score(self, state: tuple[State, ...], stored: Stored) -> Float[Array, "b k s"]:
@@ -69,6 +70,8 @@ def _own(index: int, name: str) -> str:
 
 
 def own_planes(planes: Mapping[str, Shaped[Array, "..."]], index: int) -> dict[str, Shaped[Array, "..."]]:
-    """Return the entry metadata of one of the methods, by its own names."""
+    """Return the entry metadata of one of the methods, by its own names, and the scales of int8 entries."""
     start = _own(index, "")
-    return {name.removeprefix(start): x for name, x in planes.items() if name.startswith(start)}
+    return {
+        name.removeprefix(start): x for name, x in planes.items() if name.startswith(start) or name == SCALE
+    }

@@ -325,3 +325,14 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
     measure_together(unnormed, policies, samples, manner)
     watch.lap()
     assert not watch.compiled
+
+
+def test_int8_entries_keep_their_scales_when_methods_share_a_reading(texts):
+    model = tiny_model(qk_norm=False, kv_cache_dtype="int8")
+    samples, manner = [continuation(text) for text in texts[:1]], Manner()
+    repeating = {"kvzip": {"ratio": 0.5, "repeated": 12, **ASKED}}
+    policies = [[make_policy(own, model=model)] for own in ("full", "h2o:ratio=0.5", repeating)]
+    together = measure_together(model, policies, samples, manner)
+    for (policy,), found in zip(policies, together, strict=True):
+        alone = measure(model, policy, samples, manner)
+        assert alone.perplexity == pytest.approx(found.perplexity, rel=1e-5)
