@@ -58,7 +58,7 @@ class JointEviction(TokenMetadata, Observer, Eviction):
     def update(self, state: tuple[State, ...], planes: Planes, step: Step, readout: Readout) -> Planes:
         for i, method in self._writers:
             new = method.update(state[i], own_planes(planes, i), step, readout)
-            planes = planes | {_own(i, name): new[name] for name in planes_of(method)}
+            planes = planes | {_own(i, name): new[name] for name in method.planes}
         return planes
 
     def score(self, state: tuple[State, ...], stored: Stored) -> Float[Array, "b k s"]:
