@@ -1,8 +1,10 @@
-"""The device mesh: four explicit axes, and a mesh of one device where none is set.
+"""The device mesh: five explicit axes, and a mesh of one device where none is set.
 
 `data` and `fsdp` split the batch (`fsdp` splits stored weights too), `tensor` splits heads. `sequence` splits the
 tokens of what is computed token by token and, beside `tensor`, the kv heads of attention, of methods and of the cache.
-Every mesh has all four, so a `PartitionSpec` written beside a parameter is valid on all of them.
+`replica` is for more devices than a model has kv heads: beside `tensor` it splits the MLP, experts and the vocabulary,
+while attention, methods and the cache are the same on all its devices. Every mesh has all five, so a `PartitionSpec`
+written beside a parameter is valid on all of them.
 """
 
 import contextlib
@@ -17,25 +19,32 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 
-AXES = ("data", "fsdp", "tensor", "sequence")
+AXES = ("data", "fsdp", "tensor", "sequence", "replica")
 BATCH = ("data", "fsdp")
 """The axes that split a batch; `P(BATCH)` is the sharding of every batch axis."""
 HEADS = ("tensor", "sequence")
 """The axes that split kv heads, and query heads with them."""
-SHARDS = AXES
+SHARDS = (*BATCH, *HEADS)
 """The axes that split the page pool: one pool for each (batch, kv head) shard."""
+WIDTH = ("tensor", "replica")
+"""The axes that split the MLP's width and the vocabulary in storage."""
 
 
 @named_arguments()
 def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1, devices: Sequence[Any] | None = None
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    sequence: int = 1,
+    replica: int = 1,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Return a mesh of `data · fsdp · tensor · sequence` devices (the first ones of `jax.devices()` unless `devices`
-    names them).
+    """Return a mesh of `data · fsdp · tensor · sequence · replica` devices (the first ones of `jax.devices()` unless
+    `devices` names them).
 
     Raises UserError if there are fewer.
     """
-    given = zip(AXES, (data, fsdp, tensor, sequence), strict=True)
+    given = zip(AXES, (data, fsdp, tensor, sequence, replica), strict=True)
     sizes = {axis: whole_number("make_mesh", axis, size) for axis, size in given}
     count = math.prod(sizes.values())
     devices = jax.devices() if devices is None else devices
@@ -88,8 +97,7 @@ def gather(tree: Any, *axes: str) -> Any:
     scatters)."""
 
     def part(names):
-        names = names if isinstance(names, tuple) else () if names is None else (names,)
-        return tuple(name for name in names if name not in axes) or None
+        return tuple(name for name in names_in(names) if name not in axes) or None
 
     def whole(leaf):
         return jax.sharding.reshard(leaf, P(*map(part, jax.typeof(leaf).sharding.spec)))
@@ -100,6 +108,11 @@ def gather(tree: Any, *axes: str) -> Any:
 def on_cpu() -> bool:
     """Return True if the current mesh is one of CPU devices."""
     return jax.sharding.get_mesh().devices.flat[0].platform == "cpu"
+
+
+def names_in(*axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the names of mesh axes in the entries of a `PartitionSpec`."""
+    return tuple(name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis))
 
 
 def axis_size(*names: str) -> int:
@@ -130,6 +143,7 @@ __all__ = [
     "BATCH",
     "HEADS",
     "SHARDS",
+    "WIDTH",
     "P",
     "adopt",
     "axis_size",
@@ -137,6 +151,7 @@ __all__ = [
     "gather",
     "make_mesh",
     "mesh_of",
+    "names_in",
     "put",
     "token_axis",
     "token_shards",

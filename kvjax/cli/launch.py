@@ -43,7 +43,8 @@ ACCELERATOR_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/d
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads, `sequence` tokens."""
+    """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads, `sequence` tokens, and
+    `replica` what `tensor` does but for attention and the cache."""
 
     data: int = 1
     """Devices that split the batch."""
@@ -53,6 +54,8 @@ class MeshShape:
     """Devices that split heads."""
     sequence: int = 1
     """Devices that split tokens, and kv heads where whole sequences are looked at."""
+    replica: int = 1
+    """Devices that hold the same kv heads, where there are more devices than these."""
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
@@ -73,7 +76,7 @@ class MeshShape:
         if min(dataclasses.astuple(shape)) < 1:
             raise UserError(
                 f"mesh {text!r}: expected 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2 (data, fsdp, tensor, "
-                "sequence), every number at least 1"
+                "sequence, replica), every number at least 1"
             )
         return shape
 
@@ -93,7 +96,7 @@ class MeshShape:
         return self.tensor * self.sequence
 
     def __str__(self) -> str:
-        if self.data > 1 or self.sequence > 1:
+        if max(self.data, self.sequence, self.replica) > 1:
             sizes = dataclasses.asdict(self).items()
             return ",".join(f"{axis}={size}" for axis, size in sizes if size > 1)
         return f"{self.fsdp}x{self.tensor}" if self.tensor > 1 else str(self.fsdp)

@@ -12,10 +12,19 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.errors import UserError
-from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, token_axis, use_mesh
+from kvjax.mesh import AXES, BATCH, HEADS, WIDTH, P, axis_size, batch_shards, token_axis, use_mesh
 from kvjax.models.config import ModelConfig
-from kvjax.models.layers import EXPERTS, SPLIT, DecoderLayer, RMSNorm, axes_of, drawn_in_eight_bits, gathered
-from kvjax.models.layout import OwnArray, flat_shape, fuse, parts_of
+from kvjax.models.layers import (
+    EXPERTS,
+    SPLIT,
+    DecoderLayer,
+    RMSNorm,
+    axes_of,
+    drawn_in_eight_bits,
+    gathered,
+    wider,
+)
+from kvjax.models.layout import OwnArray, flat_shape, fuse, mlp_blocks, parts_of
 from kvjax.models.names import in_layers
 from kvjax.models.periods import Segment, by_period, in_order, joined, member, segments
 from kvjax.models.rope import cos_sin
@@ -34,34 +43,42 @@ VOCABULARY_MULTIPLE = 128
 
 def padded_vocabulary(config: ModelConfig) -> int:
     """Return the rows of the stored embedding table on the current mesh."""
-    multiple = math.lcm(VOCABULARY_MULTIPLE, axis_size(*HEADS))
+    multiple = math.lcm(VOCABULARY_MULTIPLE, axis_size(*wider(HEADS)))
     return -(-config.vocab_size // multiple) * multiple
 
 
-def check_mesh(config: ModelConfig) -> None:
-    """Raise UserError if an axis of the current mesh does not divide a size of the model that it splits."""
-    heads = "tensor axis" if axis_size("sequence") == 1 else "tensor × sequence"
-    split = ("experts", config.num_experts) if config.num_experts else ("mlp width", config.mlp_width)
-    for name, size, said, axes in (
-        ("kv heads", config.num_kv_heads, heads, HEADS),
-        (*split, heads, HEADS),
-        *((*split, "tensor × fsdp", EXPERTS) for _ in range(bool(config.num_experts))),
-        ("width", config.width, "fsdp axis", ("fsdp",)),
-        *_weight_blocks(config, heads),
-    ):
-        if size % axis_size(*axes):
+def check_mesh(config: ModelConfig, mesh: Mapping[str, int] | None = None) -> None:
+    """Raise UserError if an axis of a mesh does not divide a size of the model that it splits.
+
+    mesh: the sizes of its axes; None: the current mesh's.
+    """
+    heads, mlp, experts = HEADS, wider(HEADS), config.num_experts
+    mesh = {axis: axis_size(axis) for axis in AXES} if mesh is None else mesh
+    if experts:
+        split = ("experts", experts, mlp), ("experts", experts, EXPERTS)
+    else:
+        split = ("mlp width", config.mlp_width, mlp), ("blocks of the mlp width", mlp_blocks(config), mlp)
+    sizes = ("kv heads", config.num_kv_heads, heads), *split, ("width", config.width, ("fsdp",))
+    for name, size, axes in (*sizes, *_weight_blocks(config, heads, mlp)):
+        if size % (shards := math.prod(mesh[axis] for axis in axes)):
+            used = [axis for axis in axes if mesh[axis] > 1]
+            said = " × ".join(used) if len(used) > 1 else f"{used[0]} axis"
+            wide = math.gcd(size, shards)
+            more = f"; tensor={wide},replica={shards // wide} does" if name == "kv heads" else ""
             raise UserError(
-                f"the mesh's {said} has size {axis_size(*axes)}, which does not divide the model's {name} ({size})"
+                f"the mesh's {said} has size {shards}, which does not divide the model's {name} ({size}){more}"
             )
 
 
-def _weight_blocks(config: ModelConfig, heads: str) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
+def _weight_blocks(
+    config: ModelConfig, heads: tuple[str, ...], mlp: tuple[str, ...]
+) -> Iterator[tuple[str, int, tuple[str, ...]]]:
     """Yield the numbers of blocks of 8-bit weights, of which a device has whole ones."""
     if block := config.weight_block:
-        yield "blocks of heads", config.num_heads * config.head_dim // block, heads, HEADS
-        yield "blocks of the width", config.width // block, "fsdp axis", ("fsdp",)
+        yield "blocks of heads", config.num_heads * config.head_dim // block, heads
+        yield "blocks of the width", config.width // block, ("fsdp",)
         if not config.num_experts:
-            yield "blocks of the mlp width", config.mlp_width // block, heads, HEADS
+            yield "blocks of the mlp width", config.mlp_width // block, mlp
 
 
 class Decoder(nnx.Module):
@@ -81,13 +98,13 @@ class Decoder(nnx.Module):
             shape = (padded_vocabulary(config), config.width)
 
             def table():
-                init, spec = jax.nn.initializers.normal(0.02), P("tensor", "fsdp")
+                init, spec = jax.nn.initializers.normal(0.02), P(WIDTH, "fsdp")
                 floats = init(rngs.params(), shape, dtype, out_sharding=spec)
                 if config.weights != "int8":
                     return nnx.Param(floats), None
                 values, scale = drawn_in_eight_bits(floats, jnp.int8)
                 return nnx.Param(values), nnx.Param(
-                    jnp.full(len(values), scale, jnp.float32, out_sharding=P("tensor"))
+                    jnp.full(len(values), scale, jnp.float32, out_sharding=P(WIDTH))
                 )
 
             self.config = config
@@ -151,7 +168,7 @@ class Decoder(nnx.Module):
         device."""
         own = (self.embed, self.embed_scale) if self.head is None else (self.head, self.head_scale)
         (table, scale), (axis, wide) = own, axes_of(hidden)
-        weights, spec = gathered(table, wide), P(BATCH, axis, wide)
+        weights, spec = gathered(table, wide), P(BATCH, axis, wider(wide))
         if hidden.shape[:2] == (1, 1) and weights.dtype.itemsize < 4 and target().platform == "cpu":
             # read as it is: a product first writes all of it in float32, for good if it may do so before its loop
             weights, hidden = jax.lax.optimization_barrier((weights, hidden))

@@ -3,7 +3,8 @@
 Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
 Activations are split over the batch, and by tokens over `sequence`. Attention sees whole sequences, for the kv heads of
 its device: queries, keys and values are exchanged before it, and its outputs after it. Where tokens cannot be split,
-such as a single one, `sequence` splits what `tensor` does. Products accumulate in float32.
+such as a single one, `sequence` splits what `tensor` does. `replica` splits the MLP alone, and attention is computed on
+each of its devices. Products accumulate in float32.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Shaped
 
-from kvjax.mesh import BATCH, HEADS, P
+from kvjax.mesh import BATCH, HEADS, WIDTH, P, names_in
 from kvjax.models import experts
 from kvjax.models.config import ACTIVATIONS, ModelConfig
 from kvjax.models.layout import SCALE, flat_shape, fuse, parts_of, scales_of, unfuse
@@ -25,7 +26,7 @@ from pallas_kernels.eight_bits import EIGHT_BITS, LARGEST
 
 ROWS = P(BATCH, None, None)
 SPLIT = P(BATCH, HEADS, None, None)
-EXPERTS = ("tensor", "fsdp")
+EXPERTS = (*WIDTH, "fsdp")
 """The axes that split the experts of a layer in storage."""
 
 
@@ -43,20 +44,29 @@ class RMSNorm(nnx.Module):
         return (y * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 
 
-Wide = str | tuple[str, ...]
+Wide = tuple[str, ...]
 
 
 def axes_of(x: Float[Array, "b t d"]) -> tuple[str | None, Wide]:
-    """Return the axis that splits the tokens of activations, and the axes that then split heads, the MLP's width and
-    the vocabulary."""
+    """Return the axis that splits the tokens of activations, and the axes that then split heads."""
     axis = jax.typeof(x).sharding.spec[1]
-    return axis, HEADS if axis is None else "tensor"
+    return axis, HEADS if axis is None else ("tensor",)
+
+
+def wider(wide: Wide) -> Wide:
+    """Return the axes that split the MLP's width, experts and the vocabulary, given those that split heads."""
+    return (*wide, "replica")
 
 
 def gathered(stored: nnx.Param, wide: Wide) -> Array:
-    """Return a stored array whole over `fsdp`, and split over `wide` where it is stored split over `tensor`."""
-    spec = jax.typeof(stored[...]).sharding.spec
-    return reshard(stored[...], P(*(wide if axis in ("tensor", EXPERTS) else None for axis in spec)))
+    """Return a stored array whole over `fsdp`, and split over `wide`, or `wider(wide)`, where it is stored split over
+    `tensor`, or over `WIDTH`."""
+
+    def axes(stored):
+        names = names_in(stored)
+        return None if "tensor" not in names else wider(wide) if "replica" in names else wide
+
+    return reshard(stored[...], P(*map(axes, jax.typeof(stored[...]).sharding.spec)))
 
 
 def drawn_in_eight_bits(x: Float[Array, "*s"], kind: Any) -> tuple[Shaped[Array, "*s"], float]:
@@ -122,9 +132,9 @@ class DecoderLayer(nnx.Module):
             self.down_bias = weight("down_bias", EXPERTS, None) if config.expert_bias else None
         else:
             self.router = self.router_bias = None
-            self.gate_up, self.gate_up_scale = matrix("gate_up", "fsdp", "tensor")
-            self.down, self.down_scale = matrix("down", "tensor", "fsdp")
-            self.gate_up_bias = bias("gate_up_bias", "tensor") if config.mlp_bias else None
+            self.gate_up, self.gate_up_scale = matrix("gate_up", "fsdp", WIDTH)
+            self.down, self.down_scale = matrix("down", WIDTH, "fsdp")
+            self.gate_up_bias = bias("gate_up_bias", WIDTH) if config.mlp_bias else None
             self.down_bias = bias("down_bias", None) if config.mlp_bias else None
         self.mlp_post_norm = norm(config.width) if config.post_norms else None
 
@@ -168,7 +178,7 @@ class DecoderLayer(nnx.Module):
         if self.router is not None:
             return self._experts(x, index)
         axis, wide = axes_of(x)
-        y = product(x, self._matrix("gate_up", wide), P(BATCH, axis, wide), index)
+        y = product(x, self._matrix("gate_up", wide), P(BATCH, axis, wider(wide)), index)
         gate, up = unfuse("gate_up", y, self.config).values()
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
         return product(inner, self._matrix("down", wide), P(BATCH, axis, None), index).astype(x.dtype)
@@ -191,9 +201,9 @@ class DecoderLayer(nnx.Module):
             return ((up + 1) * gate * jax.nn.sigmoid(slope * gate)).astype(x.dtype)
 
         def local(x, weight, chosen, gate_up, down, index):
-            first = jax.lax.axis_index(wide) * (gate_up.weight.shape[-2] // config.width)
+            first = jax.lax.axis_index(wider(wide)) * (gate_up.weight.shape[-2] // config.width)
             y = experts.mixed(x, weight, chosen - first, gate_up, down, activate, index)
-            return jax.lax.psum(y, wide).astype(x.dtype)
+            return jax.lax.psum(y, wider(wide)).astype(x.dtype)
 
         matrices = self._matrix("gate_up", wide), self._matrix("down", wide)
         return jax.shard_map(local, out_specs=P(BATCH, axis, None))(x, weight, chosen, *matrices, index)

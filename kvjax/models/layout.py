@@ -32,6 +32,8 @@ EXPERTS_OWN = "gate", "up", "down"
 """The matrices that each expert has."""
 BLOCK = 128
 """The most columns of gate, or of up, that follow one another: as many as a TPU has lanes."""
+DEVICES = 8
+"""Devices that can split the MLP of a model with fewer KV heads, if they divide its width: a TPU's or GPU's host."""
 
 
 def parts_of(path: str) -> tuple[str, ...]:
@@ -118,9 +120,14 @@ def _groups(path: str, config: ModelConfig) -> int:
     """Return the number of times that the parts of an array take turns."""
     if path.startswith("qkv"):
         return config.num_kv_heads
-    # a mesh splits no finer than by KV heads, and a device then has whole blocks
-    block = math.gcd(BLOCK, config.mlp_width // math.gcd(config.mlp_width, config.num_kv_heads))
-    return config.mlp_width // block
+    return mlp_blocks(config)
+
+
+def mlp_blocks(config: ModelConfig) -> int:
+    """Return the number of blocks of columns in which gate and up take turns. A mesh that splits KV heads, or has up to
+    `DEVICES`, leaves each device whole blocks."""
+    parts = math.gcd(config.mlp_width, math.lcm(config.num_kv_heads, DEVICES))
+    return config.mlp_width // math.gcd(BLOCK, config.mlp_width // parts)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float32, Int
 
 from kvjax.errors import UserError, named_arguments, shown, warn, whole_number
-from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
+from kvjax.mesh import AXES, P, axis_size, gather, names_in, use_mesh
 from kvjax.models.adapter import base_of, merge
 from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
 from kvjax.models.decoder import Decoder
@@ -313,13 +313,12 @@ def _read(
     host memory at a time.
     """
     rows_axis, columns_axis = axes
-    assert not isinstance(rows_axis, tuple)
-    parts = axis_size(rows_axis) if rows_axis else 1
+    parts = axis_size(*names_in(rows_axis))
     part = (rows or tensor.shape[0]) // parts
     shared: tuple[str, ...] = ()
     # the columns' axis first: then only neighbours exchange what they read
-    others = [axis for axis in AXES if axis != rows_axis]
-    for axis in sorted(others, key=lambda axis: axis != columns_axis):
+    others = [axis for axis in AXES if axis not in names_in(rows_axis)]
+    for axis in sorted(others, key=lambda axis: axis not in names_in(columns_axis)):
         if part % axis_size(*shared, axis) == 0:
             shared = (*shared, axis)
     count, row_bytes = 1, tensor.dtype.itemsize * math.prod(tensor.shape[1:])
@@ -350,7 +349,7 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
     """Return the whole tensor, its rows and columns split over the two axes of `axes`."""
     rows_axis, columns_axis = axes
     columns = () if pieces[0].ndim == 2 else (columns_axis,)
-    others = [axis for axis in AXES if axis not in axes]
+    others = [axis for axis in AXES if axis not in names_in(*axes)]
     pieces = [reshard(gather(piece, *others), P(rows_axis, None, *columns)) for piece in pieces]
     x = jnp.concatenate(pieces, axis=1)
     return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=P(rows_axis, *columns))

@@ -64,7 +64,7 @@ def run(config: ServeConfig) -> None:
         x for x in ("starlette", "uvicorn", "prometheus_client") if not importlib.util.find_spec(x)
     ]:
         raise UserError(f"the server needs {', '.join(missing)}: pip install 'kvjax[serve]'")
-    if config.mesh.count > config.mesh.tensor:
+    if config.mesh.count > config.mesh.tensor * config.mesh.replica:
         raise UserError(f"--mesh {config.mesh}: a server's mesh may split heads alone, such as tensor=4")
     whole_number("serve", "--slots", config.slots)
     whole_number("serve", "--queue", config.queue, 0)

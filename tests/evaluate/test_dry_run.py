@@ -78,7 +78,7 @@ def test_gates_that_are_not_there_yet_are_named(capsys):
             ["--tasks", "aime_2024"],
             "whatever the budget; aime_2024 is for those that evict while they answer",
         ),
-        (["--mesh", "1x3"], "tensor axis of 3 does not divide the model's kv heads"),
+        (["--mesh", "1x3"], "tensor axis has size 3, which does not divide the model's kv heads"),
         (
             ["--model", "someone/unknown-9b"],
             "--model someone/unknown-9b: no such folder here, and of no known shape",

@@ -137,7 +137,8 @@ def test_heads_that_cannot_be_split_are_one_line():
         tiny_model()
     assert tiny_config().num_kv_heads == 4
     assert str(error.value) == (
-        "the mesh's tensor × sequence has size 8, which does not divide the model's kv heads (4)"
+        "the mesh's tensor × sequence has size 8, which does not divide the model's kv heads (4); "
+        "tensor=4,replica=2 does"
     )
 
 

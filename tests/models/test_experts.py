@@ -1,5 +1,7 @@
 """Mixtures of experts against their definition, and split over a mesh."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.inference import generate, logits
 from kvjax.mesh import make_mesh, put, use_mesh
+from kvjax.models import layers
 from kvjax.models.experts import mixed
 from kvjax.models.matrix import Matrix
 from kvjax.sampling_params import SamplingParams
@@ -63,7 +66,13 @@ def test_answers_over_the_cache_are_those_of_whole_sequences(chunk):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    "shape", [{"tensor": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 2, "sequence": 2}]
+    "shape",
+    [
+        {"tensor": 4},
+        {"fsdp": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "sequence": 2},
+        {"fsdp": 2, "tensor": 2, "replica": 2},
+    ],
 )
 def test_experts_are_split_over_a_mesh(shape):
     tokens = np.random.default_rng(1).integers(0, 61, (4, 16))
@@ -71,7 +80,7 @@ def test_experts_are_split_over_a_mesh(shape):
     with jax.set_mesh(make_mesh(**shape)):
         split = moe_model()
         held = split.layers.gate_up[...].addressable_shards[0].data.shape[1]
-        assert held == 8 * 32 // (shape.get("tensor", 1) * shape.get("fsdp", 1))
+        assert held == 8 * 32 // math.prod(shape.get(axis, 1) for axis in layers.EXPERTS)
         np.testing.assert_allclose(logits(split, tokens), want, atol=1e-4)
         greedy = SamplingParams(max_new_tokens=4, ignore_eos=True)
         found = generate(split, list(tokens), greedy).tokens

@@ -41,7 +41,7 @@ def test_it_says_how_much_would_be_trained(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--mesh", "1x3"], "tensor axis of 3 does not divide the model's kv heads"),
+        (["--mesh", "1x3"], "tensor axis has size 3, which does not divide the model's kv heads"),
         (["--expand", "0.001"], "--expand 0.001 makes gates"),
         (["--model", "someone/unknown-9b"], "no such folder here, and of no known shape"),
     ],

@@ -24,9 +24,18 @@ from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.mesh
 
-MESHES = {"2": {"sequence": 2}, "2x2x2": {"fsdp": 2, "tensor": 2, "sequence": 2}}
+MESHES = {
+    "2": {"sequence": 2},
+    "2x2x2": {"fsdp": 2, "tensor": 2, "sequence": 2},
+    "replicas": {"fsdp": 2, "tensor": 2, "replica": 2},
+}
 each = pytest.mark.parametrize(
-    "mesh", [pytest.param(MESHES["2"], marks=pytest.mark.thorough), MESHES["2x2x2"]], ids=MESHES
+    "mesh",
+    [
+        pytest.param(own, marks=() if name == "2x2x2" else pytest.mark.thorough)
+        for name, own in MESHES.items()
+    ],
+    ids=MESHES,
 )
 KVPOP = {"max_entries": 14, "sink": 2, "window": 6, "batch": 8}
 RECIPES = {
@@ -199,7 +208,7 @@ def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
         ),
         (
             ["--mesh", "tensor=2,sequence=4"],
-            "its tensor × sequence of 8 does not divide the model's kv heads (4)",
+            "tensor × sequence has size 8, which does not divide the model's kv heads (4)",
         ),
         (
             ["--mesh", "sequences=4"],

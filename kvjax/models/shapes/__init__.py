@@ -7,6 +7,7 @@ from pathlib import Path
 from kvjax.builtin import BUILTIN
 from kvjax.cli.launch import MeshShape
 from kvjax.errors import UserError, warn
+from kvjax.models import decoder
 from kvjax.models.adapter import base_of
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.folder import find_model
@@ -71,14 +72,4 @@ def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
 
 def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:
     """Refuse a mesh that does not divide the model, before there are devices. Raises UserError."""
-    heads = "tensor axis" if mesh.sequence == 1 else "tensor × sequence"
-    split = ("experts", config.num_experts) if config.num_experts else ("mlp width", config.mlp_width)
-    for what, size, said, parts in (
-        ("kv heads", config.num_kv_heads, heads, mesh.head_shards),
-        (*split, heads, mesh.head_shards),
-        ("width", config.width, "fsdp axis", mesh.fsdp),
-    ):
-        if size % parts:
-            raise UserError(
-                f"--mesh {mesh}: its {said} of {parts} does not divide the model's {what} ({size})"
-            )
+    decoder.check_mesh(config, dataclasses.asdict(mesh))

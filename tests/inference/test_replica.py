@@ -1,0 +1,54 @@
+"""More devices than a model has kv heads: replicas of a head hold and say the same."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax.errors import UserError
+from kvjax.inference import generate, prefill
+from kvjax.mesh import make_mesh
+from kvjax.policies import make_policy
+from tests.inference.cached import cached_logits
+from tests.inference.contexts import CONTEXTS, QUESTIONS, WITH_LOGPROBS
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.mesh
+SIZES = {"num_kv_heads": 2, "qk_norm": False}
+MESHES = [{"tensor": 2, "replica": 2}, {"fsdp": 2, "replica": 4}]
+CALLS = [8] * 4 + [1] * 8
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_logits_and_retained_entries_are_those_of_one_device(tokens, mesh):
+    one = tiny_model(**SIZES)
+    rates = {"random": {"rates": np.full((3, 2), 0.5, np.float32), "window": 6}}
+    want, alone = cached_logits(one, make_policy(rates, model=one), tokens, CALLS)
+    with jax.set_mesh(make_mesh(**mesh)):
+        many = tiny_model(**SIZES)
+        got, cache = cached_logits(many, make_policy(rates, model=many), tokens, CALLS)
+    assert np.abs(got - want).max() < 1e-4
+    np.testing.assert_array_equal(cache.layers.length, alone.layers.length)
+    assert caches.stats(cache).pages == caches.stats(alone).pages
+
+
+@pytest.mark.parametrize(
+    "policy", ["snapkv:ratio=0.5,observed=4", "h2o:entries=24,when=every,every=8", "quest:ratio=0.5"]
+)
+def test_answers_are_those_of_one_device(policy):
+    found = []
+    for mesh in ({}, MESHES[0]):
+        with jax.set_mesh(make_mesh(**mesh)):
+            model = tiny_model(**SIZES)
+            made = make_policy(policy, model=model)
+            cache = prefill(model, CONTEXTS, policy=made, chunk=32)
+            said = generate(model, QUESTIONS[:2], WITH_LOGPROBS, policy=made, cache=cache)
+            found.append((said.tokens, [own.chosen for own in said.logprobs]))
+    np.testing.assert_array_equal(found[1][0], found[0][0])
+    np.testing.assert_allclose(found[1][1], found[0][1], atol=1e-4)
+
+
+def test_a_mesh_without_replicas_is_refused_with_one_that_has_them():
+    said = r"the model's kv heads \(2\); tensor=2,replica=4 does"
+    with jax.set_mesh(make_mesh(tensor=8)), pytest.raises(UserError, match=said):
+        tiny_model(**SIZES)
