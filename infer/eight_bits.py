@@ -95,6 +95,7 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
             {
                 "form": name,
                 "MiB": sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20,
+                "KiB_per_token": entries_of(model) / 2**10,
                 "perplexity": float(np.exp(loss.mean())),
                 "agreement": float((own == likeliest).mean()),
             }
@@ -108,8 +109,9 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
     for row in rows:
         row["ms_per_token"] = 1e3 * min(times[row["form"]])
         print(
-            f"{row['form']:22} {row['MiB']:6.0f} MiB  perplexity {row['perplexity']:7.3f}  "
-            f"{100 * row['agreement']:6.2f}% as float32  {row['ms_per_token']:6.1f} ms a token"
+            f"{row['form']:22} {row['MiB']:6.0f} MiB  {row['KiB_per_token']:5.1f} KiB of entries a token  "
+            f"perplexity {row['perplexity']:7.3f}  {100 * row['agreement']:6.2f}% as float32  "
+            f"{row['ms_per_token']:6.1f} ms a token"
         )
     return rows
 
@@ -158,6 +160,15 @@ def predictions(model: Any, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]
                 found.append(jax.device_get(own))
     loss, own = (np.concatenate(x) for x in zip(*found, strict=True))
     return loss, own
+
+
+def entries_of(model: Any) -> int:
+    """Return the bytes of a token's entries in all layers and KV heads."""
+    from kvjax.cache import entry_bytes
+
+    config = model.config
+    each = entry_bytes(config.head_dim, model.dtype, int8=config.int8_entries)
+    return config.num_full_layers * config.num_kv_heads * each
 
 
 def decode(model: Any, prompt: np.ndarray, count: int) -> float:

@@ -60,7 +60,7 @@ class GenerateConfig:
     capacity: str | None = None
     """The cache's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%)."""
     page_size: int | None = None
-    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection."""
+    """Tokens per page; by default 64 on a TPU (128 of int8 entries) and 16 elsewhere and with a selection."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()

@@ -76,7 +76,8 @@ class LLM:
         max_length: tokens of the longest prompt with its answer; by default what the model declares.
         capacity: size of the page pool, a bound: entries per KV head on average (4096), bytes (`2GiB`) or a share of
             each device's memory (`30%`). By default the pool follows the policy's expected need.
-        page_size: tokens per page; by default 64 on a TPU and 16 elsewhere and for a policy with a selection.
+        page_size: tokens per page; by default 64 on a TPU (128 of int8 entries) and 16 elsewhere and for a policy with
+            a selection.
         chunk: prompt tokens that are read in one call.
         slots: answers that are made at once. Where more are asked for, the others begin as soon as some have ended.
         chat_template_kwargs: variables of the tokenizer's chat template, such as `{"enable_thinking": False}`.
@@ -128,8 +129,7 @@ class LLM:
         gates = find_gates(gates, str(model))
         with use_mesh() if mesh is None else jax.set_mesh(mesh):
             self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-            config = read_config(find_model(model), max_length, weights)
-            config = dataclasses.replace(config, kv_cache_dtype=kv_cache_dtype)
+            config = read_config(find_model(model), max_length, weights, kv_cache_dtype)
             check_mesh(config)
             check_policy(policy, config, gates=gates, tokenizer=self.tokenizer, force=force)
             stored = {"dtype": dtype, "weights": weights, "kv_cache_dtype": kv_cache_dtype}

@@ -105,11 +105,11 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     shards = like.pages.free_count.shape[0]
     local = like.pages.pool.shape[0] // shards
 
-    def rows(x: np.ndarray, axis: int) -> np.ndarray:
+    def rows(x: np.ndarray, axis: int, padding: int = 0) -> np.ndarray:
         """Return `x` padded with the empty sequences that the mesh adds."""
         more = [(0, 0)] * x.ndim
         more[axis] = (0, batch - x.shape[axis])
-        return np.pad(x, more)
+        return np.pad(x, more, constant_values=padding)
 
     seen, length = rows(arrays["seen"], 0), rows(arrays["length"], 1)
     need = pages_of(length, seen, window, size)
@@ -155,7 +155,8 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     )  # fmt: skip
     small = _small(like.layers)
     names = leaves_by_path(small)
-    small = jax.tree.unflatten(jax.tree.structure(small), [rows(arrays[name], 1) for name in names])
+    padded = [rows(arrays[name], 1, int(name == "key_scale")) for name in names]
+    small = jax.tree.unflatten(jax.tree.structure(small), padded)
     layers = changed(like.layers, page_table=table, **small)
     trail = leaves_by_path({"trail": like.trail})
     trail = [rows(arrays[name], 0).view(x.dtype) for name, x in trail.items()]

@@ -26,8 +26,8 @@ Number = TypeVar("Number", int, np.ndarray, jax.Array)
 SMALL_PAGE, TPU_PAGE = 16, 64
 """Tokens per page by default: the papers' choice, and a size from which a TPU decodes faster."""
 INT8_TPU_PAGES = 32, 128
-"""Tokens per page of int8 entries on a TPU: the fewest that it writes, and a page's scales that fill a row of lanes.
-XLA would copy smaller rows to read them."""
+"""Tokens per page of int8 entries on a TPU. 32 is its smallest tile of int8 numbers. With 128 a page's scales fill one
+row of lanes; XLA would copy smaller rows before they are read."""
 SCALE = "scale"
 """The plane with the scales of int8 entries (`pallas_kernels.int8_entries`), of those in local windows, too."""
 

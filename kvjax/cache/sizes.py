@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
-from kvjax.cache.pages import Cache, LayerCache, Pages, entry_bytes, ring_pages
+from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, entry_bytes, ring_pages
 from kvjax.cache.sliding import grown
 from kvjax.errors import UserError, byte_size, whole_number
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards
@@ -163,7 +163,8 @@ class Layout:
     bounds: Any = None
     """Dtype of the bounds of each page's keys; None: there are none."""
     planes: tuple[tuple[str, Any], ...] = ()
-    """Names and dtypes of the entry metadata, those of `max_entries` included."""
+    """Names and dtypes of the entry metadata, those of `max_entries` included. Int8 entries have their scales
+    besides."""
     limit: int | None = None
     """The most pages that a shard's pool may ever have; None: as many as the devices have memory for."""
     sliding_layers: int = 0
@@ -201,12 +202,13 @@ def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h
     bounds = None
     if layout.bounds is not None:
         bounds = jnp.full((shards * pages, width), jnp.inf, layout.bounds, out_sharding=P(SHARDS, None))
+    kinds = dict(layout.planes) | ({SCALE: jnp.int32} if layout.int8 else {})
     planes = {
-        name: jnp.zeros(pool.shape[:2], dtype, out_sharding=P(SHARDS, None)) for name, dtype in layout.planes
+        name: jnp.zeros(pool.shape[:2], dtype, out_sharding=P(SHARDS, None)) for name, dtype in kinds.items()
     }
     numbers = {
         name: jnp.zeros((layers, batch, heads, slots), dtype, out_sharding=rows)
-        for name, dtype in layout.planes
+        for name, dtype in kinds.items()
         if name not in MAX_ENTRIES_PLANES
     }
     layer_cache = LayerCache(

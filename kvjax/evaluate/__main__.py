@@ -44,7 +44,8 @@ def main(args: list[str] | None = None) -> None:
             check_capacity(parse_capacity(config.capacity))
         results, longest = Results(config), max(config.context)
         # budgets are checked against nominal lengths first, then against the real contexts, before weights are read
-        shapes = model_shapes(read_config(find_model(config.model), longest, config.weights))
+        read = read_config(find_model(config.model), longest, config.weights, config.kv_cache_dtype)
+        shapes = model_shapes(read)
         check_lengths(config, shapes)
         tasks = sized_tasks(config)
         results.check_contexts(tasks)

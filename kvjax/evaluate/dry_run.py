@@ -24,7 +24,8 @@ def dry_run(config: EvaluateConfig) -> str:
     Raises:
         UserError: a task, a policy, a budget or a mesh that the evaluation would refuse, or a model of no known shape.
     """
-    name, shape = config.model, find_shape(config.model, max(config.context), config.weights).config
+    name, longest = config.model, max(config.context)
+    shape = find_shape(name, longest, config.weights, config.kv_cache_dtype).config
     check_mesh(config.mesh, shape)
     missing = [gates for gates in config.gates if not _is_there(gates)]
     there = tuple(gates for gates in config.gates if gates not in missing)

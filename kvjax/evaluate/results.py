@@ -313,7 +313,8 @@ def _page_size(config: EvaluateConfig) -> int | str:
     """Return the tokens per page on the current mesh; as text if policies with a selection have another page size."""
     if config.page_size is not None:
         return config.page_size
-    usual, selected = (default_page_size(selects=selects) for selects in (False, True))
+    int8 = config.kv_cache_dtype is not None
+    usual, selected = (default_page_size(selects=selects, int8=int8) for selects in (False, True))
     return usual if usual == selected else f"{usual}, {selected} with a selection"
 
 

@@ -26,6 +26,7 @@ from kvjax.policies.compiled import CompiledPolicy, States, View
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
 from pallas_kernels.bits import as_bits
+from pallas_kernels.choose import target
 
 resize = jax.jit(caches.resize, static_argnums=(1, 2, 3))
 copy_shared_pages = jax.jit(caches.copy_shared_pages, static_argnums=1, donate_argnums=0)
@@ -145,8 +146,6 @@ def layout_for(
         raise UserError(f"policy {policy.name}: a plane called {min(taken)!r} is the cache's own")
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     token_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(own.itemsize for _, own in planes)
-    if int8:
-        planes += ((caches.SCALE, jnp.dtype(jnp.int32)),)
     if free is not None:
         rows = sliding_layers * max(batch, windows) // batch_shards() * kv_heads // axis_size(*HEADS)
         free = max(0, free - rows * slots * 2 * head_dim * dtype.itemsize)
@@ -220,7 +219,14 @@ def page_size_of(policy: Policy, stated: int | None, *, int8: bool = False) -> i
     """Return the tokens per page of a policy's cache on the current mesh: the stated number or the default."""
     if stated is None:
         return caches.default_page_size(selects=policy.selection is not None, int8=int8)
-    return whole_number("cache", "page_size", stated)
+    size = whole_number("cache", "page_size", stated)
+    if (
+        int8
+        and target().platform == "tpu"
+        and size % (least := caches.default_page_size(selects=True, int8=True))
+    ):
+        raise UserError(f"page_size must be a multiple of {least} for int8 entries on a TPU, got {size}")
+    return size
 
 
 def stored_as(dtype: Any) -> tuple[np.dtype, np.dtype]:

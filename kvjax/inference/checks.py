@@ -133,6 +133,11 @@ def check_fits(cache: Cache, model: Decoder, policy: CompiledPolicy) -> None:
     held, own = (np.dtype(x).name for x in (cache.pages.dtype, model.dtype))
     if held != own:
         raise UserError(f"the cache has entries in {held}, the model is in {own}")
+    if cache.pages.int8 != c.int8_entries:
+        held = "int8" if cache.pages.int8 else held
+        raise UserError(
+            f"the cache has entries in {held}, the model is loaded with kv_cache_dtype {c.kv_cache_dtype}"
+        )
     host, later = policy.host, policy.decode
     if cache.window != host.window:
         raise UserError(f"the cache has window {cache.window}, policy {host.name} has {host.window}")

@@ -2,8 +2,8 @@
 
 Some components of keys are many times as large as the others in every token, in Qwen2, whose keys have biases, a
 hundred times. As a key has one scale, these would leave the others few of the 256 numbers. Dividing a component of the
-keys by c and multiplying that of the queries by it changes no logit, and with c = √(the keys' RMS / the queries') none
-of the two stands out more than the other (as in SmoothQuant: Xiao et al., 2023, Eq. 4). The c are powers of two, by
+keys by c and multiplying that of the queries by it changes no logit. With c = √(the keys' RMS / the queries' RMS)
+neither stands out more than the other (as in SmoothQuant: Xiao et al., 2023, Eq. 4). The c are powers of two, by
 which multiplication is exact.
 """
 

@@ -30,7 +30,7 @@ from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
 from kvjax.checkpoints.orbax import check_room, export
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.files import locked, write_text
-from kvjax.inference.allocation import laid_out, sizes_of, stored_as
+from kvjax.inference.allocation import laid_out, page_size_of, sizes_of, stored_as
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.forward import drop_observation_state
 from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
@@ -289,6 +289,7 @@ def read_cache(
         _check_lengths(path, found, arrays)
         _check_numbers(path, arrays, found["window"])
         size = found["page_size"] if page_size is None else page_size
+        size = page_size_of(compiled.host, size, int8=model.config.int8_entries)
         like = _like(path, found, model, compiled, arrays, size, capacity)
         return unpacked(like, arrays), found
 
@@ -439,10 +440,9 @@ def _like(
     batch, window = -(-len(seen) // shards) * shards, found["window"]
     dtype = np.dtype(model.dtype)
     stored, bounds = stored_as(dtype)
-    planes = {name: np.dtype(own) for name, own in found["planes"].items()}
-    own = {name: x for name, x in planes.items() if name != caches.SCALE}
+    planes = {name: np.dtype(own) for name, own in found["planes"].items() if name != caches.SCALE}
     entry = caches.entry_bytes(config.head_dim, dtype, int8=config.int8_entries)
-    page_bytes = page_size * (entry + sum(x.itemsize for x in own.values()))
+    page_bytes = page_size * (entry + sum(x.itemsize for x in planes.values()))
     page_bytes += 2 * config.head_dim * bounds.itemsize * found["selects"]
     padded = np.pad(seen, (0, batch - len(seen)))
     rows = np.pad(length, ((0, 0), (0, batch - len(seen)), (0, 0)))

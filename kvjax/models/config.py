@@ -273,7 +273,12 @@ class ModelConfig:
         return frequencies.astype(np.float32), scale.astype(np.float32)
 
 
-def read_config(folder: str | Path, max_length: int | None = None, weights: str | None = None) -> ModelConfig:
+def read_config(
+    folder: str | Path,
+    max_length: int | None = None,
+    weights: str | None = None,
+    kv_cache_dtype: str | None = None,
+) -> ModelConfig:
     """Read the configuration of a model from a folder's `config.json` or from the metadata of a GGUF file.
 
     An adapter's folder has the config of its base model. Tied embeddings count as untied where the folder's weights
@@ -289,6 +294,7 @@ def read_config(folder: str | Path, max_length: int | None = None, weights: str 
         max_length: the longest sequence that will be run. Used by rope type "dynamic" alone, whose frequencies grow
             with it; by default the model's own `max_position_embeddings`.
         weights: as in `ModelConfig.with_weights`.
+        kv_cache_dtype: as in `ModelConfig`.
 
     Raises:
         UserError: no such file, a key missing or of the wrong kind, and whatever is not supported, by name.
@@ -360,7 +366,7 @@ def read_config(folder: str | Path, max_length: int | None = None, weights: str 
         config = dataclasses.replace(config, sliding_window=window, sliding_layers=layers)
     except UserError as error:
         raise keys.error(str(error)) from None
-    return config.with_weights(weights)
+    return dataclasses.replace(config.with_weights(weights), kv_cache_dtype=kv_cache_dtype)
 
 
 def warn_of_turn_ends(config: ModelConfig) -> None:

@@ -115,7 +115,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of activations, and of entries in a cache."""
+        """The dtype of activations, and of entries in a cache unless these are int8."""
         return self.norm.scale.dtype
 
     def own_arrays(self) -> dict[str, OwnArray]:

@@ -89,8 +89,8 @@ def load_model(
     """
     dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
-    config = read_config(model, max_length, weights)
-    config = dataclasses.replace(config, kv_cache_dtype=kv_cache_dtype, name=str(path_or_hub_id))
+    config = read_config(model, max_length, weights, kv_cache_dtype)
+    config = dataclasses.replace(config, name=str(path_or_hub_id))
     warn_of_turn_ends(config)
     stored = _stored(model, config)
     with use_mesh():

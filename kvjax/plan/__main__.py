@@ -76,10 +76,10 @@ def train(args: list[str]) -> None:
 def serve(args: list[str]) -> None:
     """Print what prefill (the call that reads a chunk of the prompts) and decoding (a block of tokens) take, then the
     longest context with which both fit."""
-    from kvjax.plan.programs import POOL, TABLES, ServeConfig, check_serving, shape_of
+    from kvjax.plan.programs import POOL, TABLES, ServeConfig, check_serving
 
     told = parse_command(ServeConfig, args)
-    model = shape_of(told)
+    model = find_shape(told.model, weights=told.weights, kv_cache_dtype=told.kv_cache_dtype)
     usable = _begin(told.model, model, told.dtype, told.topology, told.mesh)
     check_serving(told, model.config)
     check_longest(model.config, told.context)

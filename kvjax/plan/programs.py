@@ -27,7 +27,7 @@ from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.loading import parameter_dtype
-from kvjax.models.shapes import ModelShape, check_mesh, find_shape
+from kvjax.models.shapes import check_mesh, find_shape
 from kvjax.plan.ahead import Job
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
@@ -85,7 +85,8 @@ def program_of(job: Job, mesh: Mesh) -> Program:
     """Return a job's program on the current mesh. Raises UserError for a mesh that does not divide the model."""
     told = _told(job)
     longest = job.length + (told.new if isinstance(told, ServeConfig) else 0)
-    model = shape_of(told, longest)
+    entries = told.kv_cache_dtype if isinstance(told, ServeConfig) else None
+    model = find_shape(told.model, longest, told.weights, entries)
     check_mesh(told.mesh, model.config)
     dtype = told.dtype or model.dtype
     if isinstance(told, Recipe):
@@ -96,16 +97,6 @@ def program_of(job: Job, mesh: Mesh) -> Program:
 
 def _told(job: Job) -> "Recipe | ServeConfig":
     return parse(job.arguments) if job.stage == "train" else parse_command(ServeConfig, job.arguments)
-
-
-def shape_of(told: "Recipe | ServeConfig", longest: int | None = None) -> ModelShape:
-    """Return the shape of the model that a command names. Raises UserError if there is none of that name."""
-    shape = find_shape(told.model, longest, told.weights)
-    if not isinstance(told, ServeConfig):
-        return shape
-    return dataclasses.replace(
-        shape, config=dataclasses.replace(shape.config, kv_cache_dtype=told.kv_cache_dtype)
-    )
 
 
 def model_of(mesh: Mesh, config: ModelConfig, dtype: str) -> Decoder:

@@ -41,7 +41,7 @@ class ServeConfig:
     """The pool's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%). By default what the
     slots are expected to need, each at --max-length."""
     page_size: int | None = None
-    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection."""
+    """Tokens per page; by default 64 on a TPU (128 of int8 entries) and 16 elsewhere and with a selection."""
     chunk: int = 2048
     """Prompt tokens that are read between two blocks of decoding."""
     queue: int = 64

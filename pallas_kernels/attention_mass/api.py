@@ -112,6 +112,10 @@ def paged_attention_mass(
         raise ValueError(
             f"paged_attention_mass: pool {pool.shape} holds no entry, but page_table has {columns} columns"
         )
+    if (pool.dtype == jnp.int8) != (scale is not None):
+        raise ValueError(
+            f"paged_attention_mass: got pool {pool.dtype}, expected a scale if and only if it is int8"
+        )
     require_whole("paged_attention_mass", page_table=page_table, length=length)
     pool, page_table, length, scale = alike(pool, page_table, length, scale)
     s = columns * pool.shape[1]

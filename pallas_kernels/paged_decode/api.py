@@ -108,7 +108,7 @@ def paged_decode_append(
     Args:
         new: the token's keys and values.
         append: the places they are written to. Attention reads the pages as they were before. Into a pool of int8
-            numbers they are written as `quantised_entries` has them; to write their scales is left to the caller.
+            numbers they are written as `quantised_entries` has them; the caller writes their scales.
         q, pool, page_table, length, ring_length, ring_pages, pages, bias, scale, implementation: as in `paged_decode`.
 
     Returns:
@@ -194,7 +194,7 @@ def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bia
             f"paged_decode: bias is {bias.dtype} {bias.shape}, but pool {pool.shape} needs float32 {pool.shape[:2]}"
         )
     if (pool.dtype == jnp.int8) != (scale is not None):
-        raise ValueError(f"paged_decode: pool is {pool.dtype}, but int8 numbers and they alone have scales")
+        raise ValueError(f"paged_decode: got pool {pool.dtype}, expected a scale if and only if it is int8")
     if scale is not None and (scale.shape != pool.shape[:2] or scale.dtype != jnp.int32):
         raise ValueError(
             f"paged_decode: scale is {scale.dtype} {scale.shape}, but pool {pool.shape} needs int32 {pool.shape[:2]}"

@@ -114,7 +114,7 @@ class _Stored:
         logits, values = softmax.logits(rows(q), side(0)), side(self.h)
         if self.scale is not None:
             of_key, of_value = scales(of_pages(self.scale, table).reshape(self.br, self.bs))
-            logits, values = logits * of_key[:, None], (values * of_value[..., None]).astype(q.dtype)
+            logits, values = logits * of_key[:, None], values * of_value[..., None]
         logits = jnp.where(seen[:, None], biased(logits), softmax.MASKED)
         values = jnp.where(seen[..., None], values, 0)
         m, l, o = map(rows, state)

@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax.cache import SCALE, Layout, Quota, entry_bytes
+from kvjax.cache import Layout, Quota, entry_bytes
 from kvjax.checkpoints.orbax import abstract
 from kvjax.inference.allocation import copy_shared_pages, laid_out, page_size_of
 from kvjax.inference.compaction import compact
@@ -102,12 +102,11 @@ def programs(mesh, config, which="all"):
     def empty(view, tokens, int8=False):
         page = page_size_of(view, None, int8=int8)
         pages = POOL // (page * entry_bytes(config.head_dim, DTYPE, int8=int8))
-        planes = view.planes | ({SCALE: jnp.int32} if int8 else {})
         layout = Layout(
             batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             window=view.window, tokens=tokens, page_size=page, pages=pages, dtype=DTYPE, stored=DTYPE,
             bounds=None if view.selection is None else DTYPE,
-            planes=tuple((name, jnp.dtype(own)) for name, own in planes.items()), int8=int8,
+            planes=tuple((name, jnp.dtype(own)) for name, own in view.planes.items()), int8=int8,
         )  # fmt: skip
         return jax.eval_shape(
             lambda view: laid_out(view, layout, config.num_heads // config.num_kv_heads), view

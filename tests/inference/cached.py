@@ -9,6 +9,7 @@ import numpy as np
 from kvjax import cache as caches
 from kvjax.inference.allocation import empty_cache, sizes_of
 from kvjax.inference.forward import forward
+from kvjax.inference.key_scale import key_scale
 from kvjax.mesh import use_mesh
 
 LENGTH = 40
@@ -23,14 +24,16 @@ def run(model, view, cache, tokens, valid):
     return cache, model.logits(hidden)
 
 
-def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None, key_scale=None):
-    """Logits of every token fed to the cache in calls of the given sizes, and the cache."""
+def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None, scale=None):
+    """Logits of every token fed to the cache in calls of the given sizes, and the cache. scale: of keys, in place of
+    the model's own for int8 entries."""
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = empty_cache(
             compiled, **sizes_of(model.config), batch=len(tokens), tokens=tokens.shape[1], dtype=jnp.float32,
-            page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size, key_scale=key_scale,
+            page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size,
+            key_scale=key_scale(model) if scale is None else scale,
         )  # fmt: skip
         out, start = [], 0
         for size in calls:

@@ -28,9 +28,24 @@ NEAR = 0.1
 """Logits of the tiny model are about 2."""
 
 
+def uneven(bias=10.0, **changes):
+    """The tiny model with a component of its keys that is large in every token, as in Qwen2."""
+    made = tiny_model(qk_norm=False, attention_bias=True, model_type="qwen2", **changes)
+    own = {name: x.value for name, x in made.own_arrays().items()}
+    own["layers.k_bias.value"] = own["layers.k_bias.value"].at[..., 3].set(bias)
+    return made.with_own(own)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return uneven()
+
+
 @pytest.fixture(scope="module")
 def int8():
-    return tiny_model(qk_norm=False, kv_cache_dtype="int8")
+    made = uneven(kv_cache_dtype="int8")
+    assert np.ptp(key_scale(made)) == 1
+    return made
 
 
 @pytest.mark.parametrize("name", ["wgkv", "max_entries", "quest", "full"])
@@ -45,30 +60,34 @@ def test_logits_are_near_those_of_float_entries(model, int8, tokens, name):
     np.testing.assert_allclose(cache.layers.length, floats.layers.length, atol=1)
 
 
-@pytest.mark.parametrize("name", ["h2o", "r_kv", "fast_kvzip", "snapkv"])
-def test_evictions_look_at_what_is_stored(model, int8, name):
+@pytest.mark.parametrize("name", ["h2o", "r_kv", "fast_kvzip", "snapkv", "kvzip"])
+def test_evictions_score_the_stored_entries(model, int8, name):
     """Contexts are compacted, and answers as they grow."""
     found = []
     for one in (model, int8):
-        policy = policies(one)[name]()
+        texts = {"ratio": 0.5, "repeated": 16, "instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
+        policy = make_policy({"kvzip": texts}, model=one) if name == "kvzip" else policies(one)[name]()
         cache = prefill(one, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
         pages_are_whole(cache)
         said = generate(one, QUESTIONS[:2], WITH_LOGPROBS, policy=policy, cache=cache)
         found.append((np.asarray(cache.layers.length), [own.chosen[0] for own in said.logprobs]))
     (lengths, first), (own_lengths, own_first) = found
     np.testing.assert_array_equal(own_lengths.sum((0, 2)), lengths.sum((0, 2)))
-    np.testing.assert_allclose(own_first, first, atol=NEAR)
+    # an entry at the edge of the budget may be another one
+    np.testing.assert_allclose(own_lengths, lengths, atol=2)
+    np.testing.assert_allclose(own_first, first, atol=3 * NEAR)
 
 
 def test_an_entry_is_rounded_once_wherever_it_goes(int8, tokens):
-    """From the window to the retained entries, in calls of many tokens and of one, and into a page of a fork."""
+    """From the window to the retained entries, in calls of many tokens and of one."""
     policy = policies_for(int8, 6)["full"]
     _, early = cached_logits(int8, policy, tokens[:, :20], [20])
     _, late = cached_logits(int8, policy, tokens, [20, 8, 8, 1, 1, 1, 1])
     with use_mesh(int8):
         early, late = packed(early), packed(late)
     before, after = (x["length"].reshape(-1) for x in (early, late))
-    scales = np.moveaxis(early["numbers.scale"], 0, 0).reshape(len(before), -1)
+    # position i is in slot i mod 5, and 20 tokens were read
+    scales = early["numbers.scale"].reshape(len(before), 5)
     begin, kept = 0, 0
     for row, count in enumerate(before):
         stop, ring = begin + count, early["ring"].reshape(len(before), -1, 16)[row]
@@ -77,7 +96,7 @@ def test_an_entry_is_rounded_once_wherever_it_goes(int8, tokens):
         np.testing.assert_array_equal(own[count : count + 5], ring)
         own = late["plane.scale"][kept : kept + after[row]]
         np.testing.assert_array_equal(own[:count], early["plane.scale"][begin:stop])
-        assert set(own[count : count + 5]) == set(scales[row])
+        np.testing.assert_array_equal(own[count : count + 5], scales[row])
         begin, kept = stop, kept + after[row]
 
 
@@ -96,12 +115,14 @@ def test_a_saved_cache_goes_on_bit_by_bit(model, int8, name, tmp_path):
     np.testing.assert_array_equal(asked(loaded), asked(cache))
     with pytest.raises(UserError, match="saved with kv_cache_dtype int8, the model is loaded with None"):
         load_cache(tmp_path, model, policies(model)[name]())
+    with pytest.raises(UserError, match="entries in int8, the model is loaded with kv_cache_dtype None"):
+        save_cache(tmp_path, cache, model, policies(model)[name]())
 
 
-@pytest.mark.parametrize("policy", ["h2o:entries=24,when=position,every=8", "random:ratio=0.4,window=8"])
+@pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "random:ratio=0.4,window=8"])
 def test_requests_in_slots_have_the_answers_of_lone_runs(policy):
     tokenizer = byte_tokenizer()
-    model = tiny_model(vocab_size=len(tokenizer), qk_norm=False, kv_cache_dtype="int8")
+    model = uneven(vocab_size=len(tokenizer), kv_cache_dtype="int8")
     made, sampling = make_policy(policy, model=model), SamplingParams(max_new_tokens=20, ignore_eos=True)
     sizes = {"slots": 2, "max_length": 128, "page_size": 4, "chunk": 16, "block": 4, "capacity": 128}
     engine = Engine(model, made, tokenizer=tokenizer, **sizes)
@@ -113,7 +134,11 @@ def test_requests_in_slots_have_the_answers_of_lone_runs(policy):
         return [request.tokens for request in requests]
 
     together = run([request for prompt in prompts for request in engine.submit(prompt, sampling)])
-    assert together == [run(engine.submit(prompt, sampling))[0] for prompt in prompts]
+    wanted = [
+        generate(model, [prompt], sampling, policy=made, page_size=4, chunk=16).tokens[0].tolist()
+        for prompt in prompts
+    ]
+    assert together == wanted
 
 
 @pytest.mark.mesh
@@ -122,7 +147,7 @@ def test_a_mesh_gives_the_same(int8, tokens):
     want, alone = cached_logits(int8, policy, tokens, CALLS)
     scale = np.asarray(key_scale(int8))
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
-        split = tiny_model(qk_norm=False, kv_cache_dtype="int8")
+        split = uneven(kv_cache_dtype="int8")
         got, cache = cached_logits(split, policies_for(split, 6)["wgkv"], tokens, CALLS)
         np.testing.assert_array_equal(key_scale(split), scale)
     assert np.abs(got - want).max() < NEAR
@@ -131,22 +156,18 @@ def test_a_mesh_gives_the_same(int8, tokens):
 
 def test_components_that_stand_out_are_scaled(tokens):
     """Keys whose fourth component is large in every token, as in Qwen2."""
-    sizes = {"qk_norm": False, "attention_bias": True, "model_type": "qwen2"}
-    floats = tiny_model(**sizes)
-    own = {name: x.value for name, x in floats.own_arrays().items()}
-    own["layers.k_bias.value"] = own["layers.k_bias.value"].at[..., 3].set(30.0)
-    floats, int8 = (one.with_own(own) for one in (floats, tiny_model(**sizes, kv_cache_dtype="int8")))
+    floats, int8 = uneven(30.0), uneven(30.0, kv_cache_dtype="int8")
     c = np.asarray(key_scale(int8))
     np.testing.assert_array_equal(c, np.exp2(np.round(np.log2(c))))
     assert (c[..., 3] > c[..., :3].max(-1)).all()
     policy = policies_for(int8, 6)["full"]
     want, _ = cached_logits(floats, policy, tokens, CALLS)
-    scaled, _ = cached_logits(int8, policy, tokens, CALLS, key_scale=key_scale(int8))
-    unscaled, _ = cached_logits(int8, policy, tokens, CALLS)
+    scaled, _ = cached_logits(int8, policy, tokens, CALLS)
+    unscaled, _ = cached_logits(int8, policy, tokens, CALLS, scale=jnp.ones_like(c))
     assert np.abs(scaled - want).max() < np.abs(unscaled - want).max() / 3
 
 
-def test_they_take_half_the_memory(int8):
+def test_int8_entries_take_half_the_memory(int8):
     assert caches.entry_bytes(64, "bfloat16", int8=True) < 0.53 * caches.entry_bytes(
         64, "bfloat16", int8=False
     )

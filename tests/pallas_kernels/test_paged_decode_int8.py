@@ -77,7 +77,7 @@ def test_the_mass_of_keys_in_pages():
 @pytest.mark.parametrize(
     ("implementation", "case", "scaled", "said"),
     [
-        ("xla", "one", False, "int8 numbers and they alone have scales"),
+        ("xla", "one", False, "got pool int8, expected a scale if and only if it is int8"),
         ("tpu", "one", True, "pages of a multiple of 32 entries, not 16"),
         ("hopper", "parts", True, "pool of q's dtype bfloat16, not int8"),
     ],

@@ -32,13 +32,16 @@ def known() -> list[str]:
     return sorted(path.parent.name for path in HERE.glob("*/config.json"))
 
 
-def find_shape(name: str, max_length: int | None = None, weights: str | None = None) -> ModelShape:
+def find_shape(
+    name: str, max_length: int | None = None, weights: str | None = None, kv_cache_dtype: str | None = None
+) -> ModelShape:
     """Return the shape of a model by name (`llama-3.1-8b`, or a hub id that begins so), of a folder with a
     `config.json`, of a GGUF file, or of `builtin`. Nothing is fetched.
 
     Args:
         max_length: the longest sequence, as for `read_config`.
         weights: the 8-bit dtype of the layers' matrices, as for `read_config`.
+        kv_cache_dtype: the 8-bit dtype of entries, as for `read_config`.
 
     Raises:
         UserError: there is none of that name.
@@ -55,11 +58,12 @@ def find_shape(name: str, max_length: int | None = None, weights: str | None = N
                 "more than config.json"
             )
         found = HERE / max(named, key=len)
+    config = read_config(found, max_length, weights, kv_cache_dtype)
     if is_gguf(found):
-        return ModelShape(read_config(found, max_length, weights), "float32")
+        return ModelShape(config, "float32")
     keys = JsonObject.read(found / "config.json")
     stated = keys.get("torch_dtype", str, None) or keys.get("dtype", str, "float32")
-    return ModelShape(read_config(found, max_length, weights), stated)
+    return ModelShape(config, stated)
 
 
 def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
