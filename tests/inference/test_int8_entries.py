@@ -74,7 +74,7 @@ def test_evictions_score_the_stored_entries(model, int8, name):
     (lengths, first), (own_lengths, own_first) = found
     np.testing.assert_array_equal(own_lengths.sum((0, 2)), lengths.sum((0, 2)))
     # an entry at the edge of the budget may be another one
-    np.testing.assert_allclose(own_lengths, lengths, atol=2)
+    np.testing.assert_allclose(own_lengths, lengths, atol=4)
     np.testing.assert_allclose(own_first, first, atol=3 * NEAR)
 
 
