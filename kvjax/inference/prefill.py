@@ -52,8 +52,8 @@ def prefill(
         capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
             device's memory ("30%"). It is a bound. None: the policy's expected need with a margin, and what more turns
             out to be needed, up to the devices' memory.
-        page_size: tokens per page. None: 64 on a TPU, which decodes faster from larger ones, and 16 elsewhere and for a
-            policy with a selection, which chooses among pages.
+        page_size: tokens per page. None: 64 on a TPU (128 of int8 entries), which decodes faster from larger ones, and
+            16 elsewhere and for a policy with a selection, which chooses among pages.
         chunk: prompt tokens in one call; the result does not depend on it.
         observers: token ids that follow each prompt, among the last tokens that an eviction observes when it compacts
             at the prompt's end. They are then dropped: the cache ends with the prompt.
