@@ -37,15 +37,16 @@ class Needed:
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
-        ("1", (1, 1, 1, 1)),
-        ("8", (1, 8, 1, 1)),
-        ("4x2", (1, 4, 2, 1)),
-        ("1x8", (1, 1, 8, 1)),
-        ("tensor=4", (1, 1, 4, 1)),
-        ("fsdp=4,tensor=2", (1, 4, 2, 1)),
-        ("data=2, fsdp=2,tensor=2", (2, 2, 2, 1)),
-        ("sequence=4", (1, 1, 1, 4)),
-        ("fsdp=2,tensor=2,sequence=2", (1, 2, 2, 2)),
+        ("1", (1, 1, 1, 1, 1)),
+        ("8", (1, 8, 1, 1, 1)),
+        ("4x2", (1, 4, 2, 1, 1)),
+        ("1x8", (1, 1, 8, 1, 1)),
+        ("tensor=4", (1, 1, 4, 1, 1)),
+        ("fsdp=4,tensor=2", (1, 4, 2, 1, 1)),
+        ("data=2, fsdp=2,tensor=2", (2, 2, 2, 1, 1)),
+        ("sequence=4", (1, 1, 1, 4, 1)),
+        ("fsdp=2,tensor=2,sequence=2", (1, 2, 2, 2, 1)),
+        ("tensor=4,replica=2", (1, 1, 4, 1, 2)),
     ],
 )
 def test_mesh_shape_is_read_and_written(text, shape):
@@ -59,7 +60,8 @@ def test_mesh_shape_is_read_and_written(text, shape):
 )
 def test_a_wrong_mesh_is_named_with_what_is_expected(text):
     with pytest.raises(
-        UserError, match=r"expected 8 .*4x2 .*\(data, fsdp, tensor, sequence\), every number at least 1"
+        UserError,
+        match=r"expected 8 .*4x2 .*\(data, fsdp, tensor, sequence, replica\), every number at least 1",
     ) as error:
         MeshShape.parse(text)
     assert repr(text) in str(error.value)
@@ -196,7 +198,7 @@ def test_our_own_mistakes_keep_their_traceback():
 
 def test_start_makes_the_mesh_and_says_that_its_devices_are_virtual(capsys):
     mesh = start(MeshShape(data=2, fsdp=2, tensor=2))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "sequence": 1}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "sequence": 1, "replica": 1}
     assert capsys.readouterr().err.splitlines() == ["No accelerator is used: 8 virtual CPU devices."]
 
 

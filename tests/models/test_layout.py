@@ -17,7 +17,7 @@ def test_a_groups_queries_key_and_value_stand_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("width", "kv_heads", "block"), [(14336, 8, 128), (9728, 8, 64), (48, 4, 4), (1536, 3, 128)]
+    ("width", "kv_heads", "block"), [(14336, 8, 128), (9728, 8, 64), (48, 4, 2), (1536, 3, 64), (4864, 2, 32)]
 )
 def test_gate_and_up_take_turns_in_blocks_that_no_mesh_splits(width, kv_heads, block):
     config = tiny_config(num_kv_heads=kv_heads, num_heads=kv_heads, mlp_width=width)

@@ -76,4 +76,7 @@ def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
 
 def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:
     """Refuse a mesh that does not divide the model, before there are devices. Raises UserError."""
-    decoder.check_mesh(config, dataclasses.asdict(mesh))
+    try:
+        decoder.check_mesh(config, dataclasses.asdict(mesh))
+    except UserError as error:
+        raise UserError(f"--mesh {mesh}: {error}") from None
