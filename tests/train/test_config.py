@@ -61,7 +61,7 @@ def refusal(capsys, args):
         (["--method", "kvpop", "--weights", "int8"], ["kvpop trains the model itself", "8 bits (int8)"]),
         (["--config", "no-such"], ["--config no-such", "builtin"]),
         (["--model", "no-such-folder"], ["no-such-folder"]),
-        (["--mesh", "1x3"], ["tensor axis of 3", "kv heads (4)"]),
+        (["--mesh", "1x3"], ["tensor axis has size 3", "kv heads (4)"]),
         (["--mesh", "32"], ["--mesh 32 needs 32 devices", "has 8"]),
         (["--sequencez", "3"], ["--sequencez", "--sequences"]),
         (["--resume"], ["--resume", "no run"]),
