@@ -48,7 +48,9 @@ def int8():
     return made
 
 
-@pytest.mark.parametrize("name", ["wgkv", "max_entries", "quest", "full"])
+@pytest.mark.parametrize(
+    "name", ["wgkv", "quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("max_entries", "full"))]
+)
 def test_logits_are_near_those_of_float_entries(model, int8, tokens, name):
     found = []
     for one in (model, int8):
@@ -60,7 +62,14 @@ def test_logits_are_near_those_of_float_entries(model, int8, tokens, name):
     np.testing.assert_allclose(cache.layers.length, floats.layers.length, atol=1)
 
 
-@pytest.mark.parametrize("name", ["h2o", "r_kv", "fast_kvzip", "snapkv", "kvzip"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "h2o",
+        "kvzip",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("r_kv", "fast_kvzip", "snapkv")),
+    ],
+)
 def test_evictions_score_the_stored_entries(model, int8, name):
     """Contexts are compacted, and answers as they grow."""
     found = []
@@ -100,7 +109,9 @@ def test_an_entry_is_rounded_once_wherever_it_goes(int8, tokens):
         begin, kept = stop, kept + after[row]
 
 
-@pytest.mark.parametrize("name", ["wgkv", "quest", "h2o"])
+@pytest.mark.parametrize(
+    "name", ["quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("wgkv", "h2o"))]
+)
 def test_a_saved_cache_goes_on_bit_by_bit(model, int8, name, tmp_path):
     policy = policies(int8)[name]()
     cache = prefill(int8, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
@@ -119,7 +130,13 @@ def test_a_saved_cache_goes_on_bit_by_bit(model, int8, name, tmp_path):
         save_cache(tmp_path, cache, model, policies(model)[name]())
 
 
-@pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "random:ratio=0.4,window=8"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "random:ratio=0.4,window=8",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "snapkv:ratio=0.5")),
+    ],
+)
 def test_requests_in_slots_have_the_answers_of_lone_runs(policy):
     tokenizer = byte_tokenizer()
     model = uneven(vocab_size=len(tokenizer), kv_cache_dtype="int8")

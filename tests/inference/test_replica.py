@@ -19,7 +19,7 @@ MESHES = [{"tensor": 2, "replica": 2}, {"fsdp": 2, "replica": 4}]
 CALLS = [8] * 4 + [1] * 8
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.thorough)], ids=str)
 def test_logits_and_retained_entries_are_those_of_one_device(tokens, mesh):
     one = tiny_model(**SIZES)
     rates = {"random": {"rates": np.full((3, 2), 0.5, np.float32), "window": 6}}
@@ -33,7 +33,14 @@ def test_logits_and_retained_entries_are_those_of_one_device(tokens, mesh):
 
 
 @pytest.mark.parametrize(
-    "policy", ["snapkv:ratio=0.5,observed=4", "h2o:entries=24,when=every,every=8", "quest:ratio=0.5"]
+    "policy",
+    [
+        "snapkv:ratio=0.5,observed=4",
+        *(
+            pytest.param(x, marks=pytest.mark.thorough)
+            for x in ("h2o:entries=24,when=every,every=8", "quest:ratio=0.5")
+        ),
+    ],
 )
 def test_answers_are_those_of_one_device(policy):
     found = []
