@@ -81,6 +81,7 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
     import jax
 
     import kvjax
+    from kvjax.inference.allocation import token_bytes
 
     tokenizer = kvjax.load_tokenizer(config.model)
     pieces = read_pieces(config, tokenizer)
@@ -95,7 +96,7 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
             {
                 "form": name,
                 "MiB": sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20,
-                "KiB_per_token": entries_of(model) / 2**10,
+                "KiB_per_token": token_bytes(model.config, model.dtype) / 2**10,
                 "perplexity": float(np.exp(loss.mean())),
                 "agreement": float((own == likeliest).mean()),
             }
@@ -160,15 +161,6 @@ def predictions(model: Any, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]
                 found.append(jax.device_get(own))
     loss, own = (np.concatenate(x) for x in zip(*found, strict=True))
     return loss, own
-
-
-def entries_of(model: Any) -> int:
-    """Return the bytes of a token's entries in all layers and KV heads."""
-    from kvjax.cache import entry_bytes
-
-    config = model.config
-    each = entry_bytes(config.head_dim, model.dtype, int8=config.int8_entries)
-    return config.num_full_layers * config.num_kv_heads * each
 
 
 def decode(model: Any, prompt: np.ndarray, count: int) -> float:

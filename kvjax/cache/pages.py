@@ -140,8 +140,8 @@ class LayerCache:
     state: Any
     """The methods' memories (`kvjax.policies.policy.States`)."""
     key_scale: Float[Array, "*l b k h"] | None = None
-    """Where the pool holds int8 numbers, what keys are divided by before they are rounded, and queries multiplied by
-    (`kvjax.inference.key_scale`)."""
+    """The factors by which keys are divided before they are rounded to int8, and queries multiplied
+    (`kvjax.inference.key_scale`); None: entries are floats."""
 
 
 @struct

@@ -47,9 +47,7 @@ def new_cache(
     config, schedule, shards = model.config, policy.host.schedule, batch_shards()
     if schedule is not None:
         # now, and not when a prompt or an answer has grown that long
-        own = caches.entry_bytes(config.head_dim, model.dtype, int8=config.int8_entries)
-        own *= config.num_full_layers * config.num_kv_heads
-        schedule.check_bound(policy.host.name, policy.host.window - 1, own)
+        schedule.check_bound(policy.host.name, policy.host.window - 1, token_bytes(config, model.dtype))
     behind = 0 if schedule is None else schedule.read_behind
     # where answers are compacted as they grow, their pages are allocated after the prompt's compaction
     beside = behind if policy.host.compacts_answers else behind + room
@@ -77,6 +75,13 @@ def sizes_of(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "int8": config.int8_entries,
     }
+
+
+def token_bytes(config: ModelConfig, dtype: Any) -> int:
+    """Return the bytes of one token's key and value in all KV heads of the layers with full attention. `dtype`: the
+    model's."""
+    each = caches.entry_bytes(config.head_dim, dtype, int8=config.int8_entries)
+    return config.num_full_layers * config.num_kv_heads * each
 
 
 def empty_cache(
@@ -145,11 +150,11 @@ def layout_for(
     if taken := {caches.PRIORITY, caches.SCALE} & {*policy.planes}:
         raise UserError(f"policy {policy.name}: a plane called {min(taken)!r} is the cache's own")
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
-    token_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(own.itemsize for _, own in planes)
+    stored_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(own.itemsize for _, own in planes)
     if free is not None:
         rows = sliding_layers * max(batch, windows) // batch_shards() * kv_heads // axis_size(*HEADS)
         free = max(0, free - rows * slots * 2 * head_dim * dtype.itemsize)
-    page_bytes = page_size * token_bytes + 2 * head_dim * bounds.itemsize * (policy.selection is not None)
+    page_bytes = page_size * stored_bytes + 2 * head_dim * bounds.itemsize * (policy.selection is not None)
 
     def pages(tokens: Sequence[int], entries: Float[np.ndarray, "l b k"]) -> int:
         """Return the pages of the fullest shard for windows and retained entries, of which a head has at most its

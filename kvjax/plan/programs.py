@@ -12,11 +12,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax.cache import entry_bytes
 from kvjax.checkpoints.orbax import abstract
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
-from kvjax.inference.allocation import laid_out, layout_for, sizes_of
+from kvjax.inference.allocation import laid_out, layout_for, sizes_of, token_bytes
 from kvjax.inference.decode import decode_block
 from kvjax.inference.eviction import recurring
 from kvjax.inference.forward import last_logits, pieces
@@ -215,9 +214,7 @@ class Serving:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one token's key and value in all layers and kv heads."""
-        config = self.config
-        each = entry_bytes(config.head_dim, self.model.dtype, int8=config.int8_entries)
-        return config.num_full_layers * config.num_kv_heads * each
+        return token_bytes(self.config, self.model.dtype)
 
     def kept(self, policy: Policy) -> int:
         """Return the tokens that a cache after the prompt has places for: what an eviction leaves, else the context."""

@@ -91,7 +91,7 @@ class Readout:
     scale: Int32[Array, "p page"] | None
     """The scales of int8 entries (`pallas_kernels.int8_entries`); None: entries are floats."""
     key_scale: Float[Array, "b k h"] | None
-    """What queries of int8 keys are multiplied by."""
+    """The factors by which queries are multiplied where keys are int8 numbers; None: keys are floats."""
     dtype: Any = static()
     """The dtype of the entries; the pool may hold their bits as integers."""
 

@@ -143,6 +143,9 @@ def test_requests_in_slots_have_the_answers_of_lone_runs(policy):
     made, sampling = make_policy(policy, model=model), SamplingParams(max_new_tokens=20, ignore_eos=True)
     sizes = {"slots": 2, "max_length": 128, "page_size": 4, "chunk": 16, "block": 4, "capacity": 128}
     engine = Engine(model, made, tokenizer=tokenizer, **sizes)
+    with use_mesh(model):
+        for row in (engine._pool.slots(), engine._pool.begin()):
+            np.testing.assert_array_equal(row.layers.key_scale[:, 0], key_scale(model))
     prompts = [np.random.default_rng(seed).integers(0, 256, 30 + seed).tolist() for seed in range(3)]
 
     def run(requests):
@@ -189,6 +192,7 @@ def test_int8_entries_take_half_the_memory(int8):
         64, "bfloat16", int8=False
     )
     cache = prefill(int8, CONTEXTS, page_size=PAGE, capacity="64KiB")
+    np.testing.assert_array_equal(cache.layers.key_scale[:, 1], key_scale(int8))
     sizes = caches.stats(cache)
     assert sizes.bytes == sizes.pool_pages * PAGE * (2 * 8 + 4)
     assert cache.limit == 2**16 // (PAGE * (2 * 8 + 4))

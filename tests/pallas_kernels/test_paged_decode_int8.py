@@ -14,7 +14,7 @@ from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.paged import OTHERS, SHAPES, biased, cache, compiled
 
 GARBAGE = 77, -1
-"""Where nothing is stored: a number, and scales that are NaN."""
+"""The number, and the scales, which are NaN, of places where nothing is stored."""
 CASES = {  # lengths of the rings and of the global regions
     "parts": ([3, 64], [0, 1024, 65, 3, 128, 700, 1, 64]),
     "one": ([0, 5, 32], [0, 112, 3, 0, 17, 16]),
