@@ -87,6 +87,16 @@ def test_evictions_score_the_stored_entries(model, int8, name):
     np.testing.assert_allclose(own_first, first, atol=3 * NEAR)
 
 
+def test_h2o_counts_the_attention_that_stored_entries_get(model, int8):
+    found = []
+    for one in (model, int8):
+        policy = make_policy("h2o:entries=1000,when=every,every=8", model=one)
+        cache = prefill(one, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
+        with use_mesh(one):
+            found.append(packed(cache)["plane.attention"])
+    np.testing.assert_allclose(found[1], found[0], atol=NEAR)
+
+
 def test_an_entry_is_rounded_once_wherever_it_goes(int8, tokens):
     """From the window to the retained entries, in calls of many tokens and of one."""
     policy = policies_for(int8, 6)["full"]
