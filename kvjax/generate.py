@@ -96,7 +96,9 @@ def run(config: GenerateConfig) -> None:
     """Generate and print. Raises UserError for errors that a user can fix."""
     text = _prompt(config)
     sampling = _sampling(config)
-    mesh = start(config.mesh)
+    from kvjax.models.shapes import fit_mesh_to
+
+    mesh = start(fit_mesh_to(config.mesh, config.model))
 
     import jax
 

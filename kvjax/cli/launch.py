@@ -90,10 +90,13 @@ class MeshShape:
         """The number of parts that a batch is split into."""
         return self.data * self.fsdp
 
-    @property
-    def head_shards(self) -> int:
-        """The number of parts that kv heads are split into."""
-        return self.tensor * self.sequence
+    def for_heads(self, kv_heads: int) -> MeshShape:
+        """Return the mesh for a model of so many kv heads: where `tensor` is a multiple of them, the rest of it belongs
+        to `replica`."""
+        heads = kv_heads // self.sequence
+        if heads == 0 or self.tensor % heads:
+            return self
+        return dataclasses.replace(self, tensor=heads, replica=self.replica * self.tensor // heads)
 
     def __str__(self) -> str:
         if max(self.data, self.sequence, self.replica) > 1:

@@ -11,7 +11,10 @@ from kvjax.evaluate.config import parse
 def main(args: list[str] | None = None) -> None:
     """Measure what is not measured yet, then write the report."""
     config = parse(args)
-    mesh = start_without_devices() if config.dry_run else start(config.mesh)
+
+    from kvjax.models.shapes import fit_mesh_to
+
+    mesh = start_without_devices() if config.dry_run else start(fit_mesh_to(config.mesh, config.model))
 
     # jax and the rest come only once the command line is known to be good
     import jax

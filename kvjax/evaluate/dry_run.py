@@ -12,7 +12,7 @@ from kvjax.evaluate.sizing import budget_policy, check_lengths, check_policies, 
 from kvjax.models.decoder import Decoder
 from kvjax.models.kinds import few
 from kvjax.models.loading import model_shapes
-from kvjax.models.shapes import check_mesh, find_shape
+from kvjax.models.shapes import find_shape, fit_mesh
 from kvjax.policies.registry import is_method
 
 
@@ -26,7 +26,7 @@ def dry_run(config: EvaluateConfig) -> str:
     """
     name, longest = config.model, max(config.context)
     shape = find_shape(name, longest, config.weights, config.kv_cache_dtype).config
-    check_mesh(config.mesh, shape)
+    fit_mesh(config.mesh, shape)
     missing = [gates for gates in config.gates if not _is_there(gates)]
     there = tuple(gates for gates in config.gates if gates not in missing)
     # the built-in model's tokenizer stands in for the model's, which may not be here

@@ -9,7 +9,7 @@ from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.cli.options import find_value
 from kvjax.errors import UserError, shown_bytes
 from kvjax.models import shapes
-from kvjax.models.shapes import ModelShape, check_longest, check_mesh, find_shape
+from kvjax.models.shapes import ModelShape, check_longest, find_shape, fit_mesh
 from kvjax.plan.ahead import TEMPORARIES, Job, Memory, Topology, compiled
 
 NO_SEARCH = "--no-search"
@@ -55,7 +55,7 @@ def train(args: list[str]) -> None:
     arguments = tuple(arg for arg in _without(args, "--topology") if arg != NO_SEARCH)
     recipe = parse(arguments)
     model = find_shape(recipe.model, weights=recipe.weights)
-    check_mesh(recipe.mesh, model.config)
+    fit_mesh(recipe.mesh, model.config)
     phases = recipe.phases()
     for phase in phases:
         phase.check_model(model.config)

@@ -26,7 +26,7 @@ from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.loading import parameter_dtype
-from kvjax.models.shapes import check_mesh, find_shape
+from kvjax.models.shapes import find_shape, fit_mesh
 from kvjax.plan.ahead import Job
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
@@ -76,17 +76,18 @@ class Program:
 
 
 def mesh_of(job: Job) -> MeshShape:
-    """Return the mesh that a job's command line names."""
-    return _told(job).mesh
+    """Return the mesh that a job's command line names, as its model uses it. Raises UserError if it does not divide the
+    model."""
+    told = _told(job)
+    return fit_mesh(told.mesh, find_shape(told.model).config)
 
 
 def program_of(job: Job, mesh: Mesh) -> Program:
-    """Return a job's program on the current mesh. Raises UserError for a mesh that does not divide the model."""
+    """Return a job's program on the current mesh."""
     told = _told(job)
     longest = job.length + (told.new if isinstance(told, ServeConfig) else 0)
     entries = told.kv_cache_dtype if isinstance(told, ServeConfig) else None
     model = find_shape(told.model, longest, told.weights, entries)
-    check_mesh(told.mesh, model.config)
     dtype = told.dtype or model.dtype
     if isinstance(told, Recipe):
         return update(told, model.config, dtype, mesh, job.length, job.phase)
@@ -292,7 +293,7 @@ def _parts(model: Any, policy: Any, cache: Any, *rest: Any) -> dict[str, Any]:
 def check_serving(told: ServeConfig, config: ModelConfig) -> None:
     """Refuse a policy and a mesh that do not go with the model, before anything compiles. Raises UserError."""
     told.check()
-    check_mesh(told.mesh, config)
+    fit_mesh(told.mesh, config)
     with use_mesh():
         make_policy(completed(told.policy, config, jax.eval_shape)).check(config)
 

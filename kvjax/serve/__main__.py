@@ -70,7 +70,10 @@ def run(config: ServeConfig) -> None:
     whole_number("serve", "--queue", config.queue, 0)
     whole_number("serve", "--port", config.port, 0, 65535)
     listening = _listening(config.host, config.port)
-    mesh = start(config.mesh)
+
+    from kvjax.models.shapes import fit_mesh_to
+
+    mesh = start(fit_mesh_to(config.mesh, config.model))
 
     import uvicorn
 

@@ -28,7 +28,7 @@ from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import own_values
 from kvjax.models.folder import find_model, speaks_builtin
-from kvjax.models.shapes import check_longest, check_mesh
+from kvjax.models.shapes import check_longest, fit_mesh, fit_mesh_to
 from kvjax.policies import Policy
 from kvjax.train import memory
 from kvjax.train.batches import Rows, to_mesh
@@ -92,7 +92,7 @@ def check(config: Recipe) -> None:
 
 def check_shape(config: Recipe, model: ModelConfig) -> None:
     """Raise UserError if the options do not fit a model of that shape."""
-    check_mesh(config.mesh, model)
+    fit_mesh(config.mesh, model)
     if model.weights is not None and any(phase.trains_model for phase in config.phases()):
         raise UserError(
             f"{config.method} trains the model itself, which weights of 8 bits ({model.weights}) do not allow"
@@ -113,7 +113,7 @@ def train(config: Recipe) -> RunOutput:
             later, for numbers that are not finite or a disk that is full.
     """
     check(config)
-    phases, mesh = _phases(config), start(config.mesh)
+    phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model))
     one = jax.process_index() == 0
     assert config.out is not None, "parse chose it"
     without = check_report(config)
@@ -184,7 +184,7 @@ def export_checkpoint(config: Recipe, step: int | None, into: Path | None) -> tu
     step, own = saved[-1] if step is None else step, config.out / config.exports
     if into is not None and into.resolve() != own.resolve() and into.exists():
         raise UserError(f"--out {into} exists: name a new folder")
-    phases, mesh = _phases(config), start(config.mesh)
+    phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model))
     with jax.set_mesh(mesh):
         model, rows, opens, _ = _load(config, phases, mesh)
         data = opens(model, rows, config.out, _say)

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
+from kvjax.cli.launch import MeshShape
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
 from kvjax.mesh import make_mesh
+from kvjax.models.shapes import fit_mesh
 from kvjax.policies import make_policy
 from tests.inference.cached import cached_logits
 from tests.inference.contexts import CONTEXTS, QUESTIONS, WITH_LOGPROBS
@@ -59,3 +61,20 @@ def test_a_mesh_without_replicas_is_refused_with_one_that_has_them():
     said = r"the model's kv heads \(2\); tensor=2,replica=4 does"
     with jax.set_mesh(make_mesh(tensor=8)), pytest.raises(UserError, match=said):
         tiny_model(**SIZES)
+
+
+def test_devices_beyond_the_kv_heads_become_replicas_on_the_command_line():
+    sizes = tiny_model(**SIZES).config
+    fitted = {
+        text: str(fit_mesh(MeshShape.parse(text), sizes))
+        for text in ("tensor=8", "fsdp=2,tensor=4", "2x2", "8")
+    }
+    assert fitted == {
+        "tensor=8": "tensor=2,replica=4",
+        "fsdp=2,tensor=4": "fsdp=2,tensor=2,replica=2",
+        "2x2": "2x2",
+        "8": "8",
+    }
+    assert str(fit_mesh(MeshShape.parse("tensor=2,sequence=2"), sizes)) == "sequence=2,replica=2"
+    with pytest.raises(UserError, match=r"--mesh sequence=3: .* does not divide the model's kv heads \(2\)"):
+        fit_mesh(MeshShape.parse("sequence=3"), sizes)

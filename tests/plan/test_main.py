@@ -34,7 +34,7 @@ def compiles(monkeypatch):
         ([*TRAIN, "--model", "nobody"], "--model nobody: no such folder here"),
         ([*TRAIN, "--lenghts", "64"], "unknown option --lenghts; the nearest known: --lengths"),
         (
-            [*TRAIN, "--mesh", "tensor=16", "--model", "llama-3.1-8b"],
+            [*TRAIN, "--mesh", "tensor=12", "--model", "llama-3.1-8b"],
             "does not divide the model's kv heads (8)",
         ),
         ([*SERVE, "--policy", "snapkv"], "snapkv needs a budget: one of ratio, entries"),

@@ -207,8 +207,8 @@ def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
             "--lengths 62: --mesh sequence=4 splits the tokens of a",
         ),
         (
-            ["--mesh", "tensor=2,sequence=4"],
-            "tensor × sequence has size 8, which does not divide the model's kv heads (4)",
+            ["--mesh", "tensor=3,sequence=2"],
+            "tensor × sequence has size 6, which does not divide the model's kv heads (4)",
         ),
         (
             ["--mesh", "sequences=4"],

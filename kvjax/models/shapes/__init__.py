@@ -74,9 +74,17 @@ def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
         warn(f"{more} than the {config.longest:,} that the model declares or was trained for", stacklevel=2)
 
 
-def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:
-    """Refuse a mesh that does not divide the model, before there are devices. Raises UserError."""
+def fit_mesh(mesh: MeshShape, config: ModelConfig) -> MeshShape:
+    """Return a mesh as it is used for a model (`MeshShape.for_heads`), before there are devices. Raises UserError if it
+    does not divide the model."""
+    fitted = mesh.for_heads(config.num_kv_heads)
     try:
-        decoder.check_mesh(config, dataclasses.asdict(mesh))
+        decoder.check_mesh(config, dataclasses.asdict(fitted))
     except UserError as error:
         raise UserError(f"--mesh {mesh}: {error}") from None
+    return fitted
+
+
+def fit_mesh_to(mesh: MeshShape, name: str) -> MeshShape:
+    """Return `fit_mesh` for a model's folder or hub id, which is looked for only where the mesh splits heads."""
+    return mesh if mesh.tensor == 1 else fit_mesh(mesh, read_config(find_model(name)))
