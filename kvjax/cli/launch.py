@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvjax.cli.cluster import join_processes
 from kvjax.cli.compile_cache import keep_programs
 from kvjax.errors import UserError, one_line
 from kvjax.plugins import only_named
@@ -192,15 +193,17 @@ def _in_our_words(message: str) -> str:
     return f"{option} must be a {kind}, got {value}" if kind else f"{option} does not take {value}"
 
 
-def start(shape: MeshShape) -> Mesh:
+def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
     """Return a mesh of that shape on this machine's accelerators, or on virtual CPU devices where it has none.
 
-    The first call decides what jax runs on, so it comes before anything else that uses jax. Several processes form one
-    mesh where the launcher says so (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`, or a TPU pod's
-    own environment).
+    The first call decides what jax runs on, so it comes before anything else that uses jax.
+
+    alone: this process does not join others that the same launcher has started; else they form one mesh
+        (`join_processes`).
 
     Raises:
-        UserError: accelerators are there, but fewer than the mesh needs.
+        UserError: accelerators are there, but fewer than the mesh needs; or processes that are not used by the mesh or
+            do not find each other.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -213,46 +216,40 @@ def start(shape: MeshShape) -> Mesh:
 
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or None)
     keep_programs()
-    processes = _join_processes(jax)
+    launcher, processes = ("", 1) if alone else join_processes(jax)
     _virtual_devices(jax, -(-shape.count // processes))
     devices = jax.devices()
     if len(devices) < shape.count:
+        where = (
+            "this machine has" if jax.process_count() == 1 else f"the {jax.process_count()} processes have"
+        )
         kind = devices[0].platform
+        raise UserError(f"--mesh {shape} needs {shape.count} devices, {where} {len(devices)} ({kind})")
+    if len({device.process_index for device in devices[: shape.count]}) < jax.process_count():
         raise UserError(
-            f"--mesh {shape} needs {shape.count} devices, this machine has {len(devices)} ({kind})"
+            f"--mesh {shape} takes {shape.count} of the {len(devices)} devices, and none of some of the "
+            f"{jax.process_count()} processes"
         )
 
     from kvjax.mesh import make_mesh
 
-    if shape.count > 1 and devices[0].platform == "cpu" and jax.process_index() == 0:
-        print(f"No accelerator is used: {shape.count} virtual CPU devices.", file=sys.stderr)
+    if jax.process_index() == 0:
+        if launcher:
+            print(f"{launcher}: {jax.process_count()} processes, {len(devices)} devices.", file=sys.stderr)
+        if shape.count > 1 and devices[0].platform == "cpu":
+            print(f"No accelerator is used: {shape.count} virtual CPU devices.", file=sys.stderr)
     return make_mesh(**dataclasses.asdict(shape))
 
 
 def start_without_devices() -> Mesh:
     """Return a mesh of one CPU device, whatever this machine has, for work on shapes alone."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    return start(MeshShape())
+    return start(MeshShape(), alone=True)
 
 
 def has_accelerator() -> bool:
     """Return True if this machine shows a device node of a GPU or a TPU."""
     return any(glob.glob(pattern) for pattern in ACCELERATOR_NODES)
-
-
-def _join_processes(jax: Any) -> int:
-    """Join the other processes of this run, if there are any. Returns the number of processes."""
-    if jax.distributed.is_initialized():
-        return jax.process_count()
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        known = {name: os.environ.get(f"JAX_{name.upper()}") for name in ("num_processes", "process_id")}
-        jax.distributed.initialize(**{name: int(value) for name, value in known.items() if value is not None})
-    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
-        jax.distributed.initialize()
-    else:
-        return 1
-    # the number of processes, without starting the devices
-    return int(os.environ.get("JAX_NUM_PROCESSES", 1))
 
 
 def _virtual_devices(jax: Any, count: int) -> None:

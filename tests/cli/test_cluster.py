@@ -1,0 +1,138 @@
+"""Processes find each other as their launcher tells of them, or say that they do not."""
+
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kvjax.cli import cluster
+from kvjax.errors import UserError
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+}
+OWN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+GKE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+
+
+class Jax:
+    """What `join_processes` uses of jax."""
+
+    def __init__(self, error=None):
+        self.calls, self._error = [], error
+        self.distributed = SimpleNamespace(is_initialized=lambda: False, initialize=self._initialize)
+
+    def _initialize(self, **given):
+        self.calls.append(given)
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """A function that joins with an environment that has no more variables of launchers than those given."""
+    installed = set()
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", installed.__contains__)
+
+    def join(env, *, error=None, modules=()):
+        installed.update(modules)
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JAX_", "TPU_", "SLURM_"))
+        }
+        monkeypatch.setattr(cluster.os, "environ", kept | env)
+        jax = Jax(error)
+        return cluster.join_processes(jax), jax.calls
+
+    return join
+
+
+@pytest.mark.parametrize(
+    ("env", "found", "calls"),
+    [
+        ({}, ("", 1), []),
+        (OWN, ("JAX_COORDINATOR_ADDRESS", 2), [{"num_processes": 2, "process_id": 1}]),
+        (SLURM, ("Slurm", 2), [{}]),
+        (SLURM | OWN, ("JAX_COORDINATOR_ADDRESS", 2), [{"num_processes": 2, "process_id": 1}]),
+        ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, ("", 1), []),
+        (SLURM | {"SLURM_NTASKS": "1"}, ("", 1), []),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1:1"},
+            ("Open MPI", 4),
+            [{}],
+        ),
+        ({"PMI_SIZE": "4"}, ("MPI", 4), [{"cluster_detection_method": "mpi4py"}]),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, ("TPU pod", 1), [{}]),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, ("", 1), []),
+        (GKE | {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, ("TPU pod", 1), [{}]),
+        (GKE, ("Kubernetes", 1), [{}]),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ("", 1), []),
+    ],
+)
+def test_processes_are_joined_as_the_launcher_tells(env, found, calls, joined):
+    assert joined(env, modules=["mpi4py"]) == (found, calls)
+
+
+def test_a_tpu_machine_asks_whether_it_is_one_of_a_pod(joined):
+    assert joined({}, modules=["libtpu"]) == (("TPU pod", 1), [{}])
+    assert joined({"TPU_SKIP_MDS_QUERY": "1"}, modules=["libtpu"]) == (("", 1), [])
+    assert joined({"JAX_PLATFORMS": "cpu"}, modules=["libtpu"]) == (("", 1), [])
+    with pytest.warns(UserWarning, match="this machine is taken to stand alone: TPU pod: .*: no metadata"):
+        assert joined({}, modules=["libtpu"], error=OSError("no metadata")) == (("", 1), [{}])
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (SLURM, "Slurm: this process does not find the run's others: nobody is there"),
+        ({"PMI_SIZE": "4"}, "MPI started 4 processes, which find each other with mpi4py: pip install mpi4py"),
+        (
+            {"SKYPILOT_NUM_NODES": "2"},
+            r"SkyPilot started 2 processes \(SKYPILOT_NUM_NODES\), which do not know each other",
+        ),
+    ],
+)
+def test_processes_that_do_not_find_each_other_say_so(env, said, joined):
+    with pytest.raises(UserError, match=said):
+        joined(env, error=RuntimeError("nobody is there"))
+
+
+def started(mesh):
+    """What `start` with a mesh prints and says in each of two processes of Slurm's, which have a device each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        env = (
+            os.environ
+            | SLURM
+            | {"JAX_COORDINATOR_PORT": str(free.getsockname()[1]), "JAX_NUM_CPU_DEVICES": "1"}
+        )
+    code = f"import jax; from kvjax.cli.launch import *; print(start(MeshShape.parse({mesh!r})).size, jax.process_count())"
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=env | own, stdout=-1, stderr=-1, text=True)
+        for own in ({"SLURM_PROCID": x, "SLURM_LOCALID": x} for x in "01")
+    ]
+    return [process.communicate(timeout=100) for process in both]
+
+
+@pytest.mark.slow
+def test_two_processes_of_slurm_are_one_mesh():
+    first, second = started("2")
+    assert first == (
+        "2 2\n",
+        "Slurm: 2 processes, 2 devices.\nNo accelerator is used: 2 virtual CPU devices.\n",
+    )
+    assert second == ("2 2\n", "")
+
+
+@pytest.mark.slow
+def test_a_mesh_must_take_devices_of_every_process():
+    said = "--mesh 1 takes 1 of the 2 devices, and none of some of the 2 processes"
+    assert all(said in errors for _, errors in started("1"))
