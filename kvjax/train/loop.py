@@ -21,7 +21,7 @@ from jaxtyping import Int
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.folder import sign
 from kvjax.checkpoints.orbax import abstract, export
-from kvjax.cli.launch import start
+from kvjax.cli.launch import Termination, start
 from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
@@ -36,6 +36,7 @@ from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
 from kvjax.train.data import Data, Open, Wanted, draw_step_lengths
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
+from kvjax.train.preemption import preemption
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.reporting import check_report
 from kvjax.train.update import (
@@ -457,15 +458,18 @@ class Run:
         config, ends = self.config, self.ends
         total, found = ends[-1], None
         validate_every = config.validate_every or config.checkpoint_every
-        with Metrics(
-            self.folder,
-            total=total,
-            first=first,
-            shown=config.shown,
-            tensorboard=config.tensorboard,
-            quiet=jax.process_index() > 0,
-            counted="tokens" if config.unit == "sequences" else config.unit,
-        ) as metrics:
+        with (
+            Metrics(
+                self.folder,
+                total=total,
+                first=first,
+                shown=config.shown,
+                tensorboard=config.tensorboard,
+                quiet=jax.process_index() > 0,
+                counted="tokens" if config.unit == "sequences" else config.unit,
+            ) as metrics,
+            preemption() as preempted,
+        ):
             parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             metrics.say(plan(config, first, tokens, parameters))
             if self.data.remark:
@@ -492,7 +496,8 @@ class Run:
                     metrics.step(step, numbers, tokens=counted.take())
                     done = step + 1
                     validated = done % validate_every == 0 or done == last
-                    saved = done % config.checkpoint_every == 0 or done == last
+                    stops = preempted(done)
+                    saved = done % config.checkpoint_every == 0 or done == last or stops
                     if validated or saved:
                         metrics.flush()
                         if not all_finite(state):
@@ -505,6 +510,8 @@ class Run:
                     if saved:
                         metrics.flush()
                         self.checkpoints.save(done, state, {"data": self.positions()})
+                    if stops:
+                        raise Termination
         return state, found or validate(state, model)
 
     def positions(self) -> list[Any]:

@@ -3,13 +3,9 @@
 import functools
 import importlib.util
 import json
-import os
 import re
 import shlex
 import shutil
-import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import datasets
@@ -35,7 +31,8 @@ from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import TrainState
 from tests.tiny_models import tiny_model
-from tests.train.killed import ROOT, go_on, run_until_killed
+from tests.train.killed import go_on, run_until_killed
+from tests.train.processes import run_two_processes
 
 ARGS = [
     *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
@@ -347,36 +344,6 @@ def test_a_finished_run_is_left_as_it_is(whole):
     again = train(parse(["--resume", "--out", str(whole.folder), "--mesh", "1"]))
     assert (whole.folder / "metrics.jsonl").read_text() == before
     np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
-
-
-def run_two_processes(*args, code=0):
-    """`kvjax.train` in two processes with a device each, which both end with an exit code; what each said."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_NUM_CPU_DEVICES": "1",
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": "2",
-    }
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-m", "kvjax.train", *args],
-            env=env | {"JAX_PROCESS_ID": str(index)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=200)[1] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in both] == [code, code], said
-    return said
 
 
 @pytest.mark.slow

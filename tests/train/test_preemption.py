@@ -1,0 +1,78 @@
+"""A run whose batch system ends it saves its state first."""
+
+import re
+import signal
+
+import pytest
+
+from kvjax.cli.launch import Termination
+from kvjax.train import loop
+from kvjax.train.checkpoints import saved_steps
+from kvjax.train.config import parse
+from kvjax.train.loop import train
+from tests.train.killed import go_on
+from tests.train.processes import run_two_processes
+from tests.train.test_loop import ARGS, losses, written
+
+SIGNALLED = """
+import signal
+
+import jax
+
+from kvjax.train import loop
+
+made, make_update = [], loop.make_update
+
+def making(*args):
+    update = make_update(*args)
+
+    def signalled(*args):
+        made.append(1)
+        if len(made) == 3 and jax.process_index() == jax.process_count() - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return update(*args)
+
+    signalled.lower = update.lower
+    return signalled
+
+loop.make_update = making
+"""
+"""The last process gets SIGTERM in its third update."""
+
+
+@pytest.mark.slow
+def test_a_signal_saves_the_step_that_it_came_in(tmp_path, monkeypatch):
+    whole = train(parse([*ARGS, "--mesh", "1", "--out", str(tmp_path / "whole")]))
+    monkeypatch.setattr(loop, "make_update", loop.make_update)
+    exec(SIGNALLED, {})
+    before, folder = signal.getsignal(signal.SIGTERM), tmp_path / "run"
+    with pytest.raises(Termination, match="the last checkpoint is of step 3: .* goes on from there"):
+        train(parse([*ARGS, "--checkpoint-every", "100", "--mesh", "1", "--out", str(folder)]))
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert saved_steps(folder / "checkpoints") == [3]
+    monkeypatch.undo()
+    go_on(folder, "1")
+    assert losses(folder) == losses(whole.folder)
+
+
+@pytest.mark.slow
+def test_two_processes_save_the_same_step_and_one_goes_on(tmp_path):
+    args = [
+        *ARGS[: ARGS.index("--sequences")],
+        "--sequences",
+        "800",
+        "--checkpoint-every",
+        "1000",
+        *ARGS[-4:],
+    ]
+    folder, whole = tmp_path / "run", train(parse([*args, "--mesh", "1", "--out", str(tmp_path / "whole")]))
+    said = run_two_processes(*args, "--mesh", "2", "--out", str(folder), code=143, before=SIGNALLED)
+    (step,) = saved_steps(folder / "checkpoints")
+    for text in said:
+        assert re.search(
+            rf"stopped by SIGTERM: the last checkpoint is of step {step}: .* goes on from there", text
+        )
+    assert 3 <= len(written(folder)[0]) == step < 100
+    go_on(folder, "1")
+    for one, other in zip(written(folder)[0], written(whole.folder)[0], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
