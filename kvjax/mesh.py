@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -40,13 +41,15 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Return a mesh of `data · fsdp · tensor · sequence · replica` devices (the first ones of `jax.devices()` unless
-    `devices` names them).
+    `devices` names them). Of several slices of TPUs, or several hosts of GPUs, the first axes that can are split over
+    the network between them: `data`, then `fsdp`.
 
-    Raises UserError if there are fewer.
+    Raises UserError if there are fewer, or if the mesh does not fill the slices evenly.
     """
     given = zip(AXES, (data, fsdp, tensor, sequence, replica), strict=True)
     sizes = {axis: whole_number("make_mesh", axis, size) for axis, size in given}
     count = math.prod(sizes.values())
+    said = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "a mesh of one"
     devices = jax.devices() if devices is None else devices
     if not isinstance(devices, Sequence | np.ndarray) or not all(hasattr(x, "device_kind") for x in devices):
         raise UserError(f"make_mesh: devices must be a list of jax.devices(), got {shown(devices)}")
@@ -54,10 +57,22 @@ def make_mesh(
         more = ""
         if devices and devices[0].platform == "cpu":
             more = f"; before anything runs, jax.config.update('jax_num_cpu_devices', {count}) makes virtual ones"
-        said = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "a mesh of one"
         raise UserError(f"make_mesh: {said} takes {count} devices, there are {len(devices)}{more}")
     kinds = (AxisType.Explicit,) * len(AXES)
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices[:count])
+    devices = devices[:count]
+    slices = len({getattr(device, "slice_index", None) for device in devices})
+    if slices == 1:
+        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
+    between, left = [], slices
+    for size in sizes.values():
+        between.append(math.gcd(size, left))
+        left //= between[-1]
+    within = [size // part for size, part in zip(sizes.values(), between, strict=True)]
+    try:
+        grid = mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
+    except ValueError:
+        raise UserError(f"make_mesh: {said} does not fill {slices} slices of devices evenly") from None
+    return Mesh(grid, AXES, axis_types=kinds)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
