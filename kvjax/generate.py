@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.launch import MeshShape, parse_command, run_command, start
+from kvjax.cli.launch import MeshShape, one_voice, parse_command, run_command, start
 from kvjax.errors import UserError, whole_number
 from kvjax.files import read_text
 from kvjax.sampling_params import SamplingParams
@@ -114,7 +114,7 @@ def run(config: GenerateConfig) -> None:
     from kvjax.models.chat import encode
     from kvjax.policies.make import check_policy
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), one_voice():
         _check(config)
         saved = 0 if config.cache is None else max(describe_cache(config.cache)["tokens"])
         gates = find_gates(config.gates, config.model)
@@ -146,14 +146,14 @@ def run(config: GenerateConfig) -> None:
             if live is not None:
                 print(for_terminal(live.more(block.tokens[0].tolist())), end="", flush=True)
             sizes = caches.stats(block.cache, sampling.n)
-    params, eos = [sampling] * sampling.n, llm.model.config.eos_ids
-    found = whole_answers(blocks, params, [0] * sampling.n, sizes, eos, tokenizer)
-    for index, own in enumerate(found.texts or ()):
-        print(for_terminal(live.end() if live is not None else f"[{index + 1}] {own}"), flush=True)
-        if found.logprobs is not None:
-            chosen = found.logprobs[index].chosen.tolist()
-            print(logprob_lines(tokenizer, found.tokens[index].tolist(), chosen))
-    print(summary(llm.policy.name, len(prompt), sizes, laps, sampling.n), file=sys.stderr)
+        params, eos = [sampling] * sampling.n, llm.model.config.eos_ids
+        found = whole_answers(blocks, params, [0] * sampling.n, sizes, eos, tokenizer)
+        for index, own in enumerate(found.texts or ()):
+            print(for_terminal(live.end() if live is not None else f"[{index + 1}] {own}"), flush=True)
+            if found.logprobs is not None:
+                chosen = found.logprobs[index].chosen.tolist()
+                print(logprob_lines(tokenizer, found.tokens[index].tolist(), chosen))
+        print(summary(llm.policy.name, len(prompt), sizes, laps, sampling.n), file=sys.stderr)
 
 
 def _sampling(config: GenerateConfig) -> SamplingParams:

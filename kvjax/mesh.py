@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kvjax.errors import UserError, named_arguments, shown, whole_number
@@ -93,16 +93,19 @@ def use_mesh(tree: Any = None) -> contextlib.AbstractContextManager:
 
 
 def put(x: Any, *spec: Any) -> jax.Array:
-    """Return `x` on the current mesh, split as `spec` says."""
-    return jax.device_put(x, P(*spec))
+    """Return `x` on the current mesh, split as `spec` says. Of several processes, each has the whole of `x`."""
+    if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x, P(*spec))
+    # device_put would have all processes compare their values
+    whole, sharding = np.asarray(x), NamedSharding(jax.sharding.get_mesh(), P(*spec))
+    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
 def adopt(tree: Any) -> Any:
     """Return `tree` with its arrays moved to the current mesh, each split along the same axes as before."""
 
     def move(leaf):
-        spec = getattr(getattr(leaf, "sharding", None), "spec", P())
-        return jax.device_put(leaf, spec)
+        return put(leaf, *getattr(getattr(leaf, "sharding", None), "spec", P()))
 
     return jax.tree.map(move, tree)
 
@@ -118,6 +121,20 @@ def gather(tree: Any, *axes: str) -> Any:
         return jax.sharding.reshard(leaf, P(*map(part, jax.typeof(leaf).sharding.spec)))
 
     return jax.tree.map(whole, tree)
+
+
+def on_host(x: Any) -> np.ndarray:
+    """Return the whole of an array, as numpy's. What only other processes have is gathered first, so that all processes
+    must call it."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        with use_mesh(x):
+            x = _replicated(x)
+    return np.asarray(x)
+
+
+@jax.jit
+def _replicated(x: jax.Array) -> jax.Array:
+    return jax.sharding.reshard(x, P())
 
 
 def on_cpu() -> bool:
@@ -167,6 +184,8 @@ __all__ = [
     "make_mesh",
     "mesh_of",
     "names_in",
+    "on_cpu",
+    "on_host",
     "put",
     "token_axis",
     "token_shards",

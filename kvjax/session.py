@@ -15,7 +15,7 @@ from kvjax.inference.generate import GREEDY, stream
 from kvjax.inference.prefill import extend, prefill
 from kvjax.inference.saving import read_cache, write_cache
 from kvjax.llm import LLM
-from kvjax.mesh import use_mesh
+from kvjax.mesh import on_host, use_mesh
 from kvjax.models.chat import turns_end
 from kvjax.sampling_params import SamplingParams
 
@@ -120,7 +120,7 @@ class Session:
         end = len(tokens) - 1  # at least one token has to be read for an answer
         if not self._keeps_turns:
             end = min(end, turns_end(llm.tokenizer, messages, **llm.chat_template_kwargs))
-        cache, read = self.cache, 0 if self.cache is None else int(np.asarray(self.cache.seen)[0])
+        cache, read = self.cache, 0 if self.cache is None else int(on_host(self.cache.seen)[0])
         if read > end or tokens[:read] != self.tokens[:read]:
             cache, read = None, 0
         if read < end and not self._keeps_turns:
@@ -199,7 +199,7 @@ class Session:
         turns = found.get(TURNS)
         if turns is None:
             raise UserError(f"{path}: a cache that is no conversation: kvjax.load_cache reads it")
-        if not _whole(turns, int(np.asarray(cache.seen)[0]), llm.model.config.vocab_size):
+        if not _whole(turns, int(on_host(cache.seen)[0]), llm.model.config.vocab_size):
             raise UserError(f"{path}: damaged (turns is {shown(turns)})")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]
         session._parts = turns["parts"]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.pages import Cache, Pages
 from kvjax.cache.sizes import CapacityError
 from kvjax.errors import UserError
-from kvjax.mesh import BATCH, SHARDS, P
+from kvjax.mesh import BATCH, SHARDS, P, on_host
 
 NOT_FINITE = -(2**30)
 """The free count of a shard that computed a number that is not finite, far below any debt. Like a debt it stays, and no
@@ -47,7 +47,7 @@ def free_counts(cache: Cache) -> Int[np.ndarray, " shards"]:
     Raises:
         UserError: something that was computed of the cache's tokens was not finite.
     """
-    count = np.asarray(cache.pages.free_count)
+    count = on_host(cache.pages.free_count)
     if (count < NOT_FINITE // 2).any():
         raise not_finite(cache.pages.dtype)
     return count

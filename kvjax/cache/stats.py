@@ -8,6 +8,7 @@ from jaxtyping import Int
 from kvjax.cache.checks import check_alive
 from kvjax.cache.pages import Cache, entry_bytes
 from kvjax.errors import UserError, named_arguments, whole_number
+from kvjax.mesh import on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +57,14 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     check_alive("stats", cache)
     if sequences is not None:
         sequences = whole_number("stats", "sequences", sequences, most=cache.seen.shape[0])
-    seen = np.asarray(cache.seen)[:sequences]
-    length = np.asarray(cache.layers.length)[:, :sequences]
+    seen = on_host(cache.seen)[:sequences]
+    length = on_host(cache.layers.length)[:, :sequences]
     ring = np.minimum(seen, cache.window - 1)[None, :, None]
     pool, (layers, _, heads) = cache.pages.pool, length.shape
     full = layers * heads * entry_bytes(pool.shape[-1] // 2, cache.pages.dtype, int8=False)
     pages = (-(-length // cache.page_size) + -(-ring // cache.page_size)).sum()
     if cache.pages.others is not None:
-        pages = pool.shape[0] - np.asarray(cache.pages.free_count).sum()
+        pages = pool.shape[0] - on_host(cache.pages.free_count).sum()
     return Stats(
         entries=length + ring,
         tokens=seen,

@@ -241,6 +241,22 @@ def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
     return make_mesh(**dataclasses.asdict(shape))
 
 
+@contextlib.contextmanager
+def one_voice() -> Iterator[None]:
+    """Return a context in which only the first of several processes prints. Errors leave it before they are printed."""
+    import jax
+
+    if jax.process_index() == 0:
+        yield
+        return
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
+
+
 def start_without_devices() -> Mesh:
     """Return a mesh of one CPU device, whatever this machine has, for work on shapes alone."""
     os.environ["JAX_PLATFORMS"] = "cpu"

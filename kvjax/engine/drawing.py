@@ -8,7 +8,7 @@ from kvjax.engine.request import Request
 from kvjax.errors import UserError
 from kvjax.inference.answers import AnswerLogprobs
 from kvjax.inference.sampler import Counts, Logprobs, Sampler, make_sampler
-from kvjax.mesh import BATCH, put
+from kvjax.mesh import BATCH, on_host, put
 from kvjax.models.config import ModelConfig
 from kvjax.sampling_params import MOST_ALTERNATIVES, SamplingParams
 
@@ -69,6 +69,6 @@ def logprobs_of(request: Request, found: Logprobs | None, slot: int, count: int)
     wanted = request.sampling.logprobs
     if wanted is None or found is None:
         return None
-    chosen, ids, values = (np.asarray(x)[:count, slot] for x in (found.chosen, found.tokens, found.values))
+    chosen, ids, values = (on_host(x)[:count, slot] for x in (found.chosen, found.tokens, found.values))
     pairs = zip(ids[:, :wanted].tolist(), values[:, :wanted].tolist(), strict=True)
     return AnswerLogprobs(chosen, [dict(zip(*pair, strict=True)) for pair in pairs])

@@ -33,7 +33,7 @@ from kvjax.inference.answers import stop_tokens_of
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.forward import SIZES, bucket
 from kvjax.inference.key_scale import key_scale
-from kvjax.mesh import axis_size, use_mesh
+from kvjax.mesh import axis_size, on_host, use_mesh
 from kvjax.models.chat import token_rows
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
@@ -294,7 +294,7 @@ class Engine:
         pages of the fork that it continues do not count."""
         if fork is None:
             return max(self._counted.while_read(prompt), self._counted.at_end(most))
-        length, seen = np.asarray(fork.row.layers.length), np.asarray(fork.row.seen)
+        length, seen = on_host(fork.row.layers.length), on_host(fork.row.seen)
         return self._counted.copied(length, seen) + self._counted.more(length, seen, most - seen)
 
     def forget(self, context: str | None = None) -> None:

@@ -9,6 +9,7 @@ from kvjax.engine.pages import PageCounts
 from kvjax.engine.pool import Pool
 from kvjax.engine.request import Request
 from kvjax.engine.rows import Row
+from kvjax.mesh import on_host
 
 
 class Fork(NamedTuple):
@@ -51,7 +52,7 @@ class Forks:
         request.finish_reason = "stop"
 
     def _made(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array) -> Fork:
-        pages = self._counted.held(np.asarray(row.layers.length), np.asarray(row.seen))
+        pages = self._counted.held(on_host(row.layers.length), on_host(row.seen))
         return Fork(tokens, row, logits, pages)
 
     @property
@@ -69,7 +70,7 @@ class Forks:
 
     def copy(self, row: Row) -> Row | None:
         """Return a fork of a sequence; None where the pool has no pages for it."""
-        need = self._counted.copied(np.asarray(row.layers.length), np.asarray(row.seen))
+        need = self._counted.copied(on_host(row.layers.length), on_host(row.seen))
         return self._pool.fork(row) if need <= self._pool.free else None
 
     def make_room(self, pages: int, keep: Fork | None = None) -> bool:

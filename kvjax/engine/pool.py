@@ -26,11 +26,15 @@ from kvjax.engine.rows import (
 )
 from kvjax.inference.allocation import laid_out
 from kvjax.inference.forward import drop_observation_state
-from kvjax.mesh import SHARDS, axis_size, put
+from kvjax.mesh import SHARDS, P, axis_size, on_host, put
 from kvjax.policies.compiled import CompiledPolicy
 
 PIECE = 4096
 """Pages of a sequence that are copied out of the pool, or into it, at once."""
+
+
+def _placed(x: np.ndarray, spec: P) -> jax.Array:
+    return put(x, *spec)
 
 
 class Outside(NamedTuple):
@@ -40,8 +44,8 @@ class Outside(NamedTuple):
     """The sequence without its pages. Its page table only tells which places hold a page, not which page."""
     pieces: list[Contents]
     """The contents of its pages, `PIECE` by `PIECE`, in the order of its table."""
-    shardings: Any
-    """Shardings of the arrays of `row` and of a piece."""
+    specs: Any
+    """How the arrays of `row` and of a piece are split on the mesh."""
 
     @property
     def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
@@ -92,7 +96,7 @@ class Pool:
         return self._free is not None
 
     def _count(self, free: Array) -> int:
-        found = np.asarray(free)
+        found = on_host(free)
         if (found < 0).any():
             # pages are never short here: a number was not finite
             raise not_finite(self.layout.dtype)
@@ -129,11 +133,11 @@ class Pool:
     def copy_out(self, slot: int) -> Outside:
         """Return a copy of a slot's sequence in host memory."""
         row, pieces = taken(self._slots, np.int32(slot)), []
-        shardings = jax.tree.map(lambda x: x.sharding, (row, contents_of(self._pages)))
-        used = (np.asarray(row.layers.page_table) < self.layout.pages).sum((0, 1, 3))
+        specs = jax.tree.map(lambda x: x.sharding.spec, (row, contents_of(self._pages)))
+        used = (on_host(row.layers.page_table) < self.layout.pages).sum((0, 1, 3))
         for start in range(0, int(used.reshape(axis_size("tensor"), -1).sum(1).max()), self._piece):
-            pieces.append(jax.device_get(copied_out(self._pages, row, np.int32(start), self._piece)))
-        return Outside(jax.device_get(row), pieces, shardings)
+            pieces.append(jax.tree.map(on_host, copied_out(self._pages, row, np.int32(start), self._piece)))
+        return Outside(jax.tree.map(on_host, row), pieces, specs)
 
     # ---- sequences beside the slots
 
@@ -162,10 +166,10 @@ class Pool:
 
     def copy_in(self, outside: Outside) -> Row:
         """Return a sequence of host memory. Enough pages must be free."""
-        of_row, of_piece = outside.shardings
-        self._pages, row = placed(self._pages, jax.tree.map(jax.device_put, outside.row, of_row))
+        of_row, of_piece = outside.specs
+        self._pages, row = placed(self._pages, jax.tree.map(_placed, outside.row, of_row))
         for index, piece in enumerate(outside.pieces):
-            contents = jax.tree.map(jax.device_put, piece, of_piece)
+            contents = jax.tree.map(_placed, piece, of_piece)
             self._pages = copied_in(self._pages, row, np.int32(index * self._piece), contents)
         self._changed()
         return row

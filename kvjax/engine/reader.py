@@ -12,6 +12,7 @@ from kvjax.engine.request import Request
 from kvjax.engine.rows import Row
 from kvjax.inference.prefill import Steps, next_step, reading
 from kvjax.inference.scoring import scoring
+from kvjax.mesh import on_host
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.schedule import Schedule
@@ -55,7 +56,7 @@ class Reader:
     @property
     def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
         """Retained entries of the sequence's heads, and tokens."""
-        return np.asarray(self._row.layers.length), np.asarray(self._row.seen)
+        return on_host(self._row.layers.length), on_host(self._row.seen)
 
     @property
     def tokens(self) -> int:

@@ -19,7 +19,7 @@ from kvjax.engine.rows import Row
 from kvjax.inference.decode import decode_block, first_tokens
 from kvjax.inference.eviction import recurring
 from kvjax.inference.sampler import Counts, Logprobs, Sampler
-from kvjax.mesh import BATCH, put
+from kvjax.mesh import BATCH, on_host, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
 
@@ -111,7 +111,7 @@ class Slots:
             self.join(request, row)
             return
         # its stop text may have left no token to go on after
-        length, seen = np.asarray(row.layers.length), int(row.seen[0])
+        length, seen = on_host(row.layers.length), int(row.seen[0])
         request.end(request.finish_reason, length, seen, self._pool.layout.window)
         self._pool.drop(row)
 
@@ -123,7 +123,7 @@ class Slots:
         self._token = self._with(self._token, slot, request.tokens[-1])
         self._running = self._with(self._running, slot, True)
         self._requests[slot], self._made[slot] = request, len(request.tokens)
-        self.length[:, slot] = np.asarray(row.layers.length)[:, 0]
+        self.length[:, slot] = on_host(row.layers.length)[:, 0]
         self.seen[slot] = int(row.seen[0])
         self._sampler, self._token_counts = sampler_of(self._model.config, self.running, self._count)
 
@@ -187,7 +187,7 @@ class Slots:
     def _look_at(self, block: _Block) -> None:
         """Give a block's tokens to their requests, and end those that are done."""
         self._pool.looked_at(block.after)
-        tokens, length, seen, *_ = map(np.asarray, (block.drawn[0], *block.after))
+        tokens, length, seen, *_ = map(on_host, (block.drawn[0], *block.after))
         for slot, request in block.requests:
             if self._requests[slot] is not request:
                 continue

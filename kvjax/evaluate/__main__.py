@@ -1,11 +1,21 @@
 """`python -m kvjax.evaluate`: the command."""
 
+import contextlib
+import dataclasses
 import shlex
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvjax.cli.launch import run_command, start, start_without_devices
+from kvjax.cli.launch import one_voice, run_command, start, start_without_devices
 from kvjax.errors import printable
-from kvjax.evaluate.config import parse
+from kvjax.evaluate.config import EvaluateConfig, parse
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 
 def main(args: list[str] | None = None) -> None:
@@ -14,21 +24,50 @@ def main(args: list[str] | None = None) -> None:
 
     from kvjax.models.shapes import fit_mesh_to
 
-    mesh = start_without_devices() if config.dry_run else start(fit_mesh_to(config.mesh, config.model))
+    if config.dry_run or config.merge:
+        mesh = start_without_devices()
+    else:
+        mesh = start(fit_mesh_to(config.mesh, config.model), alone=config.shard is not None)
+    given = sys.argv[1:] if args is None else args
+    with one_voice(), _folder_of_this_process(config) as config:
+        _evaluate(config, mesh, f"python -m kvjax.evaluate {shlex.join(given)}")
 
-    # jax and the rest come only once the command line is known to be good
+
+@contextlib.contextmanager
+def _folder_of_this_process(config: EvaluateConfig) -> Iterator[EvaluateConfig]:
+    """Return a context in which the first of several processes has --out, and the others a copy of it that goes
+    afterwards: all know the same finished results, and one writes."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        yield config
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        if jax.process_index() > 0:
+            if config.out.is_dir():
+                shutil.copytree(config.out, copy, dirs_exist_ok=True)
+            config = dataclasses.replace(config, out=Path(copy))
+        multihost_utils.sync_global_devices("every process knows the finished results")
+        yield config
+
+
+def _evaluate(config: EvaluateConfig, mesh: "Mesh", command: str) -> None:
+    """Measure and report. `command`: the command line, for the report."""
+    # these come only once the command line is known to be good
     import jax
 
     from kvjax.cache import parse_capacity
     from kvjax.cli.lock import FolderLock
     from kvjax.cli.progress import Progress
     from kvjax.evaluate.gates import with_gates
+    from kvjax.evaluate.merge import merge
     from kvjax.evaluate.recovery import check_dense
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results
     from kvjax.evaluate.run import Evaluation
     from kvjax.evaluate.sized_tasks import sized_tasks
-    from kvjax.evaluate.sizing import check_contexts, check_lengths, check_policies, pairs
+    from kvjax.evaluate.sizing import check_contexts, check_lengths, check_policies
     from kvjax.inference.checks import check_capacity
     from kvjax.models import load_model, read_config
     from kvjax.models.folder import find_model
@@ -43,6 +82,9 @@ def main(args: list[str] | None = None) -> None:
     config = with_gates(config, print)
     check_policies(config)
     with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):
+        if config.merge:
+            print(printable(report(config, merge(config), command)))
+            return
         if config.capacity is not None:
             check_capacity(parse_capacity(config.capacity))
         results, longest = Results(config), max(config.context)
@@ -60,14 +102,17 @@ def main(args: list[str] | None = None) -> None:
         evaluation = Evaluation(config, model, tasks)
         results.begin()
         lock.take()
-        own = pairs(config)
-        wanted = [(one.label, budget, task.name, task.length) for task in tasks for one, budget in own]
+        wanted = [
+            (one.label, budget, task.name, task.length)
+            for task in tasks
+            for one, budget in evaluation.wanted(task)
+        ]
         with Progress("results", len(wanted), sum(key in results.finished for key in wanted)) as progress:
             evaluation.run(results, progress)
-        given = sys.argv[1:] if args is None else args
-        found = list(results.finished.values())
-        print(printable(report(config, found, f"python -m kvjax.evaluate {shlex.join(given)}")))
-    print(f"\nresults.jsonl, report.md and the pictures are in {config.out}")
+        if config.shard is None:
+            print(printable(report(config, list(results.finished.values()), command)))
+    what = "results.jsonl, report.md and the pictures are" if config.shard is None else "results.jsonl is"
+    print(f"\n{what} in {config.out}")
 
 
 if __name__ == "__main__":

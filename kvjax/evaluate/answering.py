@@ -23,7 +23,7 @@ from kvjax.inference.decode import Before, decode
 from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import feed
 from kvjax.inference.prefill import CHUNK
-from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
+from kvjax.mesh import BATCH, P, batch_shards, on_host, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.tasks.sample import Question, Tokens
@@ -97,13 +97,13 @@ def answer(
                     cache, last = _take_rows(cache, last, rows)
             fed = (put(x[:, rows], None, BATCH) for x in (given[block], true[block], running))
             cache, last, new, before = _decode_block(model, policy.decode, cache, last, *fed)
-            output[block, rows], likely[block, rows] = map(np.asarray, new)
+            output[block, rows], likely[block, rows] = map(on_host, new)
             caches.check(cache, policy.host.name)
             seconds = watch.lap()
             if len(rows) == len(stopped):
                 # a step costs the same however many of its rows are done
                 pace.add(len(questions) * STEPS, seconds, watch.compiled)
-            before = [_put_rows(len(stopped), rows, np.asarray(x)) for x in before]
+            before = [_put_rows(len(stopped), rows, on_host(x)) for x in before]
             log_steps(before, count=STEPS, window=cache.window, sequences=len(questions))
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
@@ -148,7 +148,7 @@ def _take_rows(
     """Return some rows of a cache that nothing compacts, and of the last tokens. The pool stays the same."""
 
     def of(x, axis):
-        return jax.device_put(np.take(np.asarray(x), rows, axis), x.sharding)
+        return put(np.take(on_host(x), rows, axis), *x.sharding.spec)
 
     layers, windows = jax.tree.map(partial(of, axis=1), (cache.layers, cache.sliding))
     return dataclasses.replace(cache, layers=layers, seen=of(cache.seen, 0), sliding=windows), of(last, 0)

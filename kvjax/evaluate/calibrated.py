@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError
 from kvjax.evaluate.teacher_forcing import Outcome
+from kvjax.mesh import on_host
 from kvjax.models.decoder import Decoder
 from kvjax.policies import WGKV, Policy, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads
@@ -218,7 +219,7 @@ class Rivals:
 def own_tau(policy: Policy) -> float | None:
     """Return WG-KV's threshold, in the fewest digits that give the same float32; None for other policies."""
     gated = policy.admission
-    return float(str(np.asarray(gated.tau).flat[0])) if isinstance(gated, WGKV) else None
+    return float(str(on_host(gated.tau).flat[0])) if isinstance(gated, WGKV) else None
 
 
 def with_tau(policy: Policy, tau: float) -> Policy:
@@ -240,7 +241,7 @@ class TauSearch:
         gated = policy.admission
         assert isinstance(gated, WGKV)
         self._policy, self._size_of = policy, size_of
-        self._start = float(np.clip(_logit(float(np.asarray(gated.tau).flat[0])), LOWEST, HIGHEST))
+        self._start = float(np.clip(_logit(float(on_host(gated.tau).flat[0])), LOWEST, HIGHEST))
         self._known: dict[float, float] = {}
 
     @property

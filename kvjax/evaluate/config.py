@@ -10,6 +10,7 @@ from kvjax.builtin import BUILTIN, GATES
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.cli.options import find_value, load_config
 from kvjax.errors import LARGEST_INT, UserError
+from kvjax.evaluate.shards import Shard
 from kvjax.tasks.suite import TURNS
 
 UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
@@ -143,6 +144,11 @@ class EvaluateConfig:
     """int8: keep entries in 8 bits; by default in the model's dtype."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
+    shard: str | None = None
+    """Measure one of several shares of the results, into a folder in --out: 0/8 is the first of eight. 8 alone takes
+    the index from a Slurm array, an indexed job of Kubernetes or SkyPilot's rank."""
+    merge: bool = False
+    """Join the shares, which the same command with --shard has measured, and write the report."""
 
     @property
     def files(self) -> dict[str, Path]:
@@ -224,6 +230,10 @@ def parse(args: Sequence[str] | None = None, kind: type[Config] = EvaluateConfig
     base = None if out is None else kind(Path(out))
     config = parse_command(kind, args, default=load_config(kind, name, base) if name else None)
     config.check()
+    if config.shard is not None:
+        if config.merge or config.dry_run:
+            raise UserError("--shard is for measuring: give --merge and --dry-run without it")
+        config = dataclasses.replace(config, out=config.out / Shard.parse(config.shard).folder)
     chunk = config.chunk or default_chunk(min(config.context))
     observed = config.observed or default_observed(chunk)
     named = config.gates or ((BUILTIN,) if config.model == BUILTIN else ())

@@ -36,6 +36,8 @@ READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
 """Suffixes of the files of a folder that are read."""
 HEADS_FOLDER = "heads"
 """The folder of the measured worth of heads."""
+ANSWERS_FOLDER = "answers"
+"""The folder of the answers to contests."""
 
 
 LAMBDA, BUDGET, NOTHING = "λ", "budget", "nothing"

@@ -32,7 +32,8 @@ from kvjax.evaluate.measuring import (
     measured_alone,
     read,
 )
-from kvjax.evaluate.results import HEADS_FOLDER, Result, Results, result_of
+from kvjax.evaluate.results import ANSWERS_FOLDER, HEADS_FOLDER, Result, Results, result_of
+from kvjax.evaluate.shards import Shard
 from kvjax.evaluate.sized_tasks import SizedTask, for_rivals
 from kvjax.evaluate.sizing import (
     Sizing,
@@ -51,8 +52,6 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, load_gates
 from kvjax.tasks.sample import Sample, score_agreements
 
-ANSWERS_FOLDER = "answers"
-"""Folder of the answers to contests."""
 CHOICES = 10
 """Samples that static policies are chosen on."""
 
@@ -135,12 +134,25 @@ class Evaluation:
         capacity = most if config.capacity is None else caches.parse_capacity(config.capacity)
         return Manner(task.batch, config.chunk, capacity, config.page_size, self.watch)
 
+    def wanted(self, task: SizedTask) -> list[tuple[Compared, float]]:
+        """Return the policies with their budgets that are measured on a task: all, or those of this run's shard."""
+        every = pairs(self.config)
+        if self.config.shard is None:
+            return every
+        # policies that share a reading stay together, and each shard has its part of the long and of the short ones
+        shard, groups = Shard.parse(self.config.shard), self._reading_groups(every, task)
+        begin = self.tasks.index(task)
+        mine = [group for at, group in enumerate(groups, begin) if at % shard.count == shard.index]
+        return [
+            (one, budget) for group in mine for one, budgets in group.budgets.values() for budget in budgets
+        ]
+
     def run(self, results: Results, progress: Progress) -> None:
         """Measure every result that is missing, and add each when it is finished."""
         for task in self.tasks:
             todo = [
                 (one, budget)
-                for one, budget in pairs(self.config)
+                for one, budget in self.wanted(task)
                 if (one.label, budget, task.name, task.length) not in results.finished
             ]
             if todo:

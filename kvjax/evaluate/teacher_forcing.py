@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import not_finite
-from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, put, use_mesh
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_host, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.struct import static, struct
 from kvjax.tasks.sample import Question, Sample, score_agreement
@@ -99,7 +99,7 @@ class TeacherForcing:
         with use_mesh(self._model):
             pattern = Pattern(put(whole, None, HEADS), put(np.int32(sink)), put(np.int32(window)))
             found = [_outcome(self._model, lines, pattern) for lines in self._lines]
-        output, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
+        output, loss, wanted = (list(map(on_host, part)) for part in zip(*found, strict=True))
         if not np.isfinite(loss).all():
             raise not_finite(self._model.dtype)
         return np.concatenate(output), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))

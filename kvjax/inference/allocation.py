@@ -18,7 +18,7 @@ from kvjax.cache import Cache, CapacityError, Layout, shard_pages
 from kvjax.cache.sliding import slots_for
 from kvjax.errors import UserError, whole_number
 from kvjax.inference.key_scale import key_scale
-from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards, gather, on_cpu
+from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards, gather, on_cpu, on_host
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Trail
@@ -294,7 +294,7 @@ def more_pages(
 
     expected: retained entries that each head cache is expected to have then; None: all that it may have.
     """
-    length, seen, slots = np.asarray(cache.layers.length), np.asarray(cache.seen), cache.window - 1
+    length, seen, slots = on_host(cache.layers.length), on_host(cache.seen), cache.window - 1
     leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
     longer = length + leaving[:, None]
     if policy.max_entries is not None:
@@ -307,12 +307,12 @@ def more_pages(
 
 def _expected_pages(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     """Return the pages that a question and an answer of each sequence are expected to take."""
-    length, schedule, tokens = np.asarray(cache.layers.length), policy.schedule, question + answer
+    length, schedule, tokens = on_host(cache.layers.length), policy.schedule, question + answer
     admitted = policy.admission.admitted(tokens + cache.window) * caches.MARGIN + cache.page_size
     expected = length + np.broadcast_to(admitted, length.shape[::2])[:, None]
     if schedule is not None and schedule.trigger.while_decoding:
         # at most the budget, and the tokens between two compactions
-        kept = schedule.allowance([int(np.asarray(cache.seen).max()) + tokens], cache.entry_bytes)[0]
+        kept = schedule.allowance([int(on_host(cache.seen).max()) + tokens], cache.entry_bytes)[0]
         most = np.maximum(length + question, kept) + max(schedule.trigger.every, 1) + cache.page_size
         expected = np.minimum(expected, most)
     return more_pages(policy, cache, tokens, expected)
@@ -322,12 +322,12 @@ def copied_pages(policy: Policy, cache: Cache) -> int:
     """Return the most pages of a shard that forks of a context copy before they run."""
     if cache.pages.others is None:
         return 0
-    shared = np.asarray(cache.pages.others).reshape(cache.pages.free_count.shape[0], -1).sum(1)
-    written = np.asarray(cache.layers.length)
+    shared = on_host(cache.pages.others).reshape(cache.pages.free_count.shape[0], -1).sum(1)
+    written = on_host(cache.layers.length)
     if (newest := policy.rewritten) is not None:
         # whole pages before the newest entries are only read
         written = written - np.maximum(written - newest, 0) // cache.page_size * cache.page_size
-    copied = shard_pages(written, np.asarray(cache.seen), cache.window, cache.page_size)
+    copied = shard_pages(written, on_host(cache.seen), cache.window, cache.page_size)
     return int(np.minimum(copied, shared).max())
 
 
@@ -345,7 +345,7 @@ def grow(policy: Policy, cache: Cache, need: int, now: int, later: int) -> Cache
     most = have - free_pages(cache) + more_pages(policy, cache, now + later)
     size = _size(cache, max(need, min(2 * have, most)))
     if size < need and size != cache.limit:
-        read, needed = int(np.asarray(cache.seen).max()) + now, need * _page_bytes(cache) / 2**20
+        read, needed = int(on_host(cache.seen).max()) + now, need * _page_bytes(cache) / 2**20
         raise CapacityError(
             f"policy {policy.name}: {read} tokens take {need} pages of {cache.page_size} tokens on a device, "
             f"{needed:.1f} MiB, and it has memory for {size}: give shorter prompts, a smaller batch or more devices"
@@ -404,7 +404,7 @@ def _size(cache: Cache, pages: int, tokens: int = 0) -> int:
 
 def _missing_columns(policy: Policy, cache: Cache, tokens: int) -> int:
     """Return the columns that the page tables lack for `tokens` more tokens of each sequence."""
-    seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max(initial=0))
+    seen, longest = int(on_host(cache.seen).max()), int(on_host(cache.layers.length).max(initial=0))
 
     def columns(tokens: int) -> int:
         most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
@@ -421,7 +421,7 @@ def _missing_slots(cache: Cache, tokens: int) -> int:
     """Return the tokens of a sequence that windows of sliding-window layers must have room for; 0: they have it."""
     if cache.sliding is None:
         return 0
-    longest = int(np.asarray(cache.seen).max()) + tokens
+    longest = int(on_host(cache.seen).max()) + tokens
     enough = slots_for(cache.sliding_window, longest) <= cache.sliding.shape[3]
     return 0 if enough else caches.table_tokens(longest)
 

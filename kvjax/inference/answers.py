@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Cache, Stats
 from kvjax.errors import UserError, shown
 from kvjax.inference.sampler import Logprobs
-from kvjax.mesh import BATCH, put
+from kvjax.mesh import BATCH, on_host, put
 from kvjax.sampling_params import SamplingParams
 
 
@@ -84,7 +84,7 @@ class Answers:
     ) -> tuple[list[np.ndarray], list[AnswerLogprobs] | None]:
         """Return each answer's new tokens in a block [count b], of which the first `most` count: up to and including
         its stop token, and none if it had ended."""
-        tokens, found = np.asarray(drawn[0])[:most], drawn[1]
+        tokens, found = on_host(drawn[0])[:most], drawn[1]
         made = [len(x) for x in self.tokens] or [0] * len(self.order)
         counts = []
         for row, one, ends, had in zip(self.order, self.params, self.ends, made, strict=True):
@@ -96,7 +96,7 @@ class Answers:
         self.tokens = [np.concatenate(pair) for pair in zip(before, new, strict=True)]
         if found is None:
             return new, None
-        chosen, ids, values = map(np.asarray, (found.chosen, found.tokens, found.values))
+        chosen, ids, values = map(on_host, (found.chosen, found.tokens, found.values))
         return new, [
             AnswerLogprobs(
                 chosen[:count, row],

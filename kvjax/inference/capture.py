@@ -14,7 +14,7 @@ from kvjax.inference.allocation import new_cache
 from kvjax.inference.checks import check_continues, check_in_front
 from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positions
 from kvjax.inference.sliding import sliding
-from kvjax.mesh import use_mesh
+from kvjax.mesh import on_host, use_mesh
 from kvjax.models.chat import token_rows
 from kvjax.models.decoder import Decoder, layer_body, one_of_layers
 from kvjax.policies.compiled import View
@@ -63,10 +63,10 @@ def captured_layers(
                 model, compiled.read, cache, x, tokens, valid, np.int32(index), np.int32(before[slides]),
                 slides=slides, names=tuple(names), implementation=implementation,
             )  # fmt: skip
-        if not np.asarray(finite):
+        if not on_host(finite):
             raise not_finite(model.dtype)
         if not slides:
-            yield {name: _real(name, np.asarray(x), len(rows), longest) for name, x in captured.items()}
+            yield {name: _real(name, on_host(x), len(rows), longest) for name, x in captured.items()}
         before[slides] += 1
 
 

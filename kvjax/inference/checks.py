@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.cache import MAX_ENTRIES_PLANES, Cache, capacity_pages, check_alive
 from kvjax.errors import UserError, one_of, shown, warn
-from kvjax.mesh import batch_shards
+from kvjax.mesh import batch_shards, on_host
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
@@ -34,7 +34,7 @@ def check_length(
     shape = model.config
     read = np.array([row.size for row in rows])
     if cache is not None:
-        read = read + np.asarray(cache.seen)[: len(rows)]
+        read = read + on_host(cache.seen)[: len(rows)]
     most = int(read.max())
     if most + new > shape.longest and shape not in _SAID:
         _SAID.add(shape)
@@ -109,7 +109,7 @@ def check_continues(cache: Cache, model: Decoder, policy: CompiledPolicy, rows: 
 def check_in_front(where: str, cache: Cache) -> None:
     """Refuse a cache in which an empty sequence comes before one with tokens. Forks that are unequally spread over a
     mesh's devices leave such a cache, and a caller could not tell its sequences apart by place."""
-    seen = np.asarray(cache.seen) > 0
+    seen = on_host(cache.seen) > 0
     if (np.diff(seen.astype(np.int8)) > 0).any():
         raise UserError(
             f"{where}: this cache is of branches of which the mesh's devices have unequally many, and cannot be "

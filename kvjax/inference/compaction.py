@@ -14,7 +14,7 @@ from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, free_counts
 from kvjax.cache.planes import appended
 from kvjax.cache.trail import by_layer
 from kvjax.inference.forward import bucket
-from kvjax.mesh import BATCH, HEADS, P, gather, put
+from kvjax.mesh import BATCH, HEADS, P, gather, on_host, put
 from kvjax.models.decoder import Decoder
 from kvjax.models.layers import gathered
 from kvjax.policies.base import Eviction, LateMetadata, Trail
@@ -36,7 +36,7 @@ def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quot
     # entries are only moved in pages that no fork shares
     assert cache.pages.others is None or policy.host.rewritten is None
     free_counts(cache)  # raises if a number is not finite, which must not decide anything
-    longest = int(np.asarray(cache.layers.length).max())
+    longest = int(on_host(cache.layers.length).max())
     if longest == 0:
         return cache
     entries = bucket(max(longest, schedule.needs.observed))
@@ -124,8 +124,8 @@ def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) ->
     sequence has lost as many as it is `over` its budget. A sequence that is not over loses none."""
     schedule = policy.schedule
     assert schedule is not None
-    length = np.asarray(cache.layers.length)[:, : len(over)]
-    seen, slots = np.asarray(cache.seen)[: len(over)], cache.window - 1
+    length = on_host(cache.layers.length)[:, : len(over)]
+    seen, slots = on_host(cache.seen)[: len(over)], cache.window - 1
     last = _beyond(
         [schedule.newest(share) for share in schedule.allowance(seen.tolist(), cache.entry_bytes)], slots
     )

@@ -19,7 +19,7 @@ from kvjax.inference.decode import Recurring
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, memories, padded
 from kvjax.inference.reread import CacheSteps, reread
-from kvjax.mesh import put
+from kvjax.mesh import on_host, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Reconstruction, Trail
 from kvjax.policies.compiled import CompiledPolicy, States
@@ -110,7 +110,7 @@ def _evict_to_budget(
     model: Decoder, policy: CompiledPolicy, cache: Cache, rows: Bool[np.ndarray, " b"]
 ) -> Cache:
     """Return the cache in which those of the `rows` that are over their budgets were compacted to them."""
-    host, schedule, seen = policy.host, policy.host.schedule, np.asarray(cache.seen)[: len(rows)]
+    host, schedule, seen = policy.host, policy.host.schedule, on_host(cache.seen)[: len(rows)]
     assert schedule is not None
     allowed = schedule.allowance(seen.tolist(), cache.entry_bytes)
     due = rows & [
@@ -245,7 +245,7 @@ def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarra
     """Return by how many retained entries each sequence is over its budget."""
     layers, _, heads = cache.layers.length.shape
     assert policy.schedule is not None
-    seen = np.asarray(cache.seen)[:sequences]
+    seen = on_host(cache.seen)[:sequences]
     allowed = policy.schedule.allowance(seen.tolist(), cache.entry_bytes) - np.minimum(seen, cache.window - 1)
-    stored = np.asarray(cache.layers.length)[:, :sequences].sum((0, 2))
+    stored = on_host(cache.layers.length)[:, :sequences].sum((0, 2))
     return stored - np.floor(layers * heads * np.maximum(allowed, 0)).astype(np.int64)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Cache
 from kvjax.errors import UserError
+from kvjax.mesh import on_host
 
 
 class Call(NamedTuple):
@@ -41,7 +42,7 @@ def log_call(cache: Cache, rows: Sequence[Int[np.ndarray, " _"]]) -> None:
     """Log that `rows` are about to be run over `cache`, if a log is open."""
     if (log := _open_log.get()) is not None:
         tokens = np.array([row.size for row in rows])
-        _add(log, np.asarray(cache.layers.length), np.asarray(cache.seen), cache.window, tokens)
+        _add(log, on_host(cache.layers.length), on_host(cache.seen), cache.window, tokens)
 
 
 def log_steps(
@@ -49,7 +50,7 @@ def log_steps(
 ) -> None:
     """Log the first `count` decoded tokens, if a log is open. `before`: as `decode` returns it."""
     if (log := _open_log.get()) is not None:
-        for length, seen, running in zip(*(np.asarray(x)[:count] for x in before), strict=True):
+        for length, seen, running in zip(*(on_host(x)[:count] for x in before), strict=True):
             _add(log, length, seen, window, running[:sequences].astype(np.int32))
 
 

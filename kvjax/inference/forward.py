@@ -18,7 +18,7 @@ from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, p
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.sliding import sliding, with_windows
-from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, put
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_host, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
 from kvjax.policies.base import BIAS, Trail
 from kvjax.policies.compiled import States, View
@@ -310,7 +310,7 @@ def _read_call(
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """Run `last_logits`. If the pool may run out and does, run it once more with a larger one. What a call admits does
     not depend on the free pages, so the second time there are enough."""
-    count = int(np.asarray(valid).max())
+    count = int(on_host(valid).max())
     if more_pages(host, cache, count) <= free_pages(cache):
         return last_logits(model, view, cache, tokens, valid, implementation=implementation)
     mark = marked(cache) if grows and may_grow(cache) else None

@@ -22,7 +22,7 @@ from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import drop_observation_state
 from kvjax.inference.prefill import CHUNK, extend, read
 from kvjax.inference.sampler import count_tokens, make_sampler
-from kvjax.mesh import BATCH, batch_shards, put, use_mesh
+from kvjax.mesh import BATCH, batch_shards, on_host, put, use_mesh
 from kvjax.models.chat import Prompts, listed, token_rows
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
@@ -102,7 +102,7 @@ def stream(
         again = eviction.recurring(host, held)
     yield Block(new, held, order, logprobs)
     made = 1
-    while made < longest_answer and (before := np.asarray(running)[: len(rows)]).any():
+    while made < longest_answer and (before := on_host(running)[: len(rows)]).any():
         with use_mesh(model):
             left = longest_answer - made
             count, size, held = eviction.next_block(host, held, before, made - 1, left, block)
@@ -116,7 +116,7 @@ def stream(
         new, logprobs = answers.block(drawn, before, count)
         with use_mesh(model):
             running = answers.still(running)
-            held = eviction.after_block(model, compiled, held, np.asarray(running)[: len(rows)], made - 1)
+            held = eviction.after_block(model, compiled, held, on_host(running)[: len(rows)], made - 1)
         yield Block(new, held, order, logprobs)
 
 
@@ -153,7 +153,7 @@ def forked(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cache,
     """Return a cache with a sequence for each of so many answers, `samples` to each question, that shares its context's
     pages, and each answer's row in the batch. A fork stays on the devices of its context, where empty rows follow.
     Nothing is copied yet (`kvjax.inference.allocation.copy_for_question`)."""
-    contexts = int((np.asarray(cache.seen) > 0).sum())
+    contexts = int((on_host(cache.seen) > 0).sum())
     context_of = np.repeat(_contexts(share, answers // samples, contexts), samples).tolist()
     shards = batch_shards()
     own = cache.seen.shape[0] // shards

@@ -16,7 +16,7 @@ from kvjax.inference import eviction
 from kvjax.inference.allocation import copy_for_question, new_cache, resize_after_prompt
 from kvjax.inference.checks import check_arguments, check_continues, check_length, check_observers
 from kvjax.inference.forward import drop_observation_state, feed, padded
-from kvjax.mesh import use_mesh
+from kvjax.mesh import on_host, use_mesh
 from kvjax.models.chat import Prompts, token_rows
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
@@ -237,9 +237,9 @@ def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
             )
         batch, valid = padded(rows, rows[0].size)
         found, finite = _all_logits(model, batch, valid)
-        if not np.asarray(finite):
+        if not on_host(finite):
             raise caches.not_finite(model.dtype)
-        return np.asarray(found)[: len(rows)]
+        return on_host(found)[: len(rows)]
 
 
 @jax.jit

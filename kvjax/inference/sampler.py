@@ -125,7 +125,6 @@ def make_sampler(
         biased[row, : len(one.logit_bias)] = [*one.logit_bias]
         bias[row, : len(one.logit_bias)] = [*one.logit_bias.values()]
         most[row], seeds[row], numbers[row] = one.max_new_tokens, one.seed, number
-    keys = _keys(seeds, numbers)
     wanted = [one.logprobs for one in params if one.logprobs is not None]
     return Sampler(
         *(put(column, BATCH) for column in columns.values()),
@@ -133,7 +132,7 @@ def make_sampler(
         biased=put(biased, BATCH, None),
         bias=put(bias, BATCH, None),
         most=put(most, BATCH),
-        key=put(keys, BATCH),
+        key=_keys(put(seeds, BATCH), put(numbers, BATCH)),
         greedy=all(one.temperature == 0 for one in params),
         penalized=any(one.penalized for one in params),
         alternatives=max(wanted) if wanted else None,

@@ -12,7 +12,7 @@ from kvjax.cache import Cache
 from kvjax.inference.answers import AnswerLogprobs
 from kvjax.inference.forward import forward, padded, pieces
 from kvjax.inference.prefill import Steps
-from kvjax.mesh import P
+from kvjax.mesh import P, on_host
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.sampling_params import MOST_ALTERNATIVES
@@ -50,7 +50,7 @@ def _steps(model, policy, row, chunk, alternatives, found) -> Steps:
         tokens, valid = padded([row[start : start + count]], size)
         following, _ = padded([row[start + 1 : start + 1 + count]], size)
         cache, last, chosen, ids, values = _scored(model, policy.read, cache, tokens, following, valid)
-        chosen, ids, values = map(np.asarray, (chosen, ids, values))
+        chosen, ids, values = map(on_host, (chosen, ids, values))
         counted = min(count, row.size - start - 1)
         start += count
         pairs = zip(

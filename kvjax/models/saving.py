@@ -9,12 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import reshard
 from jaxtyping import Array, Int
 
 from kvjax.errors import UserError, named_arguments, shown
 from kvjax.files import partial_folder, write_tensors
-from kvjax.mesh import P, use_mesh
+from kvjax.mesh import on_host, use_mesh
 from kvjax.models.config import ModelConfig, config_json
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import copy_tokenizer
@@ -102,20 +101,10 @@ def _take_layer(layers: Arrays, index: Int[Array, ""], config: ModelConfig) -> A
     }
 
 
-@jax.jit
-def _gather(x: Array) -> Array:
-    return reshard(x, P(*[None] * x.ndim))
-
-
-def _host(x: Array) -> np.ndarray:
-    """Return the whole array. Parts that other processes hold are gathered first."""
-    return np.asarray(x if x.is_fully_addressable else _gather(x))
-
-
 def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
     """Yield the file's tensors: those that are no layer's, then each layer's. Every process must take part."""
     leaves, _ = by_path(model)
-    top = {TOP[path]: _host(x) for path, x in leaves.items() if path in TOP}
+    top = {TOP[path]: on_host(x) for path, x in leaves.items() if path in TOP}
     yield {name: x[: model.config.vocab_size] if x.ndim == 2 else x for name, x in top.items()}
     layers = {path: x for path, x in leaves.items() if path not in TOP}
     for index in range(model.config.num_layers):
@@ -123,7 +112,7 @@ def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
         rows: dict[str, list[np.ndarray]] = {}
         for part in (part for path in layers for part in parts_of(path)):
             names = by_expert(layer_name(model.config.layer_names[part], index), model.config.num_experts)
-            for name, x in zip(names, np.split(_host(layer[part]), len(names), -1), strict=True):
+            for name, x in zip(names, np.split(on_host(layer[part]), len(names), -1), strict=True):
                 rows.setdefault(name, []).append(x)
         yield {
             name: np.ascontiguousarray(x[0]) if len(x) == 1 else np.concatenate(x) for name, x in rows.items()

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.errors import UserError, shown, whole_number
-from kvjax.mesh import use_mesh
+from kvjax.mesh import on_host, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.base import Admission, Eviction, LateMetadata, Method, Selection
 from kvjax.policies.budget import BUDGETS
@@ -219,7 +219,7 @@ class Policy:
     def max_entries(self) -> int | None:
         """The most entries that a head cache retains; None: there is no limit. For use outside jit."""
         max_entries = self.admission.keep().max_entries
-        return None if max_entries is None else int(np.asarray(max_entries).max())
+        return None if max_entries is None else int(on_host(max_entries).max())
 
     @property
     def rewritten(self) -> int | None:

@@ -30,9 +30,9 @@ from kvjax.train.metrics import FINITE
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import TrainState
+from tests.processes import TRAIN, run_two_processes
 from tests.tiny_models import tiny_model
 from tests.train.killed import go_on, run_until_killed
-from tests.train.processes import run_two_processes
 
 ARGS = [
     *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
@@ -350,7 +350,7 @@ def test_a_finished_run_is_left_as_it_is(whole):
 def test_two_processes_train_like_one(whole, tmp_path):
     """Each with half the rows."""
     told = [part for part in ARGS if part not in ("--report", "none")]
-    said = run_two_processes(*told, "--mesh", "2", "--out", str(tmp_path / "run"))
+    _, said = run_two_processes(TRAIN, *told, "--mesh", "2", "--out", str(tmp_path / "run"))
     without = "there will be no report: one process makes it, and this run has 2"
     assert without in said[0].split("step 1/6")[0]
     assert without not in said[1]
@@ -360,7 +360,8 @@ def test_two_processes_train_like_one(whole, tmp_path):
 
 @pytest.mark.thorough
 def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
-    said = run_two_processes(*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run"), code=2)
+    told = [*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run")]
+    _, said = run_two_processes(TRAIN, *told, ends=2)
     lines = [text.splitlines()[-1] for text in said]
     assert lines[0] == lines[1]
     assert re.match(r"error: step \d of 6: .* the run is stopped and exports nothing", lines[0])
@@ -372,7 +373,7 @@ def test_two_processes_save_a_model_that_they_trained(tmp_path):
     """Split over both, so that neither could write it alone."""
     method = "tests.train.recipes.whole_model:WholeModel"
     args = ["--method", method, *ARGS[: ARGS.index("--window")], "--sequences", "8", "--report", "none"]
-    run_two_processes(*args, "--mesh", "2", "--out", str(tmp_path / "run"))
+    run_two_processes(TRAIN, *args, "--mesh", "2", "--out", str(tmp_path / "run"))
     trained = train(parse([*args, "--mesh", "2", "--out", str(tmp_path / "whole")]))
     for mine, theirs in zip(
         jax.tree.leaves(load_model(tmp_path / "run" / "parameters" / "model")),

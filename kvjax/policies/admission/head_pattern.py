@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, real_number
+from kvjax.mesh import on_host
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.base import Admission, Keep
 from kvjax.policies.numbers import head_table, is_placed, whole_array
@@ -77,8 +78,8 @@ class HeadPattern(Admission):
         return Keep(0.5)
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
-        sink = np.minimum(np.asarray(self.sink), tokens)[..., None]
-        return np.where(np.asarray(self.pattern), tokens, sink).astype(np.float64)
+        sink = np.minimum(on_host(self.sink), tokens)[..., None]
+        return np.where(on_host(self.pattern), tokens, sink).astype(np.float64)
 
 
 def heads_for(weights: Float[np.ndarray, "l k"], sparsity: float | None) -> Bool[np.ndarray, "l k"]:

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.errors import UserError, real_number
+from kvjax.mesh import on_host
 from kvjax.policies.base import Admission, Keep, Number
 from kvjax.policies.chance import no_text, text_hash, uniform
 from kvjax.policies.numbers import head_table, is_placed, whole_array
@@ -54,4 +55,4 @@ class Random(Admission):
         return Keep(float(np.finfo(np.float32).tiny))
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
-        return np.asarray(self.rates, np.float64) * tokens
+        return on_host(self.rates).astype(np.float64) * tokens

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, shown
+from kvjax.mesh import on_host
 from kvjax.policies.admission.wgkv.files import check_made_for, load_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
 from kvjax.policies.base import Admission, Keep
@@ -71,4 +72,4 @@ class WGKV(Admission):
         return Keep(self.tau)
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
-        return np.asarray(self.rate, np.float64) * tokens
+        return on_host(self.rate).astype(np.float64) * tokens

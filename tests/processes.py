@@ -1,14 +1,14 @@
-"""Training runs in two processes."""
+"""Programs in two processes of one run, each with one CPU device."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
-from tests.train.killed import ROOT
-
-MAIN = """
-import sys
+ROOT = Path(__file__).parents[1]
+TRAIN = """
 from kvjax.cli.launch import run_command
 from kvjax.train.__main__ import main
 
@@ -16,11 +16,9 @@ run_command(main)
 """
 
 
-def run_two_processes(*args, code=0, before=""):
-    """`kvjax.train` in two processes with a device each, which both end with an exit code; what each said.
-
-    before: code that both run first.
-    """
+def run_two_processes(code, *args, ends=0):
+    """Run Python code in two processes, which end with an exit code. Returns what each printed, and what each said on
+    stderr."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -32,18 +30,20 @@ def run_two_processes(*args, code=0, before=""):
     }
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", before + MAIN, *args],
+            [sys.executable, "-c", code, *args],
             env=env | {"JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for index in range(2)
     ]
     try:
-        said = [process.communicate(timeout=200)[1] for process in both]
+        printed, said = zip(*(process.communicate(timeout=200) for process in both), strict=True)
     finally:
         for process in both:
             process.kill()
             process.wait()
-    assert [process.returncode for process in both] == [code, code], said
-    return said
+    assert [process.returncode for process in both] == [ends, ends], said
+    # the network prints, too
+    return [re.sub(r"^\[Gloo\].*\n", "", text, flags=re.M) for text in printed], said

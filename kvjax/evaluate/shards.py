@@ -1,0 +1,41 @@
+"""Shares of an evaluation, which machines measure without knowing of each other. Importing this imports no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from kvjax.errors import UserError
+
+INDEX_VARIABLES = "SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK"
+"""Variables in which batch systems tell a job its place among its like, from 0."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Shard:
+    """One of `count` shares of an evaluation."""
+
+    index: int
+    """From 0 to count - 1."""
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Parse `0/8`, or `8` where a variable of the batch system has the index. Raises UserError."""
+        index, slash, count = text.rpartition("/")
+        if not slash:
+            index = next((os.environ[name] for name in INDEX_VARIABLES if name in os.environ), "")
+        if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+            among = "" if slash else f"; a count alone takes the index from {', '.join(INDEX_VARIABLES)}"
+            raise UserError(
+                f"--shard {text}: expected an index from 0 and a count above it, such as 0/8{among}"
+            )
+        return cls(int(index), int(count))
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder in that of the evaluation."""
+        return f"shard-{self.index}-of-{self.count}"
+
+
+__all__ = ["Shard"]

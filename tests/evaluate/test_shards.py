@@ -1,0 +1,85 @@
+"""Shards measure what one evaluation does, and are merged into it."""
+
+import shutil
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.config import parse
+from kvjax.evaluate.shards import INDEX_VARIABLES, Shard
+from tests.evaluate.whole_run import TASKS, lines, without_speeds
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sharded(arguments, tmp_path_factory):
+    """A folder with both shards of an evaluation, and the arguments that made them."""
+    folder = tmp_path_factory.mktemp("sharded") / "run"
+    told = [*arguments, *TASKS, "--out", str(folder)]
+    for index in range(2):
+        main([*told, "--shard", f"{index}/2"])
+    return folder, told
+
+
+@pytest.fixture
+def copied(sharded, tmp_path):
+    """A copy of that folder, and arguments for it."""
+    folder, told = sharded
+    shutil.copytree(folder, tmp_path / "run")
+    return tmp_path / "run", [*told[:-1], str(tmp_path / "run")]
+
+
+def test_merged_shards_are_the_evaluation(evaluated, copied):
+    (whole, _), (folder, told) = evaluated, copied
+    parts = [lines(folder / f"shard-{index}-of-2") for index in range(2)]
+    assert all(parts)
+    assert not (folder / "shard-0-of-2" / "report.md").exists()
+    main([*told, "--merge"])
+    assert without_speeds(lines(folder)) == without_speeds(lines(whole))
+    assert len(lines(folder)) == sum(map(len, parts))
+    assert (folder / "settings.json").read_bytes() == (whole / "settings.json").read_bytes()
+    assert (folder / "report.md").is_file()
+    merged = lines(folder)
+    main(told)  # nothing is left to measure
+    assert lines(folder) == merged
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda folder: shutil.rmtree(folder / "shard-1-of-2"), "lacks shards 1 of 2"),
+        (lambda folder: [shutil.rmtree(path) for path in folder.glob("shard-*")], "has no folder of a shard"),
+        (lambda folder: (folder / "shard-0-of-3").mkdir(), "has shards of 2 and of 3"),
+        (
+            lambda folder: (folder / "shard-0-of-2" / "results.jsonl").write_text(""),
+            r"results are missing, the first of them full at 1 on needle, 126 tokens",
+        ),
+        (
+            lambda folder: (folder / "shard-1-of-2" / "settings.json").write_text("{}"),
+            "shard-1-of-2 was measured with other settings than .*shard-0-of-2",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(harm, said, copied):
+    folder, told = copied
+    harm(folder)
+    with pytest.raises(UserError, match=said):
+        main([*told, "--merge"])
+    assert not (folder / "results.jsonl").exists()
+
+
+def test_the_batch_system_tells_the_index(monkeypatch):
+    for name in INDEX_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert Shard.parse("3/8") == Shard(3, 8)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "5")
+    assert Shard.parse("8") == Shard(5, 8)
+    assert parse(["--out", "runs/x", "--shard", "8"]).out.name == "shard-5-of-8"
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "8")
+    for text in ("8", "8/8", "-1/8", "a/b", "", "/2", "2/"):
+        with pytest.raises(UserError, match=f"--shard {text}: expected an index from 0 and a count above it"):
+            Shard.parse(text)
+    with pytest.raises(UserError, match="--shard is for measuring"):
+        parse(["--out", "runs/x", "--shard", "0/8", "--merge"])
