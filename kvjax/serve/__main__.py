@@ -69,45 +69,68 @@ def run(config: ServeConfig) -> None:
     whole_number("serve", "--slots", config.slots)
     whole_number("serve", "--queue", config.queue, 0)
     whole_number("serve", "--port", config.port, 0, 65535)
-    listening = _listening(config.host, config.port)
 
     from kvjax.models.shapes import fit_mesh_to
 
     mesh = start(fit_mesh_to(config.mesh, config.model))
 
+    import jax
     import uvicorn
 
     from kvjax.cache import parse_capacity
     from kvjax.engine import Engine
     from kvjax.llm import LLM
     from kvjax.serve.app import Server
+    from kvjax.serve.leading import LeadingEngine, follow
 
+    first = jax.process_index() == 0
+    listening = _listening(config.host, config.port) if first else None
     llm = LLM(
         config.model, config.policy, gates=config.gates, mesh=mesh, dtype=config.dtype, weights=config.weights,
         kv_cache_dtype=config.kv_cache_dtype, max_length=config.max_length, force=config.force,
     )  # fmt: skip
     capacity = None if config.capacity is None else parse_capacity(config.capacity)
-    engine = Engine(
+    kind = LeadingEngine if first and jax.process_count() > 1 else Engine
+    engine = kind(
         llm.model, llm.policy, tokenizer=llm.tokenizer, slots=config.slots, max_length=config.max_length,
         capacity=capacity, page_size=config.page_size, chunk=config.chunk,
     )  # fmt: skip
-    grammar = None
+    grammars = None
     if importlib.util.find_spec("llguidance"):
         from kvjax.serve.grammar import Grammars
 
-        grammar = Grammars(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_ids).schema
+        grammars = Grammars(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_ids)
+    fitting = {
+        tokens: engine.holds(tokens) for tokens in sorted({min(x, engine.max_length) for x in LENGTHS})
+    }
+    if listening is None:
+        follow(engine, None if grammars is None else grammars.format)
+        jax.distributed.shutdown()
+        return
     name = config.name or (Path(config.model).name if Path(config.model).exists() else config.model)
     server = Server(
-        engine, llm.tokenizer, name, queue=config.queue, key=os.environ.get(KEY) or None, grammar=grammar
+        engine,
+        llm.tokenizer,
+        name,
+        queue=config.queue,
+        key=os.environ.get(KEY) or None,
+        grammar=None if grammars is None else grammars.schema,
     )
     print(
         f"{name} with {llm.policy.name}: {shown_bytes(engine.pool_bytes)} of keys and values on each device."
     )
-    for tokens in sorted({min(x, engine.max_length) for x in LENGTHS}):
-        kept, full = engine.holds(tokens)
+    for tokens, (kept, full) in fitting.items():
         print(f"  Requests of {tokens:,} tokens at once: {kept}, with a full cache {full}.")
     print(f"Compiling, then listening on http://{config.host}:{config.port}/v1", flush=True)
-    uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_keep_alive=30)).run([listening])
+    try:
+        uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_keep_alive=30)).run(
+            [listening]
+        )
+    finally:
+        if isinstance(engine, LeadingEngine):
+            engine.release()
+            # waits for the others, which an end of this process would take for a failure
+            jax.distributed.shutdown()
 
 
 def _listening(host: str, port: int) -> socket.socket:

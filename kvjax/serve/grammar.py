@@ -1,7 +1,7 @@
 """Formats that answers have to follow, by llguidance: which tokens may come next, given those so far."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 import llguidance.hf
@@ -31,8 +31,8 @@ class Grammars:
         self._vocabulary, self._ends = vocabulary, ends
         self._tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(ends))
 
-    def schema(self, schema: Any) -> Callable[[], Constraint]:
-        """Return a maker of constraints to JSON of this schema.
+    def schema(self, schema: Any) -> "Format":
+        """Return the format of JSON of this schema.
 
         Raises:
             UserError: a schema that is none, or that llguidance has no grammar for.
@@ -45,7 +45,26 @@ class Grammars:
             raise UserError(f"the JSON schema has more than {LONGEST:,} characters")
         if error := llguidance.LLMatcher.validate_grammar(grammar, self._tokens):
             raise UserError(f"the JSON schema cannot be used ({error})")
-        return lambda: _Grammar(llguidance.LLMatcher(self._tokens, grammar), self._vocabulary, self._ends)
+        return self.format(grammar)
+
+    def format(self, grammar: str) -> "Format":
+        """Return the format of a grammar of llguidance's that is known to be valid."""
+        return Format(
+            grammar, lambda: llguidance.LLMatcher(self._tokens, grammar), self._vocabulary, self._ends
+        )
+
+
+class Format(NamedTuple):
+    """A format that answers may have to follow; calling it makes the constraint of one answer."""
+
+    grammar: str
+    """llguidance's description of it."""
+    matcher: Callable[[], llguidance.LLMatcher]
+    vocabulary: int
+    ends: tuple[int, ...]
+
+    def __call__(self) -> Constraint:
+        return _Grammar(self.matcher(), self.vocabulary, self.ends)
 
 
 class _Grammar:

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+
 from kvjax.engine import Engine, Request
 from kvjax.engine.request import FinishReason
 from kvjax.inference.answers import AnswerLogprobs
@@ -82,6 +84,8 @@ class Worker:
 
     def __init__(self, engine: Engine, metrics: Metrics):
         self.engine, self._metrics = engine, metrics
+        # the others of several processes must hear from this one before their network gives up
+        self._patience = None if jax.process_count() == 1 else 1.0
         self.ready = False
         """True once everything is compiled."""
         self.failure: BaseException | None = None
@@ -161,7 +165,7 @@ class Worker:
         """Call what is to be called, and wait for it while there is nothing else to do. Returns False at the end."""
         while True:
             try:
-                call = self._calls.get(block=not self.engine.busy)
+                call = self._calls.get(block=not self.engine.busy, timeout=self._patience)
             except queue.Empty:
                 return True
             if call is None:
