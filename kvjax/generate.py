@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.launch import MeshShape, one_voice, parse_command, run_command, start
+from kvjax.cli.launch import MeshShape, first_process_prints, parse_command, run_command, start
 from kvjax.errors import UserError, whole_number
 from kvjax.files import read_text
 from kvjax.sampling_params import SamplingParams
@@ -114,7 +114,7 @@ def run(config: GenerateConfig) -> None:
     from kvjax.models.chat import encode
     from kvjax.policies.make import check_policy
 
-    with jax.set_mesh(mesh), one_voice():
+    with jax.set_mesh(mesh), first_process_prints():
         _check(config)
         saved = 0 if config.cache is None else max(describe_cache(config.cache)["tokens"])
         gates = find_gates(config.gates, config.model)

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,8 @@ def run_two_processes(code, *args, ends=0):
         for index in range(2)
     ]
     try:
-        printed, said = zip(*(process.communicate(timeout=200) for process in both), strict=True)
+        with ThreadPoolExecutor() as pool:  # a full pipe of one must not hold the other
+            printed, said = zip(*pool.map(lambda one: one.communicate(timeout=200), both), strict=True)
     finally:
         for process in both:
             process.kill()

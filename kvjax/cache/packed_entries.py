@@ -13,7 +13,7 @@ from jaxtyping import Int, Shaped
 from kvjax.cache.pages import SCALE, Cache, LayerCache, ring_pages
 from kvjax.cache.sizes import by_shard, pages_of, table_tokens
 from kvjax.cache.sliding import slots_for
-from kvjax.mesh import HEADS, axis_size, batch_shards, on_host, put
+from kvjax.mesh import HEADS, axis_size, batch_shards, put
 from kvjax.struct import changed, leaves_by_path
 from pallas_kernels.int8_entries import scales
 
@@ -70,24 +70,24 @@ def _small(layers: LayerCache) -> dict[str, Any]:
 
 def packed(cache: Cache) -> Arrays:
     """Return the contents of a cache, without the empty sequences that a mesh adds. Call it on the cache's mesh."""
-    live = on_host(cache.seen) > 0
+    live = np.asarray(cache.seen) > 0
     pages, layers = cache.pages, jax.tree.map(np.asarray, cache.layers)
-    size, local = cache.page_size, pages.pool.shape[0] // len(on_host(pages.free_count))
-    held = np.minimum(on_host(cache.seen), cache.window - 1)
+    size, local = cache.page_size, pages.pool.shape[0] // len(np.asarray(pages.free_count))
+    held = np.minimum(np.asarray(cache.seen), cache.window - 1)
     held = np.broadcast_to(held[None, :, None], layers.length.shape)
     stored, ring = places(layers.length), places(held)
     columns = ring_pages(cache.window, size)
     at = _addresses(layers.page_table, columns + stored.place // size, stored, size, local)
-    slots = _slots(ring, on_host(cache.seen), held, cache.window)
+    slots = _slots(ring, np.asarray(cache.seen), held, cache.window)
     in_ring = _addresses(layers.page_table, slots.place // size, slots, size, local)
-    pool = _as_floats(on_host(pages.pool), pages.dtype)
-    found = {"entries": pool[at], "ring": pool[in_ring], "seen": on_host(cache.seen)[live]}
-    found |= {f"plane.{name}": on_host(x)[at] for name, x in pages.planes.items()}
+    pool = _as_floats(np.asarray(pages.pool), pages.dtype)
+    found = {"entries": pool[at], "ring": pool[in_ring], "seen": np.asarray(cache.seen)[live]}
+    found |= {f"plane.{name}": np.asarray(x)[at] for name, x in pages.planes.items()}
     found |= {name: x[:, live] for name, x in leaves_by_path(_small(layers)).items()}
-    trail = jax.tree.map(lambda x: _as_floats(on_host(x), pages.dtype)[live], cache.trail)
+    trail = jax.tree.map(lambda x: _as_floats(np.asarray(x), pages.dtype)[live], cache.trail)
     if cache.sliding is not None:
         slots = slots_for(cache.sliding_window, table_tokens(int(found["seen"].max())))
-        found["sliding"] = _as_floats(on_host(cache.sliding), pages.dtype)[:, live, :, :slots]
+        found["sliding"] = _as_floats(np.asarray(cache.sliding), pages.dtype)[:, live, :, :slots]
     return found | leaves_by_path({"trail": trail})
 
 

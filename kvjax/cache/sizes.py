@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
@@ -35,12 +36,16 @@ class CapacityError(UserError):
 
 
 def device_bytes(*, free: bool = False) -> int:
-    """Return the bytes of one device's memory, or those that are free. If the device does not report them, the host's
-    memory is divided among its virtual devices."""
+    """Return the bytes of one device's memory, or those that are free; of several processes, those of the least, in
+    MiB. If the device does not report them, the host's memory is divided among its virtual devices."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - (stats.get("bytes_in_use", 0) if free else 0)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+        found = stats["bytes_limit"] - (stats.get("bytes_in_use", 0) if free else 0)
+    else:
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    if jax.process_count() == 1:
+        return found
+    return int(multihost_utils.process_allgather(np.int32(found >> 20)).min()) << 20
 
 
 def table_tokens(tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""The processes of a run: found as their launcher tells of them. Importing this imports no jax."""
+"""Joins the processes that a launcher has started to one run. Importing this imports no jax."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from typing import Any
 
 from kvjax.errors import UserError, one_line, warn
 
-OWN = "JAX_COORDINATOR_ADDRESS"
-"""The variable that tells of the processes whatever has started them, beside JAX_NUM_PROCESSES and JAX_PROCESS_ID."""
-COUNTS = {
-    "SLURM_NTASKS": "Slurm",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI",
-    "PMI_SIZE": "MPI",
-    "SKYPILOT_NUM_NODES": "SkyPilot",
-    "WORLD_SIZE": "torchrun",
-}
-"""The variables in which launchers write the number of processes, with the launchers' names."""
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+"""The variables that describe the processes to JAX itself, whatever has started them."""
+MPI = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "PMI_SIZE": "MPI"}
+"""Variables in which MPI's launchers write the number of processes, with their names."""
 
 
 def join_processes(jax: Any) -> tuple[str, int]:
     """Join the other processes of this run, if its launcher has started any. jax must not have started.
 
-    What `jax.distributed.initialize` finds is Slurm, MPI, TPU pods and the indexed jobs of Kubernetes.
+    `jax.distributed.initialize` finds the processes of TPU pods, Slurm, MPI and indexed jobs of Kubernetes. Others are
+    described by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. JAX_NUM_PROCESSES=1 alone keeps a
+    process by itself.
 
     Returns:
         the launcher's name, "" where there is one process; and the number of processes, 1 where it is not known before
@@ -35,55 +31,74 @@ def join_processes(jax: Any) -> tuple[str, int]:
     env = os.environ
     if jax.distributed.is_initialized():
         return "", jax.process_count()
-    if OWN in env:
-        named = {name: env.get(f"JAX_{name.upper()}") for name in ("num_processes", "process_id")}
+    if ADDRESS in env:
+        named = {"num_processes": env.get(COUNT), "process_id": env.get(INDEX)}
         given = {name: int(value) for name, value in named.items() if value is not None}
-        return _join(jax, OWN, given.get("num_processes", 1), **given)
-    counts = {variable: int(env[variable]) for variable in COUNTS if env.get(variable, "").isdecimal()}
-    if "SLURM_STEP_NODELIST" not in env:
-        # a shell or a batch script of Slurm's, outside srun: there is one process, whatever the job's tasks
-        counts.pop("SLURM_NTASKS", None)
-    for variable, count in counts.items():
-        if count > 1:
-            return _join_counted(jax, variable, count)
+        return _join(jax, ADDRESS, given.get("num_processes", 1), **given)
+    if env.get(COUNT) == "1":
+        return "", 1
     if _is_tpu_pod():
         return _join(jax, "TPU pod", 1)
+    if (tasks := _slurm_tasks()) > 1:
+        return _join(jax, "Slurm", tasks)
+    for variable, name in MPI.items():
+        if (count := _number(variable)) > 1:
+            return _join_mpi(jax, name, count)
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
+        if not importlib.util.find_spec("kubernetes"):
+            raise UserError(
+                "the processes of an indexed job find each other with jax's extra: pip install 'jax[k8s]'; "
+                f"{COUNT}=1 makes them separate runs"
+            )
         return _join(jax, "Kubernetes", 1)
     if _is_tpu_machine():
         try:
-            # Google's metadata server knows whether this machine is one of a pod's
             return _join(jax, "TPU pod", 1)
-        except UserError as error:
-            warn(f"this machine is taken to stand alone: {error}")
+        except _NoClusterError as none:
+            if isinstance(none.__cause__, OSError):
+                warn(f"no metadata server says whether this is a pod, so this machine runs alone: {none}")
+    if (machines := _number("SKYPILOT_NUM_NODES")) > 1:
+        raise UserError(
+            f"SkyPilot started {machines} machines, which do not know each other: set {ADDRESS}, {COUNT} and {INDEX}"
+        )
     return "", 1
 
 
-def _join_counted(jax: Any, variable: str, count: int) -> tuple[str, int]:
-    """Join so many processes, of which a variable told."""
-    name = COUNTS[variable]
-    if name == "Slurm" or "OMPI_MCA_orte_hnp_uri" in os.environ:
+class _NoClusterError(UserError):
+    """JAX found no cluster."""
+
+
+def _join_mpi(jax: Any, name: str, count: int) -> tuple[str, int]:
+    if "OMPI_MCA_orte_hnp_uri" in os.environ:
         return _join(jax, name, count)
-    if "MPI" in name:
-        if not importlib.util.find_spec("mpi4py"):
-            raise UserError(
-                f"{name} started {count} processes, which find each other with mpi4py: pip install mpi4py"
-            )
-        return _join(jax, name, count, cluster_detection_method="mpi4py")
-    raise UserError(
-        f"{name} started {count} processes ({variable}), which do not know each other: set {OWN}, "
-        "JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-    )
+    if not importlib.util.find_spec("mpi4py"):
+        raise UserError(
+            f"{name} started {count} processes, which find each other with mpi4py: pip install mpi4py"
+        )
+    return _join(jax, name, count, cluster_detection_method="mpi4py")
 
 
 def _join(jax: Any, name: str, count: int, **given: Any) -> tuple[str, int]:
     try:
         jax.distributed.initialize(**given)
     except Exception as error:  # jax, its clients of clusters and their networks raise whatever they like
-        raise UserError(
-            f"{name}: this process does not find the run's others: {one_line(str(error))}"
-        ) from None
+        # without a cluster jax misses the address, and a metadata server that is not there is an OSError
+        kind = _NoClusterError if isinstance(error, ValueError | OSError) else UserError
+        raise kind(f"{name}: this process does not find the run's others: {one_line(str(error))}") from error
     return name, count
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _slurm_tasks() -> int:
+    """Return the number of tasks of a step that srun started; 0 for a job's script or shell, and for processes that MPI
+    started in the step."""
+    tasks, of_step = _number("SLURM_NTASKS"), _number("SLURM_STEP_NUM_TASKS")
+    by_mpi = any(_number(variable) not in (0, tasks) for variable in MPI)
+    return tasks if "SLURM_STEP_NODELIST" in os.environ and of_step in (0, tasks) and not by_mpi else 0
 
 
 def _is_tpu_pod() -> bool:
@@ -93,7 +108,8 @@ def _is_tpu_pod() -> bool:
 
 
 def _is_tpu_machine() -> bool:
-    """Return True if jax, which has been imported, found TPU chips, and nothing says that the machine stands alone."""
+    """Return True if this may be a machine of a TPU pod: libtpu is installed, and no variable says that there is no
+    pod. Importing jax sets one of them where there is no TPU."""
     alone = ("TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
     if any(variable in os.environ for variable in alone) or not importlib.util.find_spec("libtpu"):
         return False

@@ -38,6 +38,8 @@ STORAGE = {
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR),
 }
 """Errors of the operating system about a path or a disk that a user can fix."""
+PATIENCE = 10.0
+"""Seconds that a process which ends with an error waits for the run's others to end."""
 ACCELERATOR_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd", "/dev/dxg")
 """Device nodes of NVIDIA GPUs, of TPUs (two generations), of AMD GPUs, and of GPUs under WSL."""
 
@@ -233,6 +235,9 @@ def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
 
     from kvjax.mesh import make_mesh
 
+    if launcher and jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+        # jax's preemption service, which is for several processes, has taken the signal
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     if jax.process_index() == 0:
         if launcher:
             print(f"{launcher}: {jax.process_count()} processes, {len(devices)} devices.", file=sys.stderr)
@@ -242,7 +247,7 @@ def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
 
 
 @contextlib.contextmanager
-def one_voice() -> Iterator[None]:
+def first_process_prints() -> Iterator[None]:
     """Return a context in which only the first of several processes prints. Errors leave it before they are printed."""
     import jax
 
@@ -315,7 +320,7 @@ def run_command(main: Callable[[], None]) -> None:
         warnings.formatwarning = usual
     if line:
         print(line, file=sys.stderr)
-    if code > 128:
+    if code > 128 or _several_processes():
         # a compilation goes on in a thread of XLA's, which Python waits for, and crashes once Python has ended
         atexit.register(_end_at_once, code)
     sys.exit(code)
@@ -324,7 +329,17 @@ def run_command(main: Callable[[], None]) -> None:
 def _end_at_once(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    if _several_processes():
+        # most errors end all processes; those that this one alone has must not leave the others waiting
+        leaving = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(PATIENCE)
     os._exit(code)
+
+
+def _several_processes() -> bool:
+    """Return True if this process has joined others."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ class Slots:
             self.join(request, row)
             return
         # its stop text may have left no token to go on after
-        length, seen = on_host(row.layers.length), int(row.seen[0])
+        length, seen = on_host(row.layers.length), int(on_host(row.seen)[0])
         request.end(request.finish_reason, length, seen, self._pool.layout.window)
         self._pool.drop(row)
 
@@ -124,7 +124,7 @@ class Slots:
         self._running = self._with(self._running, slot, True)
         self._requests[slot], self._made[slot] = request, len(request.tokens)
         self.length[:, slot] = on_host(row.layers.length)[:, 0]
-        self.seen[slot] = int(row.seen[0])
+        self.seen[slot] = int(on_host(row.seen)[0])
         self._sampler, self._token_counts = sampler_of(self._model.config, self.running, self._count)
 
     def end(self, slot: int, reason: FinishReason) -> None:

@@ -6,12 +6,13 @@ import shlex
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.cli.launch import one_voice, run_command, start, start_without_devices
-from kvjax.errors import printable
+from kvjax.cli.launch import first_process_prints, run_command, start, start_without_devices
+from kvjax.errors import UserError, printable
 from kvjax.evaluate.config import EvaluateConfig, parse
 
 if TYPE_CHECKING:
@@ -29,26 +30,41 @@ def main(args: list[str] | None = None) -> None:
     else:
         mesh = start(fit_mesh_to(config.mesh, config.model), alone=config.shard is not None)
     given = sys.argv[1:] if args is None else args
-    with one_voice(), _folder_of_this_process(config) as config:
+    with first_process_prints(), _folder_of_this_process(config) as config:
         _evaluate(config, mesh, f"python -m kvjax.evaluate {shlex.join(given)}")
 
 
 @contextlib.contextmanager
 def _folder_of_this_process(config: EvaluateConfig) -> Iterator[EvaluateConfig]:
-    """Return a context in which the first of several processes has --out, and the others a copy of it that goes
-    afterwards: all know the same finished results, and one writes."""
+    """Return a context in which the first of several processes has --out, and each of the others has a copy of it for
+    as long: all know the same finished results, and one writes.
+
+    Raises:
+        UserError: the processes do not see the same results.
+    """
     import jax
+    import numpy as np
     from jax.experimental import multihost_utils
+
+    from kvjax.evaluate.results import HEADS_FOLDER
 
     if jax.process_count() == 1:
         yield config
         return
     with tempfile.TemporaryDirectory() as copy:
         if jax.process_index() > 0:
-            if config.out.is_dir():
-                shutil.copytree(config.out, copy, dirs_exist_ok=True)
+            for name in ("settings.json", "results.jsonl"):
+                if (config.out / name).is_file():
+                    shutil.copy(config.out / name, copy)
+            if (config.out / HEADS_FOLDER).is_dir():
+                shutil.copytree(config.out / HEADS_FOLDER, Path(copy, HEADS_FOLDER))
             config = dataclasses.replace(config, out=Path(copy))
-        multihost_utils.sync_global_devices("every process knows the finished results")
+        file = config.out / "results.jsonl"
+        known = np.uint32(zlib.crc32(file.read_bytes()) if file.is_file() else 0)
+        if len(np.unique(multihost_utils.process_allgather(known))) > 1:
+            raise UserError(
+                "--out: the machines of this run do not see the same results in it; give a shared folder"
+            )
         yield config
 
 

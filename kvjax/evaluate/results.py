@@ -253,7 +253,7 @@ class Results:
         for name, value in self._settings.items():
             # an option that did not exist yet had its default
             had = before.get(name, getattr(EvaluateConfig, name, None))
-            if _counts(had) != _counts(value):
+            if counted(had) != counted(value):
                 option = name.replace("_", "-")
                 digests = " (names, and digests of the contents)" if isinstance(value, list) else ""
                 raise UserError(
@@ -334,10 +334,10 @@ def _read_from(name: str, path: Path) -> list[str | None]:
     return [f"{name}={path}", known.hexdigest()[:16]]
 
 
-def _counts(value: Any) -> Any:
+def counted(value: Any) -> Any:
     """Return the part of a setting that must be equal. For [name, digest] it is the digest, if there is one."""
     if isinstance(value, list | tuple):
         if len(value) == 2 and isinstance(value[0], str):
             return value[1] or value[0]
-        return [_counts(x) for x in value]
+        return [counted(x) for x in value]
     return value

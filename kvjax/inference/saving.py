@@ -33,7 +33,7 @@ from kvjax.files import locked, write_text
 from kvjax.inference.allocation import laid_out, page_size_of, sizes_of, stored_as
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.forward import drop_observation_state
-from kvjax.mesh import SHARDS, axis_size, batch_shards, on_host, use_mesh
+from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Method
 from kvjax.policies.compiled import CompiledPolicy
@@ -156,7 +156,7 @@ def _saved_as(
 def _described(cache: Cache, model: Decoder, policy: CompiledPolicy, arrays: Arrays) -> dict[str, Any]:
     from kvjax import __version__
 
-    held = caches.stats(cache, int((on_host(cache.seen) > 0).sum()))
+    held = caches.stats(cache, int((np.asarray(cache.seen) > 0).sum()))
     return {
         "format": FORMAT,
         "kvjax": __version__,
@@ -191,7 +191,7 @@ def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
             known = hashlib.sha256()
             while isinstance(method, Method):
                 for name, leaf in leaves_by_path(getattr(method, method.trained, ())).items():
-                    x = on_host(leaf)
+                    x = np.asarray(leaf)
                     known.update(repr((name, x.shape, x.dtype.name)).encode() + x.tobytes())
                 method = getattr(method, "eviction", None)  # within a wrapper
             found[role] = known.hexdigest()[:16]

@@ -127,7 +127,8 @@ def run(config: ServeConfig) -> None:
             [listening]
         )
     finally:
-        if isinstance(engine, LeadingEngine):
+        # while it compiles, or after an error, the others hear nothing; they end when this process does
+        if isinstance(engine, LeadingEngine) and server.worker.ready and server.worker.failure is None:
             engine.release()
             # waits for the others, which an end of this process would take for a failure
             jax.distributed.shutdown()

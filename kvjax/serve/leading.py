@@ -12,7 +12,6 @@ from jax.experimental import multihost_utils
 
 from kvjax.engine import Constraint, Engine, Request
 from kvjax.engine.engine import EngineStats
-from kvjax.errors import UserError
 
 BLOCK = 512
 """Bytes that are sent at once. The first four of a message are its size."""
@@ -23,31 +22,31 @@ class LeadingEngine(Engine):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._heard = False
+        self._in_call = False
         self._cancelled: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._asked: dict[int, Request] = {}
+        self._requests: dict[int, Request] = {}
 
     def release(self) -> None:
         """Let the others end."""
         _broadcast(pickle.dumps(None))
 
     @contextlib.contextmanager
-    def _said(self, name: str, *args: Any, **options: Any) -> Iterator[None]:
+    def _announced(self, name: str, *args: Any, **options: Any) -> Iterator[None]:
         """Tell the others of a call, unless it is made within another one."""
-        if self._heard:
+        if self._in_call:
             yield
             return
         _broadcast(pickle.dumps((name, args, options)))
-        self._heard = True
+        self._in_call = True
         try:
             yield
         finally:
-            self._heard = False
+            self._in_call = False
 
-    def _followed(self, requests: list[Request]) -> list[Request]:
+    def _tracked(self, requests: list[Request]) -> list[Request]:
         """Return requests whose cancelling waits for the next turn, where all processes do it."""
         for request in requests:
-            self._asked[request.arrival] = request
+            self._requests[request.arrival] = request
             request.cancel = functools.partial(self._cancelled.put, request.arrival)
         return requests
 
@@ -55,71 +54,74 @@ class LeadingEngine(Engine):
         self, prompt: Any, *args: Any, constraint: Callable[[], Constraint] | None = None, **options: Any
     ) -> list[Request]:
         grammar = getattr(constraint, "grammar", None)
-        with self._said("submit", prompt, *args, constraint=grammar, **options):
-            return self._followed(super().submit(prompt, *args, constraint=constraint, **options))
+        with self._announced("submit", prompt, *args, constraint=grammar, **options):
+            return self._tracked(super().submit(prompt, *args, constraint=constraint, **options))
 
     def read_context(self, name: str, prompt: Any) -> Request:
-        with self._said("read_context", name, prompt):
-            return self._followed([super().read_context(name, prompt)])[0]
+        with self._announced("read_context", name, prompt):
+            return self._tracked([super().read_context(name, prompt)])[0]
 
     def forget(self, context: str | None = None) -> None:
-        with self._said("forget", context):
+        with self._announced("forget", context):
             super().forget(context)
 
     def longest_answer(self, prompt: int, context: str | None = None) -> int:
-        with self._said("longest_answer", prompt, context):
+        with self._announced("longest_answer", prompt, context):
             return super().longest_answer(prompt, context)
 
     def warm_up(self, *, constrained: bool = False) -> None:
-        with self._said("warm_up", constrained=constrained):
+        with self._announced("warm_up", constrained=constrained):
             super().warm_up(constrained=constrained)
 
     @property
     def stats(self) -> EngineStats:
-        with self._said("stats"):
+        with self._announced("stats"):
             return super().stats
 
     def step(self) -> None:
-        gone = []
+        cancelled = []
         with contextlib.suppress(queue.Empty):
-            while not self._heard:
-                gone.append(self._cancelled.get(block=False))
-        with self._said("step", gone):
-            _cancel(self._asked, gone)
+            while not self._in_call:
+                cancelled.append(self._cancelled.get(block=False))
+        with self._announced("step", cancelled):
+            _cancel(self._requests, cancelled)
             super().step()
 
 
 def follow(engine: Engine, constraint: Callable[[str], Callable[[], Constraint]] | None) -> None:
-    """Do with an engine what the first process does with its own, until that releases this one.
+    """Make the calls of the first process's engine with an engine of this process, until the first releases it.
 
-    constraint: makes the maker of constraints to a grammar.
+    constraint: returns the format (`Grammars.format`) of a grammar.
     """
-    asked: dict[int, Request] = {}
+    requests: dict[int, Request] = {}
     while (call := pickle.loads(_broadcast())) is not None:
         name, args, options = call
         if options.get("constraint") is not None:
-            assert constraint is not None
+            assert constraint is not None, (
+                "llguidance is installed where the first process runs, and not here"
+            )
             options["constraint"] = constraint(options["constraint"])
-        # what is refused here was refused there
-        with contextlib.suppress(UserError):
+        if name == "step":
+            _cancel(requests, *args)
+            engine.step()
+            continue
+        # the first process has the same error, and answers it
+        with contextlib.suppress(Exception):
             if name == "stats":
                 _ = engine.stats
-            elif name == "step":
-                _cancel(asked, *args)
-                engine.step()
             else:
                 found = getattr(engine, name)(*args, **options)
-                requests = {"submit": found, "read_context": [found]}.get(name, [])
-                asked |= {request.arrival: request for request in requests}
+                made = {"submit": found, "read_context": [found]}.get(name, [])
+                requests |= {request.arrival: request for request in made}
 
 
-def _cancel(asked: dict[int, Request], arrivals: list[int]) -> None:
+def _cancel(requests: dict[int, Request], arrivals: list[int]) -> None:
     """Cancel requests, and forget those that have ended."""
     for arrival in arrivals:
-        if arrival in asked:
-            asked[arrival].cancelled = True
-    for arrival in [arrival for arrival, request in asked.items() if request.finish_reason is not None]:
-        del asked[arrival]
+        if arrival in requests:
+            requests[arrival].cancelled = True
+    for arrival in [arrival for arrival, request in requests.items() if request.finish_reason is not None]:
+        del requests[arrival]
 
 
 def _broadcast(message: bytes = b"") -> bytes:

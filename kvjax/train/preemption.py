@@ -1,4 +1,4 @@
-"""The end of a run by its batch system: SIGTERM, which comes some seconds before the machine goes."""
+"""Lets a run save its state when its batch system sends SIGTERM, some time before it ends the job."""
 
 import contextlib
 import signal
@@ -13,7 +13,7 @@ from kvjax.cli.launch import Termination
 
 @contextlib.contextmanager
 def preemption() -> Iterator[Callable[[int], bool]]:
-    """Return a context in which SIGTERM lets the run end its step; a second signal stops it at once.
+    """Return a context in which SIGTERM lets the run end its step; with one process, a second signal stops it at once.
 
     Its value is a function of a step, which returns True if the run is to save and stop after it. All processes of a
     run must call it after each step: jax tells all of them that one was signalled, and they stop after the same step.

@@ -19,6 +19,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
 }
 OWN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+LAUNCHERS = ("JAX_", "TPU_", "SLURM_", "OMPI_", "PMI_", "SKYPILOT_", "KUBERNETES_", "JOB_", "MEGASCALE_")
 GKE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
 
 
@@ -74,19 +75,27 @@ def joined(monkeypatch):
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, ("", 1), []),
         (GKE | {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, ("TPU pod", 1), [{}]),
         (GKE, ("Kubernetes", 1), [{}]),
+        (GKE | {"JAX_NUM_PROCESSES": "1"}, ("", 1), []),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, ("", 1), []),
+        (SLURM | {"PMI_SIZE": "2"}, ("Slurm", 2), [{}]),
+        (SLURM | {"PMI_SIZE": "16"}, ("MPI", 16), [{"cluster_detection_method": "mpi4py"}]),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "SKYPILOT_NUM_NODES": "2"}, ("TPU pod", 1), [{}]),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ("", 1), []),
     ],
 )
 def test_processes_are_joined_as_the_launcher_tells(env, found, calls, joined):
-    assert joined(env, modules=["mpi4py"]) == (found, calls)
+    assert joined(env, modules=["mpi4py", "kubernetes"]) == (found, calls)
 
 
 def test_a_tpu_machine_asks_whether_it_is_one_of_a_pod(joined):
     assert joined({}, modules=["libtpu"]) == (("TPU pod", 1), [{}])
     assert joined({"TPU_SKIP_MDS_QUERY": "1"}, modules=["libtpu"]) == (("", 1), [])
     assert joined({"JAX_PLATFORMS": "cpu"}, modules=["libtpu"]) == (("", 1), [])
-    with pytest.warns(UserWarning, match="this machine is taken to stand alone: TPU pod: .*: no metadata"):
+    assert joined({}, modules=["libtpu"], error=ValueError("no address")) == (("", 1), [{}])
+    with pytest.warns(UserWarning, match="so this machine runs alone: TPU pod: .*: no metadata"):
         assert joined({}, modules=["libtpu"], error=OSError("no metadata")) == (("", 1), [{}])
+    with pytest.raises(UserError, match="TPU pod: this process does not find the run's others: the network"):
+        joined({}, modules=["libtpu"], error=RuntimeError("the network"))
 
 
 @pytest.mark.parametrize(
@@ -96,8 +105,9 @@ def test_a_tpu_machine_asks_whether_it_is_one_of_a_pod(joined):
         ({"PMI_SIZE": "4"}, "MPI started 4 processes, which find each other with mpi4py: pip install mpi4py"),
         (
             {"SKYPILOT_NUM_NODES": "2"},
-            r"SkyPilot started 2 processes \(SKYPILOT_NUM_NODES\), which do not know each other",
+            "SkyPilot started 2 machines, which do not know each other: set JAX_COORDINATOR_ADDRESS",
         ),
+        (GKE, r"with jax's extra: pip install 'jax\[k8s\]'; JAX_NUM_PROCESSES=1 makes them separate runs"),
     ],
 )
 def test_processes_that_do_not_find_each_other_say_so(env, said, joined):

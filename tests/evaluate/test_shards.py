@@ -58,7 +58,7 @@ def test_merged_shards_are_the_evaluation(evaluated, copied):
         ),
         (
             lambda folder: (folder / "shard-1-of-2" / "settings.json").write_text("{}"),
-            "shard-1-of-2 was measured with other settings than .*shard-0-of-2",
+            "shard-1-of-2 was measured with other settings than the rest",
         ),
     ],
 )
@@ -68,6 +68,18 @@ def test_what_is_missing_is_named(harm, said, copied):
     with pytest.raises(UserError, match=said):
         main([*told, "--merge"])
     assert not (folder / "results.jsonl").exists()
+
+
+def test_a_merge_keeps_what_the_folder_had_and_its_settings(copied):
+    folder, told = copied
+    main([*told, "--merge"])
+    before, policies = lines(folder), told.index("--policies")
+    fewer = [*told[: policies + 1], "snapkv", *told[policies + 4 :], "--merge"]
+    main(fewer)
+    own = [line for line in before if line["policy"] == "snapkv"]
+    assert lines(folder) == own + [line for line in before if line not in own]
+    with pytest.raises(UserError, match="was measured with --question-aware False, got True"):
+        main([*told, "--merge", "--question-aware"])
 
 
 def test_the_batch_system_tells_the_index(monkeypatch):

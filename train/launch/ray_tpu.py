@@ -11,6 +11,12 @@ from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
 from kvjax.train.__main__ import main
 
 if __name__ == "__main__":
-    slice_of_16 = ScalingConfig(use_tpu=True, num_workers=4, topology="4x4", accelerator_type="TPU-V6E")
+    slice_of_16 = ScalingConfig(
+        use_tpu=True,
+        num_workers=4,
+        resources_per_worker={"TPU": 4},
+        topology="4x4",
+        accelerator_type="TPU-V6E",
+    )
     told = {"args": sys.argv[1:]}
     JaxTrainer(lambda told: main(told["args"]), train_loop_config=told, scaling_config=slice_of_16).fit()
