@@ -36,7 +36,7 @@ def run(config: ConvertConfig) -> None:
     from kvjax.models.saving import check_new, new_folder
 
     check_new(config.out)
-    with jax.set_mesh(start(MeshShape())):
+    with jax.set_mesh(start(MeshShape(), alone=True)):
         model = _read(config)
         if config.to == "orbax":
             with new_folder(model, config.out, config.source) as partial:

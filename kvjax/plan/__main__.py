@@ -112,7 +112,7 @@ def _begin(name: str, model: ModelShape, dtype: str | None, topology: str | None
                 f"--mesh {mesh} has {mesh.count} devices, --topology {topology} has {chips.count}"
             )
         chips.check_compiler()
-        start(MeshShape())
+        start(MeshShape(), alone=True)
         usable = chips.usable
     where = topology or "this machine"
     stored = {"weights": model.config.weights, "entries": model.config.kv_cache_dtype}

@@ -97,6 +97,7 @@ def test_an_evaluation_is_written_once_and_equals_that_of_one_process(tmp_path):
         assert without_speeds(lines(tmp_path / "two")) == without_speeds(lines(tmp_path / "one"))
 
 
+@pytest.mark.thorough
 def test_a_command_prints_in_one_process():
     code = "from kvjax.generate import main, run_command; run_command(main)"
     told = "--prompt", "import", "--max-new-tokens", "4", "--policy", "snapkv:ratio=0.5"
