@@ -227,10 +227,11 @@ def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
         )
         kind = devices[0].platform
         raise UserError(f"--mesh {shape} needs {shape.count} devices, {where} {len(devices)} ({kind})")
-    if len({device.process_index for device in devices[: shape.count]}) < jax.process_count():
+    used, every = ({device.process_index for device in some} for some in (devices[: shape.count], devices))
+    if used != every:
         raise UserError(
-            f"--mesh {shape} takes {shape.count} of the {len(devices)} devices, and none of some of the "
-            f"{jax.process_count()} processes"
+            f"--mesh {shape} takes {shape.count} of the {len(devices)} devices, and none of some of the {len(every)} "
+            "processes"
         )
 
     from kvjax.mesh import make_mesh

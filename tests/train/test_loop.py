@@ -33,30 +33,12 @@ from kvjax.train.update import TrainState
 from tests.processes import TRAIN, run_two_processes
 from tests.tiny_models import tiny_model
 from tests.train.killed import go_on, run_until_killed
-
-ARGS = [
-    *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
-    *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--sequences", "48"),
-    *("--checkpoint-every", "2", "--report", "none", "--dtype", "float32"),
-]
-
-
-def written(folder):
-    """The lines of metrics.jsonl: those of steps, and the validations by step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    validations = {line["step"]: line["validation"] for line in lines if "validation" in line}
-    return [line for line in lines if "validation" not in line], validations
+from tests.train.short_run import ARGS, losses, written
 
 
 def logged(validation):
     """A validation as metrics.jsonl and the exported gates have it."""
     return validation.numbers | {"sequences": validation.sequences}
-
-
-def losses(folder):
-    steps, _ = written(folder)
-    assert [line["step"] for line in steps] == list(range(6))
-    return [line["loss"] for line in steps]
 
 
 @pytest.fixture(scope="module")

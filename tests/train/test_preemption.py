@@ -12,7 +12,7 @@ from kvjax.train.config import parse
 from kvjax.train.loop import train
 from tests.processes import TRAIN, run_two_processes
 from tests.train.killed import go_on
-from tests.train.test_loop import ARGS, losses, written
+from tests.train.short_run import ARGS, losses, written
 
 SIGNALLED = """
 import signal

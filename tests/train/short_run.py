@@ -1,0 +1,24 @@
+"""A short run of the test-size model, and what it has logged."""
+
+import json
+
+from kvjax.builtin import builtin_model
+
+ARGS = [
+    *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
+    *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--sequences", "48"),
+    *("--checkpoint-every", "2", "--report", "none", "--dtype", "float32"),
+]
+
+
+def written(folder):
+    """The lines of metrics.jsonl: those of steps, and the validations by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    validations = {line["step"]: line["validation"] for line in lines if "validation" in line}
+    return [line for line in lines if "validation" not in line], validations
+
+
+def losses(folder):
+    steps, _ = written(folder)
+    assert [line["step"] for line in steps] == list(range(6))
+    return [line["loss"] for line in steps]
