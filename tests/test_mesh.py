@@ -11,7 +11,7 @@ from kvjax.mesh import make_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What meshes use of a device."""
+    """Stands in for a device, as far as meshes use it."""
 
     id: int
     slice_index: int

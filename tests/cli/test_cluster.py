@@ -24,7 +24,7 @@ GKE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
 
 
 class Jax:
-    """What `join_processes` uses of jax."""
+    """Stands in for jax, as far as `join_processes` uses it."""
 
     def __init__(self, error=None):
         self.calls, self._error = [], error
@@ -38,17 +38,13 @@ class Jax:
 
 @pytest.fixture
 def joined(monkeypatch):
-    """A function that joins with an environment that has no more variables of launchers than those given."""
+    """Return a function that joins in an environment whose only variables of launchers are those given."""
     installed = set()
     monkeypatch.setattr(cluster.importlib.util, "find_spec", installed.__contains__)
 
     def join(env, *, error=None, modules=()):
         installed.update(modules)
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("JAX_", "TPU_", "SLURM_"))
-        }
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
         monkeypatch.setattr(cluster.os, "environ", kept | env)
         jax = Jax(error)
         return cluster.join_processes(jax), jax.calls
@@ -116,7 +112,7 @@ def test_processes_that_do_not_find_each_other_say_so(env, said, joined):
 
 
 def started(mesh):
-    """What `start` with a mesh prints and says in each of two processes of Slurm's, which have a device each."""
+    """Call `start` with a mesh in two processes of Slurm's with a device each. Returns the stdout and stderr of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         env = (

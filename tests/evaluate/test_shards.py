@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def sharded(arguments, tmp_path_factory):
-    """A folder with both shards of an evaluation, and the arguments that made them."""
+    """Return a folder with both shards of an evaluation, and the arguments that made them."""
     folder = tmp_path_factory.mktemp("sharded") / "run"
     told = [*arguments, *TASKS, "--out", str(folder)]
     for index in range(2):
@@ -25,7 +25,7 @@ def sharded(arguments, tmp_path_factory):
 
 @pytest.fixture
 def copied(sharded, tmp_path):
-    """A copy of that folder, and arguments for it."""
+    """Return a copy of that folder, and arguments for it."""
     folder, told = sharded
     shutil.copytree(folder, tmp_path / "run")
     return tmp_path / "run", [*told[:-1], str(tmp_path / "run")]
