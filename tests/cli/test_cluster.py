@@ -112,7 +112,7 @@ def test_processes_that_do_not_find_each_other_say_so(env, said, joined):
 
 
 def started(mesh):
-    """Call `start` with a mesh in two processes of Slurm's with a device each. Returns the stdout and stderr of each."""
+    """Call `start` with a mesh in two processes of Slurm's with a device each. Returns what each printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         env = (
