@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.choose import target
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
-from pallas_kernels.varying import output
+from pallas_kernels.varying import alike, output
 from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.gpu_walk import LN2, LOG2E
 from pallas_kernels.vertical_slash.key_lists import Keys
@@ -141,7 +141,7 @@ def attend(q, band, far, dtype, *, first=0, window=1, interpret=None, machine=HO
     q = jnp.pad(q.reshape(b * n, t, h), ((0, 0), (0, blocks * plan.queries - t), (0, 0)))
     swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
     tile = plgpu.SMEM((stages, keys, h), q.dtype, transforms=swizzled)
-    *o, lse = plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_kernel, plan, machine),
         out_type=[*[output(q.shape, q.dtype, q)] * parts, output(q.shape[:2], jnp.float32, q)],
         scratch_types=dict(
@@ -164,7 +164,9 @@ def attend(q, band, far, dtype, *, first=0, window=1, interpret=None, machine=HO
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="vertical_slash_hopper",
         interpret=interpret,
-    )(*arrays, q)
+    )
+    # jax 0.10 takes the outputs for the same on all devices, and would sum their cotangents over them
+    (*o, lse), _ = alike(kernel(*arrays, q), q)
     o = functools.reduce(jnp.add, (x[:, :t].astype(dtype) for x in o))
     return o.reshape(b, n, t, h), lse[:, :t].reshape(b, n, t)
 

@@ -118,6 +118,20 @@ def test_lowers_for_a_gpu(function, case):
     assert "mosaic_gpu" in lower_for_cuda(function, q, kv, kv, end, gate)
 
 
+def test_gradients_are_summed_over_no_devices():
+    def loss(q, k, v):
+        split = jax.shard_map(functools.partial(call, end=None, log_gate=None), out_specs=P("chip"))
+        return split(q, k, v)[0].astype(jnp.float32).sum()
+
+    def gradients(*x):
+        return jax.grad(loss, (0, 1, 2))(*(jax.sharding.reshard(x, P("chip")) for x in x))
+
+    x = jax.ShapeDtypeStruct((2, 4, 512, 64), jnp.bfloat16)
+    text = lower_for_cuda(gradients, x, x, x)
+    assert "mosaic_gpu" in text
+    assert "all_reduce" not in text
+
+
 @pytest.mark.parametrize(
     ("h", "dtype", "kind", "message"),
     [
