@@ -22,9 +22,11 @@ from kvjax.models.layers import (
     axes_of,
     drawn_in_eight_bits,
     gathered,
+    whole,
     wider,
 )
 from kvjax.models.layout import OwnArray, flat_shape, fuse, mlp_blocks, parts_of
+from kvjax.models.matrix import gathered_for, multiply
 from kvjax.models.names import in_layers
 from kvjax.models.periods import Segment, by_period, in_order, joined, member, segments
 from kvjax.models.rope import cos_sin
@@ -37,6 +39,8 @@ from pallas_kernels.stack_product import MOST_ROWS
 from pallas_kernels.supported import DTYPES
 from pallas_kernels.vertical_slash import SAVED, ends, vertical_slash
 
+ToLogits = Callable[[Float[Array, "b t d"]], Float32[Array, "b t v"]]
+"""A function from hidden states to logits."""
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are padded in storage to a multiple of this, so that one shape serves every usual `tensor` axis."""
 
@@ -166,20 +170,31 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "b t d"]) -> Float32[Array, "b t v"]:
         """Return the logits of hidden states that have been through the final norm. The vocabulary is whole on every
         device."""
+        return self.to_logits(hidden)(hidden)
+
+    def to_logits(self, hidden: Float[Array, "b t d"]) -> ToLogits:
+        """Return `logits` as a function, for `hidden` or parts of it. Its calls share one gathered table, whose
+        gradients are summed over devices once."""
         own = (self.embed, self.embed_scale) if self.head is None else (self.head, self.head_scale)
         (table, scale), (axis, wide) = own, axes_of(hidden)
-        weights, spec = gathered(table, wide), P(BATCH, axis, wider(wide))
-        if hidden.shape[:2] == (1, 1) and weights.dtype.itemsize < 4 and target().platform == "cpu":
-            # read as it is: a product first writes all of it in float32, for good if it may do so before its loop
-            weights, hidden = jax.lax.optimization_barrier((weights, hidden))
-            y = (weights.astype(jnp.float32) * hidden[0, 0].astype(jnp.float32)).sum(-1)[None, None]
+        spec = P(BATCH, axis, wider(wide))
+        one = hidden.shape[:2] == (1, 1) and table.dtype.itemsize < 4 and target().platform == "cpu"
+        if one or scale is not None:
+            weights = gathered(table, wide)
         else:
-            floats = weights.astype(hidden.dtype)
-            y = jnp.einsum(
-                "btd,vd->btv", hidden, floats, preferred_element_type=jnp.float32, out_sharding=spec
-            )
-        y = y if scale is None else y * gathered(scale, wide)
-        return reshard(y, P(BATCH, axis, None))[..., : self.config.vocab_size]
+            weights = gathered_for(hidden, table[...], whole(table, wide))
+
+        def logits(hidden):
+            if one:
+                # read as it is: a product first writes all of it in float32, for good if it may do so before its loop
+                read, hidden = jax.lax.optimization_barrier((weights, hidden))
+                y = (read.astype(jnp.float32) * hidden[0, 0].astype(jnp.float32)).sum(-1)[None, None]
+            else:
+                y = multiply(hidden, weights.astype(hidden.dtype), "btd,vd->btv", spec)
+            y = y if scale is None else y * gathered(scale, wide)
+            return reshard(y, P(BATCH, axis, None))[..., : self.config.vocab_size]
+
+        return logits
 
     def hidden(
         self, tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None, *, remat: bool = False

@@ -58,15 +58,20 @@ def wider(wide: Wide) -> Wide:
     return (*wide, "replica")
 
 
-def gathered(stored: nnx.Param, wide: Wide) -> Array:
-    """Return a stored array whole over `fsdp`, and split over `wide`, or `wider(wide)`, where it is stored split over
-    `tensor`, or over `WIDTH`."""
+def whole(stored: nnx.Param, wide: Wide) -> P:
+    """Return the sharding in which a stored array is read: whole over `fsdp`, and split over `wide`, or `wider(wide)`,
+    where it is stored split over `tensor`, or over `WIDTH`."""
 
     def axes(stored):
         names = names_in(stored)
         return None if "tensor" not in names else wider(wide) if "replica" in names else wide
 
-    return reshard(stored[...], P(*map(axes, jax.typeof(stored[...]).sharding.spec)))
+    return P(*map(axes, jax.typeof(stored[...]).sharding.spec))
+
+
+def gathered(stored: nnx.Param, wide: Wide) -> Array:
+    """Return a stored array split as in `whole`."""
+    return reshard(stored[...], whole(stored, wide))
 
 
 def drawn_in_eight_bits(x: Float[Array, "*s"], kind: Any) -> tuple[Shaped[Array, "*s"], float]:
@@ -138,11 +143,12 @@ class DecoderLayer(nnx.Module):
             self.down_bias = bias("down_bias", None) if config.mlp_bias else None
         self.mlp_post_norm = norm(config.width) if config.post_norms else None
 
-    def _matrix(self, name: str, wide: Wide) -> Matrix:
-        """Return a matrix with what goes with it, whole over `fsdp`."""
+    def _matrix(self, name: str, wide: Wide) -> tuple[Matrix, P]:
+        """Return a matrix with what goes with it, as it is stored, and the sharding in which it is read."""
         beside = (getattr(self, name + end, None) for end in (SCALE, "_bias"))
         scale, bias = (None if part is None else gathered(part, wide) for part in beside)
-        return Matrix(gathered(getattr(self, name), wide), scale, bias)
+        stored = getattr(self, name)
+        return Matrix(stored[...], scale, bias), whole(stored, wide)
 
     def project(
         self, x: Float[Array, "b t d"], angles: CosSin, index: Index = None
@@ -150,7 +156,7 @@ class DecoderLayer(nnx.Module):
         """Return the fields of `Step` that are computed from the layer's input. The module holds one layer's arrays,
         not the stack; with `index` its matrices are the stack's."""
         hidden, (axis, wide) = self.attention_norm(x), axes_of(x)
-        y = product(hidden, self._matrix("qkv", wide), P(BATCH, axis, wide), index).astype(x.dtype)
+        y = product(hidden, *self._matrix("qkv", wide), P(BATCH, axis, wide), index).astype(x.dtype)
 
         def heads(y, norm=None):
             y = rearrange(y, "b t (n h) -> b n t h", h=self.config.head_dim)
@@ -171,22 +177,22 @@ class DecoderLayer(nnx.Module):
         """Return the output projection, which is added to the residual stream `x`."""
         axis, wide = axes_of(x)
         o = rearrange(reshard(o, P(BATCH, wide, axis, None)), "b n t h -> b t (n h)")
-        return product(o, self._matrix("o", wide), P(BATCH, axis, None), index).astype(o.dtype)
+        return product(o, *self._matrix("o", wide), P(BATCH, axis, None), index).astype(o.dtype)
 
     def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
         """Return down(activation(gate(x)) · up(x)), or of experts the weighted sum."""
         if self.router is not None:
             return self._experts(x, index)
         axis, wide = axes_of(x)
-        y = product(x, self._matrix("gate_up", wide), P(BATCH, axis, wider(wide)), index)
+        y = product(x, *self._matrix("gate_up", wide), P(BATCH, axis, wider(wide)), index)
         gate, up = unfuse("gate_up", y, self.config).values()
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
-        return product(inner, self._matrix("down", wide), P(BATCH, axis, None), index).astype(x.dtype)
+        return product(inner, *self._matrix("down", wide), P(BATCH, axis, None), index).astype(x.dtype)
 
     def _experts(self, x: Float[Array, "b t d"], index: Index) -> Float[Array, "b t d"]:
         """Return the weighted sum of the experts that the router chooses for each token. Every device runs its own."""
         (axis, wide), config = axes_of(x), self.config
-        logits = product(x, self._matrix("router", wide), P(BATCH, axis, None), index).astype(x.dtype)
+        logits = product(x, *self._matrix("router", wide), P(BATCH, axis, None), index).astype(x.dtype)
         weight, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), config.experts_per_token)
         if config.norm_expert_weights:
             weight = weight / weight.sum(-1, keepdims=True)
@@ -205,7 +211,10 @@ class DecoderLayer(nnx.Module):
             y = experts.mixed(x, weight, chosen - first, gate_up, down, activate, index)
             return jax.lax.psum(y, wider(wide)).astype(x.dtype)
 
-        matrices = self._matrix("gate_up", wide), self._matrix("down", wide)
+        matrices = (
+            stored._replace(weight=reshard(stored.weight, whole))
+            for stored, whole in (self._matrix("gate_up", wide), self._matrix("down", wide))
+        )
         return jax.shard_map(local, out_specs=P(BATCH, axis, None))(x, weight, chosen, *matrices, index)
 
     def finish(

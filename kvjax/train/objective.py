@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import reshard
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from kvjax.cache import ends
 from kvjax.inference.attention import masked_attention
@@ -124,10 +124,10 @@ def next_token_losses(
 ) -> Float[Array, " b"]:
     """Return the `next_token_loss` of each sequence. With `labelled` only its labelled tokens count; the loss is 0 if
     there are none."""
-    following = _following(tokens)
+    following, to_logits = _following(tokens), model.to_logits(hidden)
 
     def errors(cut: Part):
-        return (_cross_entropy(model.logits(cut(hidden)), cut(following)),)
+        return (_cross_entropy(to_logits(cut(hidden)), cut(following)),)
 
     (sums,), count = _sums_by_parts(errors, tokens, labelled)
     return sums / jnp.maximum(count, 1)
@@ -146,11 +146,11 @@ def distilled_token_loss(
         teacher: a function that returns the logits and the indices of some next tokens (`likeliest`) for a part of the
             sequences.
     """
-    following = _following(tokens)
+    following, to_logits = _following(tokens), model.to_logits(hidden)
 
     def errors(cut: Part):
         wanted, which = teacher(cut)
-        logits = model.logits(cut(hidden))
+        logits = to_logits(cut(hidden))
         found = jax.nn.log_softmax(jnp.take_along_axis(logits, which, -1), -1)
         wanted = jax.nn.log_softmax(jax.lax.stop_gradient(wanted).astype(jnp.float32), -1)
         apart = jnp.sum(jnp.exp(wanted) * (wanted - found), -1)
@@ -162,11 +162,11 @@ def distilled_token_loss(
 
 
 def likeliest(
-    model: Decoder, hidden: Float[Array, "b t d"], count: int
-) -> tuple[Float[Array, "b t n"], Int[Array, "b t n"]]:
+    logits: Float32[Array, "b t v"], count: int
+) -> tuple[Float32[Array, "b t n"], Int[Array, "b t n"]]:
     """Return the logits and the indices of the `count` likeliest next tokens, the likeliest first."""
-    logits, which = jax.lax.top_k(model.logits(hidden), min(count, model.config.vocab_size))
-    return logits, which
+    largest, which = jax.lax.top_k(logits, min(count, logits.shape[-1]))
+    return largest, which
 
 
 def cut_tokens(x: Shaped[Array, "b t ..."], first: Any, count: int) -> Shaped[Array, "b cut ..."]:

@@ -206,7 +206,7 @@ def _likeliest(
     model: Decoder, hidden: Float[Array, "b t d"], first: Int[Array, ""], part: int, count: int
 ) -> tuple[Float[Array, "b cut n"], Int[Array, "b cut n"]]:
     """Return `likeliest` of the tokens that `cut_tokens` cuts, with logits minus the largest one in float16."""
-    logits, which = likeliest(model, cut_tokens(hidden, first, part), count)
+    logits, which = likeliest(model.logits(cut_tokens(hidden, first, part)), count)
     # a shift does not change the divergence, and half precision is finest near 0
     below = (logits.astype(jnp.float32) - logits[..., :1]).astype(jnp.float16)
     return tuple(jax.sharding.reshard(x, P(BATCH, None, None)) for x in (below, which.astype(jnp.int32)))

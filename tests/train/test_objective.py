@@ -99,7 +99,7 @@ def test_a_teacher_is_followed_over_its_likeliest_tokens():
         hidden, known = (jax.jit(lambda m: m.hidden(put(tokens)))(m) for m in (model, other))
 
         def losses(count):
-            teacher = lambda cut: likeliest(other, cut(known), count)  # noqa: E731
+            teacher = lambda cut: likeliest(other.logits(cut(known)), count)  # noqa: E731
             return distilled_token_loss(model, hidden, put(tokens), teacher)
 
         found = {count: jax.jit(lambda count=count: losses(count))() for count in (5, 256)}
@@ -122,7 +122,7 @@ def test_token_losses_have_the_gradients_of_finite_differences(monkeypatch):
     """Of the hidden states, in float64, in which a model's own logits never are, over two parts of a sequence."""
     random = np.random.default_rng(4)
     table = random.standard_normal((32, 11))
-    monkeypatch.setattr(Decoder, "logits", lambda _, x: x @ jnp.asarray(table))
+    monkeypatch.setattr(Decoder, "to_logits", lambda *_: lambda x: x @ jnp.asarray(table))
     with jax.enable_x64(True), jax.set_mesh(make_mesh()):
         model = tiny_model()
         tokens = put(random.integers(0, 11, (1, 520)))

@@ -295,7 +295,8 @@ class ConstantCache(Recipe):
         if frozen is None:
             return lambda cut: (cut(batch["logits"]), cut(batch["which"]))
         known = jax.lax.stop_gradient(frozen.hidden(batch))
-        return lambda cut: likeliest(frozen, cut(known), self.teacher_tokens)
+        to_logits = frozen.to_logits(known)
+        return lambda cut: likeliest(to_logits(cut(known)), self.teacher_tokens)
 
     def optimizer(self) -> optax.GradientTransformation:
         """Return AdamW for model and scorers, each with its own learning rate and its own clipping."""
