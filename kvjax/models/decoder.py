@@ -147,6 +147,18 @@ class Decoder(nnx.Module):
 
         return jax.tree_util.tree_map_with_path(array, self)
 
+    def summed_later(self) -> "Decoder":
+        """Return this decoder, of whose gradients the large ones are not summed over `data` yet: each part of it has its
+        own summand, until `reshard` sums them. These are the gradients of tables and of dense matrices."""
+        dense = {"embed", "head", "qkv", "o"} | (set() if self.config.num_experts else {"gate_up", "down"})
+
+        def mark(keys, x):
+            name = jax.tree_util.keystr(keys, simple=True, separator=".")
+            own = name.removeprefix("layers.").removesuffix(".value")
+            return reshard(x, P(*jax.typeof(x).sharding.spec, reduced={"data"})) if own in dense else x
+
+        return jax.tree_util.tree_map_with_path(mark, self)
+
     def embed_tokens(self, tokens: Int[Array, "b t"], *, frozen: bool = False) -> Float[Array, "b t d"]:
         """Return embeddings, split over the batch and, where `sequence` divides them, by tokens. The table stays split;
         the looked-up columns are exchanged instead. `frozen`: the table needs no gradient, as in `scan_layers`."""

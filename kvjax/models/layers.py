@@ -66,7 +66,7 @@ def whole(stored: nnx.Param, wide: Wide) -> P:
         names = names_in(stored)
         return None if "tensor" not in names else wider(wide) if "replica" in names else wide
 
-    return P(*map(axes, jax.typeof(stored[...]).sharding.spec))
+    return P(*map(axes, jax.typeof(stored[...]).sharding.spec.partitions))
 
 
 def gathered(stored: nnx.Param, wide: Wide) -> Array:

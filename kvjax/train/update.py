@@ -1,5 +1,6 @@
 """The update of a training step: from parameters and optimizer state to the next ones and the numbers to log."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,21 +138,30 @@ def _accumulate(
     step: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the mean gradient and numbers over the batch's parts, computed one after another. Each part has the same
-    number of rows of every device."""
+    number of rows of every device. A decoder's large gradients are summed over `data` once, after all parts."""
 
     def split(x):
         rest = (None,) * (x.ndim - 1)
         x = jax.lax.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]), out_sharding=P(BATCH, None, *rest))
         return jnp.moveaxis(x, 1, 0)
 
+    def later(x):
+        return x.summed_later() if isinstance(x, Decoder) else x
+
+    params = jax.tree.map(later, state.params, is_leaf=lambda x: isinstance(x, Decoder))
+    own = dataclasses.replace(state, params=params)
+
     def one(total, part):
         part = jax.tree.map(lambda x: reshard(x, P(BATCH, *(None,) * (x.ndim - 1))), part)
-        found = gradient(state, model, part, key, step)
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype) / parts, total, found), None
+        found = gradient(own, model, part, key, step)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, found), None
+
+    def mean(x):
+        return reshard(x, P(*jax.typeof(x).sharding.spec.partitions)) / parts
 
     batches = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], batches)
-    shapes = jax.eval_shape(gradient, state, model, first, key, step)
+    shapes = jax.eval_shape(gradient, own, model, first, key, step)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, out_sharding=x.sharding), shapes)
     total, _ = jax.lax.scan(one, zeros, batches)
-    return total
+    return jax.tree.map(mean, total)

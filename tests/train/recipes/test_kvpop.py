@@ -27,6 +27,7 @@ from kvjax.train.loop import train
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.kvpop import ConstantCache
 from kvjax.train.update import initial_state, make_update
+from tests.ahead.hlo import exchanged
 from tests.models.pieces import ends
 from tests.tiny_models import filled, tiny_config, tiny_model, tiny_scorers
 from tests.train.killed import go_on, run_until_killed
@@ -268,7 +269,11 @@ def test_no_array_is_of_all_pairs():
     assert length * model.config.width <= max(sizes) < length * (recipe.window + recipe.max_entries - 68)
 
 
-MESHES = {"8": {"fsdp": 8}, "4x2": {"fsdp": 4, "tensor": 2}}
+MESHES = {
+    "8": {"fsdp": 8},
+    "4x2": {"fsdp": 4, "tensor": 2},
+    "2x2x2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
 
 
 @functools.cache
@@ -293,13 +298,16 @@ def five(phase, mesh, parts=1):
 
 
 @pytest.mark.mesh
-@pytest.mark.thorough
-@pytest.mark.parametrize("phase", ["uptrain", "sparsify"])
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("phase", "name", "parts"),
     [
-        pytest.param(*x, marks=() if x == ("4x2", 2) else pytest.mark.thorough)
-        for x in (("8", 1), ("4x2", 2), ("4x2", 1))
+        ("uptrain", "2x2x2", 2),
+        *(
+            pytest.param(phase, *mesh, marks=pytest.mark.thorough)
+            for phase in ("uptrain", "sparsify")
+            for mesh in (("8", 1), ("4x2", 2), ("4x2", 1))
+        ),
+        pytest.param("sparsify", "2x2x2", 2, marks=pytest.mark.thorough),
     ],
 )
 def test_five_updates_are_equal_on_every_mesh(phase, name, parts):
@@ -307,6 +315,21 @@ def test_five_updates_are_equal_on_every_mesh(phase, name, parts):
     for mine, theirs in zip(five(phase, make_mesh(**MESHES[name]), parts), alone(phase), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
     assert alone(phase)[4]["loss"] != alone(phase)[0]["loss"]
+
+
+@pytest.mark.mesh
+def test_parts_of_an_update_sum_large_gradients_over_data_once():
+    def summed(parts):
+        """The bytes that the devices of `data` sum in an update."""
+        recipe, mesh = ConstantCache(**SIZES | {"accumulate": parts}), make_mesh(data=2)
+        with jax.set_mesh(mesh):
+            state = jax.jit(lambda: initial_state(recipe, tiny_model()))()
+            batch = to_mesh(mesh, Rows(0, 8, 8), np.zeros((8, 32), np.int32))
+            text = make_update(recipe).lower(state, None, batch, np.int32(0)).compile().as_text()
+        return exchanged(text)["all-reduce", "bytes"]
+
+    print(summed(1), summed(2), summed(4))
+    assert summed(4) < 1.2 * summed(1)
 
 
 def test_the_loss_is_next_tokens_and_a_tenth_of_the_teachers_beside_the_scorers():
