@@ -9,8 +9,8 @@ from typing import TypeVar
 from kvjax.builtin import BUILTIN, GATES
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.cli.options import find_value, load_config
+from kvjax.cli.shards import Shard
 from kvjax.errors import LARGEST_INT, UserError
-from kvjax.evaluate.shards import Shard
 from kvjax.tasks.suite import TURNS
 
 UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli.shards import Shard
 from kvjax.errors import UserError
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.results import (
@@ -17,7 +18,6 @@ from kvjax.evaluate.results import (
     counted,
     read_results,
 )
-from kvjax.evaluate.shards import Shard
 from kvjax.evaluate.sizing import pairs
 from kvjax.files import write_text
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvjax import cache as caches
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.cli.progress import Progress
+from kvjax.cli.shards import Shard
 from kvjax.cli.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.calibrated import (
@@ -33,7 +34,6 @@ from kvjax.evaluate.measuring import (
     read,
 )
 from kvjax.evaluate.results import ANSWERS_FOLDER, HEADS_FOLDER, Result, Results, result_of
-from kvjax.evaluate.shards import Shard
 from kvjax.evaluate.sized_tasks import SizedTask, for_rivals
 from kvjax.evaluate.sizing import (
     Sizing,

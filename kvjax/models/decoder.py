@@ -148,14 +148,18 @@ class Decoder(nnx.Module):
         return jax.tree_util.tree_map_with_path(array, self)
 
     def summed_later(self) -> "Decoder":
-        """Return this decoder, of whose gradients the large ones are not summed over `data` yet: each part of it has its
-        own summand, until `reshard` sums them. These are the gradients of tables and of dense matrices."""
+        """Return this decoder, whose large gradients are not summed over `data` yet: each part of it has its own
+        summand, until `reshard` sums them. These are the gradients of tables and of dense matrices."""
         dense = {"embed", "head", "qkv", "o"} | (set() if self.config.num_experts else {"gate_up", "down"})
 
         def mark(keys, x):
             name = jax.tree_util.keystr(keys, simple=True, separator=".")
             own = name.removeprefix("layers.").removesuffix(".value")
-            return reshard(x, P(*jax.typeof(x).sharding.spec, reduced={"data"})) if own in dense else x
+            return (
+                reshard(x, P(*jax.typeof(x).sharding.spec, reduced=frozenset({"data"})))
+                if own in dense
+                else x
+            )
 
         return jax.tree_util.tree_map_with_path(mark, self)
 
@@ -197,13 +201,15 @@ class Decoder(nnx.Module):
             weights = gathered_for(hidden, table[...], whole(table, wide))
 
         def logits(hidden):
+            y: Array
             if one:
                 # read as it is: a product first writes all of it in float32, for good if it may do so before its loop
                 read, hidden = jax.lax.optimization_barrier((weights, hidden))
                 y = (read.astype(jnp.float32) * hidden[0, 0].astype(jnp.float32)).sum(-1)[None, None]
             else:
                 y = multiply(hidden, weights.astype(hidden.dtype), "btd,vd->btv", spec)
-            y = y if scale is None else y * gathered(scale, wide)
+            if scale is not None:
+                y = y * gathered(scale, wide)
             return reshard(y, P(BATCH, axis, None))[..., : self.config.vocab_size]
 
         return logits

@@ -211,10 +211,11 @@ class DecoderLayer(nnx.Module):
             y = experts.mixed(x, weight, chosen - first, gate_up, down, activate, index)
             return jax.lax.psum(y, wider(wide)).astype(x.dtype)
 
-        matrices = (
-            stored._replace(weight=reshard(stored.weight, whole))
-            for stored, whole in (self._matrix("gate_up", wide), self._matrix("down", wide))
-        )
+        def matrix(name):
+            stored, whole = self._matrix(name, wide)
+            return stored._replace(weight=reshard(stored.weight, whole))
+
+        matrices = matrix("gate_up"), matrix("down")
         return jax.shard_map(local, out_specs=P(BATCH, axis, None))(x, weight, chosen, *matrices, index)
 
     def finish(

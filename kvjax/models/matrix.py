@@ -30,6 +30,7 @@ def product(
     x: Float[Array, "b t d"], matrix: Matrix, whole: P, spec: P, index: Index
 ) -> Float32[Array, "b t f"]:
     """Return x · weight (+ bias), with sums in float32, split as in `spec`. The weight is read split as in `whole`."""
+    y: Array
     if index is None and matrix.scale is None:
         y = multiply(x, gathered_for(x, matrix.weight, whole), "btd,df->btf", spec)
     else:
@@ -46,7 +47,7 @@ def gathered_for(x: Float[Array, "b t d"], weight: Float[Array, "..."], whole: P
 
     @jax.custom_vjp
     def gather(weight):
-        return reshard(weight, P(*whole, reduced=set(axes)))
+        return reshard(weight, P(*whole, reduced=frozenset(axes)))
 
     def backward(_, gradient):
         return (reshard(gradient.astype(jnp.float32), stored).astype(dtype),)

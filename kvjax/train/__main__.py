@@ -27,8 +27,12 @@ def main(args: list[str] | None = None) -> None:
     # the libraries of model and data are imported only once the command line is known to be good
     import jax
 
-    from kvjax.train.loop import resume_command, train
+    from kvjax.train.loop import compute_share, resume_command, train
 
+    if config.shard is not None:
+        compute_share(config)
+        print(f"share {config.shard} is in {config.kept}; once all are, the command without --shard trains")
+        return
     trained = train(config)
     with jax.set_mesh(trained.mesh):
         policy = config.deploy(trained.params, trained.model)  # in every process, since all of them place it

@@ -20,7 +20,7 @@ SAVED = "config.yaml"
 """The file of a run's options in its folder."""
 MAY_CHANGE = {
     *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tasks"),
-    *("tensorboard", "out", "resume", "config", "dry_run"),
+    *("tensorboard", "out", "resume", "config", "dry_run", "shard"),
 }
 """Options that a resumed run may change. A change of batch or mesh must keep the number of sequences of an update."""
 
@@ -172,7 +172,10 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
         whole = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
         if write:
             write_values(
-                config.out / SAVED, whole, omit=("config", "out", "resume", "dry_run"), new=not config.resume
+                config.out / SAVED,
+                whole,
+                omit=("config", "out", "resume", "dry_run", "shard"),
+                new=not config.resume,
             )
     except FileExistsError:
         raise UserError(f"--out {config.out} already holds a run, started just now: start again") from None

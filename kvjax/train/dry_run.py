@@ -5,8 +5,9 @@ import jax
 from kvjax.cli.launch import start_without_devices
 from kvjax.models.loading import model_shapes
 from kvjax.models.shapes import find_shape
-from kvjax.train.loop import check_shape, plan, step_lengths
+from kvjax.train.loop import check_shape, step_lengths
 from kvjax.train.recipe import Recipe
+from kvjax.train.run import plan
 
 
 def dry_run(config: Recipe) -> str:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
 from kvjax.errors import UserError
 from kvjax.files import partial_folder
+from kvjax.train.batches import Rows
 from kvjax.train.kept import begin_kept, check_kept, check_room, mending, size
 
 VERSION = 1
@@ -95,8 +97,9 @@ class Shards:
         remedy = "train on fewer contexts, or name a folder elsewhere (--targets)"
         what = f"the targets of {sum(missing)} positions"
         check_room(folder, sum(missing) * kind.bytes, what, remedy)
-        with self._mending():
-            begin_kept(folder, wanted)
+        if jax.process_index() == 0:
+            with self._mending():
+                begin_kept(folder, wanted)
 
     @property
     def finished(self) -> set[int]:
@@ -110,12 +113,16 @@ class Shards:
 
     @contextlib.contextmanager
     def writing(self, index: int) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the arrays of a context to fill. They are moved into place once the block ends without an error.
+        """Yield the arrays of a context to fill. They are moved into place once the block ends without an error. All of
+        several processes fill them, and the first one keeps them.
 
         Raises:
             UserError: the disk fills up.
         """
         count = self.sizes[index]
+        if jax.process_index() > 0:
+            yield {name: np.zeros((count, *x), dtype) for name, (x, dtype) in self.kind.arrays.items()}
+            return
         with self._mending(), partial_folder(self._at(index)) as partial:
             arrays = {
                 name: _allocated(partial / f"{name}.npy", (count, *shape), dtype)
@@ -233,12 +240,12 @@ def check_positions(count: int, rows: int) -> None:
         )
 
 
-def batches(features: Features, rows: int, steps: int, seed: int) -> grain.DatasetIterator:
-    """Return the `rows` positions of each update, read by threads while the devices compute. Each epoch is a
-    permutation of the training positions, of which there are at least `rows` (`check_positions`). Its remainder is left
-    out."""
+def batches(features: Features, rows: Rows, steps: int, seed: int) -> grain.DatasetIterator:
+    """Return this process's positions of each update, read by threads while the devices compute. Each epoch is a
+    permutation of the training positions, of which there are enough for an update (`check_positions`). Its remainder is
+    left out."""
     positions = features.training
-    each = len(positions) // rows
+    each = len(positions) // rows.total
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=2)
@@ -249,7 +256,8 @@ def batches(features: Features, rows: int, steps: int, seed: int) -> grain.Datas
         epoch, inside = divmod(index, each)
         with lock:  # one thread draws the order, the others wait for it
             own = order(epoch)
-        return features.take(own[inside * rows : (inside + 1) * rows])
+        first = inside * rows.total
+        return features.take(own[first + rows.start : first + rows.stop])
 
     reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
     return iter(grain.MapDataset.range(steps).map(step).to_iter_dataset(reading))

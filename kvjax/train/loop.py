@@ -1,14 +1,11 @@
 """A training run, from its configuration to its export."""
 
-import bisect
 import contextlib
 import dataclasses
-import functools
-import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,8 @@ from jaxtyping import Int
 
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.folder import sign
-from kvjax.checkpoints.orbax import abstract, export
-from kvjax.cli.launch import Termination, start
+from kvjax.checkpoints.orbax import export
+from kvjax.cli.launch import start
 from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
@@ -31,19 +28,16 @@ from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.models.shapes import check_longest, fit_mesh, fit_mesh_to
 from kvjax.policies import Policy
 from kvjax.train import memory
-from kvjax.train.batches import Rows, to_mesh
-from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
+from kvjax.train.batches import Rows
+from kvjax.train.checkpoints import Checkpoints, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
-from kvjax.train.data import Data, Open, Wanted, draw_step_lengths
-from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
-from kvjax.train.preemption import preemption
+from kvjax.train.data import Open, Wanted, draw_step_lengths
+from kvjax.train.metrics import NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.reporting import check_report
+from kvjax.train.run import Run
 from kvjax.train.update import (
     TrainState,
-    Update,
-    enter,
-    first_state,
     make_update,
     param_dtypes,
     round_parameters,
@@ -146,6 +140,20 @@ def train(config: Recipe) -> RunOutput:
             if one:
                 config.draw(folder, found)
             return left
+
+
+def compute_share(config: Recipe) -> None:
+    """Compute this machine's share of what a run needs before its first update, into the folder `config.kept`.
+
+    Raises:
+        UserError: as `train` before its first update.
+    """
+    check(config)
+    phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model), alone=True)
+    with jax.set_mesh(mesh):
+        model, rows, opens, tokens = _load(config, phases, mesh)
+        data = opens(model, rows, config.out or Path(), _say)
+        config.prepare(model, data.sequences, data.held_out, mesh, tokens, _say)
 
 
 def _say(text: str) -> None:
@@ -314,36 +322,6 @@ def _export(
     return RunOutput(model, own, run.mesh, run.folder, found, run.data.held_out_tokens)
 
 
-class TokenCount:
-    """An iterator over this process's batches that counts the tokens of all `rows` of a batch. With `tokens` False the
-    rows are not sequences of tokens, and each counts as one."""
-
-    def __init__(self, sequences: Iterable[Any], rows: int, tokens: bool):
-        self._sequences, self._rows, self._each, self._tokens = sequences, rows, tokens, 0
-        self.taken = 0
-        """The number of batches since the last call of `take`."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._sequences:
-            self._tokens += self._rows * (jax.tree.leaves(batch)[0].shape[1] if self._each else 1)
-            self.taken += 1
-            yield batch
-
-    def take(self) -> int:
-        """Return the number of tokens since the last call, and reset the counts."""
-        tokens, self._tokens, self.taken = self._tokens, 0, 0
-        return tokens
-
-
-def check_taken(recipe: Recipe, count: int) -> None:
-    """Raise ValueError if a recipe took the sequences of `count` updates for a batch, unless `count` is 1."""
-    if count != 1:
-        raise ValueError(
-            f"{type(recipe).__name__}.batches must take the sequences of one update for a batch, took those of "
-            f"{count}: what it holds back would be lost on a resume"
-        )
-
-
 def not_finite(config: Recipe, folder: Path, error: NotFiniteError) -> str:
     """Return a line that says why a run with numbers that are not finite stopped, what is kept, and how to go on."""
     total = sum(phase.steps for phase in config.phases())
@@ -359,168 +337,3 @@ def not_finite(config: Recipe, folder: Path, error: NotFiniteError) -> str:
         f"step {error.step} of {total}: {error.what}: the run is stopped and exports nothing; {left}. If weights and "
         f"data are right, start another run with a smaller --lr{told}"
     )
-
-
-def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
-    """Return a line that says what a run is going to do.
-
-    Args:
-        first: the updates that are done already.
-        tokens: the number of tokens of the whole run.
-        parameters: the number of trained parameters.
-    """
-    rows, steps = config.rows, sum(phase.steps for phase in config.phases())
-    counted = f", {tokens:,} tokens" if config.unit == "sequences" else ""
-    text = f"{parameters:,} parameters, {rows * steps:,} {config.unit}{counted} in all: {steps} updates of {rows}"
-    if rows > config.batch:
-        shards = config.mesh.batch_shards
-        text += f", not {config.batch}: the mesh splits a batch into {shards} (its axes `tensor` and `sequence` do not)"
-    if first:
-        text += f"; going on with update {first + 1}" if first < steps else "; all are done"
-    return text
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The parts of a run that stay the same from the first step to the last."""
-
-    config: Recipe
-    """The configuration of the run."""
-    phases: tuple[Recipe, ...]
-    """The phases of its recipe, one after another."""
-    folder: Path
-    """The folder of the run."""
-    mesh: Mesh
-    """The mesh of the run."""
-    rows: Rows
-    """This process's rows of an update."""
-    data: Data
-    """The data, positioned at the next update's sequences."""
-    checkpoints: Checkpoints
-    """The checkpoints of the run."""
-    dtypes: tuple[Any, ...]
-    """The dtypes of each phase's parameters with master weights (`param_dtypes`)."""
-    updates: tuple[Update, ...] = ()
-    """The update function of each phase; empty if only a checkpoint is read."""
-    beside: tuple[int, ...] = ()
-    """The result of `memory.check`, in bytes for each phase; empty if only a checkpoint is read."""
-
-    @property
-    def ends(self) -> list[int]:
-        """The number of updates of the run after which each phase is over."""
-        return np.cumsum([phase.steps for phase in self.phases]).tolist()
-
-    def first_state(self, model: Decoder, phase: int) -> TrainState:
-        """Return `kvjax.train.update.first_state` for this run."""
-        return first_state(self.phases, self.dtypes, model, phase)
-
-    def begin(self, model: Decoder) -> tuple[TrainState, int]:
-        """Return the state to go on from and its step, and move the data there: the last checkpoint's on a resume, else
-        the first."""
-        step = self.checkpoints.latest() if self.config.resume else None
-        if step is None:
-            given = 0 if self.config.takes_model else ()
-            state = jax.jit(self.first_state, static_argnums=1, donate_argnums=given)(model, 0)
-            return dataclasses.replace(state, params=self.phases[0].begin(state.params)), 0
-        state, notes = self.restore(model, step)
-        positions = notes["data"]
-        if len(positions) != self.rows.groups and any(position != positions[0] for position in positions):
-            raise UserError(
-                f"--resume: this run's data was read in {len(positions)} parts, one for each process; now there are "
-                f"{self.rows.groups}"
-            )
-        self.data.sequences.set_state(positions[self.rows.group if len(positions) == self.rows.groups else 0])
-        return state, step
-
-    def phase(self, step: int) -> int:
-        """Return the index of the phase of the state after `step` updates."""
-        return bisect.bisect_left(self.ends, step)
-
-    def restore(self, model: Decoder, step: int) -> tuple[TrainState, dict[str, Any]]:
-        """Return a checkpoint's state and its notes."""
-        like = abstract(lambda model: self.first_state(model, self.phase(step)), self.mesh, model)
-        return self.checkpoints.restore(step, like)
-
-    def steps(
-        self, state: TrainState, first: int, model: Decoder | None, *, tokens: int
-    ) -> tuple[TrainState, Validation]:
-        """Run the steps from `first` on, and return the state after them and its validation.
-
-        A checkpoint of step n is saved once the metrics up to n are on disk.
-
-        Args:
-            tokens: the number of tokens of the whole run.
-
-        Raises:
-            NotFiniteError: the loss, a gradient, the parameters or a figure of the validation is not finite. All
-                processes see the same numbers and stop together.
-        """
-        config, ends = self.config, self.ends
-        total, found = ends[-1], None
-        validate_every = config.validate_every or config.checkpoint_every
-        with (
-            Metrics(
-                self.folder,
-                total=total,
-                first=first,
-                shown=config.shown,
-                tensorboard=config.tensorboard,
-                quiet=jax.process_index() > 0,
-                counted="tokens" if config.unit == "sequences" else config.unit,
-            ) as metrics,
-            preemption() as preempted,
-        ):
-            parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-            metrics.say(plan(config, first, tokens, parameters))
-            if self.data.remark:
-                metrics.say(self.data.remark)
-            metrics.say(f"the run is kept in {self.folder}")
-            for at, recipe in enumerate(self.phases):
-                began, last = ([0, *ends][at], ends[at])
-                held = self.data.held_out, self.dtypes[at], self.data.held_rows
-                validate = make_validate(recipe, self.mesh, *held)
-                if first >= last:
-                    continue
-                if at and first <= began:
-                    entered = functools.partial(enter, recipe, dtypes=self.dtypes[at - 1])
-                    state = jax.jit(entered, donate_argnums=0)(state.params)
-                    metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
-                update, own = self.updates[at], config.unit == "sequences"
-                counted = TokenCount(self.data.sequences, self.rows.total, own)
-                metrics.say(memory.describe(recipe, state, model, self.beside[at]))
-                batches = recipe.batches(iter(counted), model)
-                for step in range(max(first, began), last):
-                    batch = to_mesh(self.mesh, self.rows, next(batches))
-                    check_taken(recipe, counted.taken)
-                    state, numbers = update(state, model, batch, np.int32(step - began))
-                    metrics.step(step, numbers, tokens=counted.take())
-                    done = step + 1
-                    validated = done % validate_every == 0 or done == last
-                    stops = preempted(done)
-                    saved = done % config.checkpoint_every == 0 or done == last or stops
-                    if validated or saved:
-                        metrics.flush()
-                        if not all_finite(state):
-                            raise NotFiniteError(done, "the parameters are no longer finite")
-                    if validated:
-                        found = validate(state, model)
-                        check_numbers(done, found.numbers, "held-out ")
-                        metrics.note(step, "validation", found.numbers | {"sequences": found.sequences})
-                        metrics.say(f"step {done}: {found}")
-                    if saved:
-                        metrics.flush()
-                        self.checkpoints.save(done, state, {"data": self.positions()})
-                    if stops:
-                        raise Termination
-        return state, found or validate(state, model)
-
-    def positions(self) -> list[Any]:
-        """Return the position of each of the `rows.groups` parts of the data, a JSON value each."""
-        own = self.data.sequences.get_state()
-        if jax.process_count() == 1:
-            return [own]
-        text = np.frombuffer(json.dumps([self.rows.group, own]).encode(), np.uint8)
-        longest = int(multihost_utils.process_allgather(np.int32(text.size)).max())
-        padded = np.pad(text, (0, longest - text.size), constant_values=ord(" "))
-        by_group = dict(json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded))
-        return [by_group[group] for group in range(self.rows.groups)]

@@ -3,6 +3,7 @@
 import sys
 import time
 
+import jax
 from rich.progress import TextColumn
 
 from kvjax.cli.progress import Counted
@@ -10,7 +11,8 @@ from kvjax.train.metrics import LINE_SECONDS, clock
 
 
 class Pace(Counted):
-    """A context manager that shows progress and speed on stderr. `before` of the `total` units were done earlier."""
+    """A context manager that shows progress and speed on stderr, in the first of several processes. `before` of the
+    `total` units were done earlier."""
 
     def __init__(self, what: str, unit: str, total: int, before: int):
         super().__init__(what, total, before, TextColumn("{task.fields[pace]}"), pace="compiling")
@@ -25,7 +27,7 @@ class Pace(Counted):
         pace = f"{speed:.0f} {self._unit}/s  {left} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=self._finished, pace=pace)
-        elif now - self._said >= LINE_SECONDS or self._finished == self._total:
+        elif jax.process_index() == 0 and (now - self._said >= LINE_SECONDS or self._finished == self._total):
             self._said = now
             text = f"{self._what} {self._finished:,}/{self._total:,} {self._unit}  {pace}"
             print(text, file=sys.stderr, flush=True)

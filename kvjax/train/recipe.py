@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.cli.launch import MeshShape
+from kvjax.cli.shards import WHOLE, Shard
 from kvjax.errors import LARGEST_INT, UserError
 from kvjax.evaluate.config import UNTRAINED
 
@@ -118,6 +119,10 @@ class Recipe(abc.ABC):
     validate_every: int | None = None
     """The number of updates between two validations; by default as between two checkpoints. The last update is always
     validated."""
+    shard: str | None = None
+    """Compute one of several shares of what runs need before their first update and keep in a folder that --targets or
+    --teacher names, and end: 0/8 is the first of eight. 8 alone takes the index from a Slurm array, an indexed job of
+    Kubernetes or SkyPilot's rank."""
     keep: int = 2
     """The number of checkpoints that are kept."""
     report: Literal["default", "full", "none"] = "default"
@@ -163,6 +168,16 @@ class Recipe(abc.ABC):
     def trains_model(self) -> bool:
         """True if the model itself is trained, and not only what is added to it."""
         return False
+
+    @property
+    def share(self) -> Shard:
+        """What `shard` says; all of the work if it says nothing."""
+        return WHOLE if self.shard is None else Shard.parse(self.shard)
+
+    @property
+    def kept(self) -> Path | None:
+        """The folder, named by an option, of what is computed before the first update; None: there is none."""
+        return None
 
     @property
     def most_tokens(self) -> int:
@@ -217,6 +232,11 @@ class Recipe(abc.ABC):
         for holds, name, expected, value in self.rules():
             if not holds:
                 raise UserError(f"{name} must be {expected}, got {value}")
+        if self.share.count > 1 and self.kept is None:
+            raise UserError(
+                f"--shard {self.shard} is for what a run computes before its first update, in a folder that all see: "
+                "give fast_kvzip --targets ./FOLDER, or kvpop --teacher FOLDER"
+            )
         if not self.lengths or self.lengths[0] < 1 or sorted(set(self.lengths)) != list(self.lengths):
             raise UserError(f"--lengths must be one or more lengths, rising, got {list(self.lengths)}")
         for length in self.lengths if self.unit == "sequences" else ():

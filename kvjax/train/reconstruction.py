@@ -15,7 +15,7 @@ from kvjax.cache.compaction import addresses
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import forward, padded, pieces
 from kvjax.inference.reread import all_of, reread
-from kvjax.mesh import use_mesh
+from kvjax.mesh import on_host, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Ratio, Schedule
 from kvjax.policies.compiled import View
@@ -46,14 +46,14 @@ def reconstruction(
             part = [row[start : start + count] for row in rows]
             cache, captured = read_piece(model, compiled.read, cache, *padded(part, size), which=which)
             # padding follows the piece
-            captured = np.asarray(captured)[..., :count, :]
+            captured = on_host(captured)[..., :count, :]
             fill_input(contexts, into, captured, which, start=start)
             start += count
         caches.check(cache, policy.name, 0)
         cache = all_of(reread(model, compiled, cache, rows))
         caches.check(cache, policy.name, 0)
         for layer in range(model.config.num_full_layers):
-            score = np.asarray(_scores(cache, np.int32(layer), tokens=longest))
+            score = on_host(_scores(cache, np.int32(layer), tokens=longest))
             fill_score(contexts, into, layer, score)
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Shaped
 
+from kvjax.cli.shards import WHOLE, Shard
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.prefill import prefill
-from kvjax.mesh import BATCH, HEADS, P, batch_shards, put
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, on_host, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.train.contexts import Context
@@ -48,21 +50,29 @@ def kind_of(model: Decoder, which: str) -> Kind:
 
 
 def collect(
-    model: Decoder, contexts: Sequence[Context], store: Memory | Shards, teacher: Teacher, which: str
+    model: Decoder,
+    contexts: Sequence[Context],
+    store: Memory | Shards,
+    teacher: Teacher,
+    which: str,
+    share: Shard = WHOLE,
 ) -> None:
-    """Fill the store with the contexts that it lacks.
+    """Fill the store with the contexts of a share that it lacks.
 
     Raises:
         UserError: the disk fills up. Finished contexts stay.
     """
-    finished = store.finished
+    there = np.isin(np.arange(len(contexts)), list(store.finished))
+    # one process decides, since others may see the folder a moment later
+    finished = set(np.flatnonzero(multihost_utils.broadcast_one_to_all(there)).tolist())
     order = sorted(range(len(contexts)), key=lambda index: len(contexts[index].row))
     shards = batch_shards()
     each = max(1, min(TOGETHER // len(contexts[order[-1]].row), -(-len(order) // shards)))
     together = shards * each
-    groups = [order[start : start + together] for start in range(0, len(order), together)]
-    sizes = [len(context.tokens) for context in contexts]
-    with Pace("targets", "positions", sum(sizes), sum(sizes[index] for index in finished)) as pace:
+    groups = list(share.of(order[start : start + together] for start in range(0, len(order), together)))
+    sizes = {index: len(contexts[index].tokens) for group in groups for index in group}
+    before = sum(size for index, size in sizes.items() if index in finished)
+    with Pace("targets", "positions", sum(sizes.values()), before) as pace:
         for group in groups:
             missing = [index for index in group if index not in finished]
             if not missing:
@@ -75,6 +85,7 @@ def collect(
                 arrays = [into.pop(index, unused[row]) for row, index in enumerate(whole)]
                 teacher(model, [contexts[index] for index in whole], which, arrays)
             pace.advance(sum(sizes[index] for index in missing))
+    multihost_utils.sync_global_devices("all targets are there")
 
 
 def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
@@ -141,7 +152,7 @@ def _most(
     """Return the most attention that a query pays to each key. Rows are split over the batch shards, and heads over the
     head shards."""
     placed = [put(x, BATCH, HEADS) for x in (q, k, lse)]
-    return np.asarray(_largest(*placed, offset=offset))
+    return on_host(_largest(*placed, offset=offset))
 
 
 @functools.partial(jax.jit, static_argnames="offset")

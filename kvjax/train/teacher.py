@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.checkpoints.fingerprint import MadeFor, contents
+from kvjax.cli.shards import WHOLE, Shard
 from kvjax.errors import UserError
 from kvjax.files import write_text
 from kvjax.mesh import BATCH, P, batch_shards, token_shards
@@ -143,8 +144,10 @@ def listen(
     mesh: Mesh,
     tokens: int,
     of: Mapping[str, Any],
+    share: Shard = WHOLE,
 ) -> None:
-    """Keep the teacher's likeliest tokens of all sequences of a run, held-out ones included, that are not kept yet.
+    """Keep the teacher's likeliest tokens of a share of a run's sequences, held-out ones included, that are not kept
+    yet.
 
     Args:
         steps: this process's rows of each update.
@@ -166,15 +169,15 @@ def listen(
         what = f"the teacher's {said.count} likeliest after each of {tokens:,} tokens"
         check_room(said.folder, tokens * said.bytes, what, remedy)
     rows = Rows.of_this_process(mesh, batch_shards())
-    with Pace("teacher", "tokens", tokens, 0) as pace:
-        for row in held_out:
+    with Pace("teacher", "tokens", -(-tokens // share.count), 0) as pace:
+        for row in share.of(held_out):
             _keep(said, teacher, np.broadcast_to(row, (rows.count, len(row))), mesh, rows)
-        for step in steps:
+        for step in share.of(steps):
             for first in range(0, len(step), rows.count):
                 _keep(said, teacher, step[first : first + rows.count], mesh, rows)
                 pace.advance(rows.total * step.shape[1])
     multihost_utils.sync_global_devices("all of the teacher's files are there")
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and share.count == 1:
         with said.mending():
             write_text(finished, json.dumps(of, indent=1))
 

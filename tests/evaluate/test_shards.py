@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
+from kvjax.cli.shards import INDEX_VARIABLES, Shard
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
-from kvjax.evaluate.shards import INDEX_VARIABLES, Shard
 from tests.evaluate.whole_run import TASKS, lines, without_speeds
 
 pytestmark = pytest.mark.slow

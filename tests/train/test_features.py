@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.train.batches import Rows
 from kvjax.train.features import HeldOut, Kind, Memory, Shards, batches, check_positions
 from kvjax.train.validation import in_rows
 
@@ -153,7 +154,7 @@ def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
     assert len(features.training) == 405
     scores = features.take(np.arange(len(features)))["score"]
     rows, each = 50, 8
-    read = [batch["score"] for batch in batches(features, rows, 2 * each, seed=1)]
+    read = [batch["score"] for batch in batches(features, Rows(0, rows, rows), 2 * each, seed=1)]
     place = {tuple(x.ravel()): index for index, x in enumerate(scores)}
     epochs = [
         [place[tuple(x.ravel())] for batch in part for x in batch] for part in (read[:each], read[each:])
@@ -170,11 +171,11 @@ def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
 
 
 def test_batches_go_on_where_they_stood(shards):
-    reading = batches(shards.read(), 50, 10, seed=1)
+    reading = batches(shards.read(), Rows(0, 50, 50), 10, seed=1)
     for _ in range(3):
         next(reading)
     state, after = json.loads(json.dumps(reading.get_state())), next(reading)
-    again = batches(shards.read(), 50, 10, seed=1)
+    again = batches(shards.read(), Rows(0, 50, 50), 10, seed=1)
     again.set_state(state)
     np.testing.assert_array_equal(next(again)["input"], after["input"])
 

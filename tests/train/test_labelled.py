@@ -18,8 +18,9 @@ from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.data import FIRST_HELD_OUT, Wanted
 from kvjax.train.labelled import ASKED
-from kvjax.train.loop import TokenCount, train
+from kvjax.train.loop import train
 from kvjax.train.memory import batch_of
+from kvjax.train.run import TokenCount
 from tests.tiny_models import tiny_model
 from tests.train.killed import go_on, run_until_killed
 from tests.train.recipes.labelled_scale import Scale

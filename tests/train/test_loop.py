@@ -25,10 +25,11 @@ from kvjax.train import loop
 from kvjax.train.__main__ import summary
 from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.config import SAVED, parse
-from kvjax.train.loop import Run, plan, train
+from kvjax.train.loop import train
 from kvjax.train.metrics import FINITE
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.run import Run, plan
 from kvjax.train.update import TrainState
 from tests.processes import TRAIN, run_two_processes
 from tests.tiny_models import tiny_model

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.cli.shards import Shard
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.train import teacher
@@ -16,13 +17,13 @@ ROWS = np.random.default_rng(0).integers(0, 61, (7, LENGTH)).astype(np.int32)
 STEPS, HELD_OUT = [ROWS[:2], ROWS[2:4], ROWS[4:6]], [ROWS[6]]
 
 
-def kept(folder, mesh, model=None, of=1):
+def kept(folder, mesh, model=None, of=1, **share):
     """Of the tiny model by default."""
     with jax.set_mesh(mesh):
         model = tiny_model() if model is None else model
         said = Said(folder, COUNT)
         said.begin(model, "tiny")
-        listen(said, model, iter(STEPS), HELD_OUT, mesh=mesh, tokens=6 * LENGTH, of={"data": of})
+        listen(said, model, iter(STEPS), HELD_OUT, mesh=mesh, tokens=6 * LENGTH, of={"data": of}, **share)
     return said
 
 
@@ -48,6 +49,18 @@ def test_it_is_the_likeliest_tokens_and_their_logits_below_the_largest(tmp_path,
         name: (x.shape, x.dtype) for name, x in wanted.items()
     }
     assert TOKENS_AT_ONCE > LENGTH
+
+
+def test_shares_make_the_whole(tmp_path):
+    folder = tmp_path / "said"
+    for index, count in (
+        (0, 5),
+        (1, 7),
+    ):  # the first share has two of the three steps and the held-out sequence
+        said = kept(folder, make_mesh(), share=Shard(index, 2))
+        assert len(list(folder.glob("??/*.npz"))) == count
+        assert not said.finished({"data": 1}).exists()
+    assert kept(folder, make_mesh()).finished({"data": 1}).exists()
 
 
 def test_what_is_there_is_not_computed_again(tmp_path, monkeypatch):

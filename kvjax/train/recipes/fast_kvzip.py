@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import grain
 import jax
 import optax
 import tyro
@@ -163,6 +164,10 @@ class KVzipGates(Recipe):
             )
 
     @property
+    def kept(self) -> Path | None:
+        return None if self.targets in (None, "disk", "memory") else Path(self.targets).expanduser()
+
+    @property
     def most_tokens(self) -> int:
         if self.data == "builtin":
             return super().most_tokens
@@ -194,11 +199,6 @@ class KVzipGates(Recipe):
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in kind.arrays.items()}
 
     def collect(self) -> Open:
-        if jax.process_count() > 1:
-            raise UserError(
-                f"--method {self.method} runs in one process, and this run has {jax.process_count()}: its features are "
-                "not shared between hosts"
-            )
         contexts, held_out = self._contexts()
         check_positions(sum(len(context.tokens) for context in contexts), self.rows)
         return functools.partial(self._open, contexts, held_out)
@@ -229,17 +229,18 @@ class KVzipGates(Recipe):
         where = self.targets or ("memory" if self.data == "builtin" else "disk")
         store = Memory(kind, sizes)
         if where != "memory":
-            shared = folder / TARGETS if where == "disk" else Path(where).expanduser()
-            store = Shards(shared, kind, sizes, self._manifest(contexts, model))
+            store = Shards(self.kept or folder / TARGETS, kind, sizes, self._manifest(contexts, model))
         missing = len(contexts) - len(store.finished)
         say(
             f"targets ({self.target}) of {len(contexts)} contexts, {sum(sizes):,} positions: {store.plan}, "
             + (f"{missing} contexts to compute" if missing else "all are there")
         )
-        collect(model, contexts, store, self._teacher(contexts), self.inputs)
+        collect(model, contexts, store, self._teacher(contexts), self.inputs, self.share)
+        if self.shard:
+            return Data(iter(grain.MapDataset.range(0).to_iter_dataset()), list(held_out))
         features = store.read()
         return Data(
-            batches(features, rows.total, self.steps, self.seed), list(held_out), held_rows=HeldOut(features)
+            batches(features, rows, self.steps, self.seed), list(held_out), held_rows=HeldOut(features)
         )
 
     def _teacher(self, contexts: Sequence[Context]) -> Teacher:

@@ -132,8 +132,11 @@ class ConstantCache(Recipe):
         """The folder of the teacher's likeliest tokens; None: the teacher is in memory, or there is none."""
         if self.teacher == "model":
             return None
-        folder = Path(self.teacher).expanduser() if self.teacher != "store" else self.out or Path()
-        return Said(folder / "teacher" if self.teacher == "store" else folder, self.teacher_tokens)
+        return Said(self.kept or (self.out or Path()) / "teacher", self.teacher_tokens)
+
+    @property
+    def kept(self) -> Path | None:
+        return None if self.teacher in ("model", "store") else Path(self.teacher).expanduser()
 
     @property
     def has_scorers(self) -> bool:
@@ -234,7 +237,7 @@ class ConstantCache(Recipe):
         say(f"teacher: the {said.count} likeliest tokens after each of {tokens:,}, in {said.folder}")
         names = "data", "lengths", "shares", "seed", "validation", "instruction"
         of = {name: getattr(self, name) for name in names} | {"rows": self.rows, "tokens": tokens}
-        listen(said, model, sequences, held_out, mesh=mesh, tokens=tokens, of=of)
+        listen(said, model, sequences, held_out, mesh=mesh, tokens=tokens, of=of, share=self.share)
 
     def batches(self, sequences: Iterator[Any], model: Decoder | None) -> Iterator[Any]:
         return sequences if self.said is None else map(self.said.read, sequences)

@@ -16,12 +16,15 @@ from kvjax.models import load_tokenizer
 from kvjax.models.chat import encode
 from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.struct import leaves_by_path
+from kvjax.train import targets
+from kvjax.train.__main__ import main
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import SAVED, parse
 from kvjax.train.loop import check, export_checkpoint, train
 from kvjax.train.recipes.fast_kvzip import KVzipGates
 from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
 from kvjax.train.update import initial_state, make_update
+from tests.processes import TRAIN, run_two_processes
 from tests.tasks.model_tokenizers import smol_tokenizer
 from tests.tiny_models import tiny_model, tiny_sink_gates
 from tests.train.killed import SECOND_SAVE, go_on, run_until_killed
@@ -344,7 +347,28 @@ def test_too_few_positions_are_said_in_one_line(tmp_path, monkeypatch):
     refused_before_anything_is_read(["--batch", "1000"], tmp_path / "run", monkeypatch, said)
 
 
-def test_several_processes_are_refused_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    said = "^--method fast_kvzip runs in one process, and this run has 2"
-    refused_before_anything_is_read([], tmp_path / "run", monkeypatch, said)
+@pytest.mark.slow
+def test_two_processes_train_like_one(whole, tmp_path):
+    """Both compute the features, the first writes them, and each reads half of the positions."""
+    run_two_processes(TRAIN, *ARGS, "--mesh", "2", "--out", str(tmp_path / "run"))
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
+
+
+def test_shares_of_the_targets_make_the_whole(whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(targets, "TOGETHER", 1)  # a context after another
+    folder = tmp_path / "targets"
+    args = [*ARGS[:-2], "--mesh", "1", "--targets", str(folder), "--out", str(tmp_path / "run")]
+    for shard in ("0/2", "1/2"):
+        main([*args, "--shard", shard])
+        assert f"share {shard} is in {folder}" in capsys.readouterr().out
+        assert not (tmp_path / "run").exists()
+        assert len(list(folder.glob("0*"))) == {"0/2": 2, "1/2": 4}[shard]
+    train(parse(args))
+    assert "all are there" in "".join(capsys.readouterr())
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fast_kvzip", "wgkv"])
+def test_a_share_of_what_is_not_kept_is_refused_in_one_line(method):
+    with pytest.raises(UserError, match="^--shard 0/2 is for what a run computes before its first update"):
+        parse(["--method", method, "--shard", "0/2"])

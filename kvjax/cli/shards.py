@@ -1,19 +1,23 @@
-"""Shares of an evaluation, which machines measure without knowing of each other. Importing this imports no jax."""
+"""Shares of work, which machines do without knowing of each other. Importing this imports no jax."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from kvjax.errors import UserError
 
+T = TypeVar("T")
 INDEX_VARIABLES = "SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK"
 """Variables in which batch systems tell a job its place among its like, from 0."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Shard:
-    """One of `count` shares of an evaluation."""
+    """One of `count` shares of work."""
 
     index: int
     """From 0 to count - 1."""
@@ -32,10 +36,17 @@ class Shard:
             )
         return cls(int(index), int(count))
 
+    def of(self, work: Iterable[T]) -> Iterator[T]:
+        """Yield this share of the pieces of work, which go to the shares in turn."""
+        return itertools.islice(work, self.index, None, self.count)
+
     @property
     def folder(self) -> str:
-        """The name of its folder in that of the evaluation."""
+        """The name of its folder in that of an evaluation."""
         return f"shard-{self.index}-of-{self.count}"
 
 
-__all__ = ["Shard"]
+WHOLE = Shard(0, 1)
+"""All of the work."""
+
+__all__ = ["WHOLE", "Shard"]
