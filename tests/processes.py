@@ -1,4 +1,4 @@
-"""Programs in two processes of one run, each with one CPU device."""
+"""Programs in several processes of one run, each with one CPU device."""
 
 import os
 import re
@@ -17,9 +17,9 @@ run_command(main)
 """
 
 
-def run_two_processes(code, *args, ends=0):
-    """Run Python code in two processes, which end with an exit code. Returns what each printed, and what each said on
-    stderr."""
+def run_processes(code, *args, count=2, ends=0):
+    """Run Python code in `count` processes, which end with an exit code. Returns what each printed, and what each said
+    on stderr."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -27,9 +27,9 @@ def run_two_processes(code, *args, ends=0):
         "PYTHONPATH": str(ROOT),
         "JAX_NUM_CPU_DEVICES": "1",
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": "2",
+        "JAX_NUM_PROCESSES": str(count),
     }
-    both = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, *args],
             env=env | {"JAX_PROCESS_ID": str(index)},
@@ -37,15 +37,15 @@ def run_two_processes(code, *args, ends=0):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for index in range(2)
+        for index in range(count)
     ]
     try:
-        with ThreadPoolExecutor() as pool:  # a full pipe of one must not hold the other
-            printed, said = zip(*pool.map(lambda one: one.communicate(timeout=200), both), strict=True)
+        with ThreadPoolExecutor(count) as pool:  # a full pipe of one must not hold the others
+            printed, said = zip(*pool.map(lambda one: one.communicate(timeout=200), processes), strict=True)
     finally:
-        for process in both:
+        for process in processes:
             process.kill()
             process.wait()
-    assert [process.returncode for process in both] == [ends, ends], said
+    assert [process.returncode for process in processes] == [ends] * count, said
     # the network prints, too, in the middle of lines
     return [re.sub(r"\[Gloo\].*\n", "", text) for text in printed], said

@@ -1,4 +1,4 @@
-"""A mesh over two processes: each says what one process does."""
+"""A mesh over several processes: each says what one process does."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.evaluate.__main__ import main as evaluate
 from tests.evaluate.whole_run import SMALL, lines, without_speeds
-from tests.processes import ROOT, run_two_processes
+from tests.processes import ROOT, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -58,11 +58,15 @@ run_command(main)
 
 
 @pytest.mark.parametrize(
-    "policies",
-    [{"wgkv": "builtin"}, pytest.param(OTHERS, marks=pytest.mark.thorough)],
-    ids=["wgkv", "others"],
+    ("policies", "mesh", "count"),
+    [
+        ({"wgkv": "builtin"}, "tensor=2", 2),
+        pytest.param(OTHERS, "tensor=2", 2, marks=pytest.mark.thorough),
+        pytest.param({"wgkv": "builtin"}, "tensor=2,replica=2", 4, marks=pytest.mark.thorough),
+    ],
+    ids=["wgkv", "others", "four"],
 )
-def test_answers_are_those_of_one_process(policies):
+def test_answers_are_those_of_one_process(policies, mesh, count):
     told = json.dumps(policies), "builtin"
     one = subprocess.run(
         [sys.executable, "-c", ANSWERS, "1", *told],
@@ -70,9 +74,9 @@ def test_answers_are_those_of_one_process(policies):
         text=True,
         stdout=-1,
     )
-    printed, said = run_two_processes(ANSWERS, "tensor=2", *told)
-    assert [json.loads(own) for own in printed] == [json.loads(one.stdout)] * 2
-    assert said[0].startswith("JAX_COORDINATOR_ADDRESS: 2 processes, 2 devices.\n")
+    printed, said = run_processes(ANSWERS, mesh, *told, count=count)
+    assert [json.loads(own) for own in printed] == [json.loads(one.stdout)] * count
+    assert said[0].startswith(f"JAX_COORDINATOR_ADDRESS: {count} processes, {count} devices.\n")
 
 
 def test_an_evaluation_is_written_once_and_equals_that_of_one_process(tmp_path):
@@ -90,7 +94,7 @@ def test_an_evaluation_is_written_once_and_equals_that_of_one_process(tmp_path):
     evaluate([*told, "--out", str(tmp_path / "one")])
     two = [*told, "--mesh", "tensor=2", "--out", str(tmp_path / "two")]
     for _ in range(2):  # the second finds everything finished
-        printed, said = run_two_processes(EVALUATE, *two)
+        printed, said = run_processes(EVALUATE, *two)
         assert f"report.md and the pictures are in {tmp_path / 'two'}" in printed[0]
         assert printed[1] == ""
         assert "needle" not in said[1]
@@ -101,10 +105,10 @@ def test_an_evaluation_is_written_once_and_equals_that_of_one_process(tmp_path):
 def test_a_command_prints_in_one_process():
     code = "from kvjax.generate import main, run_command; run_command(main)"
     told = "--prompt", "import", "--max-new-tokens", "4", "--policy", "snapkv:ratio=0.5"
-    printed, said = run_two_processes(code, *told, "--mesh", "tensor=2")
+    printed, said = run_processes(code, *told, "--mesh", "tensor=2")
     assert printed[0]
     assert printed[1] == ""
     assert "decode" in said[0]
     assert "decode" not in said[1]
-    _, said = run_two_processes(code, *told, "--mesh", "tensor=2", "--save-cache", "here", ends=2)
+    _, said = run_processes(code, *told, "--mesh", "tensor=2", "--save-cache", "here", ends=2)
     assert all("save_cache: a cache is saved by one process, this run has several" in own for own in said)

@@ -80,6 +80,28 @@ def test_what_is_kept_and_said_is_one_device_s(name, shape):
         assert held == {whole // math.prod(shape.values())}
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["full", "wgkv", "snapkv"])
+def test_a_long_context_on_eight_devices_is_answered_as_on_one(name):
+    random = np.random.default_rng(9)
+    context, question = random.integers(0, 61, 4_000), random.integers(0, 61, 10)
+
+    def answer(**shape):
+        with jax.set_mesh(make_mesh(**shape)):
+            model = tiny_model(num_kv_heads=8)
+            trained = TRAINED[name](model) if name in TRAINED else {}
+            policy = make_policy({name: POLICIES[name] | trained}, model=model)
+            cache = inference.prefill(model, [context], policy=policy, chunk=1024, max_new_tokens=40)
+            params = SamplingParams(max_new_tokens=24, ignore_eos=True, stop_token_ids=[])
+            said = inference.generate(model, [question], params, policy=policy, cache=cache)
+            return said.tokens, np.asarray(cache.layers.length)
+
+    (mine,), entries = answer(tensor=2, sequence=4)
+    (theirs,), wanted = answer()
+    np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(entries, wanted)
+
+
 def temporaries(tokens, **shape):
     """Bytes of a device that a prompt's call of so many tokens takes beside what goes in and comes out."""
     with jax.set_mesh(make_mesh(**shape)):

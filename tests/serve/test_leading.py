@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT, run_two_processes
+from tests.processes import ROOT, run_processes
 
 SCENARIO = """
 import json
@@ -67,7 +67,7 @@ def test_the_process_that_follows_does_what_the_first_is_asked():
     one = subprocess.run(
         [sys.executable, "-c", SCENARIO], env=env, text=True, stdout=subprocess.PIPE, check=True
     )
-    (told, nothing), _ = run_two_processes(SCENARIO)
+    (told, nothing), _ = run_processes(SCENARIO)
     assert json.loads(told) == json.loads(one.stdout)
     assert nothing == ""
     *answers, longest, refused = json.loads(told)

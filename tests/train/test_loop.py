@@ -31,7 +31,7 @@ from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.run import Run, plan
 from kvjax.train.update import TrainState
-from tests.processes import TRAIN, run_two_processes
+from tests.processes import TRAIN, run_processes
 from tests.tiny_models import tiny_model
 from tests.train.killed import go_on, run_until_killed
 from tests.train.short_run import ARGS, losses, written
@@ -333,7 +333,7 @@ def test_a_finished_run_is_left_as_it_is(whole):
 def test_two_processes_train_like_one(whole, tmp_path):
     """Each with half the rows."""
     told = [part for part in ARGS if part not in ("--report", "none")]
-    _, said = run_two_processes(TRAIN, *told, "--mesh", "2", "--out", str(tmp_path / "run"))
+    _, said = run_processes(TRAIN, *told, "--mesh", "2", "--out", str(tmp_path / "run"))
     without = "there will be no report: one process makes it, and this run has 2"
     assert without in said[0].split("step 1/6")[0]
     assert without not in said[1]
@@ -342,9 +342,16 @@ def test_two_processes_train_like_one(whole, tmp_path):
 
 
 @pytest.mark.thorough
+def test_four_processes_train_like_one(whole, tmp_path):
+    """Two have the same rows, and each of these half of the heads."""
+    run_processes(TRAIN, *ARGS, "--mesh", "fsdp=2,tensor=2", "--out", str(tmp_path / "run"), count=4)
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
+
+
+@pytest.mark.thorough
 def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
     told = [*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run")]
-    _, said = run_two_processes(TRAIN, *told, ends=2)
+    _, said = run_processes(TRAIN, *told, ends=2)
     lines = [text.splitlines()[-1] for text in said]
     assert lines[0] == lines[1]
     assert re.match(r"error: step \d of 6: .* the run is stopped and exports nothing", lines[0])
@@ -356,7 +363,7 @@ def test_two_processes_save_a_model_that_they_trained(tmp_path):
     """Split over both, so that neither could write it alone."""
     method = "tests.train.recipes.whole_model:WholeModel"
     args = ["--method", method, *ARGS[: ARGS.index("--window")], "--sequences", "8", "--report", "none"]
-    run_two_processes(TRAIN, *args, "--mesh", "2", "--out", str(tmp_path / "run"))
+    run_processes(TRAIN, *args, "--mesh", "2", "--out", str(tmp_path / "run"))
     trained = train(parse([*args, "--mesh", "2", "--out", str(tmp_path / "whole")]))
     for mine, theirs in zip(
         jax.tree.leaves(load_model(tmp_path / "run" / "parameters" / "model")),

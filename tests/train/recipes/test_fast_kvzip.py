@@ -24,7 +24,7 @@ from kvjax.train.loop import check, export_checkpoint, train
 from kvjax.train.recipes.fast_kvzip import KVzipGates
 from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
 from kvjax.train.update import initial_state, make_update
-from tests.processes import TRAIN, run_two_processes
+from tests.processes import TRAIN, run_processes
 from tests.tasks.model_tokenizers import smol_tokenizer
 from tests.tiny_models import tiny_model, tiny_sink_gates
 from tests.train.killed import SECOND_SAVE, go_on, run_until_killed
@@ -350,7 +350,7 @@ def test_too_few_positions_are_said_in_one_line(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_two_processes_train_like_one(whole, tmp_path):
     """Both compute the features, the first writes them, and each reads half of the positions."""
-    run_two_processes(TRAIN, *ARGS, "--mesh", "2", "--out", str(tmp_path / "run"))
+    run_processes(TRAIN, *ARGS, "--mesh", "2", "--out", str(tmp_path / "run"))
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
 
 
