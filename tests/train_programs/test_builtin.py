@@ -174,6 +174,7 @@ def test_the_packaged_text_is_small_and_says_whose_it_is():
     assert "Python Software Foundation" in file.read_text(encoding="utf-8").splitlines()[0]
 
 
+@pytest.mark.thorough
 def test_the_packaged_model_scores_what_is_wanted_and_not_with_one_head():
     model = load_model(builtin_model())
     task = builtin_task(Recall)
