@@ -1,9 +1,11 @@
 """Attention over the cache, and in training: the kernels inside `shard_map`.
 
-Everything in here is split over batch and kv heads only, so the code inside is local and needs no collective.
+Everything in here is split over batch and kv heads only, so the code inside is local and needs no collective. Replicas
+of kv heads alone exchange outputs, if a call has many tokens, of which each computes its share of the query heads.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.mesh import BATCH, HEADS, P, gather
+from kvjax.models.layers import by_replica
 from kvjax.policies.base import BIAS, Keep, Numbers, Trainable
 from kvjax.policies.compiled import States, View
 from kvjax.policies.views import Readout, Step, scaled_queries
@@ -29,7 +32,8 @@ def causal_attention(step: Step, *, implementation: str | None = None) -> Float[
     """Return plain causal attention of a call's tokens among themselves."""
 
     def local(step):
-        own = vertical_slash(step.q, step.k, step.v, window=1, implementation=implementation)
+        call = functools.partial(vertical_slash, k=step.k, v=step.v, window=1, implementation=implementation)
+        own = by_replica(call, step.q, heads=step.k.shape[1])
         return with_sink(*own, step.sink)[0]
 
     return jax.shard_map(local, out_specs=SPLIT)(step)
@@ -50,13 +54,17 @@ def masked_attention(
         state, masks = method.masks(step)
         outputs = []
         for mask in masks:
-            own = vertical_slash(
-                *(step.q, step.k, step.v, mask.end),
+            call = functools.partial(
+                vertical_slash,
+                k=step.k,
+                v=step.v,
+                end=mask.end,
                 window=window,
                 log_gate=mask.log_gate,
                 segment_ids=document,
                 implementation=implementation,
             )
+            own = by_replica(call, step.q, heads=step.k.shape[1])
             outputs.append(with_sink(*own, step.sink))
         group = step.q.shape[1] // step.k.shape[1]
         weighted = [
@@ -246,19 +254,23 @@ def _prefill(
     alone = table.shape[-1] == 0  # nothing can have left the window
     # parts that are merged are rounded only once, after the merge
     options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
-    if view.stores_all:
-        # nothing is masked: padding comes after every real token
-        near = vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
-    else:
+    # of a cache that keeps all nothing is masked: padding comes after every real token
+    k, v, end, window = step.k, step.v, None, 1
+    if not view.stores_all:
         k, v, exists = _near(step, pages, layer, seen, valid, view.window)
-        end = caches.ends(wanted, priority, None, window=view.window, exists=exists)
-        near = vertical_slash(step.q, k, v, end, window=view.window, log_gate=bias, **options)
-    if alone:
-        o, lse = near
-    else:
-        scale, q = pages.planes.get(caches.SCALE), _scaled(step, layer)[0]
-        stored = paged_decode(q, pages.pool, table, layer.length, bias=stored_bias, scale=scale, **options)
-        o, lse = merge(*near, *stored)
+        end, window = caches.ends(wanted, priority, None, window=view.window, exists=exists), view.window
+
+    def attend(q, scaled):
+        near = vertical_slash(q, k, v, end, window=window, log_gate=bias, **options)
+        if alone:
+            return near
+        scale = pages.planes.get(caches.SCALE)
+        stored = paged_decode(
+            scaled, pages.pool, table, layer.length, bias=stored_bias, scale=scale, **options
+        )
+        return merge(*near, *stored)
+
+    o, lse = by_replica(attend, step.q, _scaled(step, layer)[0], heads=k.shape[1])
     return _to_write(
         o.astype(step.q.dtype), lse, step, pages, layer, priority, turnover, seen, valid, view.window
     )
@@ -307,15 +319,16 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
     following = (stored + window - 1 + valid)[:, None, None]
     stays = end > following
     turnover = caches.Turnover(stays[..., stored : stored + tokens], held.exists & ~stays[..., :stored])
-    o, lse = vertical_slash(
-        step.q,
-        jnp.concatenate([stored_k, k], 2),
-        jnp.concatenate([stored_v, v], 2),
-        end[..., :-1],
+    call = functools.partial(
+        vertical_slash,
+        k=jnp.concatenate([stored_k, k], 2),
+        v=jnp.concatenate([stored_v, v], 2),
+        end=end[..., :-1],
         window=window,
         log_gate=bias,
         implementation=implementation,
     )
+    o, lse = by_replica(call, step.q, heads=k.shape[1])
     return _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, window)
 
 

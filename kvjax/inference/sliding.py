@@ -1,5 +1,6 @@
 """Attention of sliding-window layers over the cache."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from kvjax.cache.sliding import as_pages, recent, turns, written
 from kvjax.cache.trail import newest
 from kvjax.mesh import BATCH, HEADS, P
 from kvjax.models.decoder import Attend
+from kvjax.models.layers import by_replica
 from kvjax.policies.views import Step
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import with_sink
@@ -40,7 +42,10 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
         end = ends(jnp.zeros(k.shape[:3], bool), window)
         # what is in a slot that was never written may be anything
         end = jnp.where(exists[:, None], end, 0)
-        own = vertical_slash(step.q, k, v, end, window=window, implementation=implementation)
+        call = functools.partial(
+            vertical_slash, k=k, v=v, end=end, window=window, implementation=implementation
+        )
+        own = by_replica(call, step.q, heads=k.shape[1])
         return with_sink(*own, step.sink)[0], newest(kv, turns(windows, window), valid)
 
     def attend(step: Step, carry: Any, xs: None):

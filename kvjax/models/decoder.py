@@ -1,5 +1,6 @@
 """One decoder for all families, from tokens to logits: its layers are stacked and scanned."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from kvjax.models.layers import (
     DecoderLayer,
     RMSNorm,
     axes_of,
+    by_replica,
     drawn_in_eight_bits,
     gathered,
     whole,
@@ -221,7 +223,8 @@ class Decoder(nnx.Module):
         number of each token's document, where several documents follow one another, none of which sees another."""
 
         def local(step, document):
-            own = vertical_slash(step.q, step.k, step.v, window=1, segment_ids=document)
+            call = functools.partial(vertical_slash, k=step.k, v=step.v, window=1, segment_ids=document)
+            own = by_replica(call, step.q, heads=step.k.shape[1])
             return with_sink(*own, step.sink)[0]
 
         def attend(step, carry, xs):
@@ -262,7 +265,10 @@ def whole_sequences(config: ModelConfig, document: Int[Array, "b t"] | None = No
 
     def local(step, document):
         end = ends(jnp.zeros(step.k.shape[:3], bool), window)
-        own = vertical_slash(step.q, step.k, step.v, end, window=window, segment_ids=document)
+        call = functools.partial(
+            vertical_slash, k=step.k, v=step.v, end=end, window=window, segment_ids=document
+        )
+        own = by_replica(call, step.q, heads=step.k.shape[1])
         return with_sink(*own, step.sink)[0]
 
     def attend(step, carry, xs):

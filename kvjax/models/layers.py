@@ -7,6 +7,7 @@ such as a single one, `sequence` splits what `tensor` does. `replica` splits the
 each of its devices. Products accumulate in float32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from flax import nnx
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Shaped
 
-from kvjax.mesh import BATCH, HEADS, WIDTH, P, names_in
+from kvjax.mesh import BATCH, HEADS, WIDTH, P, axis_size, names_in
 from kvjax.models import experts
 from kvjax.models.config import ACTIVATIONS, ModelConfig
 from kvjax.models.layout import SCALE, flat_shape, fuse, parts_of, scales_of, unfuse
@@ -72,6 +73,28 @@ def whole(stored: nnx.Param, wide: Wide) -> P:
 def gathered(stored: nnx.Param, wide: Wide) -> Array:
     """Return a stored array split as in `whole`."""
     return reshard(stored[...], whole(stored, wide))
+
+
+def by_replica(
+    attend: Callable[..., tuple[Array, Array]], *queries: Float[Array, "b n t h"], heads: int
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
+    """Return outputs and log-sum-exps of `attend(*queries)`, inside `shard_map`. Where devices of `replica` have the
+    same `heads` kv heads, each computes an equal share of the query heads of each, if these divide evenly."""
+    shares, group = axis_size("replica"), queries[0].shape[1] // heads
+    if shares == 1 or group % shares:
+        return attend(*queries)
+    index = jax.lax.axis_index("replica")
+
+    def own(q):
+        return rearrange(q, "b (k r g) t h -> r b (k g) t h", k=heads, r=shares)[index]
+
+    def gathered(x):
+        # other devices add zeros, so that the sum is the same on all
+        every = jax.lax.psum(jnp.zeros((shares, *x.shape), x.dtype).at[index].set(x), "replica")
+        return rearrange(every, "r b (k g) ... -> b (k r g) ...", k=heads)
+
+    o, lse = attend(*map(own, queries))
+    return gathered(o), gathered(lse)
 
 
 def drawn_in_eight_bits(x: Float[Array, "*s"], kind: Any) -> tuple[Shaped[Array, "*s"], float]:

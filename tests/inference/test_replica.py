@@ -1,5 +1,7 @@
 """More devices than a model has kv heads: replicas of a head hold and say the same."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ from kvjax import cache as caches
 from kvjax.cli.launch import MeshShape
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
-from kvjax.mesh import make_mesh
+from kvjax.mesh import P, make_mesh
+from kvjax.models.layers import by_replica
 from kvjax.models.shapes import fit_mesh
 from kvjax.policies import make_policy
 from tests.inference.cached import cached_logits
@@ -55,6 +58,24 @@ def test_answers_are_those_of_one_device(policy):
             found.append((said.tokens, [own.chosen for own in said.logprobs]))
     np.testing.assert_array_equal(found[1][0], found[0][0])
     np.testing.assert_allclose(found[1][1], found[0][1], atol=1e-4)
+
+
+@pytest.mark.parametrize(("replicas", "own"), [(4, 1), (2, 2), (8, 4)])
+def test_each_replica_computes_its_share_of_the_query_heads(replicas, own):
+    """Of one kv head with four query heads, which eight devices cannot share."""
+    seen = []
+
+    def attend(q):
+        seen.append(q.shape[1])
+        return 2 * q, q.sum(-1)
+
+    q = jax.random.normal(jax.random.key(0), (1, 4, 5, 3))
+    with jax.set_mesh(make_mesh(replica=replicas)):
+        call = functools.partial(by_replica, attend, heads=1)
+        o, lse = jax.jit(jax.shard_map(call, in_specs=P(), out_specs=P()))(q)
+    np.testing.assert_array_equal(o, 2 * q)
+    np.testing.assert_allclose(lse, q.sum(-1), rtol=1e-6)
+    assert seen == [own]
 
 
 def test_a_mesh_without_replicas_is_refused_with_one_that_has_them():
