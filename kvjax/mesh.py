@@ -3,8 +3,8 @@
 `data` and `fsdp` split the batch (`fsdp` splits stored weights too), `tensor` splits heads. `sequence` splits the
 tokens of what is computed token by token and, beside `tensor`, the kv heads of attention, of methods and of the cache.
 `replica` is for more devices than a model has kv heads: beside `tensor` it splits the MLP, experts and the vocabulary,
-and the query heads of attention for many tokens. Methods and the cache are the same on all its devices. Every mesh has all five, so a `PartitionSpec`
-written beside a parameter is valid on all of them.
+and the query heads of attention for many tokens. Methods and the cache are the same on all its devices. Every mesh has
+all five, so a `PartitionSpec` written beside a parameter is valid on all of them.
 """
 
 import contextlib
