@@ -97,7 +97,13 @@ def test_answers_are_those_of_lone_runs(policy):
         assert 0 < request.kv_ratio <= 1
 
 
-@pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "random:ratio=0.4,window=8"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "snapkv:ratio=0.5",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "random:ratio=0.4,window=8")),
+    ],
+)
 def test_answers_are_those_of_generate(policy):
     served, questions = engine(policy), asked(3)
     found = run(served, submit(served, questions))

@@ -136,7 +136,7 @@ def loaded(name: str, folder, tmp_path) -> Decoder:
     return load_model(write_folder(tmp_path, IN_BLOCKS[name] | {"quantization_config": FP8}, packed))
 
 
-@pytest.mark.parametrize("name", ["int8", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("int8", marks=pytest.mark.thorough)])
 def test_an_eviction_that_looks_at_the_weights_sees_their_numbers(name, folder, tmp_path):
     model = loaded(name, folder, tmp_path)
     policy = make_policy("snapkv:ratio=0.5,observed=4,critical_kv")

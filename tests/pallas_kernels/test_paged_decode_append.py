@@ -46,7 +46,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.thorough), jnp.bfloat16])
 def test_the_token_is_written_and_the_entry_in_its_place_moves(implementation, dtype):
     q, pool, table, length, ring, new, pages = cache(SHAPE, RINGS, LENGTHS, 0, dtype)
     append = places(pool)
