@@ -5,7 +5,6 @@ of kv heads alone exchange outputs, if a call has many tokens, of which each com
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.mesh import BATCH, HEADS, P, gather
-from kvjax.models.layers import by_replica
+from kvjax.models.layers import attention_on_replicas, by_replica
 from kvjax.policies.base import BIAS, Keep, Numbers, Trainable
 from kvjax.policies.compiled import States, View
 from kvjax.policies.views import Readout, Step, scaled_queries
@@ -32,8 +31,7 @@ def causal_attention(step: Step, *, implementation: str | None = None) -> Float[
     """Return plain causal attention of a call's tokens among themselves."""
 
     def local(step):
-        call = functools.partial(vertical_slash, k=step.k, v=step.v, window=1, implementation=implementation)
-        own = by_replica(call, step.q, heads=step.k.shape[1])
+        own = attention_on_replicas(step.q, step.k, step.v, window=1, implementation=implementation)
         return with_sink(*own, step.sink)[0]
 
     return jax.shard_map(local, out_specs=SPLIT)(step)
@@ -54,17 +52,13 @@ def masked_attention(
         state, masks = method.masks(step)
         outputs = []
         for mask in masks:
-            call = functools.partial(
-                vertical_slash,
-                k=step.k,
-                v=step.v,
-                end=mask.end,
+            own = attention_on_replicas(
+                *(step.q, step.k, step.v, mask.end),
                 window=window,
                 log_gate=mask.log_gate,
                 segment_ids=document,
                 implementation=implementation,
             )
-            own = by_replica(call, step.q, heads=step.k.shape[1])
             outputs.append(with_sink(*own, step.sink))
         group = step.q.shape[1] // step.k.shape[1]
         weighted = [
@@ -319,16 +313,15 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
     following = (stored + window - 1 + valid)[:, None, None]
     stays = end > following
     turnover = caches.Turnover(stays[..., stored : stored + tokens], held.exists & ~stays[..., :stored])
-    call = functools.partial(
-        vertical_slash,
-        k=jnp.concatenate([stored_k, k], 2),
-        v=jnp.concatenate([stored_v, v], 2),
-        end=end[..., :-1],
+    o, lse = attention_on_replicas(
+        step.q,
+        jnp.concatenate([stored_k, k], 2),
+        jnp.concatenate([stored_v, v], 2),
+        end[..., :-1],
         window=window,
         log_gate=bias,
         implementation=implementation,
     )
-    o, lse = by_replica(call, step.q, heads=k.shape[1])
     return _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, window)
 
 

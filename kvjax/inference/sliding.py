@@ -1,6 +1,5 @@
 """Attention of sliding-window layers over the cache."""
 
-import functools
 from typing import Any
 
 import jax
@@ -12,11 +11,11 @@ from kvjax.cache.sliding import as_pages, recent, turns, written
 from kvjax.cache.trail import newest
 from kvjax.mesh import BATCH, HEADS, P
 from kvjax.models.decoder import Attend
-from kvjax.models.layers import by_replica
+from kvjax.models.layers import attention_on_replicas
 from kvjax.policies.views import Step
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import with_sink
-from pallas_kernels.vertical_slash import ends, vertical_slash
+from pallas_kernels.vertical_slash import ends
 
 SPLIT = P(BATCH, HEADS)
 
@@ -42,10 +41,7 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
         end = ends(jnp.zeros(k.shape[:3], bool), window)
         # what is in a slot that was never written may be anything
         end = jnp.where(exists[:, None], end, 0)
-        call = functools.partial(
-            vertical_slash, k=k, v=v, end=end, window=window, implementation=implementation
-        )
-        own = by_replica(call, step.q, heads=k.shape[1])
+        own = attention_on_replicas(step.q, k, v, end, window=window, implementation=implementation)
         return with_sink(*own, step.sink)[0], newest(kv, turns(windows, window), valid)
 
     def attend(step: Step, carry: Any, xs: None):

@@ -1,6 +1,5 @@
 """One decoder for all families, from tokens to logits: its layers are stacked and scanned."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,8 +19,8 @@ from kvjax.models.layers import (
     SPLIT,
     DecoderLayer,
     RMSNorm,
+    attention_on_replicas,
     axes_of,
-    by_replica,
     drawn_in_eight_bits,
     gathered,
     whole,
@@ -39,7 +38,7 @@ from pallas_kernels.choose import target
 from pallas_kernels.softmax import with_sink
 from pallas_kernels.stack_product import MOST_ROWS
 from pallas_kernels.supported import DTYPES
-from pallas_kernels.vertical_slash import SAVED, ends, vertical_slash
+from pallas_kernels.vertical_slash import SAVED, ends
 
 ToLogits = Callable[[Float[Array, "b t d"]], Float32[Array, "b t v"]]
 """A function from hidden states to logits."""
@@ -149,7 +148,7 @@ class Decoder(nnx.Module):
 
         return jax.tree_util.tree_map_with_path(array, self)
 
-    def summed_later(self) -> "Decoder":
+    def with_unreduced_gradients(self) -> "Decoder":
         """Return this decoder, whose large gradients are not summed over `data` yet: each part of it has its own
         summand, until `reshard` sums them. These are the gradients of tables and of dense matrices."""
         dense = {"embed", "head", "qkv", "o"} | (set() if self.config.num_experts else {"gate_up", "down"})
@@ -223,8 +222,7 @@ class Decoder(nnx.Module):
         number of each token's document, where several documents follow one another, none of which sees another."""
 
         def local(step, document):
-            call = functools.partial(vertical_slash, k=step.k, v=step.v, window=1, segment_ids=document)
-            own = by_replica(call, step.q, heads=step.k.shape[1])
+            own = attention_on_replicas(step.q, step.k, step.v, window=1, segment_ids=document)
             return with_sink(*own, step.sink)[0]
 
         def attend(step, carry, xs):
@@ -265,10 +263,7 @@ def whole_sequences(config: ModelConfig, document: Int[Array, "b t"] | None = No
 
     def local(step, document):
         end = ends(jnp.zeros(step.k.shape[:3], bool), window)
-        call = functools.partial(
-            vertical_slash, k=step.k, v=step.v, end=end, window=window, segment_ids=document
-        )
-        own = by_replica(call, step.q, heads=step.k.shape[1])
+        own = attention_on_replicas(step.q, step.k, step.v, end, window=window, segment_ids=document)
         return with_sink(*own, step.sink)[0]
 
     def attend(step, carry, xs):

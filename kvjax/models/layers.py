@@ -24,6 +24,7 @@ from kvjax.models.layout import SCALE, flat_shape, fuse, parts_of, scales_of, un
 from kvjax.models.matrix import Index, Matrix, product
 from kvjax.models.rope import CosSin, rotate
 from pallas_kernels.eight_bits import EIGHT_BITS, LARGEST
+from pallas_kernels.vertical_slash import vertical_slash
 
 ROWS = P(BATCH, None, None)
 SPLIT = P(BATCH, HEADS, None, None)
@@ -95,6 +96,13 @@ def by_replica(
 
     o, lse = attend(*map(own, queries))
     return gathered(o), gathered(lse)
+
+
+def attention_on_replicas(
+    q: Float[Array, "b n t h"], k: Float[Array, "b k s h"], *more: Any, **options: Any
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
+    """Return `vertical_slash` of these arguments, as `by_replica` computes it."""
+    return by_replica(lambda q: vertical_slash(q, k, *more, **options), q, heads=k.shape[1])
 
 
 def drawn_in_eight_bits(x: Float[Array, "*s"], kind: Any) -> tuple[Shaped[Array, "*s"], float]:

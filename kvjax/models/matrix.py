@@ -43,7 +43,7 @@ def gathered_for(x: Float[Array, "b t d"], weight: Float[Array, "..."], whole: P
     its gradient stays on each device; then it is summed over the devices once, in float32, and each gets what it stores
     of the weight."""
     axes = names_in(*jax.typeof(x).sharding.spec[:2])
-    stored, dtype = _summed_later(weight), weight.dtype
+    stored, dtype = _unreduced(weight), weight.dtype
 
     @jax.custom_vjp
     def gather(weight):
@@ -56,8 +56,8 @@ def gathered_for(x: Float[Array, "b t d"], weight: Float[Array, "..."], whole: P
     return gather(weight)
 
 
-def _summed_later(x: Array) -> P:
-    """Return the sharding of the gradient of `x`, where each device still has its own summand of it."""
+def _unreduced(x: Array) -> P:
+    """Return the sharding of the gradient of `x` while each device has its own summand of it."""
     spec = jax.typeof(x).sharding.spec
     return P(*spec.partitions, unreduced=spec.reduced)
 
@@ -84,7 +84,7 @@ def _backward(equation, spec, saved, gradient):
 
     def of(equation, operand, own):
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        return product(equation, gradient, operand, out_sharding=_summed_later(own)).astype(own.dtype)
+        return product(equation, gradient, operand, out_sharding=_unreduced(own)).astype(own.dtype)
 
     x, weight = saved
     return of(f"{result},{right}->{left}", weight, x), of(f"{result},{left}->{right}", x, weight)

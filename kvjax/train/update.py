@@ -146,7 +146,7 @@ def _accumulate(
         return jnp.moveaxis(x, 1, 0)
 
     def later(x):
-        return x.summed_later() if isinstance(x, Decoder) else x
+        return x.with_unreduced_gradients() if isinstance(x, Decoder) else x
 
     params = jax.tree.map(later, state.params, is_leaf=lambda x: isinstance(x, Decoder))
     own = dataclasses.replace(state, params=params)
