@@ -1,4 +1,5 @@
-"""What every test runs under: 8 virtual CPU devices, checked array shapes, warnings as errors, compiled programs kept.
+"""The environment of every test: 8 virtual CPU devices, checked array shapes, warnings as errors, and a cache of
+compiled programs.
 
 Programs that tests start inherit the environment set here, so they share the cache of compiled programs.
 """
@@ -15,9 +16,9 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Nearly all the time of the tests is compiling, but for those of a real model: without LLVM's optimisations, with XLA's
-# older way of emitting loops and with programs compiled in one piece, it takes less than half. jaxlib 0.11 has the
-# older way no longer, and a process with a flag that it does not know ends.
+# Except with a real model, the tests spend nearly all their time compiling. Without LLVM's optimisations, with XLA's
+# older way of emitting loops and with programs compiled in one piece, they take less than half. jaxlib 0.11 no longer
+# has the older way, and a process ends at a flag that it does not know.
 if not os.environ.get("KVJAX_REAL_MODEL"):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if Version(version("jaxlib")) < Version("0.11"):
@@ -33,25 +34,25 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["kvjax", "pallas_kernels"], "beartype.beartype")
 
-# Tracing leaves many objects behind that live on: to search them all for cycles as often as Python would is a
+# Tracing leaves many objects behind that live on: searching them all for cycles at Python's default intervals takes a
 # twentieth of the time.
 gc.set_threshold(700, 10, 200)
 
 MAPS = Path("/proc/self/maps")
-"""Linux's list of the pieces of memory that this process has mapped."""
+"""Linux's list of the memory mappings of this process."""
 
 EXPECTED_WARNINGS = [
-    # jax 0.11 says so of every kernel for GPUs before Hopper, for which there is no other way
+    # jax 0.11 warns for every kernel for GPUs before Hopper, for which there is no other way
     "ignore:The Pallas Triton backend is deprecated",
-    # kvpress 0.5.5 wants fire below 0.7, which imports it
+    # kvpress 0.5.5 needs fire below 0.7, which imports it
     "ignore:'pipes' is deprecated:DeprecationWarning",
 ]
-"""Filters for warnings that are not ours to mend, each with its reason."""
+"""Filters for warnings that other packages cause, each with its reason."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Frees compiled programs after a file where they are many.
+    """Free compiled programs after a file if there are many.
 
     Each takes some ten mappings, of which Linux allows a process 65530, and near the end of the tests jaxlib crashed.
     """

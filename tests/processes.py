@@ -18,8 +18,8 @@ run_command(main)
 
 
 def run_processes(code, *args, count=2, ends=0):
-    """Run Python code in `count` processes, which end with an exit code. Returns what each printed, and what each said
-    on stderr."""
+    """Run Python code in `count` processes that must end with the exit code `ends`. Return the stdout and the stderr of
+    each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -40,7 +40,7 @@ def run_processes(code, *args, count=2, ends=0):
         for index in range(count)
     ]
     try:
-        with ThreadPoolExecutor(count) as pool:  # a full pipe of one must not hold the others
+        with ThreadPoolExecutor(count) as pool:  # a full pipe of one must not block the others
             printed, said = zip(*pool.map(lambda one: one.communicate(timeout=200), processes), strict=True)
     finally:
         for process in processes:

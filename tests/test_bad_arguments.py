@@ -1,4 +1,4 @@
-"""Every bad argument ends in one line that names it and what was given, before anything compiles."""
+"""Test that every bad argument gives a one-line error with its name and value, before anything compiles."""
 
 from functools import partial
 
@@ -32,13 +32,14 @@ def gates(model):
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
-    """As users run it: without the type checks of the other tests, which would refuse most of these values."""
+    """Disable the type checks of the other tests, which users do not have: they would refuse most of these values."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="module")
 def compiled(model, gates):
-    """Of the programs that are compiled from here on the times, whatever was compiled before by another test."""
+    """Return a list that receives the time of each program compiled from here on, also of programs that another test
+    compiled before."""
     jax.clear_caches()
     times = []
 
@@ -196,7 +197,7 @@ def one_line(call, argument, value):
     assert type(error.value) is UserError
     assert "\n" not in line
     assert argument in line
-    # what is an array or a list is shown by its beginning, in one line
+    # an array or a list is shown by its beginning, in one line
     assert isinstance(value, np.ndarray | jax.Array | list) or str(value) in line
 
 
@@ -263,7 +264,7 @@ def test_a_table_of_another_model_is_refused(model):
 
 
 def test_a_policy_made_without_a_model_serves_any(model):
-    """As one that was made for the model."""
+    """It gives the same as a policy that was made for the model."""
     for name, given in (("streaming_llm", {"window": 3, "sink": 1}), ("random", {"window": 3, "ratio": 0.5})):
         policies = make_policy({name: given}), make_policy({name: given}, model=model)
         kept = [

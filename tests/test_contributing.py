@@ -1,4 +1,4 @@
-"""CONTRIBUTING's "Adding a method", done in a copy of the tree exactly as it is printed."""
+"""Follow CONTRIBUTING's "Adding a method" in a copy of the tree, exactly as it is printed."""
 
 import os
 import re
@@ -25,7 +25,7 @@ for limit in (0.0, 1e9):
 
 @pytest.fixture(scope="module")
 def printed():
-    """The section's blocks of code, by language."""
+    """Return the section's blocks of code, by language."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("**Here**")[1].split("**A method that is trained**")[0]
     return dict(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))
@@ -33,7 +33,7 @@ def printed():
 
 @pytest.fixture(scope="module")
 def tree(printed, tmp_path_factory):
-    """A copy of the tree with the method added."""
+    """Return a copy of the tree with the method added."""
     copy = tmp_path_factory.mktemp("tree")
     for name in ("kvjax", "pallas_kernels", "tests", "configs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""`python -m kvjax.convert`: what it writes, from everything that it reads."""
+"""Test `python -m kvjax.convert`: the files that it writes, for every input format."""
 
 import gc
 import json
@@ -94,7 +94,7 @@ def test_what_is_refused_leaves_nothing(file, tmp_path):
     assert refused(file, out) == f"{out}: exists and is not an empty folder, give another one"
     assert refused(tmp_path / "none.gguf", tmp_path / "new") == f"{tmp_path / 'none.gguf'}: no such file"
     assert "dtype 'float8' is not supported" in refused(file, tmp_path / "new", "--dtype", "float8")
-    # the model is whole, its tokenizer is not
+    # the model is complete, its tokenizer is not
     write_gguf(file, CASE, weights(CASE))
     assert "tokenizer.ggml.model is missing" in refused(file, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
@@ -131,7 +131,7 @@ def test_of_two_conversions_to_one_folder_the_first_stays(file, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
 
 
-# Orbax leaves its other reads to themselves when one fails
+# Orbax abandons its other reads when one fails
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_exports_that_are_refused(file, tmp_path):
     export = tmp_path / "export"
@@ -146,4 +146,4 @@ def test_exports_that_are_refused(file, tmp_path):
         path = export / "orbax" / lost
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         assert refused(export, tmp_path / "new").startswith(f"{export / 'orbax'}: not a whole Orbax export")
-    gc.collect()  # else they are another test's
+    gc.collect()  # otherwise another test would get the warnings

@@ -1,4 +1,4 @@
-"""Messages for people: one line that a terminal shows as it is."""
+"""Test messages for users: each is one line that a terminal shows unchanged."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Files and folders are there whole or not at all."""
+"""Test that files and folders are written completely or not at all."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def test_a_partial_folder_is_moved_or_gone(tmp_path):
         (folder / "whole").touch()
         folder.rename(target)
     assert list(target.parent.iterdir()) == [target]
-    # as readable as any folder
+    # the permissions are those of any folder
     assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(target.parent.stat().st_mode)
 
 

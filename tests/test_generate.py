@@ -1,4 +1,4 @@
-"""`python -m kvjax.generate`, as a person runs it."""
+"""Test `python -m kvjax.generate` as a user runs it."""
 
 import functools
 import re
@@ -55,7 +55,7 @@ def test_a_stop_text_cuts_the_answer(capsys):
 
 @pytest.mark.thorough
 def test_several_answers_have_numbers_and_tokens_their_log_probabilities(capsys):
-    """As `generate` draws them, each followed by its sum and by a line for each token."""
+    """The answers are those of `generate`, each followed by its sum and by a line for each token."""
     drawing = {"max_new_tokens": 4, "temperature": 1.0, "n": 3}
     options = [x for name, value in drawing.items() for x in (f"--{name.replace('_', '-')}", str(value))]
     main(["--prompt", "def main(", *SMALL, *options, "--seed", "5", "--logprobs"])
@@ -91,7 +91,7 @@ def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsy
     main([*text, "--policy", "kvzip:ratio=0.25,repeated=100,adakv"])
     kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", capsys.readouterr().err).groups())
     assert kept == (seen - 3) // 4 + 3
-    # refused before there are weights: this model has none
+    # refused before weights are read: this model has none
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(builtin_model() / name, tmp_path)
     with pytest.raises(UserError, match="kvzip: repeated must be a whole number"):
@@ -126,7 +126,7 @@ def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsy
     ],
 )  # fmt: skip
 def test_arguments_are_refused_before_there_is_a_model(args, says):
-    """This one is nowhere, which is not what is said."""
+    """The model does not exist, and the message is about the argument."""
     with pytest.raises(UserError) as error:
         main(["--prompt", "x", "--model", "nowhere", *shlex.split(args)])
     assert says in str(error.value)

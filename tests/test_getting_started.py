@@ -1,4 +1,4 @@
-"""docs/getting-started.md: its Python blocks run in order, as one session."""
+"""Run the Python blocks of docs/getting-started.md in order, as one session."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A GGUF file through every command, one after another: gates are trained for it, and used as the run says."""
+"""Test a GGUF file with all commands in sequence: gates are trained for it, and used as the run's output says."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ from tests.tiny_models import tiny_gates
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random llama of two layers with a chat template, in a path that a shell would cut."""
+    """Return a random llama of two layers with a chat template, in a path with a space."""
     smol = smol_tokenizer()
     tokenizer = json.loads(smol.backend_tokenizer.to_str())
     tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
@@ -53,7 +53,7 @@ def model(tmp_path_factory):
 
 
 def printed(said, use):
-    """The arguments of the command that a run says, its FILE and FOLDER still to be named."""
+    """Return the arguments of a command that a run prints, with its FILE and FOLDER still to be replaced."""
     (line,) = (line for line in said.splitlines() if line.startswith(use))
     return shlex.split(line.removeprefix(use))
 
@@ -114,7 +114,7 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
 @pytest.mark.thorough
 @pytest.mark.parametrize("window", [16, 100])
 def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
-    """Every policy at every budget, of fewer contexts."""
+    """It has every policy at every budget; this test uses fewer contexts."""
     loaded = load_model(model)
     gates = tiny_gates(loaded)
     described = {"tau": 0.1, "lambda": 0.04, "window": window, "rate": np.full((2, 2), 0.5).tolist()}

@@ -1,4 +1,4 @@
-"""The dependency rule: which package may import which, read from the sources without importing them."""
+"""Test the dependency rule: which package may import which, read from the sources without importing them."""
 
 import ast
 import sys
@@ -30,7 +30,8 @@ LAYERS = (
     {"kvjax.plan"},
     {"kvjax.__main__"},
 )
-"""Lowest first. A module imports its own layer and those below it: the planner knows training, training no planner."""
+"""Layers, lowest first. A module imports its own layer and those below it: the planner imports training, and training
+no planner."""
 
 POLICIES_MAY_IMPORT = {
     *(
@@ -51,7 +52,7 @@ POLICIES_MAY_IMPORT = {
 }
 CACHE_MAY_IMPORT = POLICIES_MAY_IMPORT - {"kvjax.policies"} | {"kvjax.cache"}
 KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "numpy", "pallas_kernels"}
-"""numpy comes with jax."""
+"""Packages that kernels may import; numpy comes with jax."""
 
 
 def sources(package: str) -> list[Path]:
@@ -59,7 +60,7 @@ def sources(package: str) -> list[Path]:
 
 
 LIBRARY = [path for path in sources("kvjax") if path.parent.name != "kvjax" or path.name != "__init__.py"]
-"""All but the package's own `__init__`, which names everything (lazily)."""
+"""All modules but the package's own `__init__`, which names everything (lazily)."""
 
 
 def module_name(path: Path) -> str:
@@ -67,7 +68,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports, anywhere in it; `from a import b` gives both `a` and `a.b`."""
+    """Yield the dotted names that a file imports, anywhere in it; `from a import b` gives both `a` and `a.b`."""
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
@@ -86,7 +87,7 @@ def within(name: str, packages: set[str]) -> bool:
 
 
 def layer(name: str) -> int | None:
-    """The layer of a module: that of the longest package listed in `LAYERS` which holds it."""
+    """Return the layer of a module: that of the longest package listed in `LAYERS` which holds it."""
     holders = [
         (len(p), index) for index, packages in enumerate(LAYERS) for p in packages if within(name, {p})
     ]
@@ -103,7 +104,7 @@ def test_imports_point_down():
 
 
 def outside(package: str, allowed: set[str]) -> dict[str, set[str]]:
-    """Modules of kvjax outside `allowed`, by the file of `package` that imports them."""
+    """Return the modules of kvjax outside `allowed`, by the file of `package` that imports them."""
     found = {}
     for path in sources(package):
         ours = {name for name in imports(path) if within(name, {"kvjax"})} - {"kvjax"}
@@ -121,7 +122,7 @@ def test_the_cache_knows_no_policy_and_no_model():
 
 
 def test_a_method_writes_no_sharding():
-    """Modules with parameters (gates and scorers) may: each says beside a parameter how it is split."""
+    """Modules with parameters (gates and scorers) are exempt: each states next to a parameter how it is split."""
     placing = {"kvjax.mesh.put", "kvjax.mesh.P", "kvjax.mesh.BATCH", "jax.sharding.PartitionSpec"}
     folders = "admission.wgkv", "admission.kvpop", "eviction.fast_kvzip"
     gates = tuple(f"kvjax.policies.{folder}." for folder in folders)
@@ -161,7 +162,7 @@ def test_the_packages_use_no_program_of_the_repository():
 
 
 def test_tests_import_nothing_from_tests():
-    """What several of them share stands in a file of its own."""
+    """Helpers that several tests share are in files of their own."""
     for path in sources("tests"):
         shared = {name for name in imports(path) if name.startswith("tests.") and ".test_" in name}
         assert not shared, f"{module_name(path)} imports from {sorted(shared)}"

@@ -1,4 +1,4 @@
-"""The programs in infer/, run as a person runs them, at small sizes."""
+"""Test the programs in infer/ as a user runs them, at small sizes."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""kvpress beside kvjax: the same answers from what is left of the same contexts."""
+"""Compare kvpress with kvjax: the same answers from the kept entries of the same contexts."""
 
 import dataclasses
 import importlib
@@ -28,7 +28,7 @@ def test_both_libraries_give_the_same_answers(folder, tmp_path, monkeypatch, cap
     known = sized_tasks.sized_tasks
 
     def identified(config):
-        """The tasks with scores that are equal only for equal answers."""
+        """Return the tasks with scores that are equal only for equal answers."""
         score = {"scorer": lambda tokens: hash(tuple(map(int, tokens))) % 1009 / 1009}
 
         def changed(sample):
@@ -42,7 +42,7 @@ def test_both_libraries_give_the_same_answers(folder, tmp_path, monkeypatch, cap
         ]
 
     monkeypatch.setattr(sized_tasks, "sized_tasks", identified)
-    # kvpress masks what KVzip drops by fake keys, which it does not find for random weights
+    # kvpress masks KVzip's dropped entries by fake keys, which it does not find for random weights
     monkeypatch.delitem(METHODS, "KVzip")
     main(
         [*ARGUMENTS, "--model", folder, "--twin", folder, "--observed", "16", "--out", str(tmp_path / "out")]
@@ -56,7 +56,7 @@ def test_both_libraries_give_the_same_answers(folder, tmp_path, monkeypatch, cap
     rows = (tmp_path / "out" / "kvpress.md").read_text().splitlines()[2:]
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        # ours has whole pages
+        # kvjax counts whole pages
         assert float(cells[6]) == pytest.approx(float(cells[10]), abs=0.11)
 
 

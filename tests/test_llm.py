@@ -1,4 +1,5 @@
-"""`LLM`: prompts of every kind, contexts, several answers and streams give what the functions below it give."""
+"""Test that `LLM` gives the results of the functions below it, for prompts of every kind, contexts, several answers and
+streams."""
 
 import jax.numpy as jnp
 import jaxtyping
@@ -18,7 +19,7 @@ from tests.tiny_models import tiny_gates, tiny_model
 
 SHORT = SamplingParams(max_new_tokens=12)
 TEXT, CHAT = "Who is Emma?", [{"role": "user", "content": "When?"}]
-"""With the chat template of at most 32 tokens, as are all prompts here: they are read in calls of 16."""
+"""With the chat template, these and all other prompts here have at most 32 tokens, and are read in calls of 16."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_a_context_is_read_once_and_asked_often(model, tokenizer):
         assert (alone.text, alone.kv_ratio) == (together[index].text, together[index].kv_ratio)
     assert all(kept.kv_ratio < out.kv_ratio < 1 for out in together)
     np.testing.assert_array_equal(stats(context).entries, kept.entries)
-    # two contexts, with one question each
+    # here are two contexts, with one question each
     both = llm.prefill(["A novel. " * 2, "A letter."])
     asked = llm.generate(questions, SHORT, context=both)
     assert asked[0].text == together[0].text
@@ -99,7 +100,7 @@ def test_several_answers_of_a_prompt_stand_in_order(llm):
 
 
 def test_pieces_of_a_stream_are_the_text_of_the_answer(llm):
-    """Also where a stop text ends it, which is never shown."""
+    """This also holds if a stop text ends the answer; the stop text is never shown."""
     sampling = SamplingParams(max_new_tokens=33, temperature=1.5, seed=3)
     (whole,) = llm.generate(TEXT, sampling)
     pieces = list(llm.generate(TEXT, sampling, stream=True))
@@ -117,7 +118,7 @@ def test_variables_of_the_chat_template_hold_for_every_call(model):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template += "{{ '' if thinks | default(true) else '<none>' }}"
     llm = LLM(model, tokenizer=tokenizer, slots=1, chat_template_kwargs={"thinks": False})
-    # the same texts from a tokenizer whose template has no such variable
+    # the texts are the same from a tokenizer whose template has no such variable
     fixed = byte_tokenizer()
     fixed.chat_template += "<none>"
     want = [out.text for out in LLM(model, tokenizer=fixed).generate([TEXT, CHAT], SHORT)]
@@ -147,7 +148,7 @@ def test_a_model_is_loaded_with_its_tokenizer():
 
 
 def test_what_cannot_be_is_one_line(llm, model, tmp_path, monkeypatch):
-    # as users run it, without the tests' type checks
+    # users do not have the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for call, says in (
         (lambda: LLM(model), "a model that was loaded before needs tokenizer="),

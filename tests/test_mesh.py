@@ -1,4 +1,4 @@
-"""Meshes of several slices, between which only the slow network is."""
+"""Test meshes of several slices, which only the slow network connects."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from kvjax.mesh import make_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Stands in for a device, as far as meshes use it."""
+    """A stand-in for a device, with the attributes that meshes use."""
 
     id: int
     slice_index: int

@@ -1,4 +1,4 @@
-"""The package's own names: imported when first used."""
+"""Test the package's own names, which are imported when first used."""
 
 import importlib.util
 import inspect
@@ -30,9 +30,9 @@ def test_importing_the_package_imports_nothing():
 
 @pytest.mark.slow
 def test_a_model_is_loaded_in_silence():
-    """Neither jax nor transformers says something of what is missing here and not needed."""
+    """Neither jax nor transformers mentions packages that are missing here and not needed."""
     code = "import os, kvjax; kvjax.load('builtin'); assert 'TRANSFORMERS_NO_ADVISORY_WARNINGS' not in os.environ"
-    # which kvjax's commands set for good: a test may have run one in this process
+    # kvjax's commands set these for the whole process, and a test may have run one in this process
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS_")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean)
     assert done.stdout == done.stderr == ""
@@ -49,7 +49,7 @@ PUBLIC = [name for name in kvjax.__all__ if name != "Output" and not name.endswi
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_misspelt_argument_is_one_line_with_the_nearest_name(name):
-    """Before anything else is looked at, a missing argument for one; `help` shows the signatures."""
+    """The check comes first, for example before the one for missing arguments; `help` shows the signatures."""
     function = getattr(kvjax, name)
     known = [own for own in inspect.signature(function).parameters if own != "arguments"]
     misspelt = {own[:-2] + own[-1] + own[-2]: own for own in known if len(own) > 1} or {"nothing": None}
@@ -89,7 +89,7 @@ def test_policies_are_listed_with_a_line_each():
     ],
 )
 def test_one_command_for_all(args, code, says):
-    """Mistakes in names are found without a model: this one is nowhere."""
+    """Mistakes in names are found without a model: this model does not exist."""
     nowhere = ["--model", "nowhere"] if args[:1] == ["generate"] and code else []
     done = subprocess.run(
         [sys.executable, "-m", "kvjax", *args, *nowhere],
@@ -104,7 +104,7 @@ def test_one_command_for_all(args, code, says):
 
 
 def test_every_command_is_named_and_tried():
-    """In the package's docstring, and by what every change must pass."""
+    """The package's docstring names them, and the checks of every change run them."""
     root = Path(__file__).parent.parent
     named = re.search(r"Commands: ([\w,\s]+)\.", kvjax.__doc__)[1]
     assert set(re.split(r",\s+", named)) == set(COMMANDS)

@@ -1,4 +1,4 @@
-"""Methods that other packages bring: CONTRIBUTING's example package, installed and run from the command line."""
+"""Test methods of other packages: CONTRIBUTING's example package, installed and run from the command line."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ROOT = EXAMPLE.parents[1]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs a kvjax command from an empty folder, with the example installed beside what there is."""
+    """Return a function that runs a kvjax command from an empty folder, with the example installed in addition."""
     site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*install, "--target", str(site), str(EXAMPLE)], check=True, capture_output=True)
@@ -85,7 +85,7 @@ def test_the_example_trains_generates_and_is_compared(run, tmp_path):
 
 
 def test_a_module_s_name_has_a_colon_of_its_own():
-    """And what follows it are arguments, as behind any other name."""
+    """A module's name contains a colon. The text after the next colon is arguments, as after any other name."""
     assert not compared_of("tests.probes.head_masks:HeadMasks").takes_budget
     assert not compared_of("tests.probes.head_masks:HeadMasks:target=0.2,window=4").takes_budget
     with pytest.raises(UserError, match="HeadMasks: got target without a value"):
@@ -113,7 +113,8 @@ ENTRY_POINTS = "[kvjax.methods]\nstrange = strange:Own\n[kvjax.policies]\nstrang
 
 @pytest.fixture
 def strange(tmp_path, monkeypatch):
-    """A run's folder from elsewhere, as the current one, which `python -m` puts on the path."""
+    """Yield a run's folder from elsewhere, with a module and entry points of its own. It is the current folder, which
+    `python -m` puts on the path."""
     (tmp_path / "strange.py").write_text(STRANGER)
     (tmp_path / "strange-1.0.dist-info").mkdir()
     (tmp_path / "strange-1.0.dist-info" / "METADATA").write_text("Name: strange\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""`pytest -m real` tests a real model or fails."""
+"""Test that `pytest -m real` tests a real model or fails."""
 
 import os
 import subprocess

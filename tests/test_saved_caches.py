@@ -1,4 +1,4 @@
-"""Contexts that one command reads and saves, and others ask of."""
+"""Test contexts that one command reads and saves, and others use."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Conversations: every turn is read behind what the cache holds, and is what one long text would have given."""
+"""Test conversations: every turn is read after the cached ones, with the result of one long text."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from tests.tiny_models import tiny_gates, tiny_model
 
 SAID = "Who?", "When?", "Why?"
 NEW = 8
-"""With what is said, conversations have at most 128 tokens, and so one cache's shapes."""
+"""With the texts of the user, conversations have at most 128 tokens, and so one cache's shapes."""
 SHORT = SamplingParams(max_new_tokens=NEW)
 
 
@@ -45,11 +45,11 @@ def llm(model, tokenizer, policy):
 
 
 LETTERS = SamplingParams(max_new_tokens=33, logit_bias=dict.fromkeys(range(64, 90), 100.0))
-"""Answers are letters alone: a text of half characters has other tokens when it is read again."""
+"""Answers are letters only: a text of half characters has other tokens when it is read again."""
 
 
 def with_stops(model):
-    """One whose answers end: a token that it says often ends them."""
+    """Return a model's config with a stop token that often ends its answers."""
     said = generate(model, [np.arange(65, 97)], LETTERS).tokens[0]
     common = int(np.bincount(said[5:]).argmax())
     return dataclasses.replace(model.config, eos_ids=(common,))
@@ -76,7 +76,7 @@ def test_the_last_answer_is_that_of_the_whole_text_read_at_once(llm, model, toke
 
 
 def test_a_policy_goes_on_compressing(model, tokenizer):
-    """At the points of a prefill, questions and answers of the same tokens."""
+    """It compresses at the same points as for a prefill, questions and answers of the same tokens."""
     policy = make_policy("r_kv:entries=40,when=every,every=8", model=model)
     session, cache, line = Session(LLM(model, policy, tokenizer=tokenizer)), None, []
     for text in SAID:
@@ -152,7 +152,7 @@ def test_without_a_template_a_conversation_is_one_text(model, policy):
 @pytest.mark.parametrize(
     ("template", "times"),
     [
-        (CHAT_TEMPLATE, 1),  # which trims what was said
+        (CHAT_TEMPLATE, 1),  # this template trims the messages
         (CHAT_TEMPLATE.replace("{% for m", "{{ messages | length }}{% for m"), len(SAID)),
         (
             CHAT_TEMPLATE.replace(
@@ -184,7 +184,7 @@ def test_a_template_that_changes_what_was_read_has_it_read_afresh(model, templat
 
 @pytest.fixture
 def new_caches(monkeypatch):
-    """A list with an item for each new cache that something was read into."""
+    """Return a list with an item for each new cache that was allocated."""
     made, own = [], allocation.empty_cache
     monkeypatch.setattr(allocation, "empty_cache", lambda *a, **k: made.append(a) or own(*a, **k))
     return made
@@ -221,7 +221,7 @@ def test_thoughts_of_earlier_turns_are_cut_as_the_template_cuts_them(
             others = Session.load(tmp_path, llm), session.fork()
     for other in others:
         assert session.messages[4]["content"].endswith(other.say(SAID[1], LETTERS))
-    assert len(new_caches) == 1  # that of LLM.generate
+    assert len(new_caches) == 1  # the cache of LLM.generate
 
 
 def test_a_policy_goes_on_compressing_where_thoughts_are_cut(model, thinking):
@@ -244,7 +244,7 @@ def test_a_failed_turn_leaves_the_conversation_as_it_was(model, thinking, monkey
 
 
 def test_a_saved_conversation_goes_on_with_another_form_of_the_template(model, thinking, tokenizer, tmp_path):
-    """What was saved with one template is checked against the other, in both directions."""
+    """A conversation that was saved with one template is checked against the other, in both directions."""
     for first, second in ((thinking, tokenizer), (tokenizer, thinking)):
         session = Session(LLM(model, tokenizer=first))
         session.say(SAID[0], LETTERS)
@@ -256,7 +256,7 @@ def test_a_saved_conversation_goes_on_with_another_form_of_the_template(model, t
 
 
 def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, monkeypatch):
-    # as users run it, without the tests' type checks
+    # users do not have the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(UserError, match=r"Session: llm must be a kvjax\.LLM, got"):
         Session(model)
@@ -283,7 +283,7 @@ def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, mon
         Session.load(tmp_path / "cache", llm)
     with pytest.warns(UserWarning, match="compacts the first turn alone"):
         Session(LLM(model, "snapkv:ratio=0.5", tokenizer=tokenizer))
-    # a warning is an error: one that looks at what is stored alone goes on, too
+    # a warning is an error: a policy that looks only at the stored entries works, too
     Session(LLM(model, "knorm:entries=20,when=every,every=8", tokenizer=tokenizer))
     bare = byte_tokenizer()
     bare.chat_template = None

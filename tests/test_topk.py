@@ -1,4 +1,4 @@
-"""Exact selection against sorting, with ties, infinities and NaN, and heads split over devices."""
+"""Test exact selection against sorting, with ties, infinities and NaN, and heads split over devices."""
 
 import functools
 
@@ -21,7 +21,7 @@ SHAPE = LAYERS, SEQUENCES, HEADS, ENTRIES
 
 @functools.cache
 def selector(over, split, ties="first"):
-    """split: tensor, sequence."""
+    """Return a jitted selection for a mesh; `split` is (tensor, sequence)."""
     mesh, spec = make_mesh(tensor=split[0], sequence=split[1]), (None, BATCH, SPLIT, None)
     chosen = functools.partial(top, over=over, ties=ties)
     local = jax.jit(jax.shard_map(chosen, out_specs=P(*spec), mesh=mesh))
@@ -36,9 +36,9 @@ def selector(over, split, ties="first"):
 
 
 def sorted_out(scores, eligible, count, over):
-    """The same by sorting; `count` [layers, sequences]."""
+    """Return the same selection by sorting; `count` [layers, sequences]."""
     scores = np.where(np.isnan(scores), -np.inf, scores.astype(np.float64))
-    # NaN is below −inf
+    # NaN ranks below −inf
     scores = np.where(np.isneginf(scores), -1e300, scores)
     chosen = np.zeros(SHAPE, bool)
     for b in range(SEQUENCES):
@@ -95,8 +95,8 @@ def test_an_accelerator_finds_many_bits_at_once(over, monkeypatch):
 @settings(max_examples=40, deadline=None)
 @given(case=cases)
 def test_a_threshold_takes_or_leaves_all_of_one_score(over, ties, split, case):
-    """KVzip's thresholds: above the last place's score, or not below it; never fewer than all where all have a place,
-    and with "in" never more above it than there are places."""
+    """KVzip's thresholds keep the entries above the last place's score, or those not below it. If all entries have a
+    place, all are kept."""
     scores, eligible, count = case
     scores = np.array(scores, np.float32).reshape(SHAPE)
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
@@ -118,8 +118,8 @@ def test_a_threshold_takes_or_leaves_all_of_one_score(over, ties, split, case):
 
 
 def test_the_worked_examples_of_two_thresholds():
-    """Ten scores at .3: two are above the third best. Two heads with twelve entries and places for four each: the four
-    lowest go."""
+    """Of ten scores at .3, two are above the third best. Of two heads with twelve entries and four places each, the
+    four lowest entries are dropped."""
     mesh = make_mesh()
 
     def chosen(scores, places, ties):
@@ -136,7 +136,7 @@ def test_the_worked_examples_of_two_thresholds():
 
 
 def test_shared_places_may_be_told_head_by_head():
-    """A number that the heads do not divide."""
+    """The heads do not divide the number of places."""
     spec, scores = P(None, BATCH, SPLIT), np.random.default_rng(0).random(SHAPE).astype(np.float32)
     places = np.zeros((LAYERS, SEQUENCES, HEADS), np.int32)
     places[0, :, 1], places[1, :, 3] = 4, 5
@@ -181,7 +181,7 @@ def test_every_head_has_its_own_best_pinned():
 
 
 def test_the_pyramid_of_a_worked_example():
-    """PyramidKV, 32 layers, 32768 tokens, 30% kept, β 20, window 64, by kvpress's formula."""
+    """The example is PyramidKV with 32 layers, 32768 tokens, 30% kept, β 20 and window 64, by kvpress's formula."""
     budgets = pyramid(0.3 * 32768, 32768, 32, 64, 20.0)
     low = 0.3 * 32768 / 20
     assert (budgets[0], budgets[-1]) == (round(2 * 0.3 * 32768 - low), round(low))

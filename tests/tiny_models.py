@@ -21,7 +21,7 @@ from kvjax.policies.eviction.fast_kvzip import SinkGate
 
 
 def tiny_config(**changes) -> ModelConfig:
-    """Three layers, eight query and four kv heads of 8, QK-norm, tied embeddings, 61 tokens."""
+    """Return a config of three layers, eight query and four kv heads of 8, QK-norm, tied embeddings and 61 tokens."""
     sizes = dict(
         vocab_size=61, num_layers=3, width=32, mlp_width=48, num_heads=8, num_kv_heads=4, head_dim=8,
         qk_norm=True, tied=True, model_type="qwen3",
@@ -30,7 +30,7 @@ def tiny_config(**changes) -> ModelConfig:
 
 
 def filled(config: ModelConfig, dtype=jnp.float32, seed: int = 0) -> Decoder:
-    """A decoder on the current mesh whose attention is uneven."""
+    """Return a decoder on the current mesh whose attention is uneven."""
     random, shapes = np.random.default_rng(seed), model_shapes(config, dtype)
 
     def fill(name, shape):
@@ -41,13 +41,13 @@ def filled(config: ModelConfig, dtype=jnp.float32, seed: int = 0) -> Decoder:
 
 
 def tiny_model(**changes) -> Decoder:
-    """A random decoder of `tiny_config` on the current mesh."""
+    """Return a random decoder of `tiny_config` on the current mesh."""
     with use_mesh():
         return filled(tiny_config(**changes))
 
 
 def sliding_model(**changes) -> Decoder:
-    """The tiny model with four sliding-window layers beside its three, and what else Gemma 3 has of its own."""
+    """Return the tiny model with four sliding-window layers besides its three, and the other features of Gemma 3."""
     own = dict(
         num_layers=7, sliding_layers=(0, 2, 4, 6), sliding_window=7, sliding_rope=RopeConfig(theta=500.0),
         norm_offset=0.5, post_norms=True, embed_factor=2.0, query_factor=0.8,
@@ -56,7 +56,7 @@ def sliding_model(**changes) -> Decoder:
 
 
 def tiny_gates(model: Decoder, seed: int = 1) -> WriteGate:
-    """Untrained gates for `model`, made decisive so that thresholds near their median split tokens."""
+    """Return untrained gates for `model`, scaled so that thresholds near their median split tokens."""
     config = model.config
     with use_mesh(model):
         return _gates(config.num_full_layers, config.num_kv_heads, config.head_dim, seed)
@@ -70,7 +70,7 @@ def _gates(layers: int, heads: int, head_dim: int, seed: int) -> WriteGate:
 
 
 def tiny_sink_gates(model: Decoder, seed: int = 1, *, inputs: str = "hidden") -> SinkGate:
-    """Untrained gates of Fast KVzip for `model`, made decisive: their scores are all over (0, 1)."""
+    """Return untrained gates of Fast KVzip for `model`, scaled so that their scores are spread over (0, 1)."""
     config = model.config
     width = config.width if inputs == "hidden" else config.head_dim
     sizes = config.num_full_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads, width
@@ -87,8 +87,8 @@ def _sink_gates(sizes: tuple[int, ...], seed: int) -> SinkGate:
 
 
 def tiny_scorers(model: Decoder, seed: int = 1, **forms) -> Scorer:
-    """Untrained scorers of KVPOP for `model`, made decisive: what a query reads, how much of it is written and how fast
-    it is forgotten depends on the tokens, and so do scores."""
+    """Return untrained scorers of KVPOP for `model`, with random weights so that reads, writes, decays and scores
+    depend on the tokens."""
     config = model.config
     sizes = Sizes(config.num_full_layers, config.num_kv_heads, config.head_dim, **forms)
     with use_mesh(model):
@@ -109,7 +109,7 @@ def _scorers(sizes: Sizes, seed: int) -> Scorer:
 
 
 def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
-    """One policy of each kind for `model`."""
+    """Return one policy of each kind for `model`."""
     rates = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
     make = {
         "full": lambda: make_policy({"full": {"window": window}}),
@@ -132,4 +132,4 @@ TRAINED: dict[str, Callable[[Decoder], dict[str, Any]]] = {
     "fast_kvzip": lambda model: {"gates": tiny_sink_gates(model)},
     "kvpop": lambda model: {"scorers": tiny_scorers(model)},
 }
-"""What policies are told that need something trained."""
+"""Arguments of the policies that need something trained."""

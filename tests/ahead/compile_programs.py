@@ -1,11 +1,12 @@
 """`python -m tests.ahead.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four
-H100s that are not here, fsdp 2 × tensor 2: training, prefill, decode, branches and
-compaction at head_dim 128; of all also decoding that counts and compacts, all but training at 64, and training for
-fsdp 2 × sequence 2.
+H100s that are not here, with fsdp 2 × tensor 2. The programs are training, prefill, decode, branches and compaction at
+head_dim 128. `all` adds decoding that counts and decoding that compacts, training with fsdp 2 × sequence 2, and all but
+training and decoding that compacts at head_dim 64.
 
-Prints a line of JSON for each: its name, its kernels, the bytes of its temporaries, and those of each copy of more than
-8 MiB. One device's pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of temporaries.
-A process of its own, started with `pallas_kernels.ahead.ENVIRONMENT`.
+It prints a line of JSON for each program: its name, its kernels, the bytes of its temporaries, and the bytes of each
+copy of more than 8 MiB. One device's pool is 2 GiB, which is more than any vector memory, because XLA does not count
+what it copies into vector memory as temporaries. It runs in a process of its own, started with
+`pallas_kernels.ahead.ENVIRONMENT`.
 """
 
 import dataclasses
@@ -45,15 +46,16 @@ from tests.pallas_kernels.compile_cases import copies
 POOL = 2 << 30
 HEAD_DIMS = 64, 128
 TRAINED = 128
-"""The head_dim that training is compiled at, which takes as long as all else, and decoding with compactions."""
+"""The only head_dim at which training and decoding with compactions are compiled. Training takes as long as all the
+rest."""
 SPLIT = "training, tokens split"
-"""The same with devices that split tokens where the others split heads."""
+"""The name of training on a mesh whose devices split tokens where the others split heads."""
 BATCH_SIZE = 8
 WAITING = 1024
-"""Tokens whose hidden states wait for their scores: so many that a device's, 16 MiB, would be seen if they were
-copied."""
+"""Number of tokens whose hidden states wait for their scores. A device's share is 16 MiB, so a copy of it would be
+seen."""
 DTYPE = jnp.dtype(jnp.bfloat16)
-"""Of the entries, of what holds them, and of bounds."""
+"""The dtype of the entries, of the arrays that hold them, and of bounds."""
 
 
 def config(head_dim):
@@ -88,7 +90,7 @@ def fast_kvzip(config):
 
 
 def programs(mesh, config, which="all"):
-    """Each as its name and what to lower: `(jitted, arguments, options)`."""
+    """Yield each program as its name and the `(jitted, arguments, options)` to lower."""
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     row = functools.partial(shape, mesh)
     if config.head_dim == TRAINED:
@@ -158,10 +160,10 @@ def programs(mesh, config, which="all"):
 
 
 def kernels(program: str) -> set[str]:
-    """The names of the Pallas kernels in an optimised program."""
+    """Return the names of the Pallas kernels in an optimised program."""
     calls = re.findall(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla.gpu.triton)".*', program)
     named = {re.findall(r'op_name="[^"]*?/(\w+)/pallas_call"', call)[0] for call in calls}
-    # Mosaic GPU's calls carry no name, and only prefill's is chosen by itself
+    # Mosaic GPU's calls carry no name, and prefill's kernel is the only one of them that is chosen automatically
     return named | ({"vertical_slash_hopper"} if 'custom_call_target="mosaic_gpu' in program else set())
 
 

@@ -1,4 +1,4 @@
-"""What a compiled program's text says of exchanges between devices, and of what is launched in its loops."""
+"""Read from a compiled program's text what its devices exchange and what its loops launch."""
 
 import dataclasses
 import functools
@@ -16,14 +16,14 @@ COLLECTIVES = (
     "collective-permute",
 )
 WIDTHS = {"pred": 1.0, "token": 0.0}
-"""Bytes of a number whose kind does not say how many bits it has."""
+"""Bytes per number, for the types whose name does not say how many bits they have."""
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b(pred|token|bf16|[suf]\d+|f8\w+|c\d+)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)|(?:called|branch)_computations=\{([^}]*)\}")
 
 
 Exchanged = Counter[tuple[str, str]]
-"""By kind of collective its "count" and its "bytes", of one device: the larger of what goes in and what comes out."""
+"""The "count" and "bytes" of each kind of collective on one device. The bytes are the larger of input and output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +33,13 @@ class _Instruction:
     opcode: str
     operands: tuple[str, ...]
     rest: str
-    """What stands behind the operands."""
+    """The text after the operands."""
     inside: str
-    """What stands between the parentheses."""
+    """The text between the parentheses."""
 
 
 def exchanged(text: str) -> Exchanged:
-    """What `compiled.as_text()` says. Of branches the one with more exchanges counts."""
+    """Return the exchanges in the text of `compiled.as_text()`. Of two branches, the one with more exchanges counts."""
     computations, entry = _parse(text)
 
     @functools.cache
@@ -50,7 +50,7 @@ def exchanged(text: str) -> Exchanged:
         begun = any('"AsyncCollectiveStart"' in one.rest for one in instructions)
         for one in instructions:
             if "chain_id=" in one.rest and not begun:
-                continue  # a later part of one that is done beside other things, which a TPU's program repeats in each
+                continue  # a TPU's program repeats an asynchronous collective in each part; only the first part counts
             inner = [total(called) for called in _called(one)]
             if one.opcode == "conditional":
                 inner = [max(inner, key=lambda branch: branch.total())] if inner else []
@@ -65,15 +65,15 @@ def exchanged(text: str) -> Exchanged:
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A kernel, or an operation of a TPU."""
+    """A kernel on a GPU, or an operation on a TPU."""
 
     name: str
     loops: tuple[int, ...]
-    """How often each of the loops around it runs, the outermost first."""
+    """The number of iterations of each loop around it, the outermost first."""
     written: int
-    """Bytes: of an update in place those of what is new."""
+    """The bytes written. An update in place counts only the new part."""
     sliced: bool
-    """Whether it does nothing but take a part out of a larger array."""
+    """True if it does nothing but take a part out of a larger array."""
 
 
 _NOT_LAUNCHED = {
@@ -94,7 +94,8 @@ _MOVES = {
 
 
 def launched(text: str) -> list[Launched]:
-    """What `compiled.as_text()` launches, with the loops around it; once for each place in the text."""
+    """Return what the program of `compiled.as_text()` launches, with the loops around it, once for each place in the
+    text."""
     computations, entry = _parse(text)
 
     def walk(name: str, loops: tuple[int, ...]) -> Iterator[Launched]:
@@ -113,7 +114,7 @@ def launched(text: str) -> list[Launched]:
 
 
 def _body(one: _Instruction, computations: dict[str, list[_Instruction]]) -> list[_Instruction]:
-    """What a fusion does; of another instruction itself."""
+    """Return the instructions inside a fusion, or the instruction itself if it is no fusion."""
     return (
         [x for called in _called(one) for x in computations.get(called, [])]
         if one.opcode == "fusion"
@@ -132,7 +133,7 @@ def _written(one: _Instruction, computations: dict[str, list[_Instruction]], ins
             return of(known[x.operands[0]])
         if x.opcode in ("dynamic-update-slice", "scatter"):
             return _bytes(known[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]].shape)
-        # what a kernel changes in place of an operand is its own affair
+        # an operand that a kernel changes in place is not counted as written
         aliased = re.search(r"output_to_operand_aliasing={(.*?\))}", x.rest)
         operands = re.findall(r"\((\d+),", aliased[1]) if aliased else ()
         return _bytes(x.shape) - sum(_bytes(known[x.operands[int(index)]].shape) for index in operands)
@@ -180,7 +181,7 @@ def _instruction(line: str) -> _Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that `text` begins with ends."""
+    """Return the index at which the parenthesis that `text` begins with is closed."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -197,7 +198,7 @@ def _called(one: _Instruction) -> list[str]:
 
 
 def _trips(one: _Instruction, computations: dict[str, list[_Instruction]]) -> int:
-    """How often a loop runs: as XLA says, else the one whole number that its condition compares with; else 1."""
+    """Return how often a loop runs: XLA's known count, else the one integer its condition compares with, else 1."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", one.rest)
@@ -210,7 +211,7 @@ def _trips(one: _Instruction, computations: dict[str, list[_Instruction]]) -> in
 
 
 def _bytes(shape: str) -> int:
-    """Of all arrays of a shape, perhaps a tuple's."""
+    """Return the bytes of all arrays of a shape, which may be a tuple's."""
     total = 0.0
     for kind, axes in _ARRAY.findall(shape):
         bits = re.match(r"[a-z]+(\d+)", kind)
@@ -224,6 +225,6 @@ def _own(one: _Instruction, shapes: dict[str, str]) -> Exchanged:
     if kind not in COLLECTIVES:
         return Counter()
     given = sum(_bytes(shapes.get(name, "")) for name in one.operands)
-    # the tuple of one that is only begun holds its operands, too
+    # the result of a collective that is only started is a tuple that holds its operands, too
     made = _bytes(one.shape) - (given if one.opcode.endswith("-start") and one.shape.startswith("(") else 0)
     return Counter({(kind, "count"): 1, (kind, "bytes"): max(given, made)})

@@ -1,10 +1,11 @@
-"""`python -m tests.ahead.ledger v5e|v6e|h100 [wide]`: what one token of decoding launches and writes in a layer.
+"""`python -m tests.ahead.ledger v5e|v6e|h100 [wide]`: count what one token of decoding launches and writes in a layer.
 
-Compiles `decode_block` for one chip that is not here, with a full cache, WG-KV and SnapKV after its compaction, for 1
-and 8 sequences; at small widths, or `wide`, at Llama-3.1-8B's and on an H100 also for 32. Prints a line of JSON for
-each: kernels (on a TPU operations) that a layer and token launches, the bytes that they write, of these the bytes of
-what is sliced out of a stack and nothing else, the program's temporaries, and the seconds that compiling took. A
-process of its own, started with `pallas_kernels.ahead.ENVIRONMENT`.
+It compiles `decode_block` for one chip that is not here, with a full cache, with WG-KV, and with SnapKV after its
+compaction, for 1 and 8 sequences. The model has small widths; with `wide` it has those of Llama-3.1-8B, and an H100
+also gets 32 sequences. It prints a line of JSON for each program: the kernels (operations on a TPU) that a layer
+launches per token, the bytes that they write, how many of these bytes are only sliced out of a stack, the program's
+temporaries, and the seconds that compiling took. It runs in a process of its own, started with
+`pallas_kernels.ahead.ENVIRONMENT`.
 """
 
 import functools
@@ -49,7 +50,7 @@ def policy_of(name, config):
 
 
 def decoding(mesh, sizes, policy, batch):
-    """The arguments of `decode_block`, as shapes."""
+    """Return the arguments of `decode_block` as shapes."""
     config = ModelConfig(
         vocab_size=512,
         head_dim=128,

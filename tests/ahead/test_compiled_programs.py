@@ -1,4 +1,5 @@
-"""kvjax's own programs on chips that are not here: four v5e chips, or four H100s, fsdp 2 × tensor 2."""
+"""Tests of kvjax's own programs, compiled for chips that are not here: four v5e chips or four H100s, with fsdp 2 ×
+tensor 2."""
 
 import importlib.util
 import json
@@ -31,7 +32,7 @@ ALL = [pytest.param(x, marks=() if x == TRAINED else pytest.mark.thorough) for x
 
 @pytest.fixture(scope="module")
 def which(request):
-    """All programs, if anything that needs them is asked for."""
+    """Return "all" if a selected test needs all programs, else "few"."""
     asked = (item for item in request.session.items if item.module is request.module)
     return "all" if any(item.get_closest_marker("thorough") for item in asked) else "few"
 
@@ -72,9 +73,9 @@ def test_every_attention_is_a_kernel(reports, platform, which):
 @pytest.mark.parametrize("head_dim", ALL)
 @pytest.mark.parametrize("program", ["decode", "decode, int8 entries", "branches", "compaction"])
 def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
-    """Decoding's temporaries on a GPU are the weights of a layer, gathered from their shards: those of a TPU are not
-    counted. Branches' are the pages that they copy. Compaction's are a layer's entries, and a score for each of all,
-    whatever the head_dim."""
+    """Each program needs few temporaries. For decoding on a GPU they are the weights of a layer, gathered from their
+    shards; on a TPU these are not counted. For branches they are the pages that are copied. For compaction they are a
+    layer's entries and a score for each of all entries, whatever the head_dim."""
     report = reports[f"{program}, head_dim {head_dim}"]
     assert report["temporaries"] < (5 << 20) + (8 << 20) * head_dim // 64
     assert not report["large_copies"]
@@ -89,17 +90,18 @@ def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
     ],
 )
 def test_numbers_of_entries_are_copied_at_most_on_the_way_in_and_out(reports, program):
-    """They are 32 MiB, at head_dim 128 16, of which a TPU pads 16 numbers to 128; the pool, 2 GiB, is where it was."""
+    """The numbers take 32 MiB, or 16 MiB at head_dim 128, where a TPU pads 16 numbers to 128. The pool of 2 GiB
+    is not copied."""
     decode = reports[program]
     assert decode["temporaries"] < 150 << 20
-    # a compaction takes them and gives them back, too, and puts the layers of what waits apart; its ring stays there
+    # a compaction takes and returns them, too, and separates the layers of the waiting tokens, whose ring is not copied
     assert len(decode["large_copies"]) <= (6 if "compacting" in program else 2)
     assert max(decode["large_copies"], default=0) <= 32 << 20
 
 
 @pytest.mark.parametrize("head_dim", ALL)
 def test_prefill_needs_little_beside_the_pool(reports, head_dim):
-    """A device's pool is 2 GiB, of which 128 MiB of entries are copied at a time."""
+    """A device's pool is 2 GiB, and prefill copies 128 MiB of its entries at a time."""
     assert reports[f"prefill, head_dim {head_dim}"]["temporaries"] < (160 + head_dim) << 20
 
 
@@ -107,12 +109,12 @@ def test_prefill_needs_little_beside_the_pool(reports, head_dim):
     "program", [f"training, head_dim {TRAINED}", pytest.param(SPLIT, marks=pytest.mark.thorough)]
 )
 def test_training_holds_no_matrix_of_logits(reports, program):
-    """That of one sequence of 2,048 tokens and a device's 8 query heads is 128 MiB in float32."""
+    """The logits of one sequence of 2,048 tokens and a device's 8 query heads would take 128 MiB in float32."""
     assert reports[program]["temporaries"] < 128 << 20
 
 
 @pytest.mark.thorough
 def test_tokens_that_are_split_change_places_with_heads(reports):
-    """q, k, v and o in each of four layers: of the teacher, of the student forwards, and of its gradient; and all but o
-    where a layer is computed again."""
+    """In each of four layers, q, k, v and o are exchanged for the teacher, for the student's forward pass and for its
+    gradient, and all but o where the layer is computed again."""
     assert reports[SPLIT]["exchanges"]["all-to-all"] >= 4 * (4 + 4 + 3 + 4)

@@ -1,4 +1,4 @@
-"""What devices exchange, as compiled texts say it."""
+"""Tests of `tests.ahead.hlo`, which reads from compiled texts what devices exchange."""
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ ENTRY %main (x: f32[8]) -> f32[32] {
   ROOT %d = f32[32]{0} fusion(%x), kind=kCustom, calls=%done
 }
 """
-"""As libtpu writes one all-gather that goes on beside a product."""
+"""The text that libtpu writes for one all-gather that runs at the same time as a product."""
 
 
 def test_an_exchange_beside_other_things_is_one():
@@ -99,7 +99,7 @@ def test_an_exchange_beside_other_things_is_one():
 
 
 def test_a_program_of_this_machine():
-    """Six layers' weights, gathered one after another."""
+    """The weights of six layers are gathered one after another."""
     mesh = make_mesh(fsdp=4)
 
     def program(x, weights):
@@ -118,7 +118,7 @@ def test_a_program_of_this_machine():
 
 
 def test_what_a_loop_launches_and_writes():
-    """A layer's weights, taken out of their stack, and the product."""
+    """Each iteration takes a layer's weights out of their stack and computes the product."""
 
     def program(x, weights):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]

@@ -1,6 +1,8 @@
-"""What decoding a token launches and writes in a layer, on chips that are not here, is pinned.
+"""The number of kernels and bytes that a decoded token launches and writes in a layer is bounded, on chips that are not
+here.
 
-Bounds are what was compiled when they were written, and a little. Who lowers a number lowers its bound.
+Each bound is a little above the number that was compiled when the bound was written. Whoever lowers a number should
+lower its bound.
 """
 
 import importlib.util
@@ -15,7 +17,7 @@ from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
 
 pytestmark = pytest.mark.kernels
 
-MOST = {  # kernels, KiB written
+MOST = {  # the most kernels and the most KiB written
     "h100": {
         ("full", 1): (24, 645),
         ("full", 8): (26, 1320),
@@ -33,10 +35,11 @@ MOST = {  # kernels, KiB written
         ("snapkv", 8): (67, 890),
     },
 }
-"""A layer's matrices have 21 MiB."""
+"""Bounds by policy and number of sequences. For comparison, a layer's weight matrices take 21 MiB."""
 TEMPORARIES = 2 << 20
 SLICED = 400 << 10
-"""WG-KV's gates of a layer, for a batch on an H100; of the model's weights nothing."""
+"""Bytes of WG-KV's gates of one layer, which may be sliced out for a batch on an H100. None of the model's weights may
+be."""
 
 
 @pytest.fixture(scope="module", params=MOST)

@@ -1,4 +1,4 @@
-"""Registers that the Triton kernels spill on an H100 that is not here, as CUDA's assembler counts them."""
+"""Tests of the registers that the Triton kernels spill on an H100 that is not here, counted by CUDA's assembler."""
 
 import os
 import re
@@ -13,14 +13,14 @@ pytestmark = pytest.mark.kernels
 
 KERNELS = {
     "attention_mass": {"attention_mass"},
-    # many query tokens are vertical_slash's
+    # vertical_slash handles the cases with many query tokens
     "paged_decode": {"paged_decode", "paged_decode_merge", "vertical_slash"},
     "running_topk": {"running_topk"},
     "vertical_slash": {"vertical_slash_dq", "vertical_slash_dkv"},
 }
-"""Of an op's cases that are compiled."""
+"""The kernels in the compiled cases of each op."""
 MOST = {"vertical_slash_dkv": 300}
-"""Bytes. With 4 warps it is twice as fast on an H100 as with 8, which spill nothing."""
+"""Bytes that a kernel may spill. With 4 warps it is twice as fast on an H100 as with 8 warps, which spill nothing."""
 
 
 @pytest.mark.parametrize("op", KERNELS)

@@ -1,4 +1,4 @@
-"""The tiny model, and two sequences."""
+"""Fixtures of the cache tests: the tiny model and two sequences of tokens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which tokens the rows of a cache hold that keeps positions beside its entries, and those of a mask."""
+"""List the tokens that each head cache holds, for a cache that stores the position of each entry, and for a mask."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from kvjax import cache as caches
 
 
 def positions(cache):
-    """Where the stored entries stood, of every row: lists in order."""
+    """Return the positions of the stored entries, as a sorted list for each head cache."""
     table = np.asarray(cache.layers.page_table)[..., caches.ring_pages(cache.window, cache.page_size) :]
     plane = np.asarray(cache.pages.planes["position"])
     length = np.asarray(cache.layers.length)
@@ -17,5 +17,5 @@ def positions(cache):
 
 
 def lists(kept):
-    """The same of a mask."""
+    """Return the positions that are set in a mask, in the same form."""
     return {row: np.flatnonzero(kept[row]).tolist() for row in np.ndindex(kept.shape[:3])}

@@ -1,4 +1,4 @@
-"""What a cache of one layer should hold, as lists, and caches that are written to like them."""
+"""A model of a one-layer cache as plain lists, and functions that write the same tokens to a real cache."""
 
 import dataclasses
 from functools import cache as remembered
@@ -23,7 +23,8 @@ CALLS = 5
 
 
 class Lists:
-    """What a cache of one layer should hold: for each row the tokens of its ring and of its global region, in order.
+    """A model of a one-layer cache: for each head cache, the tokens of its local window and its retained entries, in
+    order.
 
     A token is the number of its position within its sequence, from 1.
     """
@@ -49,7 +50,7 @@ class Lists:
                             self.kept[b][k].append(token)
 
     def pages(self, sequences: int = BATCH) -> int:
-        """That these sequences' rings and global regions take, by the tokens that they have."""
+        """Return the pages that the local windows and retained entries of the first `sequences` sequences need."""
         rows = [*self.kept, *([ring] * HEADS for ring in self.ring)]
         return sum(
             -(-len(row) // PAGE) for b, rows in enumerate(rows) if b % BATCH < sequences for row in rows
@@ -58,10 +59,10 @@ class Lists:
 
 @partial(jax.jit, static_argnames="window")
 def advance(cache: caches.Cache, wanted, valid, window: int, token=None):
-    """Push up to TOKENS tokens a sequence as `cached_attention` does it: these, [b t], by default their positions."""
+    """Push up to TOKENS tokens per sequence as `cached_attention` does. `token` is [b t], by default the positions."""
     layer = jax.tree.map(lambda a: a[0], cache.layers)
     token = cache.seen[:, None] + 1 + jnp.arange(TOKENS) if token is None else token
-    # keys in no order, of which a page's smallest and largest may be any
+    # the keys are in no order, so that any of a page's keys may be the smallest or the largest
     kv = jnp.stack([token * 7 % 11 - 5, token], -1).astype(jnp.float32)
     kv = jnp.broadcast_to(kv[:, None], (len(valid), HEADS, TOKENS, 2))
     priority = caches.ring_priority(layer, cache.seen, wanted.astype(jnp.float32), valid, 0)
@@ -75,7 +76,7 @@ def advance(cache: caches.Cache, wanted, valid, window: int, token=None):
 
 @partial(jax.jit, static_argnames="window")
 def advance_one(cache: caches.Cache, wanted, valid, window: int):
-    """Push one token of each sequence, or none, as decoding does it: pages are reserved, and taken back."""
+    """Push one token of each sequence, or none, as decoding does: pages are reserved, and unused ones given back."""
     layers, reserved = caches.reserve(cache.pages, cache.layers, cache.seen, valid, window)
     layer = jax.tree.map(lambda a: a[0], layers)
     token = (cache.seen + 1)[:, None]
@@ -95,8 +96,8 @@ def advance_one(cache: caches.Cache, wanted, valid, window: int):
 
 @remembered
 def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
-    """An empty cache on a mesh of one device, and the same without a mesh, for the functions local to a shard. It has
-    two planes, of which one is never written."""
+    """Return an empty cache on a mesh of one device, and the same without a mesh, for the functions local to a shard.
+    It has two planes, of which one is never written."""
     with jax.set_mesh(make_mesh()):
         policy = compile_policy(make_policy({"full": {"window": window}, "quest": {"tokens": 8}}), 1, HEADS)
         cache = empty_cache(
@@ -117,12 +118,12 @@ def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
 
 
 def tables(cache: caches.Cache, window: int) -> np.ndarray:
-    """The columns of the global region, [b k c]."""
+    """Return the page table's columns for the retained entries, [b k c]."""
     return np.asarray(cache.layers.page_table)[0, :, :, caches.ring_pages(window, PAGE) :]
 
 
 def assert_bounds_are_those_of_the_keys(cache: caches.Cache):
-    """Recomputed from the pool: those of what each page holds, and of pages that hold nothing infinite."""
+    """Recompute the bounds from the pool: those of the keys that each page holds, infinite for an empty page."""
     pages, length = cache.pages, np.asarray(cache.layers.length)[0]
     pool, want = np.asarray(pages.pool), np.full(pages.bounds.shape, np.inf)
     table = tables(cache, cache.window)
@@ -144,7 +145,8 @@ calls = st.lists(
 
 
 def holds_exactly(cache, lists, window):
-    """The rows hold what the lists hold, in order, numbers beside them, and every page is a row's, a ring's or free."""
+    """Assert that the head caches hold what the lists hold, in order and with their numbers, and that every page
+    belongs to retained entries or a local window, or is free."""
     pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
     born = np.asarray(cache.pages.planes["born"])
     used = []

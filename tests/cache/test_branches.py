@@ -1,4 +1,4 @@
-"""Branches against lists: random trees of branches, writes, compactions, saves and drops on a small pool."""
+"""Tests of forks against lists, with random trees of forks, writes, compactions, saves and drops on a small pool."""
 
 import copy
 import dataclasses
@@ -29,12 +29,12 @@ from tests.cache.lists import (
 ROWS, ENTRIES, WINDOW = 4, CALLS * TOKENS, 5
 RING = caches.ring_pages(WINDOW, PAGE)
 NEWEST = 0, 0, 4, None
-"""Entries that a method may write to once they are stored; None: any."""
+"""The numbers of newest entries that a method may still write to once they are stored. None means all of them."""
 
 
 @jax.jit
 def moved(cache, kept):
-    """A compaction of rows that own all their pages."""
+    """Return the cache after a compaction. Before it, each head cache gets its own copy of shared pages."""
     pages, layers = with_copies(cache.pages, cache.layers, RING, None)
     cache = dataclasses.replace(cache, pages=pages, layers=layers)
     pages, layers = compaction.moved(cache.pages, cache.layers, kept[None], RING)
@@ -53,7 +53,7 @@ def branched(cache, index, newest):
 
 
 def saved(cache, alive):
-    """What was packed and unpacked again, the rows that are alive first: each in pages of its own."""
+    """Return the cache packed and unpacked again, with the sequences that are alive first, each in pages of its own."""
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         alone = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=None))
@@ -65,11 +65,11 @@ def saved(cache, alive):
 
 
 EVERY = 5
-"""Writes between two looks at everything: what is wrong stays wrong."""
+"""Number of writes between two full checks. An error is found later, too, because it stays in the cache."""
 
 
 class Sequence:
-    """What one holds: its ring's tokens, and those of each head's global region, in order."""
+    """A model of one sequence's cache: the tokens of its local window and of each head's retained entries, in order."""
 
     def __init__(self):
         self.ring, self.wish, self.kept = [], {}, [[] for _ in range(HEADS)]
@@ -85,8 +85,8 @@ class Sequence:
 
 
 def check(cache, sequences):
-    """Every row holds exactly its own tokens with their numbers, and every page is free or has the rows that it
-    counts."""
+    """Assert that every head cache holds exactly its own tokens with their numbers, and that every page is free or has
+    as many owners as it counts."""
     pages, layers = cache.pages, jax.tree.map(lambda x: np.asarray(x)[0], cache.layers)
     pool, born = np.asarray(pages.pool)[..., 1], np.asarray(pages.planes["born"])
     rings, table, owners = layers.page_table[..., :RING], tables(cache, WINDOW), []
@@ -134,7 +134,7 @@ def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
             what = "compact"
         if what == "compact" and free < sum(map(pages_of, sequences)):
             what = "branch"
-        # a row without a token is not saved, and each takes all its pages
+        # a sequence without a token is not saved, and a saved one takes all its pages
         whole = sum(pages_of(one) + RING * HEADS for one in sequences) <= len(cache.pages.pool)
         if what == "save" and not (whole and (np.asarray(cache.seen)[alive] > 0).all()):
             what = "branch"
@@ -148,7 +148,7 @@ def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
             for b, count in enumerate(valid):
                 sequences[b].push(tokens[b, :count].tolist(), wanted[b])
         elif what == "compact":
-            # some rows lose much, some little and some nothing
+            # some sequences lose many entries, some few and some none
             kept = random.random((ROWS, HEADS, ENTRIES)) < random.choice([0.2, 0.9, 1.0], (ROWS, 1, 1))
             exists = compaction.places(cache.layers.length[0], ENTRIES) >= 0
             cache = moved(cache, jnp.asarray(kept) & exists)
@@ -163,7 +163,8 @@ def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
             alive = np.sort(alive)[::-1]
             check(cache, sequences)
         else:
-            # some go on once or more often, some are gone; one alone where there would be no room to own all pages
+            # some sequences continue in one or more forks, and some are dropped; only the first fork continues if there
+            # would not be enough pages for each to own all of its pages
             index = np.where(random.random(ROWS) < 0.7, random.choice(np.flatnonzero(alive), ROWS), -1)
             index[0] = random.choice(np.flatnonzero(alive))
             if sum(pages_of(sequences[i]) + RING * HEADS for i in index[index >= 0]) > len(cache.pages.pool):

@@ -1,4 +1,5 @@
-"""Compaction's bookkeeping: pages and rows against lists, after any sequence of writes and evictions."""
+"""Tests of compaction's bookkeeping: pages and head caches against lists, after any sequence of writes and
+evictions."""
 
 from functools import partial
 
@@ -63,7 +64,7 @@ def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
 
 
 def test_what_competes_is_neither_old_nor_among_the_newest_that_are_passed_over():
-    """Of rows of every length, entry by entry."""
+    """Head caches of every length are checked entry by entry."""
     dropped, ahead, length, since = np.mgrid[:3, :3, :8, :8].reshape(4, 9, 64).astype(np.int32)
     none = jnp.zeros((1, 9, 1), jnp.int32)
     quota = caches.Quota(

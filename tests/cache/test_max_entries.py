@@ -1,4 +1,5 @@
-"""Rows that keep their best: any cut of a sequence gives what comparing every token with every other gives."""
+"""Tests of head caches that keep their best entries: however a sequence is cut into calls, the result is the same as
+comparing every token with every other."""
 
 import functools
 
@@ -54,7 +55,7 @@ def test_every_cut_keeps_and_sees_the_best_so_far(
 @pytest.mark.mesh
 @pytest.mark.thorough
 def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):
-    """Rows that stop while others go on, before they are full and after, and one empty row."""
+    """Some sequences stop while others go on, before or after their head caches are full, and one is empty."""
     batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 20, 3, 0])
     policy = delayed(window=6, max_entries=TABLE, delay=2)
     together, cache = cached_logits(model, policy, batch, [16] + [1] * 24, lengths=lengths)
@@ -77,7 +78,7 @@ def ends_and_stored(priority, keep, window):
 
 
 def test_training_masks_what_decoding_drops():
-    """`ends`, which recipes give to `vertical_slash`, by every query."""
+    """`ends`, which recipes give to `vertical_slash`, is checked for every query."""
     priority = jnp.asarray(np.random.default_rng(1).integers(0, 5, (2, 4, 50)), jnp.float32)
     for window in (1, 7):
         for max_entries in (None, 6, np.arange(4)):
@@ -102,7 +103,7 @@ def test_the_default_pool_is_as_large_as_max_entries_and_serves_questions(model,
     assert sizes.pool_pages == sizes.pages
     assert set(sizes.planes) == {"priority", "position"}
     assert sizes.bytes == sizes.pool_pages * 4 * (2 * 8 * 4 + 8)
-    # a question and an answer leave the row as full as it was
+    # a question and an answer leave the head caches as full as they were
     got = generate(
         model, [tokens[1, :4]], SamplingParams(max_new_tokens=9, ignore_eos=True), policy=policy, cache=cache
     )
@@ -122,7 +123,7 @@ def test_the_default_pool_is_as_large_as_max_entries_and_serves_questions(model,
     [pytest.param({"max_entries": 4}, marks=pytest.mark.thorough), {"max_entries": 12, "threshold": 4}],
 )
 def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
-    """A row never loses an entry without another in its place, in one call or token by token."""
+    """A head cache never loses an entry unless another takes its place, in one call or token by token."""
     cache = prefill(model, tokens[:1], policy=delayed(window=6, max_entries=12), page_size=4)
     policy, said = delayed(window=6, **later), []
     for chunk in (16, 1):

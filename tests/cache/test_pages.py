@@ -1,4 +1,4 @@
-"""The pool as it is stored: never copied while tokens are decoded, and 16-bit floats as they are."""
+"""Tests of how the pool is stored: it is never copied while tokens are decoded, and 16-bit floats keep their bits."""
 
 import re
 
@@ -33,8 +33,8 @@ from tests.tiny_models import tiny_gates
     ],
 )
 def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
-    """Temporaries of the whole scan, and the pool-sized copies in its program. XLA on a CPU would convert 16-bit floats
-    to float32 to scatter among them, and to take a layer's weights out of all."""
+    """The test checks the temporaries of the whole scan and the pool-sized copies in its program. XLA on a CPU would
+    convert 16-bit floats to float32 to scatter among them, and to take one layer's weights out of the stack."""
     model = load_model(builtin_model("test_model"), dtype=dtype)
     with use_mesh(model):
         policy = {
@@ -67,7 +67,7 @@ def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["h2o", "wgkv", "full", "quest"])
 def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
-    """On a CPU: the same entries, the same answers, over chunks, a compaction and a pool that grows."""
+    """On a CPU, the entries and the answers are the same over chunks, a compaction and a pool that grows."""
     model = load_model(builtin_model("test_model"), dtype="bfloat16")
     policy = {
         "full": lambda: make_policy("full"),

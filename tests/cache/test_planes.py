@@ -1,4 +1,4 @@
-"""Numbers beside entries against a loop over rows."""
+"""Tests of entry metadata, the numbers stored with each entry, against a loop over head caches."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ PAGE, PAGES, COLUMNS = 3, 20, 5
 
 @pytest.mark.parametrize("tokens", [1, 4, 7])
 def test_numbers_go_to_the_next_places_and_nowhere_else(tokens):
-    """Also where a row has no page or no column for some: these are dropped."""
+    """Numbers for which a head cache has no page or no column are dropped."""
     rng = np.random.default_rng(tokens)
     for _ in range(20):
         plane = rng.standard_normal((PAGES, PAGE)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A cache with more pages or fewer holds what it held."""
+"""A cache that is resized to more or fewer pages holds what it held before."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def test_a_debt_stays():
 
 
 def resized(meshed, cache, pages, columns):
-    """The cache, which is not on a mesh, with so many more pages and columns."""
+    """Return the cache, which is not on a mesh, with `pages` more pages and `columns` more columns."""
     had = cache.pages.pool.shape[0]
     with jax.set_mesh(make_mesh()):
         cache = jax.tree.map(lambda a, b: jax.device_put(np.asarray(a), b.sharding), cache, meshed)

@@ -1,4 +1,4 @@
-"""A row's ring and pages against lists, after any sequence of writes."""
+"""Tests of a head cache's local window and pages against lists, after any sequence of writes."""
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls,
 @settings(max_examples=30, deadline=None)
 @given(calls=calls, capacity=st.sampled_from([6, 14, CALLS * TOKENS + 5]))
 def test_tokens_one_by_one_leave_what_they_leave_together(window, calls, capacity):
-    """Also where the pool runs out: what was stored before stays, and the debt is seen."""
+    """A pool that runs out has a negative number of free pages, and the test ends there."""
     (_, cache), lists = started(window, capacity), Lists(window)
     pool_pages = cache.pages.pool.shape[0]
     for valid, wanted in calls:
@@ -91,7 +91,7 @@ def test_tokens_one_by_one_leave_what_they_leave_together(window, calls, capacit
             lists.push(runs, wanted[..., index:])
             free = int(cache.pages.free_count[0])
             if free < 0:
-                # of those that were reserved for others as many may have been unused
+                # up to this many of the pages reserved for others may have been unused
                 assert lists.pages() > pool_pages - 2 * BATCH * HEADS
                 return
             assert free == pool_pages - lists.pages()

@@ -1,4 +1,4 @@
-"""A cache that is taken back is the one that it was: what is run over it next comes out the same."""
+"""A cache that is rolled back equals the earlier cache, and running the same tokens again gives the same logits."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def policies(model):
 
 
 def content(cache):
-    """All that the cache says: each row's entries with what stands beside them, and everything else."""
+    """Return the whole content of the cache: each head cache's entries with their metadata and bounds, and all else."""
     pages, ring = cache.pages, caches.ring_pages(cache.window, cache.page_size)
     table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
     held = []

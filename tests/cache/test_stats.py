@@ -1,4 +1,5 @@
-"""What is said of a cache: bytes that are really there, and a capacity that is enough."""
+"""Tests of a cache's stats and errors: the bytes are really allocated, and the capacity that an error names is
+enough."""
 
 import re
 
@@ -17,7 +18,8 @@ from tests.tiny_models import tiny_gates
 
 @pytest.mark.slow
 def test_memory_is_real(model):
-    """With a quarter admitted, a third of the full cache's memory serves the prompt; the full policy is refused."""
+    """With a quarter of the entries admitted, a third of the full cache's memory is enough for the prompt. The full
+    policy is refused."""
     prompt = [np.random.default_rng(1).integers(0, 61, 600)]
     policy = make_policy("random:ratio=0.25,window=8", model=model)
     third = 600 // 3
@@ -40,7 +42,7 @@ def test_memory_is_real(model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk", [pytest.param(256, marks=pytest.mark.thorough), 64])
 def test_the_capacity_that_an_error_names_is_enough(model, chunk):
-    """For the rest of the prompt and for what is generated after it."""
+    """It is enough for the rest of the prompt and for the tokens generated after it."""
     prompt = [np.random.default_rng(3).integers(0, 61, 190)]
     policy = make_policy("wgkv:tau=0.5,window=8", model=model, gates=tiny_gates(model))
     sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)

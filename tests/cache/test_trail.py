@@ -1,4 +1,4 @@
-"""The trail against lists of the last tokens, after calls of any lengths."""
+"""Tests of the observation buffer against lists of the last tokens, after calls of any lengths."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ CALLS = [
     (1, [1, 1, 1]),
     (16, [6, 16, 0]),
 ]
-"""Tokens that a call is padded to, and how many of each sequence's are real."""
+"""For each call, the number of tokens that it is padded to and how many of each sequence's tokens are real."""
 
 
 @jax.jit
 def written(ring, x, seen, valid):
-    """The trail after a call, what it then says, and how many tokens' places were written."""
+    """Return the buffer after a call, its content by layer, and the number of slots that were written."""
     new = jax.vmap(trail.newest, (0, None, None))(x, SLOTS, valid)
     ring = trail.written(ring, new, seen, valid)
     return ring, trail.by_layer(ring, seen + valid, x.dtype), new.shape[-2]
@@ -33,10 +33,10 @@ def written(ring, x, seen, valid):
 def test_each_sequence_remembers_its_own_last_tokens(heads, dtype):
     random = np.random.default_rng(0)
     ring = jnp.zeros((BATCH, SLOTS, LAYERS, *heads, WIDTH), dtype)
-    ring = as_bits(ring) if dtype == "bfloat16" else ring  # as a pool on a CPU has them
+    ring = as_bits(ring) if dtype == "bfloat16" else ring  # a pool on a CPU stores them like this
     seen, known = np.zeros(BATCH, int), [[] for _ in range(BATCH)]
     for tokens, valid in CALLS:
-        # small whole numbers, which bfloat16 has
+        # bfloat16 represents these small whole numbers exactly
         x = random.integers(-99, 99, (LAYERS, BATCH, *heads, tokens, WIDTH)).astype(np.float32)
         for row, count in enumerate(valid):
             known[row] += [x[:, row, ..., t, :] for t in range(count)]

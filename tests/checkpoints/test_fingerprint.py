@@ -1,4 +1,5 @@
-"""Fingerprints: of the same weights one, whatever they are read in; files of another model are refused."""
+"""The same weights have one fingerprint, whatever mesh and dtype they are read in. Files made for another model are
+refused."""
 
 import dataclasses
 import hashlib
@@ -31,7 +32,7 @@ KNOWN = {
     "builtin": ("636686ac2801cb76", "fb4dcf2596c7aaf5"),
     Path(kvjax.builtin.__file__).parent / "test_model": ("148498a67a48cb57", "4137e329c1ad0417"),
 }
-"""Digests of fingerprints, and contents, of 28 November 2026, when weights were stored one by one."""
+"""Digests of the fingerprints, and the contents, as of 28 November 2026, when weights were stored one by one."""
 
 
 def named(name, seed=0, dtype=jnp.float32, **mesh):
@@ -46,7 +47,7 @@ def own():
 
 @pytest.fixture(scope="module")
 def other():
-    """Of the same shape."""
+    """Return another model of the same shape."""
     return named("their/model", seed=1)
 
 
@@ -103,7 +104,7 @@ def test_other_weights_and_other_sizes_are_another_model(own, other):
 
 
 def test_every_table_is_in_the_contents(own):
-    """One array after another with a sign turned."""
+    """The sign of one array after another is flipped."""
     leaves, tree = jax.tree.flatten(own)
     other = [jax.device_put(-np.asarray(x), x.sharding) for x in leaves]
     turned = {
@@ -161,7 +162,7 @@ def test_parameters_of_a_package_s_recipe_are_refused_and_forced(own, other, tmp
 
 
 def test_a_version_of_the_model_is_a_warning(own, gates):
-    """Weights in 16 steps, as a file of four bits has them, and the smallest of them 0."""
+    """The weights are rounded to 16 steps, like those of a four-bit file, so that the smallest become 0."""
 
     def quantised(leaf):
         x = np.asarray(leaf)

@@ -1,4 +1,4 @@
-"""An export for Orbax: its arrays by name."""
+"""Tests of exports for Orbax, which store arrays by name."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Gates by hub id: which file of a repository is taken for a model."""
+"""Tests of gates by hub id: the file of a repository that is taken for a model."""
 
 import huggingface_hub
 import pytest
@@ -16,7 +16,8 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path, monkeypatch):
-    """Repositories of which only the files that match the asked patterns are fetched."""
+    """Replace the hub with repositories that give only files that match the requested patterns, and return their
+    folder."""
 
     def download(hub_id, allow_patterns):
         root = tmp_path / hub_id

@@ -1,4 +1,4 @@
-"""Files of torch.save's without torch: what they hold, and that nothing in them is run or takes more than its size."""
+"""Files of torch.save are read without torch. Nothing in them is run, and nothing takes more memory than its size."""
 
 import io
 import os
@@ -68,7 +68,7 @@ def test_views_are_read_through_their_strides(tmp_path):
 
 
 class Hostile:
-    """What a pickle is feared for."""
+    """An object that runs a shell command when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -85,7 +85,7 @@ def refused(file, said):
 
 
 def test_nothing_is_run(tmp_path):
-    """The marker is there once pickle itself has read the same file."""
+    """The marker appears only when pickle itself reads the same program."""
     marker = tmp_path / "marker"
     program = pickle.dumps({"module": [Hostile(marker)]}, protocol=2)
     write_zip(tmp_path / "x.pt", program)
@@ -157,7 +157,7 @@ def test_arrays_lie_within_the_file(tmp_path, what):
 
 
 def test_a_file_gives_no_more_than_it_holds(tmp_path):
-    """One array again and again is that of every layer."""
+    """All layers share one array of the file."""
     layer = {"a": np.zeros(1000, np.float32)}
     write_torch(tmp_path / "x.pt", {"module": [layer] * 1000})
     with (
@@ -207,7 +207,7 @@ def test_a_cut_or_changed_file_is_refused(tmp_path):
 
 
 def test_any_changed_program_is_read_or_refused(tmp_path):
-    """Each byte of a file's pickle in turn."""
+    """Each byte of a file's pickle is changed in turn."""
     file, refusals = tmp_path / "x.pt", []
     write_torch(file, OrderedDict(a=NUMBERS[:2]) | {"b": [(1, 2.0)]}, parameters=True)
     with zipfile.ZipFile(file) as opened:

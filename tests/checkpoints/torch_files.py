@@ -1,4 +1,4 @@
-"""Files as torch.save writes them, written without torch."""
+"""Write files in torch.save's format without torch."""
 
 import io
 import pickle
@@ -10,7 +10,7 @@ STORAGES = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float64":
 
 
 class Global:
-    """A name that the pickle asks for; called, it is asked for and called."""
+    """A name that the pickle asks for. Calling it stands for a call of that name in the pickle."""
 
     def __init__(self, module, name):
         self.module, self.name = module, name
@@ -20,14 +20,14 @@ class Global:
 
 
 class Call:
-    """What is made by a call."""
+    """A call in the pickle, with its arguments."""
 
     def __init__(self, what, arguments):
         self.what, self.arguments = what, arguments
 
 
 class View:
-    """Numbers in a storage, by strides, offset and shape of one's own choice."""
+    """Numbers in a storage, with any strides, offset and shape."""
 
     def __init__(self, array, shape=None, strides=None, offset=0, count=None, kind=None):
         self.array, self.offset, self.count, self.kind = np.ascontiguousarray(array), offset, count, kind
@@ -37,14 +37,14 @@ class View:
 
 
 class Numpy:
-    """A number or an array of NumPy's, beside the tensors."""
+    """A NumPy number or array that is pickled as it is, not as a tensor."""
 
     def __init__(self, value):
         self.value = value
 
 
-class Pickler(pickle._Pickler):  # C's asks for names that it can import
-    """Protocol 2, as torch's."""
+class Pickler(pickle._Pickler):  # the C pickler takes only names that it can import
+    """A pickler of protocol 2, like torch's."""
 
     def __init__(self, file, storages, parameters):
         super().__init__(file, protocol=2)
@@ -86,7 +86,7 @@ class Pickler(pickle._Pickler):  # C's asks for names that it can import
 
 
 class Persistent:
-    """What torch names a storage by."""
+    """The identifier by which torch names a storage."""
 
     def __init__(self, said):
         self.said = said
@@ -95,7 +95,7 @@ class Persistent:
 def write_torch(
     file, content, *, parameters=False, compression=zipfile.ZIP_STORED, order="little", folder="archive"
 ):
-    """torch.save(content, file), arrays being NumPy's; as parameters if they are to be."""
+    """Write what torch.save(content, file) writes, with NumPy arrays as tensors, or as parameters if `parameters`."""
     program, storages = io.BytesIO(), []
     Pickler(program, storages, parameters).dump(content)
     write_zip(file, program.getvalue(), storages, compression=compression, order=order, folder=folder)
@@ -104,7 +104,7 @@ def write_torch(
 def write_zip(
     file, program, storages=(), *, compression=zipfile.ZIP_STORED, order="little", folder="archive"
 ):
-    """The zip around a pickle and the bytes of arrays."""
+    """Write the zip around a pickle and the bytes of arrays."""
     with zipfile.ZipFile(file, "w", compression) as out:
         out.writestr(f"{folder}/data.pkl", program)
         out.writestr(f"{folder}/byteorder", order)

@@ -1,4 +1,4 @@
-"""Processes find each other as their launcher tells of them, or say that they do not."""
+"""Processes find each other through the variables of their launcher, or report that they do not."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ GKE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
 
 
 class Jax:
-    """Stands in for jax, as far as `join_processes` uses it."""
+    """A stand-in for jax, as far as `join_processes` uses it."""
 
     def __init__(self, error=None):
         self.calls, self._error = [], error
@@ -112,7 +112,7 @@ def test_processes_that_do_not_find_each_other_say_so(env, said, joined):
 
 
 def started(mesh):
-    """Call `start` with a mesh in two processes of Slurm's with a device each. Returns what each printed."""
+    """Call `start` with a mesh in two Slurm processes with a device each, and return what each printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         env = (

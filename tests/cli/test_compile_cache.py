@@ -1,4 +1,5 @@
-"""Compiled programs are kept by default, said once, and can be had elsewhere or not at all."""
+"""Compiled programs are kept by default, which is reported once. The environment can name another folder or turn this
+off."""
 
 import os
 import subprocess
@@ -71,7 +72,7 @@ def test_a_program_that_was_written_in_part_is_removed(tmp_path):
             (tmp_path / f"jit_{name}-0a-atime").write_bytes(bytes(8))
     remove_broken(tmp_path)
     assert {x.name for x in tmp_path.iterdir()} == {".checked", "jit_whole-0a-cache", "jit_whole-0a-atime"}
-    # it is read once
+    # a program is read only once
     (tmp_path / "jit_whole-0a-cache").write_bytes(whole[:-9])
     os.utime(tmp_path / "jit_whole-0a-cache", (0, 0))
     remove_broken(tmp_path)

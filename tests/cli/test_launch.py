@@ -15,7 +15,7 @@ from kvjax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """For these tests."""
+    """Options for these tests."""
 
     mesh: MeshShape = MeshShape()
     steps: int = 3
@@ -26,12 +26,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """For these tests."""
+    """Options without defaults, for these tests."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """A thing whose description takes more than one line of a terminal, which is about eighty characters wide."""
     steps: int
-    """How many."""
+    """Number of steps."""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_help_leaves_quietly_with_the_defaults(capsys):
 
 @pytest.fixture
 def goes_on(monkeypatch):
-    """These tests do not end with the stops that they try."""
+    """Keep the stops that these tests try from ending the tests."""
     monkeypatch.setattr(launch.atexit, "register", lambda *_: None)
 
 
@@ -216,7 +216,7 @@ def test_an_accelerator_is_seen_by_its_device_node(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_stop_is_not_lost_where_python_ignores_exceptions(name, code):
-    """As in what jax has the garbage collector call while it compiles."""
+    """Python ignores exceptions in callbacks that jax has the garbage collector call while it compiles."""
     command = f"""
 import atexit, gc, signal, time
 from kvjax.cli.launch import run_command

@@ -1,4 +1,4 @@
-"""A folder is one process's own while it lives, and no longer."""
+"""A folder belongs to one process as long as the process lives, and no longer."""
 
 import signal
 import subprocess

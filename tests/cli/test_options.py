@@ -11,7 +11,7 @@ from kvjax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """For these tests."""
+    """Options for these tests."""
 
     mesh: MeshShape = MeshShape()
     lengths: tuple[int, ...] = (1, 2)

@@ -194,7 +194,7 @@ def test_a_stop_text_may_be_the_first_token():
 
 @pytest.fixture
 def surprised(monkeypatch):
-    """Everything takes more pages than was expected."""
+    """Make the engine expect too few pages, so that everything takes more than expected."""
     monkeypatch.setattr(PageCounts, "while_read", lambda self, prompt: 1)
     monkeypatch.setattr(PageCounts, "at_end", lambda self, tokens: 1)
 
@@ -236,7 +236,7 @@ def test_pages_that_a_block_will_free_are_not_counted_twice():
 
 
 def test_an_answer_of_unknown_length_does_not_keep_others_out():
-    """It may be as long as the pool is large, and is not expected to be."""
+    """An answer may be as long as the pool is large, but is expected to be shorter."""
     served = engine(capacity=40, block=1)
     sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
     requests, most = [], 0
@@ -269,7 +269,7 @@ def test_all_slots_are_used_of_a_pool_that_is_as_large_as_they_may_need():
 
 
 def test_a_prompt_keeps_the_fork_that_it_goes_on_from():
-    """Room for it is made by dropping others."""
+    """Other forks are dropped to free pages for the prompt."""
     served, short = engine(capacity=40), SamplingParams(max_new_tokens=4, ignore_eos=True)
     for start in (65, 66):
         served.submit([start] * 40, short)
@@ -336,7 +336,8 @@ def test_what_is_cancelled_leaves_at_once_and_others_go_on():
 
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 def test_a_prompt_goes_on_from_an_earlier_one_that_it_begins_with(policy):
-    """If the policy decides token by token, so do the next turns of a conversation, and questions of one text."""
+    """If the policy decides token by token, the next turns of a conversation and questions about one text go on from it
+    too."""
     served = engine(policy)
     causal = served._policy.host.schedule is None
     text, short = list(range(3, 37)), SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -383,7 +384,8 @@ def test_a_prompt_goes_on_from_the_end_that_an_earlier_one_kept(policy):
 
 @pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "h2o:entries=24,when=position,every=8"])
 def test_a_context_is_read_and_asked_by_its_name(policy):
-    """Also where its end decides what is kept of it. Each question is asked as if it were the only one."""
+    """This holds also where the end of the context decides what is kept of it. Each question is asked as if it were the
+    only one."""
     served, text = engine(policy), "It was a dark and stormy night; the rain fell in torrents."
     short = SamplingParams(max_new_tokens=6, ignore_eos=True)
     read = served.read_context("night", text)
@@ -419,7 +421,7 @@ def test_a_context_is_read_and_asked_by_its_name(policy):
 
 
 class Cycle:
-    """Allows the tokens of a text in turn, again and again."""
+    """A constraint that allows the tokens of a text in turn, again and again."""
 
     error = None
 

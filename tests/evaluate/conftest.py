@@ -1,4 +1,4 @@
-"""The whole evaluation of `whole_run`, made once."""
+"""Fixtures that run the whole evaluation of `whole_run` once."""
 
 import jax
 import numpy as np
@@ -15,8 +15,8 @@ from tests.tiny_models import tiny_gates
 
 @pytest.fixture(autouse=True, scope="module")
 def no_pictures(request):
-    """Leaves pictures undrawn, which most of a report's time would go to, but for those of `evaluated` and the tests
-    of pictures."""
+    """Leave pictures undrawn, because they would take most of a report's time, except for those of `evaluated` and in
+    the tests of pictures."""
     with pytest.MonkeyPatch.context() as patch:
         if not request.module.__name__.endswith("test_pictures"):
             patch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
@@ -25,7 +25,7 @@ def no_pictures(request):
 
 @pytest.fixture(scope="session")
 def arguments(tmp_path_factory):
-    """What all runs are told: three policies, one of them with gates that split tokens."""
+    """Return the arguments of all runs: three policies, one of them with gates that split tokens."""
     gates = tmp_path_factory.mktemp("gates")
     model = load_model(builtin_model("test_model"))
     save_gates(gates, tiny_gates(model), {"tau": 0.5, "window": 4, "rate": np.full((2, 4), 0.5).tolist()})
@@ -34,14 +34,14 @@ def arguments(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def evaluated(arguments, tmp_path_factory):
-    """The folder of a run, and how many programs were compiled until each of its cells was finished."""
+    """Return the folder of a run, and how many programs were compiled until each of its results was finished."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     compiled, at_cell = [0], []
 
     def count(event, duration, **_):
         compiled[0] += event == "/jax/core/compile/backend_compile_duration"
 
-    jax.clear_caches()  # what another test compiled would not be counted
+    jax.clear_caches()  # a program that another test compiled would not be counted
     jax.monitoring.register_event_duration_secs_listener(count)
     with pytest.MonkeyPatch.context() as patch:
         add = Results.add

@@ -1,4 +1,4 @@
-"""What evaluations of the test-size model are told, and a row of RULER's own data."""
+"""Arguments of evaluations of the test-size model, and a row of RULER's own data."""
 
 from kvjax.builtin import builtin_model
 
@@ -7,6 +7,6 @@ SMALL = [*TEST_MODEL, "--context", "126", "--samples", "3", "--chunk", "32", "--
 
 
 def fact(number):
-    """A row of RULER's own data, of about 100 tokens."""
+    """Return a row of RULER's own data, of about 100 tokens."""
     text = f"The owl of house {number} is grey and sits on a branch.\nQuestion: Is the owl grey?\nAnswer:"
     return {"input": text, "outputs": ["e"], "length": 9}

@@ -1,4 +1,4 @@
-"""What heads hold by the paper's plans, call by call: the oracle of measured footprints."""
+"""The entries that heads hold by the paper's plans, call by call. Measured footprints are tested against them."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from kvjax.evaluate.footprint import Occupancy
 
 
 def call_sizes(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
-    """Tokens of each call: a prompt in chunks, then `output` tokens one by one."""
+    """Return the tokens of each call: a prompt in chunks, then `output` tokens one by one."""
     whole, rest = divmod(prompt, chunk)
     return np.array([chunk] * whole + [rest] * (rest > 0) + [1] * output)
 
 
 def streaming_head(prompt: int, output: int, chunk: int, *, sink: int, window: int) -> Occupancy:
-    """A head that holds its first `sink` tokens and the last `window` before each call."""
+    """Return a head that holds its first `sink` tokens and the last `window` before each call."""
     tokens = call_sizes(prompt, output, chunk)
     before = np.cumsum(tokens) - tokens
     local = np.minimum(before, window)
@@ -25,17 +25,17 @@ def streaming_head(prompt: int, output: int, chunk: int, *, sink: int, window: i
 def evicting_head(
     prompt: int, output: int, chunk: int, *, share: float = 1.0, observed: int = 64
 ) -> Occupancy:
-    """A head that keeps a `share` of each prefill chunk and, as the paper charges it, `observed` entries more."""
+    """Return a head that keeps a `share` of each prefill chunk and `observed` entries more, as the paper charges it."""
     tokens = call_sizes(prompt, output, chunk)
     prefill = len(tokens) - output
-    # half to even, as the paper's code rounds
+    # the paper's code rounds half to even, too
     stays = np.minimum(np.round(share * tokens).astype(int) + observed, tokens)
     stays[prefill:] = 1
     return Occupancy((np.cumsum(stays) - stays).astype(float), tokens)
 
 
 def mean_head(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
-    """The mean head where each share of the heads is of one kind; the shares add up to 1."""
+    """Return the mean head where each share of the heads is of one kind. The shares add up to 1."""
     first = parts[0][1]
     return Occupancy(
         np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.passing
@@ -43,5 +43,5 @@ def mean_head(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
 
 
 def final(head: Occupancy) -> float:
-    """The entries of the last call, before any compaction after it, over those of full attention."""
+    """Return the entries of the last call, before any compaction after it, over those of full attention."""
     return float((head.held + head.tokens)[-1] / head.length)

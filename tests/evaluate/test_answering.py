@@ -1,4 +1,4 @@
-"""Answers against plain attention over the whole line."""
+"""Tests of answers against plain attention over the whole line."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def contexts():
 
 
 class Counted(Pace):
-    """How many tokens were added."""
+    """A pace that also counts the tokens that were added."""
 
     tokens = 0
 
@@ -38,13 +38,13 @@ class Counted(Pace):
 
 
 def said_by_attention(model, line, count):
-    """The most likely next token after each of the last `count` tokens."""
+    """Return the most likely next token after each of the last `count` tokens."""
     padded = np.pad(line, (0, LINE - line.size))
     return logits(model, [padded])[0, line.size - count : line.size].argmax(-1)
 
 
 def test_answers_are_those_of_plain_attention(model, contexts):
-    """Questions of several lengths at once: two that the model answers itself, one that is given a text."""
+    """The questions have several lengths: the model answers two itself, and one is given a text."""
     policy, pace = make_policy("full", model=model), Counted()
     cache = prefill(model, contexts, policy=policy, max_new_tokens=20)
     prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 12, 2)]
@@ -55,7 +55,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     ]
     records = {"pace": pace, "watch": Stopwatch()}
     with footprint_log() as log:
-        for _ in range(2):  # the cache comes back as it was
+        for _ in range(2):  # the cache is returned unchanged
             said, cache = answer(model, policy.compile(model), cache, questions, stop=(), **records)
     for row in (0, 1):
         tokens = said[row].tokens
@@ -64,7 +64,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     line = np.concatenate([contexts[2], prompts[2], text[:-1]])
     np.testing.assert_array_equal(said[2].tokens, said_by_attention(model, line, 5))
     assert np.sum([call.tokens for call in log], 0).tolist() == [2 * 5, 2 * 16, 2 * 6]
-    assert pace.tokens == 2 * 8 * 3  # two blocks of four steps, all rows
+    assert pace.tokens == 2 * 8 * 3  # all sequences ran two blocks of four steps
     assert pace.per_second > 0
 
 
@@ -77,7 +77,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     ],
 )
 def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, slides, monkeypatch):
-    """The same is said, and the same was held at every step."""
+    """The answers and the entries held at every step are the same."""
     model = sliding_model() if slides else model
     made = {
         "full": {},
@@ -113,7 +113,7 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, s
     assert again[0] == said
     np.testing.assert_array_equal(again[1], held)
     np.testing.assert_array_equal(again[2], ran)
-    assert again[3] == 3 * 8  # a speed is that of the whole batch
+    assert again[3] == 3 * 8  # only the steps of the whole batch count for the speed
 
 
 def test_an_answer_ends_before_its_stop_token(model, contexts):

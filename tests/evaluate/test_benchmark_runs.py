@@ -1,4 +1,4 @@
-"""A whole evaluation on rows of SCBench and LongBench: their cells, and what the report says of them."""
+"""Tests of a whole evaluation on rows of SCBench and LongBench: their results, and the report about them."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.tasks.benchmark_inputs import longbench_row, turn, write
 
 @pytest.mark.slow
 def test_questions_in_turn_and_cut_contexts(tmp_path):
-    """What is expected of a model that writes ASCII: some letter, or a sign that it has none of."""
+    """The model writes ASCII, so the expected answer is a letter, which it writes, or a sign that it never writes."""
     facts = "The owl is grey and sits on a branch of the old tree. " * 4
     turns = [turn("Is it?", "e"), turn("Is it not?", "§")]
     row = {"id": 0, "context": facts, "multi_turns": turns}

@@ -1,4 +1,4 @@
-"""Gates that are compared: at their own τ, λ swept, and with τ searched; what the results say of it."""
+"""Tests of gates that are compared at their own τ, with λ swept, and with τ searched, and of what the results state."""
 
 import dataclasses
 import json
@@ -28,14 +28,14 @@ from tests.tiny_models import tiny_gates, tiny_model
 
 SMALL = [*whole_run.SMALL, "--budgets", "0.3", "0.8", "--tasks", "needle"]
 OWN = {"large": (0.02, 0.3), "small": (0.16, 0.9)}
-"""λ and τ of two gates."""
+"""λ and τ of two sets of gates."""
 RATES = {"large": 0.9, "small": 0.4}
-"""What they are said to let in."""
+"""The admission rate in the description of each set of gates."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The folder that holds both."""
+    """Return the folder that holds both sets of gates."""
     parent, model = tmp_path_factory.mktemp("gates"), load_model(builtin_model("test_model"))
     for name, (weight, tau) in OWN.items():
         rate = np.full((2, 4), RATES[name]).tolist()
@@ -92,7 +92,7 @@ def test_tau_is_searched_with_the_gates_of_the_nearest_size_and_written_down(eva
 def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
     scores, arguments, folders, tmp_path, monkeypatch
 ):
-    """On contexts that are neither compared nor what τ is searched on; of equals the nearer."""
+    """They answer contexts that are neither compared nor used to search τ. Of equal gates the nearer are compared."""
     small, large = (str(folders / name) for name in ("small", "large"))
     asked = [*arguments, "--policies", "wgkv:calibrated", "--budgets", "0.3", "--out", str(tmp_path / "run")]
     (task,) = sized_tasks(parse(asked))
@@ -161,7 +161,7 @@ def test_gates_are_told_apart_by_lambda(folders, tmp_path):
 @pytest.mark.thorough
 def test_an_eviction_over_gates_takes_the_most_selective_that_let_in_enough(arguments, folders, tmp_path):
     large, small = (str(folders / name) for name in OWN)
-    # of 104 tokens: 4 of the window and 0.4 or 0.9 of the others
+    # of 104 tokens, the gates keep the window's 4 and 0.4 or 0.9 of the others
     for ratio, right in ((0.3, small), (0.42, small), (0.43, large), (0.9, large), (0.95, large)):
         assert most_selective([large, small], ratio, tokens=104) == right
     unsaid = tmp_path / "unsaid"
@@ -177,7 +177,7 @@ def test_an_eviction_over_gates_takes_the_most_selective_that_let_in_enough(argu
 
 
 def test_gates_that_cannot_meet_a_budget_leave_it_to_the_others(folders, tmp_path):
-    """A window of 60 holds more than three tenths of 126 tokens; it is found out before anything is measured."""
+    """A window of 60 holds more than three tenths of 126 tokens. This is found before anything is measured."""
     wide = tmp_path / "wide"
     described = {"tau": 0.3, "window": 60, "rate": np.full((2, 4), 0.5).tolist(), "lambda": 0.01}
     save_gates(wide, tiny_gates(load_model(builtin_model("test_model"))), described)
@@ -214,7 +214,7 @@ def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
 
 @pytest.mark.thorough
 def test_files_of_the_authors_are_gates_too(tmp_path):
-    """Each of its own method; what they do not say, no policy that needs it gets."""
+    """Each file gives gates to its own method."""
     sizes = {"layers": 2, "kv_heads": 4}
     ours, _ = write_published(tmp_path / "fast.pt", **sizes, group=1, width=64)
     theirs = tmp_path / "write.pt"
@@ -262,7 +262,7 @@ def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model)
     policy = make_policy("wgkv:window=4", model=model, gates=tiny_gates(model))
 
     def search(least, own):
-        """Gates that keep `own` below a τ of .5, and `least` above it."""
+        """Return a search over gates that keep `own` below a τ of 0.5, and `least` above it."""
         return TauSearch(policy, lambda p: own if float(p.admission.tau) < 0.5 else least)
 
     searches = {"large": search(0.3, 0.35), "small": search(0.1, 0.9), "none": search(0.0, 0.0)}
@@ -273,6 +273,6 @@ def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model)
     assert float(found["small"].admission.tau) > 0.5
     with pytest.raises(UserError, match=r"wgkv keeps at least 0\.300"):
         nearest({"large": searches["large"]}, 0.1)
-    # a size that jumps past what is wanted: the nearest
+    # the size jumps past the wanted one, so the nearest is taken
     assert float(search(0.3, 0.9).to(0.7).admission.tau) < 0.5
     assert float(search(0.3, 0.9).to(0.4).admission.tau) > 0.5

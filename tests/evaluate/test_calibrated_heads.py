@@ -1,4 +1,4 @@
-"""Static rivals: what heads are worth, and what is chosen on calibration contexts."""
+"""Tests of static rivals: how heads are ranked, and which pattern is chosen on calibration contexts."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_an_order_is_kept_as_a_pattern_folder_and_measured_once(tmp_path):
     weights, sink, window, *_ = read_pattern(tmp_path / "one_whole")
     np.testing.assert_array_equal(weights, first["one whole"])
     assert (sink, window) == (SINK, 16)
-    (tmp_path / "one_streaming" / "config.json").unlink()  # as a run leaves it that was killed there
+    (tmp_path / "one_streaming" / "config.json").unlink()  # a run that was killed here leaves it like this
     run = Additive()
     again = orders(run, SHAPE, 16, tmp_path)
     assert len(run.asked) == 6
@@ -60,13 +60,13 @@ def test_an_order_is_kept_as_a_pattern_folder_and_measured_once(tmp_path):
 
 
 def test_more_heads_are_measured_on_fewer_contexts():
-    """The built-in model's 12, SmolLM2-135M's 90 and Llama-3.1-8B's 256."""
+    """The built-in model has 12 heads, SmolLM2-135M 90 and Llama-3.1-8B 256."""
     assert [default_contexts(heads, 1024) for heads in (12, 90, 256)] == [10, 2, 2]
 
 
 @pytest.mark.parametrize("entries", [40.0, 150.0, 400.0])
 def test_sizes_are_met(entries):
-    """Entries of a context of 1000 tokens: whole heads, and sinks with a ring of window − 1 in the others."""
+    """In a context of 1000 tokens, whole heads hold all entries, and the others the sinks and window − 1 tokens."""
     for sink in (x for x in SINKS if x < entries):
         streaming = sink_and_window(SHAPE, entries=entries, sink=sink)
         assert streaming.sink + streaming.window - 1 == entries
@@ -78,8 +78,8 @@ def test_sizes_are_met(entries):
 
 
 def test_a_narrow_window_leaves_room_for_a_whole_head():
-    """Of 12 heads one whole takes (1024 + 11 × 7) / 12 = 91.75 entries of each at 4 sinks and a window of 4; at a
-    window of 16 it would take 102.75."""
+    """If one of 12 heads is whole, a head takes (1024 + 11 × 7) / 12 = 91.75 entries on average at 4 sinks and a window
+    of 4. At a window of 16 it would take 102.75."""
     weights = np.arange(12.0).reshape(3, 4)
 
     def whole(entries, window):
@@ -97,7 +97,7 @@ def test_a_narrow_window_leaves_room_for_a_whole_head():
 
 
 def test_the_order_is_chosen_once_more_at_the_end():
-    """One that is worse where two heads are whole, as at the narrowest window, and better where one is."""
+    """One order is worse where two heads are whole, as at the narrowest window, and better where one head is."""
 
     def run(whole, sink, window):
         alone = whole.sum() == 1
@@ -109,7 +109,7 @@ def test_the_order_is_chosen_once_more_at_the_end():
 
 
 def test_the_best_order_then_sinks_then_window_are_chosen():
-    """Right answers decide, the loss where they are equal."""
+    """Right answers decide, or the loss where they are equal."""
     best = whole_heads(WORTH, entries=400.0, context=1000, window=64, sink=64)
 
     def run(whole, sink, window):
@@ -133,7 +133,7 @@ def test_the_best_order_then_sinks_then_window_are_chosen():
 
 @pytest.mark.thorough
 def test_on_recall_the_measured_order_is_far_better_than_the_gates():
-    """At .141 the gates' rates answer a twentieth, record heads first a third."""
+    """At a ratio of 0.141, the order of the gates' rates answers a twentieth, and record heads first answer a third."""
     model, task = load_model("builtin"), builtin_task(Recall)
     rates = np.array(load_gates("builtin", model)[1]["rate"])
     seen, others = ([task.sample(first + i, 512) for i in range(4)] for first in (100, 200))
@@ -153,7 +153,7 @@ def test_on_recall_the_measured_order_is_far_better_than_the_gates():
 
 @pytest.mark.thorough
 def test_an_evaluation_says_which_order_it_took_and_the_pattern_may_be_read_back(tmp_path):
-    """Without gates: sinks, windows and the order come from calibration alone."""
+    """There are no gates, so sinks, windows and the order come from calibration alone."""
     model, folder = builtin_model("test_model"), tmp_path / "run"
     sizes = ["--context", "126", "--chunk", "32", "--samples", "12", "--batch", "4", "--order-contexts", "2"]
     asked = ["--policies", "head_pattern:calibrated", "--budgets", "0.5", "--tasks", "needle"]

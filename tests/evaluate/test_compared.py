@@ -1,4 +1,4 @@
-"""The policies that are compared: each can be made for a budget, and budgets share programs."""
+"""Tests of the policies that are compared: each can be made for a budget, and budgets share programs."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_ga
 
 
 class Tokenizer:
-    """Every text in three tokens."""
+    """A tokenizer that encodes every text in three tokens."""
 
     def __call__(self, text, **options):
         return {"input_ids": [1, 2, 3]}
@@ -50,7 +50,7 @@ def gates(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gates_of(model, gates, tmp_path_factory):
-    """The folder of gates that a policy takes."""
+    """Return a function that returns the folder of the gates that a policy takes."""
     folder = tmp_path_factory.mktemp("fast_kvzip")
     fast_kvzip.save_gates(folder, tiny_sink_gates(model), {"opening": [1, 2, 3, 4, 5]})
     scorers = tmp_path_factory.mktemp("kvpop")
@@ -75,7 +75,7 @@ EVERY = (
 
 
 def sizing_of(one, model, ratio, gates_of):
-    """Of a context, or of a contest's longer answers."""
+    """Return the sizing for a context, or for a contest's longer answers."""
     tokens, shortest = (1024, 1024) if one.decodes else (128, 120)
     return Sizing(model, ratio, tokens, shortest, 32, 4, gates_of(one), tokenizer=Tokenizer)
 
@@ -88,7 +88,7 @@ def test_a_budget_is_met_and_another_is_the_same_program(text, model, gates_of):
     ]
     small = policies[0]
     if text.startswith(("streaming_llm", "head_pattern")):
-        # the budget is a window's width
+        # the budget sets the width of the window
         means = [p.expected_entries(128, 1).mean() for p in policies]
         assert means == pytest.approx([32, 64], abs=1)
         return
@@ -191,7 +191,8 @@ def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):
 
 
 def test_what_is_read_together_reads_alike(model, gates_of):
-    """But for what looks at tokens or counts: the same window and admission, at every budget."""
+    """Policies that are read together have the same window and admission at every budget. Only observation and counts
+    may differ."""
     alike: dict[object, list[Any]] = {}
     names: dict[object, set[str]] = {}
     for text, ratio in itertools.product(EVERY, (0.25, 0.5)):
@@ -252,7 +253,7 @@ def test_of_those_compared_by_default_only_those_with_gates_are(model, tmp_path)
 
 
 def test_a_budget_is_checked_against_the_shortest_context(model, gates):
-    # 0.25 · 40 hold a window's 8, 0.25 · 20 do not
+    # 0.25 · 40 entries hold the window's 8 entries, 0.25 · 20 do not
     one = compared_of("wgkv+snapkv")
     budget_policy(one, Sizing(model, 0.25, 128, 40, 32, 4, gates))
     with pytest.raises(UserError, match="does not hold its window of 9"):
@@ -260,7 +261,7 @@ def test_a_budget_is_checked_against_the_shortest_context(model, gates):
 
 
 def test_learned_heads_are_whole_in_their_order_as_far_as_the_budget_goes(model, tmp_path):
-    """Of those that stream the sinks are the folder's, the window at least the folder's."""
+    """Streaming heads have the folder's sinks, and a window of at least the folder's."""
     weights = np.random.default_rng(0).permutation(12).reshape(3, 4) - 6.0
     write_pattern(tmp_path, weights, 3, 9, sparsity=0.7)
     one, counts = compared_of(f"head_pattern:gates={tmp_path}"), []
@@ -276,7 +277,7 @@ def test_learned_heads_are_whole_in_their_order_as_far_as_the_budget_goes(model,
 
 
 def test_a_pattern_with_a_sparsity_is_taken_as_it_is(model, tmp_path):
-    """Its order, sinks and window, whatever the budget."""
+    """The order, sinks and window of the pattern are used, whatever the budget."""
     shape = model.config.num_layers, model.config.num_kv_heads
     weights = np.arange(float(np.prod(shape))).reshape(shape)
     write_pattern(tmp_path, weights, 3, 9, sparsity=0.5)
@@ -295,7 +296,7 @@ def test_a_table_of_0_and_1_is_ranked_for_no_budget(model, tmp_path):
 
 
 def brought(*, model: Any = None, pool: int = 5) -> Policy:
-    """Another package's."""
+    """Return a policy, as a function of another package would."""
     return make_policy("full", model=model)
 
 
@@ -321,7 +322,7 @@ def brought(*, model: Any = None, pool: int = 5) -> Policy:
     ],
 )
 def test_what_means_nothing_is_one_line(text, says):
-    """Before there is a model."""
+    """The policy is refused before there is a model."""
     with pytest.raises(UserError) as caught:
         compared_of(text)
     assert says in str(caught.value)

@@ -1,4 +1,4 @@
-"""Settings that follow from others."""
+"""Tests of the options of an evaluation, and of defaults that follow from other options."""
 
 import re
 import shlex

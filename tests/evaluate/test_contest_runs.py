@@ -1,4 +1,4 @@
-"""Whole evaluations on contests: their cells, that finished ones are kept, what the report says, what is refused."""
+"""Tests of whole evaluations on contests: their results, which are kept once finished, the report, and refusals."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from kvjax.evaluate.results import read_results
 from tests.evaluate.whole_run import lines, without_speeds
 
 LENGTH = 140
-"""Of a prompt 75, and of an answer 65: one token and one block."""
+"""Length of a prompt of 75 tokens and an answer of 65, which is one token and one block."""
 POLICIES = ["full", "streaming_llm", "r_kv:when=position,every=16,observed=4"]
 SAID = "temperature 0.7, top-p 0.8, top-k 20"
 
@@ -45,7 +45,7 @@ def evaluated(data, tmp_path_factory):
 
 
 def rewritten(folder, out, **scores):
-    """A copy of the folder whose cells have these scores, and a standard error of 0.05."""
+    """Return a copy of the folder whose results have these scores, and a standard error of 0.05."""
     shutil.copytree(folder, out)
     cells = lines(folder)
     for cell in cells:
@@ -71,7 +71,7 @@ def test_every_cell_says_what_was_drawn_and_held(evaluated):
         assert cell["drawn"]["cut"] + cell["drawn"]["without"] == 1
         assert cell["published"]
     assert (full["budget"], full["footprint"], full["kv_ratio"]) == (1.0, 1.0, 1.0)
-    # a quarter of the length; an eviction holds up to 16 more
+    # the budget is a quarter of the length, and an eviction holds up to 16 more
     assert 35 / LENGTH < streaming["peak_kv"] < 0.5
     assert streaming["kv_ratio"] < 0.5
     assert evicting["footprint"] < 1
@@ -93,7 +93,7 @@ def test_answers_are_there_to_be_read(evaluated):
 
 @pytest.mark.slow
 def test_a_finished_cell_is_kept(data, evaluated, tmp_path):
-    """The last one is taken away, and only that is drawn again, to the same."""
+    """The last result is removed, and only that is drawn again and comes out the same."""
     out = shutil.copytree(evaluated, tmp_path / "run")
     known = (out / "results.jsonl").read_text().splitlines(keepends=True)
     (out / "results.jsonl").write_text("".join([known[0].replace('"score": 0.0', '"score": 1.0'), known[1]]))
@@ -120,7 +120,7 @@ def test_the_report_has_pass_at_1_and_relative_recovery(data, evaluated, tmp_pat
 
 @pytest.mark.slow
 def test_the_dense_model_may_be_another_run_s(data, evaluated, tmp_path):
-    """KVPOP's is the model before it had a small cache."""
+    """For KVPOP, the dense model is the model before it had a small cache."""
     dense = rewritten(evaluated, tmp_path / "dense", full=0.8, streaming_llm=0.1, r_kv=0.1)
     out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv=0.4)
     main(command(data, out, "--dense", str(dense)))
@@ -142,7 +142,8 @@ def test_the_dense_model_may_be_another_run_s(data, evaluated, tmp_path):
 
 
 def test_recovery_over_several_contests_is_that_of_the_mean(evaluated):
-    """As in KVPOP's Table 1: 0.80 is the mean of its row over that of the dense model, as 0.12 is StreamingLLM's."""
+    """The numbers are those of KVPOP's Table 1: the mean of a row over that of the dense model is 0.80 for KVPOP and
+    0.12 for StreamingLLM."""
     cell = read_results(evaluated / "results.jsonl")["full", 1.0, "aime_2024", LENGTH]
     names = "aime_2024", "aime_2025", "hmmt_feb_2025", "hmmt_nov_2025"
 
@@ -171,7 +172,7 @@ def test_recovery_over_several_contests_is_that_of_the_mean(evaluated):
 
 @pytest.mark.thorough
 def test_several_contests_stand_side_by_side(data, evaluated, tmp_path):
-    """With the recovery of their mean; the cells of the second are those of the first here."""
+    """The table has the recovery of their mean. Here the second contest's results are made from those of the first."""
     out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv=0.4)
     known = lines(out)
     both = known + [cell | {"task": "aime_2025", "score": cell["score"] / 2} for cell in known]

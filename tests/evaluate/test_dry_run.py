@@ -1,4 +1,4 @@
-"""`--dry-run`: a wrong configuration is one line, and a right one says how much it would measure."""
+"""Tests of `--dry-run`: a wrong configuration is one line, and for a right one it prints how much would be measured."""
 
 import pytest
 
@@ -31,7 +31,8 @@ def test_every_comparison_passes(name, tmp_path, capsys):
 
 
 def test_it_says_how_much_would_be_measured(capsys):
-    """A prompt-end eviction is read once for all its budgets and with the full cache, one by chunks for each budget."""
+    """Contexts are read once for the full cache and all budgets of a prompt-end eviction, and once for each budget of
+    an eviction by chunks."""
     args = [
         "--policies",
         "full",

@@ -1,4 +1,4 @@
-"""The KV footprint against the paper's worked numbers and a cache simulated token by token."""
+"""Tests of the KV footprint against the paper's worked numbers and a cache simulated token by token."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def sparse(share, chunk, kept=1.0):
 
 
 def test_the_small_example():
-    """8 prompt and 2 new tokens, chunks of 4, sink 1, window 2."""
+    """The example has 8 prompt and 2 new tokens, chunks of 4, one sink and a window of 2."""
     local, full = streaming_head(8, 2, 4, sink=1, window=2), evicting_head(8, 2, 4)
     assert local.total == 40
     assert (local.held + local.tokens).tolist() == [4, 7, 4, 4]
@@ -36,7 +36,7 @@ def test_the_small_example():
 
 
 def test_eight_steps_that_hold_26_entries():
-    """Figure 1's fraction: whatever is held, full attention holds 36."""
+    """The fraction is that of Figure 1, where full attention holds 36 entries."""
     held = np.array([0, 1, 2, 2, 2, 3, 4, 4.0])
     assert Occupancy(held, np.ones(8, int)).footprint == pytest.approx(26 / 36)
 
@@ -93,7 +93,7 @@ def test_where_a_sweep_crosses():
 
 
 def test_a_real_cache_is_measured_step_by_step():
-    """The small example's streaming heads, and a shorter sequence beside them that stops when the longer one does."""
+    """The streaming heads of the small example run with a shorter sequence, which stops when the longer one does."""
     model = unnormed()
     policy = make_policy("streaming_llm:sink=1,window=3", model=model)
     prompts = [np.arange(8), np.arange(6)]
@@ -110,7 +110,7 @@ def test_a_real_cache_is_measured_step_by_step():
 
 
 def check_plan(policy, planned):
-    """8 prompt and 2 new tokens in chunks of 4, by a real cache."""
+    """Assert that a real cache holds what is planned for 8 prompt and 2 new tokens in chunks of 4."""
     model = unnormed()
     sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
     with footprint_log() as log:
@@ -147,14 +147,15 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
         )
     assert len(log) == 5
     found = occupancy(asked, 0)
-    # chunks of 8, 8 and 4, a patch of 4 behind the first two; half of each whole chunk stays, of the last the window
+    # the chunks have 8, 8 and 4 tokens, and the first two are followed by a patch of 4; half of each whole chunk stays,
+    # and the window of the last
     assert found.tokens.tolist() == [8, 4, 8, 4, 4, 2, 1]
     assert found.held.tolist() == [0, 8, 4, 12, 8, 12, 14]
     assert found.passing is not None
     assert found.passing.tolist() == [False, True, False, True, False, False, False]
     assert found.length == 23
     assert found.peak == 16 / 23
-    # the sums of each call's steps by hand: 1 … 8, 5 … 12, 9 … 12, 13 and 14, 15; the patches' 9 … 12 and 13 … 16
+    # these are the sums of each call's steps: 1 … 8, 5 … 12, 9 … 12, 13 and 14, 15; the patches have 9 … 12 and 13 … 16
     own, patches = 36 + 68 + 42 + 27 + 15, 42 + 58
     assert found.total == own
     assert found.footprint == pytest.approx(own / (23 * 24 / 2))
@@ -162,7 +163,7 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
 
 
 def test_calls_are_passing_if_later_ones_take_their_places():
-    """Of the first sequence two calls behind a prompt of 8 look at it, and two more read nothing new."""
+    """In the first sequence, two calls after a prompt of 8 tokens observe it, and later calls take their places."""
     log = [
         Call(np.zeros(2), np.array(seen), np.array(tokens))
         for seen, tokens in (

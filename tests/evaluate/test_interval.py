@@ -1,4 +1,4 @@
-"""Intervals of scores: independent answers, answers about shared contexts, and how often the truth lies inside."""
+"""Tests of score intervals: independent answers, answers that share contexts, and how often the truth lies inside."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def test_answers_that_are_the_same_within_a_context_count_once():
     assert mean_interval([6.0, 0.0, 6.0, 6.0], [6] * 4) == pytest.approx(
         mean_interval([1.0, 0.0, 1.0, 1.0], [1] * 4)
     )
-    # contexts that all have half right tell as much as independent answers, and no more
+    # contexts that all have half of their answers right tell as much as independent answers, and no more
     apart, alike = mean_interval([3.0] * 8, [6] * 8), mean_interval([6.0, 0.0] * 4, [6] * 8)
     assert alike[0] < apart[0] < 0.5 < apart[1] < alike[1]
 
@@ -35,7 +35,7 @@ def test_the_truth_lies_inside_nineteen_times_of_twenty():
     rng = np.random.default_rng(0)
     inside = 0
     for _ in range(2000):
-        # half of the contexts are easy, half of them hard: 0.7 on average
+        # half of the contexts are easy and half are hard, so that the mean is 0.7
         p = rng.choice([0.5, 0.9], size=12)
         low, high = mean_interval(rng.binomial(4, p).astype(float).tolist(), [4] * 12)
         inside += low <= 0.7 <= high

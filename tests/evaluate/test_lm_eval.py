@@ -1,4 +1,4 @@
-"""lm-eval's adapter against plain attention, and against the scores of continuations one token at a time."""
+"""Tests of lm-eval's adapter against plain attention, and against continuations scored one token at a time."""
 
 import json
 import warnings
@@ -46,7 +46,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def harness(model, tokenizer):
-    """Makes the adapter of a policy."""
+    """Return a function that makes the adapter of a policy."""
 
     def make(policy, batch_size=3):
         return KVJaxLM(kvjax.LLM(model, policy, tokenizer=tokenizer), batch_size=batch_size)
@@ -59,7 +59,8 @@ def asked(arguments):
 
 
 def attention_scores(model, context, continuation):
-    """Log-probabilities of a continuation's tokens and the most likely tokens in their places, by plain attention."""
+    """Return the log-probabilities of a continuation's tokens and the most likely tokens in their places, by plain
+    attention."""
     found = logits(model, [[*context, *continuation[:-1]]])[0, -len(continuation) :].astype(np.float64)
     found -= np.logaddexp.reduce(found, -1, keepdims=True)
     return found[np.arange(len(continuation)), continuation], found.argmax(-1)
@@ -84,7 +85,7 @@ def test_the_models_own_continuation_is_greedy(harness):
 
 
 GUIDED = {"snapkv": {"entries": 8, "observed": 4, "observers": [65, 66, 67]}}
-"""Its own tokens look at the context, in place of the context's last ones."""
+"""A policy whose own tokens observe the context, in place of the context's last tokens."""
 
 
 @pytest.mark.parametrize("policy", [SNAPKV, GUIDED, "keydiff:ratio=0.3", "streaming_llm:sink=2,window=6"])
@@ -176,7 +177,8 @@ def test_chats_are_rendered_by_the_tokenizers_template(harness, tokenizer):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_harness_evaluates_a_local_task(harness, tmp_path):
-    """Eight questions with two choices each, of which the model's more likely one is called right."""
+    """There are eight questions with two choices each. The more likely choice is labelled right, except for the first
+    question."""
     one = harness(SNAPKV)
     questions = [f"{STORY} Question {n}:" for n in range(8)]
     choices = ["yes", "maybe"]

@@ -1,4 +1,5 @@
-"""Problems answered at length, several draws of each: what is right, what is held, and that draws repeat."""
+"""Tests of problems answered at length, with several draws of each: their scores, their footprints, and that draws
+repeat."""
 
 import dataclasses
 import math
@@ -22,18 +23,18 @@ MANNER = Manner(batch=6, page_size=4)
 
 @pytest.fixture(scope="module")
 def model():
-    """One that stops at two of its 61 tokens."""
+    """Return a model that stops at two of its 61 tokens."""
     return tiny_model(eos_ids=ENDS)
 
 
 def concluded(tokens):
-    """An answer's last token is what it comes to, a small one being none."""
+    """Return an answer's last token as its conclusion, or None if that token is small."""
     return str(tokens[-1]) if len(tokens) and tokens[-1] > 30 else None
 
 
 @pytest.fixture(scope="module")
 def problems():
-    """A right answer ends in an odd token."""
+    """Return problems whose right answers end in an odd token."""
     rng = np.random.default_rng(3)
     return [
         Sample(
@@ -56,7 +57,7 @@ def full(model, problems):
 
 
 def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
-    """Worked out from the answers, which are those of `generate` with each one's seed."""
+    """The score is computed from the answers, which equal those of `generate` with each answer's seed."""
     right, cut, without = np.zeros((4, 3)), 0, 0
     for index, problem in enumerate(problems):
         for draw in range(3):
@@ -76,7 +77,7 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
         f"problem {size}": own.mean() for size, own in zip((11, 14, 7, 12), right, strict=True)
     }
     assert full.answers == 12
-    # of each problem's mean the variance is that of its draws (ddof 1) over their number
+    # the variance of each problem's mean is that of its draws (ddof 1) over their number
     error = math.sqrt((right.var(1, ddof=1) / 3).sum()) / 4
     assert full.drawn.error == pytest.approx(error)
     assert (full.drawn.draws, full.drawn.cut, full.drawn.without) == (3, cut / 12, without / 12)
@@ -107,7 +108,7 @@ def test_one_draw_has_no_error(model, problems):
 
 
 def test_an_answer_that_is_cut_off_is_wrong(model, problems):
-    """Whatever it says so far."""
+    """It is wrong even if the scorer calls it right."""
     always = [
         dataclasses.replace(
             one, questions=(dataclasses.replace(one.questions[0], scorer=lambda tokens: 1.0),)
@@ -121,7 +122,8 @@ def test_an_answer_that_is_cut_off_is_wrong(model, problems):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("kvpop", marks=pytest.mark.thorough), "streaming_llm"])
 def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
-    """Each query step over what is stored: no more than the budget, of sinks, ring and the best between."""
+    """Each query step is charged for the stored entries: the sinks, the local window and the best between them, which
+    are no more than the budget."""
     budget = 12
     policy = {
         "kvpop": lambda: make_policy(
@@ -136,9 +138,9 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
     footprints, held, seen = [], 0, 0
     for index, (said,) in enumerate(found.outputs):
         prompt = len(problems[index // 3].context)
-        # what is drawn last is not run; a stop token is not among what was said
+        # the token drawn last is not run, and a stop token is not in the output
         tokens = prompt + min(len(said), LENGTH - 14 - 1)
-        # a prompt is read in one call, over itself
+        # a prompt is read in one call, in which it attends to itself
         steps = prompt * (prompt + 1) / 2 + sum(min(n, budget - 1) + 1 for n in range(prompt, tokens))
         footprints.append(steps / (tokens * (tokens + 1) / 2))
         held, seen = held + min(tokens, budget - 1), seen + tokens
@@ -152,7 +154,7 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
 
 
 def test_an_eviction_while_decoding_keeps_its_budget(model, problems):
-    """At every eighth token of a sequence."""
+    """The eviction runs at every eighth token of a sequence."""
     policy = make_policy("r_kv:entries=16,when=position,every=8,observed=4", model=model)
     found = measure_drawn(model, policy, problems, DRAWING, MANNER)
     held, seen = 0, 0

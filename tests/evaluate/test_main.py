@@ -1,4 +1,4 @@
-"""What the command refuses: one line each, before anything is run."""
+"""The command refuses wrong options in one line each, before anything is run."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from tests.tiny_models import tiny_gates
 
 @pytest.fixture(scope="module")
 def ruler_data(tmp_path_factory):
-    """RULER's own data: rows that cannot be cut, that are too long, and that lack a field."""
+    """Return a folder of RULER's own data, with rows that cannot be cut, that are too long, and that lack a field."""
     folder = tmp_path_factory.mktemp("ruler")
     rows = {
         "vt": {"input": "no question " * 30, "outputs": ["1"]},
@@ -86,7 +86,7 @@ def ruler_data(tmp_path_factory):
     ],
 )
 def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
-    """Before weights are read."""
+    """They are named before weights are read."""
     monkeypatch.setattr("kvjax.models.load_model", None)
     policies = [] if "--policies" in args else ["--policies", "full"]
     tasks = [] if "--tasks" in args else ["--tasks", "needle"]

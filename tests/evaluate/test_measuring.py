@@ -1,5 +1,5 @@
-"""What is answered from a cache that was filled before the questions came, or with them in sight; and texts that are
-given: agreement with the full cache and perplexity, against attention recomputed densely."""
+"""Tests of answers from a cache that was filled before the questions were known, or with them known. For texts that are
+given, agreement with the full cache and perplexity are compared with densely recomputed attention."""
 
 import dataclasses
 import itertools
@@ -27,10 +27,10 @@ from tests.tiny_models import tiny_model
 
 CONTEXT, RATIO = 512, 0.2
 MANNER = Manner(chunk=128, capacity=1152)
-"""Of the built-in model's samples."""
+"""The manner of measuring the built-in model's samples."""
 TEXT_RATIO = 0.25
 LENGTHS = (41, 48, 56)
-"""Of the texts that are given."""
+"""Lengths of the texts that are given."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def model():
 
 
 def greedy(model, context, prompt, tokens):
-    """Greedy tokens after context and prompt, by plain attention over a padded line."""
+    """Return greedy tokens after context and prompt, by plain attention over a padded line."""
     line = np.concatenate([context, prompt])
     for _ in range(tokens):
         padded = np.pad(line, (0, 40 - line.size))
@@ -48,7 +48,7 @@ def greedy(model, context, prompt, tokens):
 
 
 def test_answers_are_scored_against_what_the_model_says(model):
-    """Half of the expected answers are what the full model would say; the others differ in one token."""
+    """Half of the expected answers are the full model's own, and the others differ in one token."""
     rng = np.random.default_rng(0)
     samples = []
     for _ in range(4):
@@ -68,8 +68,8 @@ def test_answers_are_scored_against_what_the_model_says(model):
 
 @pytest.mark.parametrize("conversation", [False, True])
 def test_questions_are_asked_by_themselves_or_in_turn_as_many_as_there_are(model, conversation):
-    """A batch of three questions and of one; in turn each follows what was asked and said before, which is what the
-    model would say next."""
+    """One sample of the batch has three questions, and the other has one. In a conversation, each question follows the
+    earlier questions and the model's answers to them."""
     rng = np.random.default_rng(1)
     samples, wanted = [], []
     for count in (1, 3):
@@ -93,7 +93,7 @@ def test_questions_are_asked_by_themselves_or_in_turn_as_many_as_there_are(model
 
 @pytest.mark.thorough
 def test_a_capacity_and_biases_last_while_questions_are_answered(model):
-    """The answers are those of a run that goes on without a break."""
+    """The answers equal those of a run without a break between context and question."""
     rng = np.random.default_rng(1)
     policy = delayed(window=6, max_entries=5, delay=2, biased=True)
     samples = [
@@ -139,14 +139,14 @@ def builtin():
     ids=lambda kind: kind.name,
 )
 def samples(request):
-    """Twelve, each with one of its questions, at any depth."""
+    """Return twelve samples, each with one of its questions, at any depth."""
     task = builtin_task(request.param)
     return question_aware(one_question([task.sample(70 + seed, CONTEXT) for seed in range(12)]))
 
 
 @pytest.mark.thorough
 def test_what_the_question_looks_at_is_kept(builtin, samples):
-    """Every method that looks at queries keeps at a fifth what the question asks for."""
+    """Every method that observes queries keeps what the question asks for at a fifth of the entries."""
     together = [
         [make_policy("full", model=builtin)],
         [make_policy({"snapkv": {"ratio": RATIO, "observed": 8}}, model=builtin)],
@@ -163,7 +163,7 @@ def test_what_the_question_looks_at_is_kept(builtin, samples):
 
 @pytest.mark.thorough
 def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin, samples):
-    """PyramidKV after every chunk: patched with the question's tokens, and naive (KV footprint, section 4)."""
+    """PyramidKV runs after every chunk, patched with the question's tokens or naive (KV footprint, section 4)."""
 
     def score(observers):
         chunks = {"when": "chunk", "chunk": 128, "observers": observers}
@@ -178,7 +178,8 @@ def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin
 
 @pytest.mark.thorough
 def test_a_known_question_is_read_to_look_only_by_what_looks(unnormed):
-    """KNorm and the full cache are measured as if nobody knew it, alone and together with one that looks."""
+    """KNorm and the full cache are measured as if the question were unknown, alone and together with a method that
+    observes it."""
     random = np.random.default_rng(2)
     questions = [Question(random.integers(0, 61, 5), random.integers(0, 61, 3), "any") for _ in range(2)]
     aware = question_aware([Sample(random.integers(0, 61, 30), (question,)) for question in questions])
@@ -202,17 +203,17 @@ def test_a_known_question_is_read_to_look_only_by_what_looks(unnormed):
 
 @pytest.fixture(scope="module")
 def unnormed():
-    return tiny_model(qk_norm=False)  # else all keys have one norm
+    return tiny_model(qk_norm=False)  # otherwise all keys would have one norm
 
 
 @pytest.fixture(scope="module")
 def texts():
-    """No token comes twice in one: in the first layer its keys would have one norm."""
+    """Return texts in which no token comes twice, because its keys would have one norm in the first layer."""
     return [np.random.default_rng(n).permutation(61)[:n].astype(np.int32) for n in LENGTHS]
 
 
 def dense_logits(model, text, read, kept):
-    """Logits after every token where, once `read` tokens were read, each head keeps those `kept` with the smallest
+    """Return the logits after every token if each head, after `read` tokens, keeps the `kept` entries with the smallest
     keys, as the eviction by the keys' norm does."""
     padded = np.pad(text, (0, max(LENGTHS) - text.size))
     with use_mesh(model):
@@ -274,7 +275,8 @@ ASKED = {"instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
 
 @pytest.mark.thorough
 def test_what_repeats_a_context_is_charged_for_it(unnormed):
-    """As held, not as the sequence's own: three parts of a context of 30 tokens, each read behind all of it."""
+    """The repetition counts in the footprint of what is held, not in the sequence's own. A context of 30 tokens is
+    repeated in three parts, each read after all of it."""
     random = np.random.default_rng(2)
     question = Question(random.integers(0, 61, 5), random.integers(0, 61, 3), "any")
     samples, asked = [Sample(random.integers(0, 61, 30), (question,))], 2 + 1
@@ -284,7 +286,7 @@ def test_what_repeats_a_context_is_charged_for_it(unnormed):
     assert (found.footprint, found.kv_ratio) == (full.footprint, 1.0)
     np.testing.assert_array_equal(found.outputs, full.outputs)
     length = 30 + 5 + 3 - 1
-    # behind the second and third part stand the last 8 tokens of the part before
+    # the second and third parts are read with the last 8 tokens of the part before
     passes = np.array([asked + 12, asked + 8 + 12, asked + 8 + 6])
     more = (passes * 30 + passes * (passes + 1) / 2).sum() / (length * (length + 1) / 2)
     assert found.footprint_held == pytest.approx(full.footprint_held + more)

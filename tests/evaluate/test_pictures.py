@@ -1,4 +1,4 @@
-"""Pictures: nothing that is written lies outside of the frame."""
+"""Tests of pictures, in which no text lies outside of the frame."""
 
 import itertools
 
@@ -12,7 +12,7 @@ POINTS = [(0.2, 0.1, 0.5), (0.4, 0.3, 0.9)]
 
 @pytest.fixture
 def sheets(monkeypatch):
-    """The figures that are made from here on."""
+    """Return a list of the figures that are made from here on."""
     made, make = [], pictures.figure
 
     def figure(*size):

@@ -1,4 +1,4 @@
-"""What the report of an evaluation says and draws."""
+"""Tests of the text and the pictures of an evaluation's report."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def test_the_report_says_what_was_done(evaluated, capsys):
 
 @pytest.mark.thorough
 def test_a_tau_that_was_searched_can_be_used(evaluated):
-    """The report has a command for each, whose policy has that τ to the last bit."""
+    """The report has a command for each, and the command's policy has that τ to the last bit."""
     folder = evaluated[0]
     commands = [line for line in (folder / "report.md").read_text().splitlines() if "kvjax.generate" in line]
     cells = [cell for cell in lines(folder) if cell["policy"] == "wgkv:calibrated"]
@@ -83,7 +83,7 @@ def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
 
 @pytest.mark.thorough
 def test_what_reads_contexts_again_is_said_to(arguments, evaluated, tmp_path):
-    """Of KVzip, with its own arguments too, and not of what has its name within another."""
+    """The report states it for KVzip, also with own arguments, but not for a method whose name contains KVzip."""
     folder = shutil.copytree(evaluated[0], tmp_path / "run")
     said = "KVzip has every context repeated before it compresses it"
     for name, there in {"kvzip:adakv.over=layer": True, "fast_kvzip": False}.items():
@@ -98,7 +98,7 @@ def test_what_reads_contexts_again_is_said_to(arguments, evaluated, tmp_path):
 
 
 def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path, monkeypatch):
-    """The full cache first, then the policies of each budget together, with means of their scores and sizes."""
+    """The full cache comes first, then the policies of each budget together, with means of their scores and sizes."""
     drawn = {}
     monkeypatch.setattr(pictures, "draw_means", lambda file, panels: drawn.update({file.name: panels}))
     folder = shutil.copytree(evaluated[0], tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A folder of results, and what may not be added to it."""
+"""Tests of a folder of results, and of results that may not be added to it."""
 
 import json
 import shutil
@@ -19,8 +19,8 @@ from tests.tiny_models import tiny_gates
 
 @pytest.mark.thorough
 def test_results_on_other_contexts_are_refused(tmp_path):
-    """The same command, but the file that its contexts are cut from has changed. The same contents elsewhere are the
-    same."""
+    """The command is the same, but the file that its contexts are cut from has changed. The same contents in another
+    place are accepted."""
     documents = tmp_path / "text.txt"
     paragraphs = [f"An old owl sat there in year {year}." for year in range(400)]
     documents.write_text("\n\n".join(paragraphs))
@@ -41,7 +41,7 @@ def test_results_on_other_contexts_are_refused(tmp_path):
 
 @pytest.mark.thorough
 def test_cells_are_of_the_model_s_weights_and_of_its_contexts(tmp_path):
-    """Another model under the same name, and contexts that were made otherwise."""
+    """Another model under the same name is refused, and so are contexts that were made differently."""
     folder, out = tmp_path / "model", tmp_path / "run"
     shutil.copytree(builtin_model("test_model"), folder)
     command = [*SMALL, "--model", str(folder), "--policies", "full", "--tasks", "needle", "--out", str(out)]
@@ -65,7 +65,7 @@ def test_cells_are_of_the_model_s_weights_and_of_its_contexts(tmp_path):
 
 
 def test_a_folder_without_results_may_have_other_settings(tmp_path):
-    """And the order of gates counts: what takes one folder takes the first."""
+    """The order of gates counts, because a policy that takes one folder takes the first."""
     model = load_model(builtin_model("test_model"))
     for name, tau in (("a", 0.5), ("b", 0.6)):
         save_gates(tmp_path / name, tiny_gates(model), {"tau": tau, "window": 4})
@@ -81,7 +81,7 @@ def test_a_folder_without_results_may_have_other_settings(tmp_path):
     for args, wrong in (("--gates", other, one), "gates"), (("--gates", one, other, "--seed", "1"), "seed"):
         with pytest.raises(UserError, match=f"holds results with --{wrong} .*: name another folder"):
             results(*args)
-    # options that there were not yet had their defaults
+    # options that did not exist when the folder was made had their defaults
     said = json.loads((out / "settings.json").read_text())
     del said["turns"], said["order_length"]
     (out / "settings.json").write_text(json.dumps(said))

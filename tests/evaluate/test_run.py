@@ -1,4 +1,4 @@
-"""Whole evaluations of the test-size model: what they leave, and that a killed one ends like one that was not."""
+"""Tests of whole evaluations of the test-size model: their results, and that a killed run ends like any other."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_every_cell_is_a_line(evaluated):
             assert (cell["footprint"], cell["peak_kv"], cell["kv_ratio"]) == (1, 1, 1)
             full_bytes, full_perplexity = cell["bytes"], cell["perplexity"]
         if cell["task"] == "text":
-            # held against the full cache; this model says much the same without it
+            # the score is agreement with the full cache, and this model's output is much the same with a smaller one
             low, high = {"full": (1, 1), "snapkv": (0.8, 1)}.get(cell["policy"], (0.5, 0.99))
             assert low <= cell["score"] <= high
             assert cell["perplexity"] == pytest.approx(full_perplexity, rel=0.5)
@@ -51,7 +51,7 @@ def test_every_cell_is_a_line(evaluated):
         assert cell["bytes"] <= full_bytes
         assert 0 < cell["footprint"] <= 1
         assert cell["decode_tok_s"] > 0
-        # what is read together has no speed of its own
+        # policies that share a reading have no prefill speed of their own
         assert (cell["prefill_tok_s"] is None) == (cell["policy"] != "wgkv:calibrated")
         assert (cell["question_aware"], cell["published"], cell["seed"]) == (False, False, 0)
         assert cell["described"] == cell["policy"]
@@ -59,7 +59,7 @@ def test_every_cell_is_a_line(evaluated):
 
 
 def test_another_budget_compiles_nothing(evaluated):
-    """τ is traced: the second cell of wgkv runs the first one's programs."""
+    """τ is traced, so the second result of wgkv runs the first one's programs."""
     at_cell = evaluated[1]
     assert at_cell[3] > at_cell[2]
     for first in (3, 8):
@@ -89,8 +89,8 @@ def test_a_killed_run_goes_on_and_ends_alike(arguments, evaluated, tmp_path, mon
 
 @pytest.mark.thorough
 def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
-    """Read with its question and asked of what was kept: another context for each question, and one token to ask. What
-    the question looks at is kept, so nearly all is answered that the full cache answers."""
+    """Each context is read with its question, and one more token asks for the answer from the kept entries. The entries
+    that the question attends to are kept, so nearly all is answered that the full cache answers."""
     few = ["--budgets", "0.25", "--tasks", "needle", "--question-aware", "--out", str(tmp_path / "run")]
     main([*arguments[: arguments.index("--policies")], "--policies", "snapkv", *few])
     (aware,) = lines(tmp_path / "run")
@@ -100,7 +100,7 @@ def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
     assert aware["samples"] == blind["samples"]
     assert aware["score"] >= 0.9 * full["score"] > 4 * blind["score"]
     assert aware["kv_ratio"] == pytest.approx(int(0.25 * 124) / 124, abs=1e-5)
-    # 124 tokens, then the one that asks behind 31 entries; and that it was read behind all of them before
+    # 124 tokens are read, then the one that asks, after 31 entries; before, that one was read after all of them
     whole, last = 124 * 125 / 2, 32
     assert aware["footprint"] == pytest.approx((whole + last) / (125 * 126 / 2), abs=1e-5)
     assert aware["footprint_held"] == pytest.approx((whole + last + 125) / (125 * 126 / 2), abs=1e-5)
@@ -108,7 +108,7 @@ def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
 
 
 def test_ruler_s_own_data_is_answered_in_text(tmp_path):
-    """What is expected of a model that writes ASCII: some letter, or a sign that it has none of."""
+    """The model writes ASCII, so the expected answer is a letter, which it writes, or a sign that it never writes."""
     facts = "The owl is grey and sits on a branch of the old tree.\n"
     row = {
         "input": facts + "Question: Is the owl grey?\nAnswer:",
@@ -124,13 +124,13 @@ def test_ruler_s_own_data_is_answered_in_text(tmp_path):
     assert (cell["samples"], cell["score"], cell["by_kind"]) == (4, 0.5, {"qa_1": 0.5})
     report = (tmp_path / "run" / "report.md").read_text()
     assert "RULER's own data: qa_1" in report
-    # also where nothing is compared with it
+    # the table's rows have equal columns even if nothing is compared with the full cache
     table = [line for line in report.splitlines() if line.startswith("|")][:3]
     assert [line.count("|") for line in table] == [4, 4, 4]
 
 
 def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_on(tmp_path, monkeypatch):
-    """With that of much longer ones every head would see everything, and all be worth the same."""
+    """With the window of much longer contexts, every head would see everything, and all would be worth the same."""
     config = parse([
         *TEST_MODEL, "--policies", "head_pattern:calibrated", "--tasks", "needle", "--context", "2048",
         "--order-length", "512",

@@ -1,4 +1,4 @@
-"""Shards measure what one evaluation does, and are merged into it."""
+"""Shards measure the same as one evaluation, and are merged into it."""
 
 import shutil
 

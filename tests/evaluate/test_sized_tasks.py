@@ -1,4 +1,4 @@
-"""Samples that are compared, and the others."""
+"""Tests of the samples that are compared, and of those that are calibrated on."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from tests.evaluate.inputs import SMALL, fact
 def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_length(
     question_aware, tmp_path
 ):
-    """Also where heads are ordered on shorter contexts."""
+    """This holds even if heads are ordered on shorter contexts."""
     (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
     config = parse([
         *SMALL, "--policies", "head_pattern:calibrated", "wgkv:calibrated", "--tasks", "qa_1",
@@ -62,7 +62,7 @@ def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
 
 
 def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
-    """Nor one that static rivals are chosen on, whatever the seed and the length."""
+    """Static rivals are not chosen on such a text either, whatever the seed and the length."""
     text = builtin_text("evaluate")
 
     def covered(samples):

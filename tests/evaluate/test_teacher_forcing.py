@@ -1,4 +1,4 @@
-"""Expected answers under a head pattern: as they come through the cache, for every pattern by one program."""
+"""Expected answers under a head pattern are scored as through the cache, and one program serves every pattern."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from tests.inference.cached import cached_logits
 from tests.tiny_models import tiny_model
 
 PATTERNS = ((0.3, 2, 5), (1.0, 0, 1), (0.0, 30, 3))
-"""Share of whole heads, sinks, window."""
+"""The share of whole heads, the sinks and the window of each pattern."""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def model():
 
 
 def drawn_samples(*sizes):
-    """Of contexts of such lengths, each with questions and answers of several; a score is the share of right tokens."""
+    """Return samples with contexts, questions and answers of the given sizes. A score is the share of right tokens."""
     random = np.random.default_rng(0)
 
     def tokens(count):
@@ -104,7 +104,7 @@ def test_an_answer_whose_likelihood_is_not_finite_is_refused(samples):
 
 
 def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, samples):
-    """As an evaluation scores it: agreement with the full cache, whatever the true text is."""
+    """The score is agreement with the full cache, as in an evaluation, whatever the true text is."""
     text = np.concatenate([sample.context for sample in samples])
     given = continuation(text)
     run, everything = TeacherForcing(model, [given]), np.ones((3, 4), bool)

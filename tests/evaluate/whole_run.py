@@ -1,4 +1,4 @@
-"""A whole evaluation of the test-size model, which the tests of several modules look at."""
+"""A whole evaluation of the test-size model, which the tests of several modules use."""
 
 import json
 
@@ -9,7 +9,7 @@ SMALL = [
     *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
     *("--context", "126", "--chunk", "32", "--observed", "4", "--samples", "48", "--batch", "4"),
 ]
-"""Sizes with which all tasks run the same programs: batches of 4, chunks of which the last is nearly full."""
+"""Sizes with which all tasks run the same programs: batches of 4, and chunks the last of which is nearly full."""
 TASKS = ["--budgets", "0.25", "0.5", "--tasks", "needle", "text"]
 SPEEDS = {"prefill_tok_s", "decode_tok_s"}
 

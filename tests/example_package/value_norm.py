@@ -1,4 +1,4 @@
-"""Admission of tokens whose values are large: by a limit for all heads (`value_norm`), or one learned for each."""
+"""Admit tokens whose values are large, by a limit for all heads (`value_norm`) or by one learned for each."""
 
 import dataclasses
 from typing import Any
@@ -19,24 +19,24 @@ from kvjax.train.recipe import Recipe
 class ValueNorm(Admission):
     """A token is admitted iff its value's norm is at least the limit."""
 
-    limit: Any  # NumPy: a number counts for all layers and heads, a table [l, k] for each of its own
+    limit: Any  # a NumPy number for all layers and heads, or a table [l, k] with one for each
 
     def score(self, state, step, seen, valid):
         limit = jnp.broadcast_to(self.limit, step.k.shape[1:2])
-        return state, jnp.linalg.norm(step.v, axis=-1) - limit[:, None], 0  # known at once
+        return state, jnp.linalg.norm(step.v, axis=-1) - limit[:, None], 0  # the priority is known at once
 
     def keep(self):
-        return Keep(jnp.float32(0))  # stays iff priority ≥ threshold
+        return Keep(jnp.float32(0))  # a token stays iff its priority ≥ this threshold
 
 
 def value_norm(*, limit: float = 1.0, window: int = 16) -> Policy:
-    """The policy called so: `--policy value_norm:limit=2`."""
+    """Return the policy of this name, for example `--policy value_norm:limit=2`."""
     return Policy(ValueNorm(np.array(limit, np.float32)), name="value_norm", window=window)
 
 
 @struct
 class SoftNorm:
-    """The same as a soft gate, of which training adds the logarithm to logits beyond the window."""
+    """A soft gate on the value's norm. Training adds its logarithm to the logits beyond the window."""
 
     limit: jax.Array
     sharpness: float = static()
@@ -47,7 +47,7 @@ class SoftNorm:
         return gate, [Mask(log_gate=jnp.log(jnp.maximum(gate, 1e-3)))]
 
     def figures(self, state, step, outputs):
-        return {"gate": state.mean(-1)}  # of each sequence and kv head
+        return {"gate": state.mean(-1)}  # the mean gate of each sequence and kv head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +55,11 @@ class LearnedValueNorm(Recipe):
     """Learn a limit for each kv head: `--method learned_value_norm`."""
 
     lambda_: float = 0.1
-    """Weight of the mean gate: a larger one keeps less."""
+    """Weight of the mean gate. A larger one keeps less."""
     window: int = 16
     """Last tokens that are always visible."""
     lr: float = 0.05
-    """Adam's."""
+    """Learning rate of Adam."""
 
     def init(self, model):
         return {"limit": jnp.full((model.config.num_full_layers, model.config.num_kv_heads), 1.0)}

@@ -1,4 +1,4 @@
-"""A model's folder with nothing in it but `config.json`."""
+"""Fixtures of the plan tests: a model's shape, and a folder that holds nothing but its `config.json`."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kvjax.models.json_file import write_json
 
 @pytest.fixture(scope="session")
 def shape():
-    """Of a model that TPU kernels take."""
+    """Return the shape of a model that TPU kernels take."""
     return ModelConfig(
         vocab_size=256, num_layers=2, width=128, mlp_width=256, num_heads=4, num_kv_heads=2, head_dim=64,
         qk_norm=True, tied=True, model_type="qwen3",

@@ -1,4 +1,4 @@
-"""Compiling for chips that are not here, in a process of its own."""
+"""Tests of compiling for chips that are not here, in a process of its own."""
 
 import dataclasses
 import importlib.util
@@ -52,7 +52,7 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch):
 
 
 def weight_bytes(c):
-    """Bytes on each of four chips, of fsdp 2 × tensor 2 or of fsdp 4, in 16 bits."""
+    """Return the bytes of 16-bit weights on each of four chips, with fsdp 2 × tensor 2 or fsdp 4."""
     layer = 2 * c.width * c.head_dim * (c.num_heads + c.num_kv_heads) + 3 * c.width * c.mlp_width
     norms = c.num_layers * 2 * (c.width + c.head_dim) + c.width
     return 2 * (c.num_layers * layer // 4 + c.vocab_size * c.width // 4 + norms)
@@ -70,7 +70,7 @@ def test_training_on_four_chips(folder, shape):
 @libtpu
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_serving_on_four_chips(folder, shape, stage):
-    """Pages are of 64 tokens, as on TPUs."""
+    """Pages hold 64 tokens, as on TPUs."""
     arguments = "--model", str(folder), "--mesh", "4", "--batch", "8", "--context", "64"
     found = compiled(Job(stage, arguments, 1024, topology="v5e:2x2"))
     assert found.parts[WEIGHTS] == weight_bytes(shape)

@@ -1,4 +1,5 @@
-"""The command: mistakes in one line each before anything compiles, what fits, and the longest that does."""
+"""Tests of the command: a mistake is one line before anything compiles, and the output names what fits and the longest
+length that does."""
 
 import pytest
 
@@ -14,7 +15,7 @@ SERVE = "serve", "--topology", "v5e:2x4", "--mesh", "8"
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """The jobs that are compiled, and what gives their memory."""
+    """Return the list of the jobs that are compiled, and a list whose first function gives their memory."""
     jobs, gives = [], []
 
     def compiled(job):
@@ -65,7 +66,7 @@ def test_help_names_the_known_models(capsys):
 
 
 def test_training_that_does_not_fit_gets_a_length_that_does(folder, compiles, capsys):
-    """A token takes an eighth of a GiB of a device's 15.75, and the weights one."""
+    """A token takes an eighth of a GiB of a device's 15.75 GiB, and the weights take one GiB."""
     jobs, gives = compiles
     gives.append(lambda job: Memory({"weights": 2**30, TEMPORARIES: 2**27 * job.length}))
     told = [*TRAIN[:5], "--window", "8", "--lengths", "64", "128", "--shares", "1", "1"]
@@ -80,7 +81,7 @@ def test_training_that_does_not_fit_gets_a_length_that_does(folder, compiles, ca
 
 @pytest.mark.parametrize(("mesh", "fits"), [("8", 13), ("fsdp=4,sequence=2", 12)])
 def test_lengths_that_are_tried_are_those_that_the_mesh_splits(folder, compiles, capsys, mesh, fits):
-    """The weights and each token take a GiB of a device's 15.75."""
+    """The weights take one GiB of a device's 15.75 GiB, and each token takes one more."""
     compiles[1].append(lambda job: Memory({"weights": 2**30, TEMPORARIES: 2**30 * job.length}))
     told = ["--window", "8", "--lengths", "64", "--shares", "1", "--model", str(folder)]
     command.main([*TRAIN[:4], mesh, *told])
@@ -88,7 +89,7 @@ def test_lengths_that_are_tried_are_those_that_the_mesh_splits(folder, compiles,
 
 
 def test_serving_fits_where_both_of_its_programs_do(folder, compiles, capsys):
-    """Decoding takes twice the 2 MiB a token of a prefill, in each of 8 sequences."""
+    """A prefill takes 2 MiB per token in each of 8 sequences, and decoding takes twice as much."""
     jobs, gives = compiles
     gives.append(lambda job: Memory({"weights": 2**30, POOL: 8 * job.length << 21 + (job.stage == "decode")}))
     command.main([*SERVE, "--model", str(folder), "--context", "512", "--batch", "8", "--new", "8"])
@@ -109,7 +110,7 @@ def test_longer_than_the_model_is_for_is_said(folder, compiles):
 
 
 def line(length, refuse_above=1 << 60):
-    """1,000 bytes and 10 for each token; of what is refused nothing more is known."""
+    """Return a memory of 1,000 bytes and 10 for each token. If it is refused, only the 1,000 bytes are known."""
     refused = length > refuse_above
     return Memory({"weights": 1000, TEMPORARIES: 0 if refused else 10 * length}, "no" if refused else "")
 
@@ -127,7 +128,7 @@ def line(length, refuse_above=1 << 60):
     ],
 )
 def test_a_search_follows_a_line_to_the_limit(first, usable, more, fits, tries):
-    """Up to 95% of what is usable, in lengths of few digits, none above `most`."""
+    """The search goes up to 95% of what is usable, in lengths of few digits, and tries none above `most`."""
     known = {first: line(first)}
     command.search(line, known, usable, (TEMPORARIES,), **{"most": 1 << 20} | more)
     assert command.bracket(known, usable)[0] == fits

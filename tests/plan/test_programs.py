@@ -1,4 +1,4 @@
-"""The programs, against real arrays and what a run gives its own."""
+"""Tests of the planned programs against real arrays and against the arguments of a run's own programs."""
 
 import importlib
 
@@ -29,7 +29,7 @@ RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(64,), shares=(1.0,)
 
 
 def own_bytes(tree) -> int:
-    """Of the first device's parts of real arrays."""
+    """Return the bytes of the first device's parts of real arrays."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
@@ -68,8 +68,8 @@ def test_weights_in_eight_bits_take_their_bytes_and_their_scales(mesh, shape):
 
 @pytest.mark.parametrize(("policy", "share"), [("full", 1.0), ("wgkv:rate=0.25,window=16", 0.25 * 1.25)])
 def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
-    """In whole pages, and for a window its ring and a page; each entry a key and a value, and beside the pages their
-    numbers on a list and a count."""
+    """The pool has whole pages, and for a window those of the window and one more. Each entry is a key and a value.
+    There are also a list with the number of each page and a count."""
     told = ServeConfig(context=1024, batch=4, new=16, policy=policy)
     with jax.set_mesh(mesh):
         program = Serving(told, shape, "bfloat16", mesh).decode()
@@ -82,11 +82,11 @@ def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
 
 
 class Called(Exception):
-    """A run came to a program, with these arguments."""
+    """An exception that carries the arguments with which a run called a program."""
 
 
 def sizes(tree):
-    """Of a device's parts of arrays, with all that is compiled in."""
+    """Return the shapes and dtypes of a device's parts of arrays, and the tree with all values that are compiled in."""
     leaves, structure = jax.tree.flatten(tree)
     parts = [x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape for x in leaves]
     return structure, parts, [x.dtype for x in leaves]
@@ -120,7 +120,7 @@ ANSWERS = "fast_kvzip:when=position,every=16,buffer=16,entries=32,protected.last
     ],
 )
 def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, policy, monkeypatch):
-    """Gates, texts, and the compaction of the decoding loop; a pool of another size."""
+    """The arguments include gates, texts and the compaction of the decoding loop. The pool may have another size."""
 
     def call(*arguments, **named):
         raise Called(arguments, named)

@@ -1,4 +1,4 @@
-"""What a real prefill computes, and what a cache then holds of it."""
+"""Compute a real prefill's queries, keys and values, and read a cache's entries."""
 
 import functools
 
@@ -19,27 +19,28 @@ from tests.tiny_models import tiny_model
 
 OBSERVED, PAGE = 6, 4
 WINDOW = 9
-"""Where there is an admission."""
+"""Window of the policies that have an admission."""
 LENGTHS = 60, 41
-"""Tokens of the two prompts."""
+"""Numbers of tokens of the two prompts."""
 
 
 @functools.cache
 def unnormed():
-    """The tiny model without QK-norm, which would give all keys one norm."""
+    """Return the tiny model without QK-norm, which would give all keys one norm."""
     return tiny_model(qk_norm=False)
 
 
 @functools.cache
 def two_prompts() -> list[np.ndarray]:
-    """No token twice: the first layer's scores would be equal up to their last bit."""
+    """Return two prompts in which no token occurs twice: the first layer's scores would be equal up to their last
+    bit."""
     random = np.random.default_rng(3)
     return [random.permutation(61)[:length] for length in LENGTHS]
 
 
 @functools.cache
 def captured_prompts() -> list[list[Captured]]:
-    """By sequence and layer what plain causal attention computed of the two prompts, of the model without QK-norm."""
+    """Return, by sequence and layer, the results of plain causal attention on the two prompts, without QK-norm."""
     return [captured_layers(unnormed(), prompt) for prompt in two_prompts()]
 
 
@@ -59,7 +60,7 @@ def _captured(model, tokens):
 
 
 def captured_layers(model, prompt) -> list[Captured]:
-    tokens = np.zeros((1, -(-len(prompt) // 64) * 64), np.int32)  # few lengths: few programs
+    tokens = np.zeros((1, -(-len(prompt) // 64) * 64), np.int32)  # few lengths need few programs
     tokens[0, : len(prompt)] = prompt
     with use_mesh(model):
         found = _captured(model, tokens)
@@ -73,7 +74,7 @@ def captured_layers(model, prompt) -> list[Captured]:
 
 
 def scored(model, policy, prompts):
-    """A prefilled cache's scores `[l b k s]`, aligned with the right end."""
+    """Return a prefilled cache's scores `[l b k s]`, aligned with the right end."""
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, prompts, 0, PAGE, None)
@@ -94,7 +95,7 @@ def scored(model, policy, prompts):
 
 
 def entries(cache, layer, b, head) -> np.ndarray:
-    """The keys of a row's global region."""
+    """Return the keys of a head's retained entries."""
     ring = caches.ring_pages(cache.window, cache.page_size)
     length = int(cache.layers.length[layer, b, head])
     pages = np.asarray(cache.layers.page_table)[layer, b, head, ring : ring - (-length // PAGE)]
@@ -103,8 +104,8 @@ def entries(cache, layer, b, head) -> np.ndarray:
 
 
 def pages_are_whole(cache):
-    """Every page is free or belongs to as many rows as it counts, without branches to one; rows have no more than they
-    need, nor their rings."""
+    """Check that every page is free or belongs to as many heads as its counter says (one, if no fork shares it). A head
+    has no more pages than it needs, neither for retained entries nor for its local window."""
     length, ring = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
     rings = caches.ring_pages(np.minimum(np.asarray(cache.seen) + 1, cache.window), PAGE)

@@ -1,4 +1,4 @@
-"""The model and the prompts that methods are tested with."""
+"""Fixtures with the model and the prompts that methods are tested with."""
 
 import pytest
 

@@ -1,6 +1,5 @@
-"""What kvpress keeps of a context and predicts after it, and what torch predicts if each head sees exactly some entries
-of the context. Needs torch and kvpress.
-"""
+"""Compute with kvpress the kept entries of a context and the next logits, and with torch the logits if each head sees
+exactly given entries. Needs torch and kvpress."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 Kept = list[list[set[int]]]
-"""The positions that stay, by layer and kv head."""
+"""Positions of the kept entries, by layer and kv head."""
 
 
 @dataclass(frozen=True)
 class Pressed:
-    """A context under a press: its whole keys by layer `[k t h]`, which of them stay, and the cache. A mask per head
-    lives in the torch model until its next prefill."""
+    """A context under a press: its keys before compression by layer `[k t h]`, which of them are kept, and the cache. A
+    mask per head lives in the torch model until its next prefill."""
 
     keys: list[np.ndarray]
     kept: Kept
@@ -41,7 +40,7 @@ def read(twin: Any, context: np.ndarray, press: Any = None) -> DynamicCache:
 
 @torch.no_grad()
 def read_padded(twin: Any, contexts: list[np.ndarray], press: Any) -> DynamicCache:
-    """A batch, padded on the left with zeros."""
+    """Read a batch under a press, padded on the left with zeros."""
     longest, cache = max(len(x) for x in contexts), DynamicCache()
     tokens = np.stack([np.pad(x, (longest - len(x), 0)) for x in contexts])
     real = np.stack([np.arange(longest) >= longest - len(x) for x in contexts])
@@ -69,18 +68,19 @@ def press_context(twin: Any, context: np.ndarray, press: Any) -> Pressed:
 
 
 def keys(cache: DynamicCache) -> list[np.ndarray]:
-    """The first sequence's, by layer `[k s h]`."""
+    """Return the first sequence's keys, by layer `[k s h]`."""
     return [layer.keys[0].numpy().copy() for layer in cache.layers]
 
 
 def masked(twin: Any) -> list[list[tuple[int, int, int]]]:
-    """By layer the (sequence, head, place) of the entries that the last prefill's press masked instead of removing."""
+    """Return by layer the (sequence, head, place) of the entries that the last prefill's press masked instead of
+    removing."""
     found = (layer.self_attn.masked_key_indices for layer in twin.model.layers)
     return [[] if x is None else list(zip(*(i.tolist() for i in x), strict=True)) for x in found]
 
 
 def places(some: np.ndarray, every: np.ndarray) -> set[int]:
-    """The positions of `some` [s h] of one head's keys among all of them [t h]."""
+    """Return the positions of `some` [s h] of one head's keys among all of them [t h]."""
     gap = np.abs(some[:, None] - every).max(-1)
     assert (gap.min(1) < 1e-4).all(), "a key that the context does not have"
     found = set(gap.argmin(1).tolist())
@@ -90,14 +90,15 @@ def places(some: np.ndarray, every: np.ndarray) -> set[int]:
 
 @torch.no_grad()
 def logits_after(twin: Any, cache: DynamicCache, context: np.ndarray, question: np.ndarray) -> np.ndarray:
-    """The logits that follow a question about a context whose cache this is, asked as kvpress's pipeline does."""
+    """Return the logits that follow a question about the context of this cache, asked as kvpress's pipeline does."""
     position = torch.arange(len(context), len(context) + len(question))[None]
     tokens = torch.tensor(question)[None]
     return twin(tokens, past_key_values=cache, position_ids=position).logits[0, -1].numpy()
 
 
 def logits_over(twin: Any, context: np.ndarray, kept: Kept, question: np.ndarray) -> np.ndarray:
-    """The same if each head sees exactly the entries of the context in `kept`, by masking the whole cache."""
+    """Return the same logits if each head sees exactly the entries of the context in `kept`, by masking the whole
+    cache."""
     cache = read(twin, context)
     for layer, module in enumerate(twin.model.layers):
         module.self_attn.sees = torch.tensor(

@@ -1,4 +1,4 @@
-"""The published scores in float64, a sequence and a layer at a time: q `[n t h]`, k and v `[k t h]`, scores `[k t]`."""
+"""Published scores in float64, one sequence and layer at a time: q `[n t h]`, k and v `[k t h]`, scores `[k t]`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Captured:
-    """What a layer's attention computed; frequencies: RoPE's radians a position; output: `[n h d]`."""
+    """Results of a layer's attention; frequencies: RoPE's radians per position; output: `[n h d]`."""
 
     q: np.ndarray
     q_pre: np.ndarray
@@ -28,7 +28,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def attention(c: Captured) -> np.ndarray:
-    """Causal probabilities `[n t t]`."""
+    """Return causal probabilities `[n t t]`."""
     t, h = c.q.shape[1:]
     logits = np.einsum("nth,nsh->nts", c.q, np.repeat(c.k, c.group, 0)) / np.sqrt(h)
     return softmax(np.where(np.tril(np.ones((t, t), bool)), logits, -np.inf))
@@ -39,7 +39,7 @@ def over_group(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def snapkv_of_groups(c: Captured, observed: int, pool: int = 5) -> np.ndarray:
-    """WG-KV's composition: the largest of a group for each query, the largest of the neighbours."""
+    """Return WG-KV's composition: the maximum over a group for each query, and the maximum over the neighbours."""
     t = c.q.shape[1]
     p = attention(c)[:, -observed:].reshape(len(c.k), c.group, observed, t).max(1).mean(1)
     p[:, -observed:] = 0
@@ -57,8 +57,8 @@ def snapkv(c: Captured, observed: int, pool: int = 5) -> np.ndarray:
 def snapkv_of_stored(
     q: np.ndarray, k: np.ndarray, *, pool: int = 5, group: str = "mean", pooling: str = "average"
 ) -> np.ndarray:
-    """A kv head's stored keys `[s h]` by the attention that queries `[g w h]`, which are newer than all of them, pay
-    to them alone (WG-KV's composition with "max" and "max")."""
+    """Return scores of a kv head's stored keys `[s h]`: the attention to them alone of queries `[g w h]` that are newer
+    than all of them (WG-KV's composition with "max" and "max")."""
     p = softmax(np.einsum("gwh,sh->gws", q, k) / np.sqrt(q.shape[-1]))
     mass = (p.max(0) if group == "max" else p.mean(0)).mean(0)
     around = np.lib.stride_tricks.sliding_window_view(
@@ -103,8 +103,8 @@ def r_kv(c: Captured, observed: int = 8, pool: int = 7, balance: float = 0.07) -
 
 
 def kvzip(c: Captured, tokens: int, end: int, one: Any, queries: slice = slice(None)) -> np.ndarray:
-    """Of a prompt of so many tokens and a pass behind it that ends at `end`: the scores of the pass's part `[k s]`, by
-    some of its queries."""
+    """Return the scores of a pass's part `[k s]`, by some of its queries, for a prompt of `tokens` tokens followed by a
+    pass that ends at `end`."""
     seen = np.r_[: one.first, one.start : one.stop, tokens:end]
     own = end - tokens
     logits = np.einsum("nth,nsh->nts", c.q[:, tokens:end], np.repeat(c.k[:, seen], c.group, 0))
@@ -138,7 +138,7 @@ def expected_attention(c: Captured, sink: int = 4, future: int = 512, values: bo
 
 
 def critical(c: Captured, score: np.ndarray, forced: np.ndarray, kept: int, share: float = 0.5) -> np.ndarray:
-    """Infinite where the scores alone already decide."""
+    """Return the scores of CriticalKV's second stage, infinite where the first stage already keeps the entry."""
     v = np.repeat(c.v, c.group, 0)
     norm = over_group(np.abs(np.einsum("nsh,nhd->nsd", v, c.output)).sum(-1), c.group)
     first = best(np.where(forced, np.inf, score), int(share * kept))
@@ -146,6 +146,6 @@ def critical(c: Captured, score: np.ndarray, forced: np.ndarray, kept: int, shar
 
 
 def best(score: np.ndarray, count: int) -> np.ndarray:
-    """The `count` highest along the last axis; of equal ones the earlier."""
+    """Return a mask of the `count` highest along the last axis; of equal ones the earlier come first."""
     order = np.argsort(-score, axis=-1, kind="stable")
     return np.argsort(order, axis=-1) < count

@@ -7,7 +7,7 @@ from kvjax.policies.views import Shape, Step
 
 
 def step(positions, layer=0, heads=4, seed=0):
-    """A step whose content is random, at the given positions."""
+    """Return a step whose content is random, at the given positions."""
     rng = np.random.default_rng(seed)
     positions = jnp.asarray(positions, jnp.int32)
     b, t = positions.shape
@@ -21,12 +21,13 @@ def step(positions, layer=0, heads=4, seed=0):
 
 
 def shape_of(step: Step) -> Shape:
-    """The shape of what one device holds, from a step."""
+    """Return the shape of one device's part of a step."""
     batch, heads, _, head_dim = step.k.shape
     return Shape(batch, heads, step.q.shape[1] // heads, head_dim, step.k.dtype)
 
 
 def whole(step):
-    """What a method is told of sequences that begin with this step: tokens before it, and how many of it are real."""
+    """Return a method's arguments for sequences that begin with this step: the tokens before it, and how many of it are
+    real."""
     b, t = step.position.shape
     return jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)

@@ -1,4 +1,4 @@
-"""What a method must define."""
+"""Test the members that a method must define."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How layers share a budget, against PyramidKV's and PruLong's published numbers."""
+"""Test how layers share a budget, against PyramidKV's and PruLong's published numbers."""
 
 import numpy as np
 import pytest
@@ -13,20 +13,22 @@ def test_a_last_chunk_below_the_window_is_all_kept_in_every_layer():
 
 
 def test_many_layers_of_a_small_chunk_share_what_there_is():
-    """The paper's code rounds the step between layers down, here to nothing: all would get the first layer's."""
+    """The paper's code rounds the step between layers down, here to nothing: all layers would get the first one's
+    budget."""
     budgets = chunk_pyramid(6, 64, 0, 36, 0, 20.0)
     assert (budgets[0], budgets[-1]) == (12, 0)
     assert sum(budgets) / 36 == pytest.approx(6, abs=0.5)
 
 
 def test_a_pyramid_leaves_every_layer_what_always_stays():
-    """12 of 30: the last layer of a β of 20 would get 2, and sinks and the newest entries would compete."""
+    """Each layer keeps at least 12 of 30. With β 20 the last layer would get 2, and sinks and the newest entries would
+    compete."""
     assert Shares(pyramid=20.0).counts([30.0], [60], 3, [12])[:, 0].tolist() == [48, 30, 12]
     assert Shares(pyramid=20.0).counts([30.0], [600], 3, [12])[:, 0].tolist() == [30, 30, 30]
 
 
 def test_layers_of_a_chunk_share_like_the_papers_code():
-    """32 layers, 32,768 tokens, 30% kept: the worked example, naive and patched."""
+    """The worked example has 32 layers and 32,768 tokens, 30% kept, in the naive and the patched form."""
     kept = int(0.3 * 32768)
     budgets = chunk_pyramid(kept - 64, 32768 - 64, 64, 32, 64, 20.0)
     assert (budgets[0], budgets[31]) == (19044 + 64, 506 + 64)
@@ -35,7 +37,7 @@ def test_layers_of_a_chunk_share_like_the_papers_code():
     low = kept // 20
     assert patched[0] == 2 * kept - low
     assert chunk_pyramid(7, 64, 0, 4, 0, 20.0) == [14, 10, 6, 2]
-    # above half there is no room for a pyramid
+    # above one half a pyramid does not fit
     assert chunk_pyramid(70, 100, 0, 4, 8, 20.0) == [70] * 4
 
 

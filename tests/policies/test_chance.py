@@ -1,4 +1,5 @@
-"""Chance that repeats: the hashes in Python's own numbers, its own for every sequence, the same however it is run."""
+"""Test repeatable randomness: the hashes against Python's integers, different numbers for each sequence, and the same
+numbers however a sequence is read."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,14 @@ METHODS = {"random": {"ratio": 0.5, "window": 5}, "random_eviction": {"entries":
 
 @pytest.fixture(scope="module")
 def alike():
-    """Two prompts with the same first tokens."""
+    """Return two prompts with the same first tokens."""
     random = np.random.default_rng(3)
     first, second = (random.permutation(61)[:TOKENS] for _ in range(2))
     return [first, np.concatenate([first[:SHARED], second[SHARED:]])]
 
 
 def hashed(*parts):
-    """MurmurHash3's finaliser over the parts, in Python's own numbers."""
+    """Return MurmurHash3's finaliser over the parts, in Python's integers."""
     x = 0x9E3779B9
     for part in parts:
         x ^= part
@@ -62,7 +63,7 @@ def prefilled(model, name, prompts, chunk):
 
 
 def places(model, cache, row, prompt) -> list[set[int]]:
-    """By head the positions that the first layer keeps beyond the window."""
+    """Return by head the positions that the first layer keeps beyond the window."""
     every = captured_layers(model, prompt)[0].k
     return [
         {int(np.abs(every[head] - key).sum(-1).argmin()) for key in entries(cache, 0, row, head)}
@@ -92,7 +93,7 @@ def test_sequences_differ_and_are_the_same_in_any_batch_chunking_and_mesh(model,
             )
     pool, ring = np.asarray(split.pages.pool), caches.ring_pages(split.window, PAGE)
     for layer, row, head in np.ndindex(3, 2, 4):
-        # pages are numbered by shard: two of sequences, each of two of heads
+        # pages are numbered by shard: two shards of sequences, each with two of heads
         shard = pool.reshape(4, -1, *pool.shape[1:])[2 * row + head // 2]
         length = int(np.asarray(split.layers.length)[layer, row, head])
         own = shard[np.asarray(split.layers.page_table)[layer, row, head, ring : ring - (-length // PAGE)]]

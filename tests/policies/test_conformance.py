@@ -1,4 +1,5 @@
-"""What every policy must do: a policy is added to `POLICIES`, with what it is told for the tiny model."""
+"""Test the rules that every policy must follow: a new policy is added to `POLICIES`, with its arguments for the tiny
+model."""
 
 import re
 
@@ -42,7 +43,7 @@ POLICIES = {
     "random_eviction": {"ratio": 0.5},
     "quest": {"ratio": 0.5},
 }
-"""Their arguments, by name."""
+"""Arguments of the methods, by name."""
 BESIDES = {
     "max_entries": lambda model: delayed(window=6, max_entries=7, delay=3),
     "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True),
@@ -53,18 +54,18 @@ BESIDES = {
         "wgkv:tau=0.3,window=6+snapkv:observed=4,ratio=0.3", model=model, gates=tiny_gates(model)
     ),
 }
-"""What no name alone makes."""
+"""Policies that need more than a name."""
 LENGTHS = 40, 23, 9
 ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENGTHS]
 QUESTION = np.random.default_rng(1).integers(0, 61, 3)
 USUAL = {"page_size": 4, "max_new_tokens": 4}
 CHUNKS = {"chunk": 16, "page_size": 8}
-"""As the batch is read that others are compared with: in three chunks, of which the last is empty for one sequence."""
+"""Options of the reference reading: in three chunks, of which the last is empty for one sequence."""
 LIKE_OTHERS = (
     "full", "streaming_llm", "wgkv", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "r_kv",
     "random_eviction", "adakv", "pyramidkv", "critical_kv", "oraclekv", "max_entries", "bias",
 )  # fmt: skip
-"""Whose tokens are seen, stored and scored by what others have, too: only where all is asked for."""
+"""Policies whose steps other policies test, too; they run only in the thorough tests."""
 each = pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=pytest.mark.thorough if x in LIKE_OTHERS else ()) for x in (*POLICIES, *BESIDES)],
@@ -73,7 +74,7 @@ run = jax.jit(forward, static_argnames="write")
 
 
 def unnormed():
-    """Normed keys are all of one length, by which KNorm could only tell rounding errors apart."""
+    """Return a model without QK-norm: normed keys all have one length, and KNorm could only compare rounding errors."""
     return tiny_model(qk_norm=False)
 
 
@@ -88,7 +89,7 @@ logits_of = jax.jit(lambda model, hidden: model.logits(hidden))
 
 
 def asked(model, policy, cache):
-    """The logits of a question."""
+    """Return the logits of a question."""
     with use_mesh(model):
         batch = cache.seen.shape[0]
         fed = np.tile(QUESTION, (batch, 1)).astype(np.int32), np.full(batch, 3, np.int32)
@@ -97,15 +98,15 @@ def asked(model, policy, cache):
 
 
 def continued(model, policy, cache):
-    """The logits after one more token, of all that is stored unless the policy selects among it: the dense formula,
-    which attention over pages is held against above, is one program for all policies."""
+    """Return the logits after one more token, over all that is stored unless the policy selects among it. The dense
+    formula, which paged attention is compared with above, is one program for all policies."""
     if policy.selection is not None:
         return asked(model, policy, cache)
     return logits_over_what_is_stored(model, cache, np.full(cache.seen.shape[0], 5, np.int32))
 
 
 def outcome(name, model, rows, logits=asked, **stated):
-    """What is stored of each sequence, by layer and head, and logits of what follows it."""
+    """Return the stored entries of each sequence, by layer and head, and the logits of the next tokens."""
     policy = build(name, model)
     cache = prefill(model, rows, policy=policy, **USUAL | stated)
     return caches.stats(cache, len(rows)).entries, logits(model, policy, cache)[: len(rows)]
@@ -118,7 +119,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def alike(model):
-    """Whether something else than a batch in chunks gives the same of a policy."""
+    """Return a check that a policy gives the same result as for the batch read in chunks."""
     known = {}
 
     def same(name, other, rows=slice(None), logits=asked):
@@ -137,11 +138,11 @@ def test_every_policy_is_here():
 
 @each
 def test_a_token_sees_exactly_what_is_stored(model, name):
-    """Attention over pages and rings against a dense one over all entries that there are, and no others."""
+    """Attention over pages and local windows is compared with dense attention over exactly the stored entries."""
     policy = changed(build(name, model), selection=None)
     cache, token = prefill(model, ROWS, policy=policy, **USUAL | CHUNKS), np.array([5, 6, 7], np.int32)
     with use_mesh(model):
-        # as wide as the question, whose program this is
+        # as wide as the question, whose program is used here
         fed = jnp.asarray(np.tile(token[:, None], 3)), jnp.asarray(np.ones(3, np.int32))
         _, hidden, _ = run(model, policy.compile(model).decode, cache, *fed, write=False)
         found = np.asarray(logits_of(model, hidden))[:, 0]
@@ -153,14 +154,14 @@ def test_a_token_sees_exactly_what_is_stored(model, name):
 )
 @each
 def test_a_batch_in_chunks_is_its_sequences_read_at_once(model, alike, name, row):
-    """And stored in other pages."""
+    """The sequences are then stored in other pages."""
     one = slice(row, row + 1)
     alike(name, outcome(name, model, ROWS[one], continued), one, continued)
 
 
 ONE = "wgkv+snapkv"
-"""Kept of what was admitted; the others only where all is asked for: with them this file has more programs than a
-process may map."""
+"""The policy that the fast tests use, an eviction over an admission. The others run only in the thorough tests: with
+them this file has more programs than a process may map."""
 
 
 @pytest.mark.mesh
@@ -183,7 +184,8 @@ def test_a_mesh_is_one_device(alike, name, shape):
     [ONE, *(pytest.param(x, marks=pytest.mark.thorough) for x in (*POLICIES, *BESIDES) if x != ONE)],
 )
 def test_a_capacity_that_is_too_small_is_named(model, name):
-    """The rings alone fit; what must be stored of 40 tokens does not, and does in the one that is named."""
+    """The local windows alone fit; the entries to store for 40 tokens do not. They fit the capacity that the error
+    names."""
     policy, rows = build(name, model), [np.tile(ROWS[0], 3)]
     with pytest.raises(CapacityError, match=f"policy {re.escape(policy.name)} needs") as error:
         prefill(model, rows, policy=policy, **USUAL, capacity=8 if policy.window > 1 else 4)

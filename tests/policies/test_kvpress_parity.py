@@ -1,6 +1,6 @@
-"""Evictions against NVIDIA kvpress 0.5.5 on the same small random torch models: the entries that stay of each head, and
-the next token's logits. Where kvpress computes something else than its masks say, against torch over exactly these
-entries.
+"""Test evictions against NVIDIA kvpress 0.5.5 on the same small random torch models: the kept entries of each head, and
+the next token's logits. Where kvpress's own logits do not follow from its masks, the reference is torch over exactly
+these entries.
 
 kvpress's compression ratio is the share that goes, ours is the share that stays.
 """
@@ -28,7 +28,7 @@ twins = pytest.importorskip("tests.policies.kvpress_twin")
 SIZES = {"vocab_size": 320, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES = {"llama": LLAMA | {"rope_theta": 1e4} | SIZES, "qwen3": QWEN3 | SIZES}
 OBSERVED = 16
-# no token twice: repeated ones have equal scores in the first layer
+# no token occurs twice: repeated ones have equal scores in the first layer
 TOKENS = np.random.default_rng(7).permutation(SIZES["vocab_size"])
 CONTEXT, QUESTION = TOKENS[:256], TOKENS[256:280]
 
@@ -47,7 +47,7 @@ METHODS = {
         lambda ratio: presses.PyramidKVPress(1 - ratio, window_size=OBSERVED),
         {"observed": OBSERVED, "pyramidkv": {}},
     ),
-    # at a quarter the default β leaves the last layers less than the window, and all layers get the same
+    # at a ratio of a quarter, the default β leaves the last layers less than the window, and all layers get the same
     "pyramidkv, β 4": (
         lambda ratio: presses.PyramidKVPress(1 - ratio, window_size=OBSERVED, beta=4),
         {"observed": OBSERVED, "pyramidkv": {"beta": 4.0}},
@@ -57,7 +57,7 @@ METHODS = {
     "keydiff": (lambda ratio: presses.KeyDiffPress(1 - ratio), {}),
     "expected_attention": (expected_attention, {}),
     "adakv": (lambda ratio: presses.AdaKVPress(snapkv(ratio)), {"observed": OBSERVED, "adakv": {}}),
-    # as in kvpress's published figures
+    # with the settings of kvpress's published figures
     "expected_attention, adakv": (
         lambda ratio: presses.AdaKVPress(expected_attention(ratio, epsilon=1e-2)),
         {"epsilon": 1e-2, "adakv": {}},
@@ -80,10 +80,10 @@ CASES = [("llama", name) for name in METHODS] + [("qwen3", "snapkv"), ("qwen3", 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """By family the torch model and ours, of the same folder."""
+    """Return by family the torch model and ours, from the same folder."""
     folders = {name: write_folder(tmp_path_factory.mktemp(name), config) for name, config in FAMILIES.items()}
     loaded = {name: (twins.load(folder), load_model(folder)) for name, folder in folders.items()}
-    # later: its template's end of a turn is not the models'
+    # saved later: the end of a turn in this template differs from the models'
     for folder in folders.values():
         byte_tokenizer().save_pretrained(folder)
     return loaded
@@ -96,7 +96,7 @@ def policy_for(name, model, ratio):
 
 
 def kept(cache, keys, row=0):
-    """The positions of our entries, found by their keys."""
+    """Return the positions of our entries, found by their keys."""
     ring, size = caches.ring_pages(cache.window, cache.page_size), cache.page_size
     length, table = np.asarray(cache.layers.length)[:, row], np.asarray(cache.layers.page_table)[:, row]
     pool = np.asarray(cache.pages.pool)
@@ -113,7 +113,7 @@ run = jax.jit(forward, static_argnames="write")
 
 
 def logits_after(model, policy, cache, questions):
-    """The logits that follow questions of one length."""
+    """Return the logits that follow questions of one length."""
     with use_mesh(model):
         tokens = jnp.asarray(np.stack(questions), jnp.int32)
         valid = jnp.full(tokens.shape[0], tokens.shape[1])
@@ -139,7 +139,7 @@ def test_same_entries_and_same_logits(models, family, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_oraclekv_with_the_question_for_guidance_is_snapkv_with_it_in_its_window(models, family):
-    """Whose budget counts the window, and which keeps it; here neither is so."""
+    """SnapKV's budget counts the window, which it keeps; OracleKV neither counts nor keeps the guidance."""
     twin, model = models[family]
     asked, size = np.concatenate([CONTEXT, QUESTION]), len(QUESTION)
     for entries in (128, 64):
@@ -158,7 +158,8 @@ def test_oraclekv_with_the_question_for_guidance_is_snapkv_with_it_in_its_window
     ids=["one part", "by layer", "four parts"],
 )
 def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated):
-    """In kvpress's form: 4 sinks in place of the prefix, whose other two tokens go first; no space behind what asks."""
+    """The form is kvpress's: 4 sinks in place of the prefix, whose other two tokens are dropped first, and no space
+    after the asking text."""
     twin, model = models[family]
     tokenizer = byte_tokenizer()
     opening = tokenizer("<|im_start|>user\n")["input_ids"]
@@ -189,7 +190,7 @@ def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated):
     ("name", "error"), [("adakv", "Could not find fake keys"), ("pyramidkv", "must match the size")]
 )
 def test_questions_of_many_tokens_see_each_heads_entries(models, name, error):
-    """kvpress looks for one key that all of a group's queries ignore, and there is none for many of them; its mask has
+    """kvpress looks for one key that all of a group's queries ignore, and there is none for many queries. Its mask has
     one length for all layers."""
     twin, model = models["llama"]
     theirs = twins.press_context(twin, CONTEXT, METHODS[name][0](0.5))
@@ -203,7 +204,8 @@ def test_questions_of_many_tokens_see_each_heads_entries(models, name, error):
 
 
 def test_padding_is_not_counted(models):
-    """In a padded batch kvpress scores and counts padding; ours keeps what kvpress keeps of each sequence alone."""
+    """In a padded batch kvpress scores and counts padding; ours keeps the entries that kvpress keeps for each sequence
+    alone."""
     twin, model = models["llama"]
     contexts, press = [CONTEXT, CONTEXT[:200]], METHODS["adakv"][0](0.5)
     policy = policy_for("adakv", model, 0.5)
@@ -223,7 +225,7 @@ def test_padding_is_not_counted(models):
 
 
 def test_chunks_of_a_prompt_do_not_matter(models):
-    """kvpress compresses the first chunk alone, and nothing after it; with masks per head the second chunk fails."""
+    """kvpress compresses only the first chunk; with masks per head the second chunk fails."""
     twin, model = models["llama"]
     for name in ("snapkv", "adakv"):
         theirs = twins.press_context(twin, CONTEXT, METHODS[name][0](0.5))
@@ -240,7 +242,8 @@ def test_chunks_of_a_prompt_do_not_matter(models):
 
 
 def test_what_h2o_counts_is_kvpress_observed_attention(models):
-    """Which divides each sum by the number of queries that saw the entry. kvpress has no H2O, which does not."""
+    """Observed attention divides each sum by the number of queries that saw the entry. kvpress has no H2O, which does
+    not."""
     twin, model = models["llama"]
     twin.set_attn_implementation("eager")
     try:
@@ -259,6 +262,6 @@ def test_what_h2o_counts_is_kvpress_observed_attention(models):
 
 
 def test_budgets_are_not_rounded_twice():
-    """A tenth of 200 is 20; kvpress takes 1 − 0.9 times 200, which is 19.999… in binary."""
+    """A tenth of 200 is 20; kvpress computes 1 − 0.9 times 200, which is 19.999… in binary."""
     assert whole(Ratio(0.1).of(200, 1)) == 20
     assert presses.utils.compute_n_kept(200, 0.9) == 19

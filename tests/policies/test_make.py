@@ -1,4 +1,4 @@
-"""Policy strings and mappings against the objects that they stand for, and what is refused."""
+"""Test policy strings and mappings against the objects that they stand for, and the refused ones."""
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ from tests.tiny_models import TRAINED, tiny_gates, tiny_model, tiny_scorers
 
 @struct
 class Twice(Wrapper):
-    """An eviction's scores, several times as large."""
+    """A wrapper that multiplies an eviction's scores."""
 
     times: float = static(default=2.0)
 
@@ -162,7 +162,7 @@ LEAST = {
     "oraclekv": {"ratio": 0.5, "guidance": [9]},
     "quest": {"tokens": 32},
 }
-"""The least that a policy must be told, beside gates; evictions a budget."""
+"""The least arguments of each policy, besides gates; evictions need a budget."""
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -178,7 +178,7 @@ def test_a_policy_that_is_made_without_a_model_waits_for_one(model, name):
 
 
 def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
-    """Until there is one the policy is not checked ahead."""
+    """Without a tokenizer the policy is not checked ahead."""
     tokenizer = byte_tokenizer()
     model = tiny_model(vocab_size=258)
     for text in ("kvzip:ratio=0.5", "kvzip:ratio=0.5,prefix=3,adakv"):
@@ -193,14 +193,16 @@ def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
         check_policy(text)
         policy = make_policy(text, tokenizer=tokenizer)
         assert tokenizer.decode(policy.schedule.trigger.guidance).startswith("\n\nNext, you will be")
-    # others have no use for it
+    # other methods do not use it
     assert repr(make_policy("knorm:ratio=0.5", tokenizer=tokenizer)) == repr(make_policy("knorm:ratio=0.5"))
 
 
 def test_streaming_llm_has_the_paper_s_size():
-    """Table 1 of arXiv:2309.17453: 4 + 1020."""
+    """The size is that of Table 1 of arXiv:2309.17453: 4 + 1020."""
     policy = make_policy("streaming_llm")
-    assert policy.expected_entries(5000, 1).item() == 4 + 1020 - 1  # the window has the query's own token
+    assert (
+        policy.expected_entries(5000, 1).item() == 4 + 1020 - 1
+    )  # the query's own token is part of the window
     assert make_policy("streaming_llm:window=9").window == 9
 
 

@@ -1,4 +1,4 @@
-"""A policy as it is composed, shown, compiled and sized, and what does not go together."""
+"""Test how a policy is composed, shown, compiled and sized, and which parts do not go together."""
 
 from typing import Any
 
@@ -82,7 +82,8 @@ def test_a_method_s_numbers_do_not_fill_the_screen(model):
 
 
 def test_schedules_and_who_shares_are_not_compiled():
-    """One program for all of them: it sees the method within, without what the host reads."""
+    """All of these policies share one program: it sees only the method within, without the fields that the host
+    reads."""
     policies = [
         Policy(eviction=SnapKV(6), schedule=Schedule(Ratio(0.5))),
         Policy(eviction=Adaptive(SnapKV(6), pinned=0.4), schedule=Schedule(Entries(40))),
@@ -103,7 +104,7 @@ def test_schedules_and_who_shares_are_not_compiled():
 
 
 def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
-    """One compiled program for both; KeyDiff scores what is stored, SnapKV's queries must be seen."""
+    """Both share one compiled program; KeyDiff scores the stored entries, while SnapKV must observe queries."""
     full, keydiff, snapkv = (
         make_policy({name: arguments}, model=model).compile(model).read
         for name, arguments in (("full", {}), ("keydiff", {"ratio": 0.5}), ("snapkv", {"ratio": 0.5}))
@@ -174,7 +175,7 @@ def test_max_entries_is_checked(changes, says):
     ids=["float", "int", "NumPy's", "JAX's", "JAX's table"],
 )
 def test_a_method_s_numbers_may_be_python_s_and_jax_s(model, start, more):
-    """They are placed as NumPy's are: a number by layer, a table with its heads."""
+    """They are placed as NumPy's are: a number per layer, and a table split with its heads."""
     policy = counting(window=3, start=start, more=more)
     with jax.set_mesh(make_mesh(tensor=4)):
         placed: Any = on_mesh(policy.admission, 3, 4)

@@ -1,4 +1,4 @@
-"""Every method by its registered name: made without a model, and made again alike."""
+"""Test every method by its registered name: it is made without a model, and a copy is alike."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def leaves(tree):
 
 @pytest.mark.parametrize("name", [*ADMISSIONS, *EVICTIONS, *SELECTIONS])
 def test_every_method_is_made_without_a_model_and_made_again_alike(name):
-    """Its name is that of the registry, and a copy is what it was."""
+    """Its name is that of the registry, and a copy has equal arrays."""
     kind = (ADMISSIONS | EVICTIONS | SELECTIONS)[name]
     method = kind(**NEEDED.get(name, {}))
     assert method.label == name
@@ -46,7 +46,7 @@ def test_every_method_is_made_without_a_model_and_made_again_alike(name):
         np.testing.assert_array_equal(one, other)
     if not isinstance(method, Admission | Observer):
         return
-    # the memory of two kv heads is as large as twice that of one, or does not depend on them
+    # the state of two kv heads is twice as large as that of one, or does not depend on them
     one, two = (
         jax.eval_shape(lambda heads=heads: method.init(Shape(3, heads, 2, 8, np.float32))) for heads in (1, 2)
     )

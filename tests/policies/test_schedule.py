@@ -1,4 +1,4 @@
-"""What a schedule refuses, and the most that it expects to be held."""
+"""Test the errors of a schedule, and the largest number of entries that it expects to hold."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,8 @@ def test_bad_schedules_are_one_line(model, options, says):
 
 @pytest.mark.thorough
 def test_a_pool_has_room_for_a_patch(model):
-    """50 chunks of 8 of which 4 stay, and one that may be rounded up, the chunk that is read, and 4 that look at it."""
+    """There are 50 chunks of 8 of which 4 stay, plus one more each for rounding, the chunk that is read, and 4
+    observing tokens."""
     policy = make_policy("snapkv:ratio=0.5,observed=4,when=chunk,observers=prompt,chunk=8", model=model)
     assert policy.expected_entries(400, 1).max() == 50 * 5 + 8 + 4
     inference.prefill(model, [np.arange(400) % 61], policy=policy, page_size=1, chunk=8)
@@ -64,7 +65,7 @@ def test_a_pool_has_room_for_a_patch(model):
 
 @pytest.mark.parametrize("when", ["every", "overflow"])
 def test_a_budget_below_what_stays_is_refused_before_anything_is_read(model, when):
-    """Also where the prompt alone would fit."""
+    """The budget is refused even if the prompt alone would fit."""
     options = {"every": 8} if when == "every" else {}
     policy = make_policy({"snapkv": {"observed": 6, "entries": 5, "when": when, **options}}, model=model)
     with pytest.raises(
@@ -74,14 +75,15 @@ def test_a_budget_below_what_stays_is_refused_before_anything_is_read(model, whe
 
 
 def ranges(schedule, tokens, chunk):
-    """What each compaction of a prompt looks at."""
+    """Return the range of tokens of each compaction of a prompt."""
     ends = [min(start + chunk, tokens) for start in range(0, tokens, chunk)]
     before = [0, *ends[:-1]]
     return [schedule.range(tokens, old, end, 1) for old, end in zip(before, ends, strict=True)]
 
 
 def test_the_ranges_of_a_worked_example():
-    """Fast KVzip: 100,000 tokens at 0.3, a window of 4,096: r' = .27010, and in all 30,000 entries a kv head stay."""
+    """For Fast KVzip with 100,000 tokens at 0.3 and a window of 4,096, r' = .27010, and in all 30,000 entries per kv
+    head stay."""
     needs = Needs(ahead=Ahead(4096, 16_000, 0.02))
     schedule = Schedule(Ratio(0.3), Trigger("chunk", chunk=16_000), needs, Shares(over="model"))
     found = ranges(schedule, 100_000, 16_000)

@@ -1,4 +1,4 @@
-"""When a cache is compacted: which words mean nothing, and who may look."""
+"""Test the errors for options of triggers, budgets and observers."""
 
 import pytest
 

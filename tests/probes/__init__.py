@@ -1,1 +1,2 @@
-"""Methods of one file each that change nothing else: the proof that the frame holds, and skeletons to begin with."""
+"""Methods in one file each that change nothing else. They prove that the framework holds, and are templates to start
+from."""

@@ -1,4 +1,5 @@
-"""Which heads need the whole context: hard-concrete masks under a Lagrangian with next-token loss (after PruLong)."""
+"""Learn which heads need the whole context, with hard-concrete masks under a Lagrangian with next-token loss (after
+PruLong)."""
 
 import dataclasses
 
@@ -14,12 +15,12 @@ from kvjax.train.objective import next_token_loss, student
 from kvjax.train.recipe import Recipe
 
 BETA, LOW, HIGH = 2 / 3, -0.1, 1.1
-"""Of the hard-concrete distribution (Louizos et al., 2018)."""
+"""Parameters of the hard-concrete distribution (Louizos et al., 2018)."""
 
 
 @struct
 class Blend:
-    """z · full attention + (1 − z) · sinks and window, by layer and kv head."""
+    """The blend z · full attention + (1 − z) · sinks and window, by layer and kv head."""
 
     z: jax.Array
     sink: int = static()
@@ -45,14 +46,14 @@ class HeadMasks(Recipe):
     window: int = 16
     """Last tokens that are always visible."""
     lr: float = 0.1
-    """Of the masks and of the multipliers."""
+    """Learning rate of the masks and of the multipliers."""
 
     def init(self, model):
         shape = model.config.num_full_layers, model.config.num_kv_heads
         return {"mask": jnp.full(shape, 2.0), "multiplier": jnp.zeros(2)}
 
     def _whole(self, params):
-        """The probability that a head is not streaming."""
+        """Return the probability that each head is not streaming."""
         return jax.nn.sigmoid(params["mask"] - BETA * jnp.log(-LOW / HIGH))
 
     def loss(self, params, frozen, batch, key, step):

@@ -1,5 +1,5 @@
-"""A gate on hidden states, trained on what a frozen model's layers computed: the most that any query pays to a key.
-Written beside each entry, it evicts over the whole model while decoding (after Fast KVzip)."""
+"""A gate on hidden states, trained on a frozen model's layers to predict the most attention that any query pays to a
+key. Its score is stored with each entry and evicts over the whole model while decoding (after Fast KVzip)."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from pallas_kernels.attention_mass import attention_mass
 
 @struct
 class HiddenGate(TokenMetadata, Eviction):
-    """The score of a token is a product with its layer's input."""
+    """An eviction that scores a token by a product with its layer's input."""
 
     weight: jax.Array
     name = "hidden_gate"
@@ -49,11 +49,11 @@ class HiddenGates(Recipe):
     """Train gates on hidden states for a frozen model."""
 
     entries: int = 64
-    """Entries of a kv head that stay, on average over the model."""
+    """Entries that a kv head keeps, on average over the model."""
     every: int = 16
     """Tokens of an answer between two compactions."""
     lr: float = 1e-2
-    """Adam's."""
+    """Learning rate of Adam."""
 
     def init(self, model):
         return jnp.zeros((model.config.num_full_layers, model.config.num_kv_heads, model.config.width))

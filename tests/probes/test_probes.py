@@ -1,4 +1,4 @@
-"""The probes: methods of three kinds, a file each that changes nothing else, run from the command line."""
+"""Tests of the probes, methods of three kinds in one file each that change nothing else, run from the command line."""
 
 import json
 import os
@@ -29,7 +29,7 @@ MODEL = builtin_model("test_model")
 
 
 def in_a_process(command, *args, folder, model=MODEL):
-    """In a process of its own, from a folder where there is nothing."""
+    """Run a command in a process of its own, from a folder where there is nothing, and return its stderr."""
     done = subprocess.run(
         [sys.executable, "-m", f"kvjax.{command}", "--model", str(model), *args],
         env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
@@ -41,7 +41,7 @@ def in_a_process(command, *args, folder, model=MODEL):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """The same in this process, which has jax already."""
+    """Return a function that does the same in this process, which has imported jax already."""
     monkeypatch.chdir(tmp_path)
     commands = {"train": train.main, "generate": generate.main}
 
@@ -73,7 +73,7 @@ def test_it_trains_and_generates(probe, tmp_path, call):
     if "gate" in probe:
         assert losses[-1] < losses[0]
     gates = str(tmp_path / "run" / "parameters")
-    own = tmp_path / "run" / "parameters" / "model"  # if the run trained it
+    own = tmp_path / "run" / "parameters" / "model"  # this exists if the run trained the model
     used = {"folder": tmp_path, "model": own if own.is_dir() else MODEL}
     kept, seen = entries_kept(run("generate", "--policy", method, "--gates", gates, *PROMPT, **used))
     if "gate" in probe:

@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct, if `KVJAX_REAL_MODEL` names its GGUF file, and Gemma 3 270M, if `KVJAX_GEMMA3` does.
-CONTRIBUTING.md says how to get them."""
+"""Fixtures of SmolLM2-135M-Instruct, if `KVJAX_REAL_MODEL` names its GGUF file, and Gemma 3 270M, if `KVJAX_GEMMA3`
+does. CONTRIBUTING.md says how to get them."""
 
 import os
 from pathlib import Path

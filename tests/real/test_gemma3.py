@@ -1,4 +1,4 @@
-"""Gemma 3 270M from its GGUF file against what transformers makes of the same file (`make_goldens.py`)."""
+"""Compare Gemma 3 270M from its GGUF file with transformers' results for the same file (`make_goldens.py`)."""
 
 import os
 from pathlib import Path

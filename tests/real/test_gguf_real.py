@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from its GGUF file against what transformers makes of the same file (`make_goldens.py`)."""
+"""Compare SmolLM2-135M-Instruct from its GGUF file with transformers' results for the same file (`make_goldens.py`)."""
 
 import hashlib
 
@@ -31,7 +31,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray):
 
 
 def test_the_config_is_that_of_the_published_model(file):
-    """config.json and generation_config.json of HuggingFaceTB/SmolLM2-135M-Instruct."""
+    """The values are those of config.json and generation_config.json of HuggingFaceTB/SmolLM2-135M-Instruct."""
     config = read_config(file)
     assert (config.num_layers, config.width, config.mlp_width, config.head_dim) == (30, 576, 1536, 64)
     assert (config.num_heads, config.num_kv_heads, config.vocab_size, config.tied) == (9, 3, 49152, True)
@@ -43,7 +43,7 @@ def test_the_tokenizer_is_that_of_the_published_model(tokenizer, golden):
     assert len(tokenizer) == 49152
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     assert named == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
-    # every digit is a token, and nothing is added
+    # every digit is one token, and no token is added
     assert tokenizer.tokenize("In 2023") == ["In", "Ġ", "2", "0", "2", "3"]
     assert tokenizer("In 2023")["input_ids"] == tokenizer.convert_tokens_to_ids(
         ["In", "Ġ", "2", "0", "2", "3"]
@@ -59,7 +59,7 @@ def test_the_tokenizer_is_that_of_the_published_model(tokenizer, golden):
 
 
 def test_gates_that_were_made_before_are_still_for_it(model):
-    """The values of 28 November 2026, when weights were stored one by one."""
+    """The expected values are older than the current layout of the weights: each weight was then stored by itself."""
     assert hashlib.sha256(fingerprint(model).encode()).hexdigest()[:16] == "87fc9165758cb3ce"
     assert contents(model) == "b3c29105b2684930"
 
@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers(model, golden):
 
 def test_the_answer_is_that_of_transformers(model, golden):
     answer = generate(model, [golden["prompt"]], SamplingParams(max_new_tokens=32)).tokens[0]
-    # a stop token is no part of ours
+    # our answer contains no stop token
     assert golden["answer"][-1] in model.config.eos_ids
     np.testing.assert_array_equal(answer, golden["answer"][:-1])
 

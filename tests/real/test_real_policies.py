@@ -1,4 +1,4 @@
-"""What policies keep of a real model's context, and that it still finds a needle in 2,048 tokens."""
+"""Test the entries that policies keep of a real model's context, and that it still finds a needle in 2,048 tokens."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def prompt(tokenizer, example):
 
 
 def answered(model, tokenizer, prompt, example, policy, *, known=False) -> tuple[float, caches.Stats]:
-    """The answer's score and the cache's sizes; `known`: the question is read with the context."""
+    """Return the answer's score and the cache's sizes; `known`: the question is read with the context."""
     question = prompt.questions[0].prompt
     if known:
         said = generate(
@@ -52,7 +52,7 @@ def test_the_full_cache_finds_the_needle(full):
     score, stats = full
     assert score == 1
     assert stats.kv_ratio == 1
-    # 30 layers × 3 kv heads × 64 × (k, v) × float32 for each token
+    # each token takes 30 layers × 3 kv heads × 64 × (k, v) × float32
     assert stats.full_bytes == int(stats.tokens.sum()) * 30 * 3 * 64 * 2 * 4
 
 
@@ -60,26 +60,27 @@ def test_the_full_cache_finds_the_needle(full):
 def test_an_eviction_that_knows_the_question_finds_it_in_a_quarter_of_the_memory(
     model, tokenizer, prompt, example, full
 ):
-    # SnapKV keeps the first digits only, which the question looks at; TOVA's last query looks at the whole number
+    # SnapKV keeps only the first digits, which the question attends to; TOVA's last query attends to the whole number
     policy = make_policy("tova:ratio=0.25", model=model)
     score, stats = answered(model, tokenizer, prompt, example, policy, known=True)
     assert score == 1
-    assert stats.kv_ratio < 0.27  # and what the answer added
-    assert stats.bytes < 0.4 * full[1].bytes  # the pool, with its margin
+    assert stats.kv_ratio < 0.27  # this includes the entries of the answer
+    assert stats.bytes < 0.4 * full[1].bytes  # these are the bytes of the pool, with its margin
 
 
 def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, prompt, example, full):
-    """Those that come with the repository, at their own τ."""
+    """The gates are those of the repository, at their own τ."""
     gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
     score, stats = answered(model, tokenizer, prompt, example, make_policy("wgkv", model=model, gates=gates))
     assert score == 1
     assert stats.kv_ratio < 0.35
-    assert stats.bytes < 0.5 * full[1].bytes  # the pool, with its margin
+    assert stats.bytes < 0.5 * full[1].bytes  # these are the bytes of the pool, with its margin
 
 
 @pytest.mark.thorough
 def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, example, full):
-    """As the published table has it: in pages of bits, layers' weights as integers where a CPU runs them."""
+    """The setting is that of the published table: pages of bits, and layers' weights as integers where a CPU runs
+    them."""
     model = load_model(file, "bfloat16")
     gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
     score, stats = answered(model, tokenizer, prompt, example, make_policy("wgkv", model=model, gates=gates))
@@ -100,7 +101,7 @@ def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, example, full
     score, stats = answered(model, tokenizer, prompt, example, policy)
     assert score == 0
     assert stats.kv_ratio < 0.31
-    assert stats.bytes < 0.42 * full[1].bytes  # the pool, with its margin, in one of few sizes
+    assert stats.bytes < 0.42 * full[1].bytes  # the pool has a margin, and one of few sizes
 
 
 def test_a_saved_model_is_the_same(model, file, tokenizer, tmp_path):

@@ -79,7 +79,7 @@ class Running:
         self._thread.join()
 
     def settled(self):
-        """Wait until nothing runs. Returns what the engine holds then."""
+        """Wait until nothing runs, and return what the engine holds then."""
         for _ in range(1000):
             if not self.engine.busy and not self.server.worker._answers:
                 break

@@ -1,4 +1,4 @@
-"""Reasoning, content and tool calls against worked examples, whatever the pieces in which the text arrives."""
+"""Test reasoning, content and tool calls against worked examples, in whatever pieces the text arrives."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ LLAMA_TIME = '{"name": "time", "parameters": {}}'
 
 
 def parsed(pieces, tools=TOOLS, thinking=False) -> Delta:
-    """Concatenation of all that the parser returns."""
+    """Return the concatenation of all deltas of the parser."""
     parser = AnswerParser(tools, thinking=thinking)
     deltas = [*map(parser.more, pieces), parser.end()]
     reasoning, content, calls = zip(*deltas, strict=True)
@@ -30,7 +30,7 @@ def parsed(pieces, tools=TOOLS, thinking=False) -> Delta:
 
 
 def check(text, reasoning="", content="", calls=(), **how):
-    """The answer comes out like this as one piece and as single characters."""
+    """Check that the answer is parsed like this as one piece and as single characters."""
     expected = Delta(reasoning, content, list(calls))
     assert parsed([text], **how) == expected
     assert parsed(text, **how) == expected
@@ -275,8 +275,8 @@ for unit in sys.argv[1:]:
 
 
 def test_time_is_linear_in_the_length():
-    """200,000 characters that arrive one at a time take a quarter of a second each way, without the tests' checks of
-    types at each call."""
+    """Each kind of text takes a quarter of a second for 200,000 characters that arrive one at a time, without the
+    tests' type checks at each call."""
     units = (
         "a",
         " ",

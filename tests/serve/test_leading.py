@@ -1,4 +1,4 @@
-"""An engine of two processes, of which one is asked and the other follows, says what one process says."""
+"""Test that an engine of two processes, a leader that gets the requests and a follower, gives one process's answers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`python -m kvjax.serve` from its first line to its last."""
+"""Test the output of `python -m kvjax.serve` from its first line to its last."""
 
 import contextlib
 import http.client

@@ -1,4 +1,5 @@
-"""The server as its clients see it: OpenAI's own client, and raw requests where that client would not send them."""
+"""Test the server as its clients see it: OpenAI's own client, and raw requests where that client would not send
+them."""
 
 import asyncio
 import concurrent.futures
@@ -240,7 +241,7 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
 
 
 def test_the_definitions_of_tools_are_found(served):
-    """Also where two tools have different ones of one name."""
+    """Two tools may have different definitions of the same name."""
     switch = {"type": "object", "properties": {"state": {"$ref": "#/$defs/State"}}, "required": ["state"]}
     states = {"a": ["on", "off"], "b": ["up", "down"]}
     tools = [
@@ -266,7 +267,7 @@ def test_the_definitions_of_tools_are_found(served):
 def test_log_probabilities_and_usage_stop_where_the_text_does(served):
     client, options = served.client(), {"max_tokens": 30, "logprobs": True}
     whole = chat(client, "Who is Emma?", **options).choices[0]
-    # some of them begin in one block and end in the next
+    # some of the stop texts begin in one block and end in the next
     for place in range(4, 9):
         stop = whole.message.content[place : place + 2]
         cut = chat(client, "Who is Emma?", stop=stop, **options)
@@ -277,10 +278,10 @@ def test_log_probabilities_and_usage_stop_where_the_text_does(served):
 
 
 def test_a_tool_may_have_parameters_with_the_names_of_keywords(served):
-    """And refer to itself."""
+    """The parameters may also refer to the schema itself."""
     names = {"definitions": {"type": "boolean"}, "$defs": {"enum": ["on"]}, "next": {"$ref": "#"}}
     tool = tool_of({"type": "object", "properties": names, "required": ["definitions"]})
-    # one parameter alone
+    # the answer has the required parameter alone
     options = {"tools": [tool], "tool_choice": "required", "max_tokens": 80, "logit_bias": {"44": -100}}
     schema = read_chat({"messages": said("Go"), **options}).schema
     found = schema["$defs"]["tool0."]["properties"]
@@ -322,7 +323,7 @@ def test_prompts_without_a_seed_are_drawn_apart(served):
 
 
 def test_the_token_that_ends_a_completion_has_its_log_probability(served):
-    """As lm-evaluation-harness counts on, which asks for one token behind what it scores."""
+    """lm-evaluation-harness relies on this: it asks for one token after the text that it scores."""
     row = byte_tokenizer()("Who is Emma?")["input_ids"]
     (choice,) = (
         served.client()
@@ -342,7 +343,7 @@ def test_the_token_that_ends_a_completion_has_its_log_probability(served):
 
 
 def test_texts_of_tokens_make_up_the_text():
-    """Also where a tokenizer shows a space before a word, but not at the beginning."""
+    """This also holds for a tokenizer that shows a space before a word, but not at the beginning."""
     tokenizer = spaced_tokenizer()
     tokens, texts = tokenizer("the cat sat")["input_ids"], TokenTexts(tokenizer)
     shown = [texts.text(token, before) for before, token in itertools.pairwise([None, *tokens])]
@@ -433,7 +434,7 @@ def test_the_documented_client_runs(served, capsys):
 
 @pytest.fixture(scope="module")
 def small():
-    """A server with an eviction, one slot, hardly a queue, and a key."""
+    """Yield a server with an eviction, one slot, a queue of one request, and a key."""
     with running("snapkv:ratio=0.5", slots=1, queue=1, key="secret") as server:
         yield server
 
@@ -480,7 +481,7 @@ def test_scores_of_a_prompt_are_refused_where_they_would_be_a_full_caches(small)
 
 
 def test_an_engine_that_fails_is_told_and_keeps_nobody_waiting(monkeypatch, capsys):
-    """Neither those whose answers it makes nor those who come."""
+    """The error reaches running requests and new ones."""
     with running() as server:
         assert server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
 
@@ -520,7 +521,8 @@ def test_until_everything_is_compiled_requests_are_turned_away(monkeypatch):
 
 @pytest.mark.thorough
 def test_two_thousand_clients_come_and_go():
-    """Some go away before their answer. Nothing is lost or left, memory stays as it was, and all answers are right."""
+    """Some leave before their answer. No request is lost, nothing stays behind, memory use is unchanged, and all
+    answers are right."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 256, size).tolist() for size in (3, 40, 90)]
     asked = [

@@ -1,8 +1,8 @@
-"""Rows of LongBench and SCBench in their published forms, answers to them, and what the official scorers give these.
+"""Rows of LongBench and SCBench in their published forms, answers to them, and the official scores of these answers.
 
 The figures are those of LongBench's eval.py (with rouge 1.0.1, and fuzzywuzzy 0.18 on difflib) and of SCBench's
-compute_scores.py and repo_qa_utils.py (rouge_score 0.1.2, nltk 3.10, tree_sitter_languages 1.10), from 0 to 100
-and from 0 to 1.
+compute_scores.py and repo_qa_utils.py (rouge_score 0.1.2, nltk 3.10, tree_sitter_languages 1.10), from 0 to 100 and
+from 0 to 1.
 """
 
 import json
@@ -66,7 +66,7 @@ LONGBENCH = {
     "lcc": ([("", ["    return a + b"])], ["# adds\n```python\n    return b + a\n    pass"]),
     "repobench-p": ([("def sub(a, b):\n", ["    return a - b"])], ["// no\n`no`"]),
 }
-"""By task: questions with their true answers, and what is said to them."""
+"""By task: questions with their true answers, and the answers that are scored."""
 LSHT_CLASSES = ["体育", "经济", "科技"]
 LONGBENCH_FIGURES = {
     "qasper": 69.44, "gov_report": 36.36, "trec": 75.0, "triviaqa": 100.0, "samsum": 54.55, "passage_count": 33.33,
@@ -75,7 +75,7 @@ LONGBENCH_FIGURES = {
 }  # fmt: skip
 """The official scores of all of a task's answers."""
 CHINESE_WORDS = "multifieldqa_zh", "dureader", "vcsum"
-"""Whose scores need jieba."""
+"""Tasks whose scores need jieba."""
 
 
 def longbench_rows(task):
@@ -139,15 +139,15 @@ SCBENCH = {
     ),
     "scbench_qa_chn": ([turn("住在哪里？", ["根特", "在根特。"])], ["他在根特"]),
 }
-"""By task: the questions of a row, and what is said to them."""
+"""By task: the questions of a row, and the answers that are scored."""
 SCBENCH_FIGURES = {
     "scbench_kv": [1, 0], "scbench_prefix_suffix": [1], "scbench_vt": [0.67], "scbench_repoqa": [1, 0],
     "scbench_qa_eng": [1, 0], "scbench_choice_eng": [1, 0], "scbench_many_shot": [1], "scbench_summary": [0.833333],
     "scbench_mf": [1, 0], "scbench_summary_with_needles": [0.8, 1], "scbench_repoqa_and_kv": [1, 0],
     "scbench_qa_chn": [0.857143],
 }  # fmt: skip
-"""The official score of each. Of an answer that is one string scbench_many_shot's scorer, which looks for each of a
-list, would look for each letter: it was given a list of one."""
+"""The official score of each answer. scbench_many_shot's scorer looks for each item of a list, and would look for each
+letter of a single string, so it was given a list of one."""
 
 
 def scbench_row(task):
@@ -157,7 +157,7 @@ def scbench_row(task):
 
 
 def write(folder, rows):
-    """A .jsonl file a task, by its name."""
+    """Write one .jsonl file per task, named after it."""
     for task, own in rows.items():
         (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     return folder

@@ -20,7 +20,7 @@ def vocabulary():
 
 @pytest.fixture(scope="session")
 def blank_text(vocabulary):
-    """Filler that no hidden token can be mistaken for."""
+    """Return filler that cannot be mistaken for a hidden token."""
     return np.full(2000, vocabulary.end, np.int32)
 
 

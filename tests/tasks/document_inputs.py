@@ -1,4 +1,4 @@
-"""What the tests of documents share: texts whose terms are their own, and how a sample of them is made."""
+"""Helpers of the documents' tests: texts whose terms occur nowhere else, and samples of them."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ COMPARED = Split(7, 5)
 
 
 def paragraph_text(seed: int, paragraphs: int) -> str:
-    """Paragraphs of wrapped sentences, every other one with a name or a number that is its own."""
+    """Return paragraphs of three wrapped sentences, of which two have a name that occurs nowhere else."""
     rng, text = np.random.default_rng(seed), []
     for index in range(paragraphs):
         sentences = []

@@ -1,5 +1,5 @@
-"""Records in the forms that HELMET's data.tar.gz and its datasets on the hub have, answers to them, and what the
-official program makes of both.
+"""Records in the forms of HELMET's data.tar.gz and of its datasets on the hub, answers to them, and the official
+program's prompts and scores for both.
 
 `DIGESTS` and `FIGURES` were printed by the data.py and utils.py of princeton-nlp/HELMET (4526dfb), with datasets 5.2,
 rouge_score 0.1.2 and pytrec_eval-terrier 0.5.11, for the records that `write_records` writes.
@@ -11,7 +11,7 @@ TITLES = "Ghent", "Rome", "Oslo", "Bern", "Riga"
 
 
 def kilt(questions, depths, key="id", **more):
-    """Records of questions about passages, each question at several depths."""
+    """Return records of questions about passages, each question at several depths."""
     return [
         {
             key: f"q{number}" if key == "id" else f"Who lives in house {number}?",
@@ -29,7 +29,7 @@ def kilt(questions, depths, key="id", **more):
 
 
 def popqa(numbers, depths):
-    """The same with whole numbers as ids; every seventh question is about a popular subject."""
+    """Return the same with whole numbers as ids; every seventh question is about a popular subject."""
     return [
         row | {"id": int(row["id"][1:]), "s_pop": 1000 if int(row["id"][1:]) % 7 == 0 else 999}
         for row in kilt(numbers, depths)
@@ -37,7 +37,7 @@ def popqa(numbers, depths):
 
 
 def msmarco(numbers, passages, title=None):
-    """Passages of relevance 0 to 3."""
+    """Return records with passages of relevance 0 to 3."""
     titled = {} if title is None else {"title": title}
     return [
         {
@@ -80,7 +80,7 @@ def json_kv():
 
 
 def texts(count, labels, *fields, words="Say"):
-    """Labelled texts, the last label rarer than the others."""
+    """Return labelled texts, the last label more frequent than the others."""
     return [
         {"text": f"{words} {number}?", **{field: min(number % (labels + 2), labels - 1) for field in fields}}
         for number in range(count)
@@ -158,7 +158,7 @@ SAID = {
     ],
     "infbench_choice_eng": [" {0}", " {1}", " It is {1}, I think", " A", " ({0})", "{0}\nQuestion", "C. Ran, b. ran"],
 }  # fmt: skip
-"""By task: what is said to the first record, with its expected strings."""
+"""By task: answers to the first record, with its expected strings."""
 FIGURES = {
     "ruler_niah_mk_2": [1, 0], "ruler_niah_mk_3": [0], "ruler_niah_mv": [0.5, 1], "json_kv": [1, 0, 1],
     "kilt_nq": [1, 1, 0, 0], "kilt_triviaqa": [1], "kilt_hotpotqa": [1], "kilt_popqa": [1, 0],
@@ -166,7 +166,7 @@ FIGURES = {
     "icl_trec_fine": [1], "icl_banking77": [0], "icl_clinic150": [1], "icl_nlu": [1],
     "infbench_qa_eng": [1, 0.444444, 0.25, 1, 0.6], "infbench_choice_eng": [1, 1, 1, 0, 1, 1, 1],
 }  # fmt: skip
-"""The official score of each, without a chat template."""
+"""The official score of each answer, without a chat template."""
 CHAT_FIGURES = {"infbench_qa_eng": [1, 0.444444, 0.25, 1, 0.75], "infbench_choice_eng": [1, 1, 1, 0, 1, 1, 1]}
 """The official scores with a chat template, where the task uses it: the prompt then does not begin the answer."""
 DIGESTS = {

@@ -21,11 +21,12 @@ THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-"""Qwen3's template in short."""
+"""Qwen3's template, abridged."""
 
 
 def smol_tokenizer():
-    """As SmolLM2's: bytes, every digit a token, a chat template with a system prompt of its own."""
+    """Return a tokenizer like SmolLM2's: bytes, every digit a token, a chat template with a system prompt of its
+    own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -48,7 +49,7 @@ def smol_tokenizer():
 
 
 def byte_tokenizer():
-    """A token a byte, 258 in all, and a chat template without a system prompt."""
+    """Return a tokenizer with one token per byte, 258 in all, and a chat template without a system prompt."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(alphabet))}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -63,7 +64,8 @@ def byte_tokenizer():
 
 
 def spaced_tokenizer():
-    """A tokenizer that starts a text with a space and a mark, knows no borders but spaces, and has a chat template."""
+    """Return a tokenizer that starts a text with a space and a special token, splits only at spaces, and has a chat
+    template."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")

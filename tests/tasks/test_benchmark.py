@@ -1,4 +1,5 @@
-"""Benchmarks' samples: what is cut of long contexts, how many there are, and what is known when they are read."""
+"""Test benchmarks' samples: the cut of long contexts, the number of samples, and contexts that are read with the
+question."""
 
 import dataclasses
 
@@ -16,7 +17,7 @@ from tests.tasks.document_inputs import inputs
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 TEXT = "".join(f"{i:03d}," for i in range(100))
-"""A token a byte."""
+"""Text with one token per byte."""
 
 
 def benchmark(*contexts, asked="Which?", reserved=20, count=1, tokenizer=None):
@@ -29,7 +30,8 @@ def benchmark(*contexts, asked="Which?", reserved=20, count=1, tokenizer=None):
 
 @pytest.mark.parametrize("room", [100, 101])
 def test_what_is_cut_is_the_middle_of_the_prompt(room):
-    """As LongBench cuts a prompt's tokens: its first and last halves stay, of a limit of an odd size one fewer."""
+    """The cut is that of LongBench's code: the first and the last half of the limit stay, one token fewer if the limit
+    is odd."""
     whole, limit = np.arange(400 + 6), room + 6
     half = limit // 2
     wanted = np.concatenate([whole[:half], whole[-half:]])
@@ -77,7 +79,7 @@ def test_the_first_are_compared_and_those_after_them_calibrated_on():
 
 
 def test_a_benchmark_s_tasks_are_opened_by_name(tmp_path):
-    """With the built-in tokenizer; question-aware each question is read with its context."""
+    """The tokenizer is the built-in one; with `question_aware` each question is read with its context."""
     turns = [scbench_row("scbench_kv"), scbench_row("scbench_kv")]
     turns[1]["multi_turns"] = turns[1]["multi_turns"][:1]
     write(tmp_path, {"scbench_kv": turns, "qasper": [longbench_row("Who?", ["Berta"], "Berta wrote. " * 99)]})

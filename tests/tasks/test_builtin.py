@@ -1,4 +1,4 @@
-"""Tasks in the built-in vocabulary repeat exactly, and keep evaluation text out of training."""
+"""Test that tasks in the built-in vocabulary repeat exactly, and keep evaluation text out of training."""
 
 import numpy as np
 import pytest

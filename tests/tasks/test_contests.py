@@ -1,4 +1,4 @@
-"""Contests in each of the forms that they are published in."""
+"""Test contests in each of their published forms."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_every_published_form_is_read(form, suffix, tmp_path):
 
 
 def test_a_contest_may_be_several_files(tmp_path):
-    """As AIME's two parts are, whose problems may have the same numbers."""
+    """AIME has two parts, whose problems may have the same numbers."""
     for part in ("I", "II"):
         write(tmp_path / "aime_2025" / f"aime2025-{part}.jsonl", FORMS["MathArena"])
     found = read_problems("aime_2025", tmp_path, Integers())
@@ -79,7 +79,7 @@ def test_a_contest_may_be_several_files(tmp_path):
 
 
 def test_a_hub_data_set_has_one_configuration_or_several(tmp_path, monkeypatch):
-    """A folder stands for the hub, read by the hub's own client."""
+    """A folder replaces the hub here, and the hub's own client reads it."""
     hub = tmp_path / "hub"
     card = "---\nconfigs:\n" + "".join(
         f"- config_name: AIME2025-{part}\n  data_files:\n  - split: test\n    path: {part}.jsonl\n"
@@ -142,7 +142,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
 
 
 def test_a_problem_is_the_user_s_turn_and_the_rest_of_the_length_its_answer(tmp_path):
-    """A token a byte, so that what is read can be written down."""
+    """Each byte is one token, so that the prompt can be spelled out here."""
     write(tmp_path / "aime_2024.jsonl", FORMS["Maxwell-Jia/AIME_2024"])
     tokenizer = byte_tokenizer()
     said = r"It is \boxed{12}, no: \boxed{204}"

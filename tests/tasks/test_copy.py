@@ -1,4 +1,4 @@
-"""Passages that two tokens tell apart, and one does not."""
+"""Test that two tokens identify a passage, and one does not."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Questions about documents: each has one answer, and only the context holds it."""
+"""Test questions about documents: each has one answer, and only the context holds it."""
 
 import re
 
@@ -18,12 +18,13 @@ from tests.tasks.document_inputs import COMPARED, LENGTH, inputs
 
 def test_the_first_distinctive_word_of_a_sentence_is_asked_for():
     passage = (
-        "One two three four five Six7 eight. "  # too few words before it
+        "One two three four five Six7 eight. "  # too few words before the number
         'All of the old guests came into "Room-12" and later into Room-13. '
         "some guests said that the price was 450, others that it was 999. "
-        "none of the old guests knew that 450 was the price. "  # 450 stands twice: 999 was asked, and here is no other
+        # 450 stands twice: 999 was asked for, and this sentence has no other
+        "none of the old guests knew that 450 was the price. "
         "if the same words stand here twice, Alpha comes. Or if the same words stand here twice, Beta comes. "
-        "we have not met anybody called Ann. Nobody knows of a_b_c."  # Ann: letters of another word (annex)
+        "we have not met anybody called Ann. Nobody knows of a_b_c."  # the letters of Ann occur in another word (annex)
         " The annex is new."
     )
     found = [(given, word) for _, given, word in distinctive_words(passage)]
@@ -42,7 +43,7 @@ def test_words_that_do_not_fit_into_an_answer_are_not_asked(folder):
     own = documents.inputs
 
     def count(texts):
-        """As if terms of every tenth paragraph took a token more than an answer has."""
+        """Return counts in which terms of every tenth paragraph take one token more than an answer has."""
         return [
             RESERVED + 1 if re.fullmatch(r" Guild\d+x\d*3x\d", text) else n
             for text, n in zip(texts, own.count(texts), strict=True)

@@ -1,4 +1,4 @@
-"""Tasks of documents: files are opened once, and no text is both compared and calibrated on."""
+"""Test tasks of documents: files are opened once, and no text serves both comparison and calibration."""
 
 import re
 import shutil
@@ -43,7 +43,7 @@ def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
 @pytest.mark.parametrize("kind", [DocumentQuestions, DocumentText])
 @pytest.mark.parametrize("files", [1, 3])
 def test_no_text_that_is_compared_is_calibrated_on_whatever_the_lengths(kind, files, tmp_path):
-    """Each term is in one sentence, which is a paragraph."""
+    """Each term occurs in one sentence, which is a paragraph."""
     for index in range(files):
         text = paragraph_text(index, 150 // files).replace(". In", ".\n\nIn")
         (tmp_path / f"{index}.txt").write_text(text)

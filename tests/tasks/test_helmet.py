@@ -1,5 +1,5 @@
-"""HELMET's records as samples: the official program's prompts and scores, what is cut, and what is said of damaged
-records."""
+"""Test HELMET's records as samples: the official program's prompts and scores, the cut of long contexts, and the errors
+for damaged records."""
 
 import hashlib
 from pathlib import Path
@@ -39,14 +39,15 @@ def records(tmp_path_factory):
 
 
 def first(task, folder, chat=False):
-    """The first prompt of a task."""
+    """Return the first prompt of a task."""
     prompt = TASKS[task].prompts(Files(folder, 0))[0]()
     return prompt.example(prompt.documents, task, 1, chat)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_are_the_official_ones(task, records, monkeypatch):
-    """Context, question and the answer's beginning; the records and demonstrations are drawn as officially, too."""
+    """The prompts have context, question and the answer's beginning; records and demonstrations are sampled as
+    officially."""
     monkeypatch.setattr(hub_tasks, "rouge_f1", lambda: any_present)
     count, digest = DIGESTS[task]
     whole = []
@@ -95,7 +96,8 @@ def test_with_a_chat_template_the_answer_is_not_begun(records):
 
 
 def test_documents_lose_their_end(records):
-    """As by the official program's `tokenize`. A token a byte, so that what is read can be written down."""
+    """The cut is that of the official program's `tokenize`. Each byte is one token, so that the prompt can be spelled
+    out here."""
     tokenizer = byte_tokenizer()
     encode = PromptEncoder(tokenizer)
 
@@ -128,7 +130,7 @@ def test_the_longest_files_that_fit_are_read(tmp_path):
 
 
 def test_datasets_of_the_hub(tmp_path, monkeypatch):
-    """Without a copy in the folder, the hub's own .parquet files are read."""
+    """If the folder has no copy, the hub's own .parquet files are read."""
     asked = []
 
     def downloaded(name, file, repo_type, revision):

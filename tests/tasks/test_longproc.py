@@ -1,4 +1,4 @@
-"""LongProc's records as samples: prompts, official scores, and the messages for damaged files."""
+"""Test LongProc's records as samples: prompts, official scores, and the messages for damaged files."""
 
 import hashlib
 import json
@@ -108,7 +108,7 @@ TRACES = {
     ((44, 48, 35, 6), 25): "0c42a28b666a6053",
     ((8, 8, 7, 7), 48): "9697507af3c6f7d0",
 }
-"""By numbers and target: the official traces' SHA-256. The last one divides by zero, and two have results too large."""
+"""The official traces' SHA-256, by numbers and target. The last one divides by zero, and two have results too large."""
 PUBLISHED = "719834f64ea4edd5", "cc93e8803c840258", "001d9caefe70118e", "9cd03e0b7be32492"
 """The official prompts' SHA-256 of the records in `RECORDS`."""
 
@@ -119,7 +119,7 @@ def digest(text):
 
 @pytest.fixture
 def data(tmp_path):
-    """A record of each task in the published layout."""
+    """Return a folder with a record of each task in the published layout."""
     for task, row in ROWS.items():
         folder = tmp_path / task
         folder.mkdir()
@@ -241,7 +241,7 @@ def test_damaged_files_are_named(file, text, message, data):
 
 @pytest.fixture
 def published(tmp_path):
-    """The published records, in the published layout."""
+    """Return a folder with the published records, in the published layout."""
     if not RECORDS.is_dir():
         pytest.skip(f"{RECORDS} is not there")
     folder = tmp_path / "countdown"
@@ -280,7 +280,7 @@ def test_an_evaluation_knows_the_tasks(name, published):
 
 @pytest.mark.slow
 def test_an_evaluation_reads_the_published_records(published, monkeypatch):
-    monkeypatch.setitem(RESERVED, "0.5k", 8)  # to write as long an answer as the published ones takes long
+    monkeypatch.setitem(RESERVED, "0.5k", 8)  # writing an answer as long as the published ones takes long
     own = ["--tasks", "longproc_countdown_0.5k", "--policies", "full", "--samples", "1", "--context", "1024"]
     main([*TEST_MODEL, *own, "--data", f"longproc={published}", "--out", str(published / "run")])
     (result,) = lines(published / "run")

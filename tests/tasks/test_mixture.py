@@ -1,4 +1,4 @@
-"""Training sequences: samples in a row, and a stream of all tasks."""
+"""Test training sequences: samples in a row, and a stream of all tasks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A needle's depth."""
+"""Test a needle's depth."""
 
 import numpy as np
 import pytest

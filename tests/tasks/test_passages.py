@@ -1,4 +1,4 @@
-"""Passages of documents: whole paragraphs, none twice, and which are calibrated on."""
+"""Test passages of documents: they are whole paragraphs, none occurs twice, and some are for calibration."""
 
 import re
 
@@ -25,7 +25,7 @@ def test_passages_are_whole_paragraphs_none_twice(folder):
         own = re.split(r"\n ?\n", passage)
         first = texts.index(own[0])
         assert own == texts[first : first + len(own)]
-        # no room for the next one, where there is one in the document
+        # the next paragraph, if the document has one, does not fit
         last = first + len(own)
         assert last in (90, len(texts)) or len(passage.split()) + sizes[last] > 60
         taken += own

@@ -1,4 +1,4 @@
-"""Examples: scoring, and token ids with the context's apart from the question's."""
+"""Test examples: their scores, and token ids in which the context's do not depend on the question."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def chat(plain):
-    """The same tokenizer as transformers wraps it, with a template that trims and can think."""
+    """Return the same tokenizer as transformers wraps it, with a template that trims and can think."""
     return PreTrainedTokenizerFast(
         tokenizer_object=plain,
         bos_token="<|begin|>",
@@ -75,7 +75,7 @@ def test_a_chat_template_stands_around_the_user_s_text_and_the_prefix_begins_the
     )
     prefix = plain.encode("It is", add_special_tokens=False).ids
     assert [*prompt.context, *prompt.questions[0].prompt] == [*turn, *prefix]
-    # without the template it is the same as from the tokenizer alone
+    # without the template the ids are those of the tokenizer alone
     assert not PromptEncoder(chat, chat=False).chat
     one, other = PromptEncoder(chat, chat=False)(example), PromptEncoder(plain)(example)
     np.testing.assert_array_equal(one.context, other.context)
@@ -90,7 +90,7 @@ def test_a_text_with_a_template_gets_no_other_and_no_second_opening_token(plain,
         prompt = encode(Example(text[:cut], (asked,), as_is=True))
         ids = [*prompt.context, *prompt.questions[0].prompt]
         assert ids == plain.encode(text, add_special_tokens=False).ids
-        # the opening token comes where the text does not spell it
+        # the opening token is added where the text does not spell it
         bare = encode(Example(text[len("<|begin|>") : cut], (asked,), as_is=True))
         assert [*bare.context, *bare.questions[0].prompt] == ids
 
@@ -102,7 +102,7 @@ def test_a_template_s_size_is_counted_without_the_user_s_text(plain, chat):
 
 
 def test_a_right_answer_follows_the_prompt(plain):
-    """All strings that are asked for, or the first where one will do."""
+    """The answer has all expected strings, or the first one where any of them is enough."""
     questions = question(), question(scoring="any"), question("Why?\n", "", ("7",))
     prompt = PromptEncoder(plain)(Example("Some text.\n", questions))
     assert [plain.decode(answer.tolist()) for answer in (q.answer for q in prompt.questions)] == [
@@ -115,7 +115,7 @@ def test_a_right_answer_follows_the_prompt(plain):
 
 
 def test_the_context_s_tokens_know_no_question(plain, chat):
-    """Also where a token of the whole text would reach over the cut."""
+    """This also holds where a token of the whole text would reach across the cut."""
     for tokenizer in (plain, chat):
         encode = PromptEncoder(tokenizer)
         alone = encode(Example("self.retur", (question(""),)))
@@ -144,7 +144,7 @@ def test_a_template_without_the_user_s_text_is_refused(plain):
 
 
 def test_what_stands_between_turns_is_the_template_s(plain, smol):
-    """Of a conversation in which they are the user's and the model's."""
+    """The texts are the user's and the model's turns of a conversation."""
     encode, texts = PromptEncoder(smol), ("One?", "Two.", "Three?")
     messages = [
         {"role": role, "content": text}
@@ -164,7 +164,7 @@ def test_what_a_model_says_is_scored_as_text(plain, chat):
         assert asked.score(asked.answer) == 1
         half = plain.encode(" abc 1", add_special_tokens=False).ids
         assert asked.score(np.array(half, np.int32)) == 0.5
-        # a mark is no text
+        # a special token is not text
         split = [*half, plain.token_to_id("<|end|>"), *plain.encode("2", add_special_tokens=False).ids]
         assert asked.score(np.array(split, np.int32)) == 1
         assert sample.separable

@@ -1,4 +1,4 @@
-"""Records are asked for in three ways, and each question has one answer."""
+"""Test that records are asked for in three ways, and that each question has one answer."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ LENGTHS = (128, 256, 1024)
 
 
 def records_in(context, vocabulary):
-    """`(a, b, c)` after each record mark."""
+    """Return `(a, b, c)` after each record mark."""
     return [tuple(context[i + 1 : i + 4].tolist()) for i in np.flatnonzero(context == vocabulary.record)]
 
 

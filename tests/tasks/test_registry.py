@@ -1,4 +1,4 @@
-"""A task of a suite of one's own, as the documentation adds it: one file and one line."""
+"""Test a task of one's own suite, added as the documentation describes: with one file and one line."""
 
 import json
 import re
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 @pytest.fixture
 def registered(monkeypatch):
-    """The documentation's `my_qa.py`, and the line in `SUITES`."""
+    """Register the documentation's `my_qa.py`, as the line in `SUITES` would."""
     (code,) = re.findall(r"```python\n(# kvjax/tasks/my_qa.py\n.*?)```", PAGE.read_text(), re.DOTALL)
     module = {}
     exec(code, module)

@@ -1,4 +1,4 @@
-"""Samples: what an answer is worth, questions that are known, and one question each."""
+"""Test samples: answers' scores, questions that are known in advance, and samples of one question each."""
 
 import numpy as np
 

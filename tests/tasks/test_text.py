@@ -1,4 +1,4 @@
-"""Plain text that goes on."""
+"""Test continuous plain text."""
 
 import numpy as np
 

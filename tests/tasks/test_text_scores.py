@@ -1,4 +1,4 @@
-"""Scores of texts: the published packages' own figures, figures by hand, and brute force."""
+"""Test scores of texts against the published packages' figures, figures by hand, and brute force."""
 
 import itertools
 
@@ -41,14 +41,14 @@ SAME = pytest.approx
     ],
 )
 def test_texts_score_as_the_published_scorers_have_it(answer, true, words, lines, sentences):
-    """LongBench's qa_f1_score, rouge_score 0.1.2 and rouge 1.0.1."""
+    """The figures are those of LongBench's qa_f1_score, rouge_score 0.1.2 and rouge 1.0.1."""
     assert words_f1(answer, true) == SAME(words, abs=1e-6)
     assert rouge_l_sum(answer, true) == SAME(lines, abs=1e-6)
     assert rouge_l(answer, true) == SAME(sentences, abs=1e-6)
 
 
 def test_f1_by_hand():
-    """Two of three are right, of four that are wanted."""
+    """Two of the answer's three characters are right, and the true answer has four."""
     assert f1("abx", "abcd") == SAME(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
     assert f1("aab", "ab") == SAME(2 * 2 / 5), "as often as both have it"
     assert words_f1("The answer: an Apple!", "apple answer") == 1
@@ -57,7 +57,7 @@ def test_f1_by_hand():
 
 
 def test_one_sentence_scores_by_its_longest_common_subsequence():
-    """Brute force over all subsequences."""
+    """The subsequence is found by brute force over all subsequences."""
 
     def longest(first, second):
         for size in range(len(first), 0, -1):

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for."""
+"""Test the bytes that tokens stand for."""
 
 from kvjax.tasks import (
     builtin_text,

@@ -1,4 +1,4 @@
-"""Runs that `SIGKILL` ends, each in a process of its own, and runs that go on from what those left."""
+"""Runs that `SIGKILL` ends, each in a process of its own, and runs that resume from what those left."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ async def killed_in_the_second(self, *args, **kwargs):
 
 ocp.JsonCheckpointHandler.async_save = killed_in_the_second
 """
-"""In the middle of a checkpoint, with one before it that is complete."""
+"""Code that kills the run in the middle of its second checkpoint, after one that is complete."""
 TRAIN = """
 import sys
 from kvjax.train.config import parse
@@ -43,7 +43,8 @@ train(parse(sys.argv[1:]))
 
 
 def run_until_killed(args: Sequence[str], folder: Path, when: str = SECOND_SAVE) -> Path:
-    """The folder of a run that was told `args`. `when`: code that has something call `kill()`."""
+    """Start a run with `args` and return its folder after it was killed. `when`: code that has something call
+    `kill()`."""
     command = [sys.executable, "-c", KILL + when + TRAIN, *args, "--out", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True)
@@ -53,5 +54,5 @@ def run_until_killed(args: Sequence[str], folder: Path, when: str = SECOND_SAVE)
 
 
 def go_on(folder: Path, mesh: str) -> RunOutput:
-    """The same run, from its last checkpoint to its end."""
+    """Resume the same run from its last checkpoint to its end."""
     return train(parse(["--resume", "--out", str(folder), "--mesh", mesh]))

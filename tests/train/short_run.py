@@ -1,4 +1,4 @@
-"""A short run of the test-size model, and what it has logged."""
+"""A short run of the test-size model, and its logged numbers."""
 
 import json
 
@@ -12,7 +12,7 @@ ARGS = [
 
 
 def written(folder):
-    """The lines of metrics.jsonl: those of steps, and the validations by step."""
+    """Return the lines of metrics.jsonl: those of steps, and the validations by step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     validations = {line["step"]: line["validation"] for line in lines if "validation" in line}
     return [line for line in lines if "validation" not in line], validations

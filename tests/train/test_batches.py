@@ -1,4 +1,4 @@
-"""A step's rows on the mesh."""
+"""Test a step's rows on the mesh."""
 
 import jax
 import numpy as np

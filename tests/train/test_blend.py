@@ -1,4 +1,5 @@
-"""Heads that are both: what a streaming head sees in blocks and exactly, and what the weights make of it."""
+"""Test heads that blend full and streaming attention: the keys that a streaming head sees, in blocks and exactly, and
+the effect of the weights."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ TOKENS = 24
 
 
 def seen(blend, length, document=None):
-    """Which keys each query of a streaming head sees, bool [t t]."""
+    """Return the keys that each query of a streaming head sees, bool [t t]."""
     with jax.set_mesh(make_mesh()):
         document = None if document is None else jnp.asarray(document)[None]
         end = np.asarray(jax.jit(lambda: blend.ends(places(jnp.zeros((1, length), jnp.int32), document)))())[
@@ -29,7 +30,7 @@ def seen(blend, length, document=None):
 
 
 def test_blocks_are_those_of_the_published_training():
-    """Sinks of 128 and 1,024 local tokens in blocks of 128: block 0, and from 897 to 1,024 of the last tokens."""
+    """With 128 sinks and 1,024 local tokens in blocks of 128, a query sees block 0 and the last 897 to 1,024 tokens."""
     published = Blend(jnp.ones((1, 1)), 128, 1024, 128)
     found = seen(published, 1600)
     for query in range(1600):
@@ -61,7 +62,7 @@ def test_every_document_has_sinks_and_blocks_of_its_own():
 
 @pytest.fixture(scope="module")
 def run():
-    """The hidden states of a tiny model under weights z, of two sequences, with the model."""
+    """Yield a tiny model, two sequences, and a function from weights z to their hidden states."""
     model = tiny_model()
     tokens = np.random.default_rng(0).integers(0, 61, (2, TOKENS))
     with use_mesh(model):
@@ -76,8 +77,8 @@ def run():
 
 
 def test_whole_weights_are_the_dense_and_the_streaming_model(run):
-    """Bit by bit where all heads are alike; a mix but for rounding: the pattern's whole heads have ends that no query
-    reaches, the blend's have none."""
+    """They are equal bit by bit where all heads are alike, and a mix is equal up to rounding: the pattern's whole heads
+    have ends that no query reaches, the blend's have none."""
     model, tokens, hidden = run
     shape = model.config.num_layers, model.config.num_kv_heads
     with use_mesh(model):
@@ -91,7 +92,7 @@ def test_whole_weights_are_the_dense_and_the_streaming_model(run):
 
 
 def dense(model, tokens, document, z, streaming):
-    """The final hidden states of dense attention, z of the causal mask's and 1 − z of `streaming`'s [b t t]."""
+    """Return the final hidden states of dense attention: z of the causal mask's plus 1 − z of `streaming`'s [b t t]."""
     index = np.arange(tokens.shape[1])
     full = (index[:, None] >= index) & (document[:, :, None] == document[:, None])
     start = np.stack([np.searchsorted(row, row) for row in document])
@@ -115,7 +116,7 @@ def dense(model, tokens, document, z, streaming):
 
 
 def test_blocks_of_documents_are_dense_attention_under_two_masks():
-    """Of weights between 0 and 1 and of some that are either, with sinks and windows that are no whole blocks."""
+    """Some weights are between 0 and 1 and some are either; sinks and windows are not multiples of a block."""
     sink, window, block = 2, 5, 3
     random, model = np.random.default_rng(4), tiny_model()
     tokens = random.integers(0, 61, (2, 40)).astype(np.int32)
@@ -137,7 +138,7 @@ def test_blocks_of_documents_are_dense_attention_under_two_masks():
 
 
 def test_weights_have_the_gradients_of_finite_differences(run):
-    """Of a loss that is smooth in them, each by itself."""
+    """The loss is smooth in the weights, and each is moved by itself."""
     model, tokens, hidden = run
     shape = model.config.num_layers, model.config.num_kv_heads
     z = np.random.default_rng(1).uniform(0.2, 0.8, shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The score loss against a walk through the cache query by query, its signs, its weights, and its gradients."""
+"""Test the score loss against a walk through the cache query by query, its signs, its weights, and its gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,8 @@ def loss_of(score, target):
 
 
 def test_the_loss_is_the_papers():
-    """softplus(−y Δscore / τ) with y = ±1 by the target and min(1, |Δtarget|) as weight, the mean over the pairs."""
+    """It is the mean over the pairs of softplus(−y Δscore / τ), with y = ±1 by the target and min(1, |Δtarget|) as
+    weight."""
     found = jax.device_get(loss_of(SCORE, TARGET))
     for row in np.ndindex(2, 2):
         pairs = walked(TARGET[row], K, WINDOW, SINK)
@@ -47,7 +48,7 @@ def test_the_loss_is_the_papers():
 
 
 def test_its_gradient_moves_scores_towards_the_targets_order():
-    """Of one pair: what should stay is pushed up and its boundary down, and the reverse."""
+    """For one pair, the token that should stay is pushed up and its boundary down, and the reverse."""
     competes = jnp.asarray(np.arange(5)[None, None] > 0)
     told = {"window": 2, "temperature": 1.0}
 
@@ -59,7 +60,7 @@ def test_its_gradient_moves_scores_towards_the_targets_order():
     equal = np.zeros((1, 1, 5), np.float32)
 
     for worth, sign in ((2.0, -1), (-2.0, 1)):
-        # of a cache of one: 1, then `worth` in its place or not
+        # a cache of one entry holds token 1, and `worth` decides if token 2 replaces it
         target = np.array([[[0.0, 1.0, worth, 0.0, 0.0]]], np.float32)
         gradient = np.asarray(loss(equal, target)[1])[0, 0]
         assert np.sign(gradient[2]) == sign
@@ -69,7 +70,7 @@ def test_its_gradient_moves_scores_towards_the_targets_order():
 
 
 def test_infinite_scores_of_sinks_do_no_harm():
-    """As priorities are: above all others for sinks, below them for the last tokens, which never leave."""
+    """Priorities have them: above all others for sinks, and below them for the last tokens, which never leave."""
     score = SCORE.copy()
     score[..., :SINK], score[..., 1 - WINDOW :] = np.inf, -np.inf
     total = jax.jit(jax.value_and_grad(lambda x: loss_of(x, TARGET)["score_loss"].sum()))

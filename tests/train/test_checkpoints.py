@@ -1,4 +1,4 @@
-"""Checkpoints: restored onto any mesh as they were saved, and what is refused."""
+"""Test that checkpoints are restored exactly onto any mesh, and the errors for unusable ones."""
 
 import shutil
 from collections import namedtuple
@@ -42,7 +42,7 @@ def test_restores_onto_another_mesh(tmp_path, shape):
 
 
 def test_keeps_the_last_and_saves_what_the_state_was(tmp_path):
-    """The next update takes over the state's memory while the save before it is still being written."""
+    """The next update reuses the state's memory while the previous save is still being written."""
     mesh = make_mesh(fsdp=8)
     with jax.set_mesh(mesh):
         advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)

@@ -1,4 +1,4 @@
-"""What a run may be told: packaged values, refusals in one line before anything starts, and going on with a run."""
+"""Test the options of a run: packaged values, one-line errors before anything starts, and resumed runs."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def runs_in_a_folder_of_their_own(tmp_path, monkeypatch):
 
 
 def refusal(capsys, args):
-    """The line that the command prints for `args`, which must be all it prints."""
+    """Return the line that the command prints for `args`, which must be all it prints."""
     with pytest.raises(SystemExit) as leaving:
         run_command(lambda: train(parse(args)))
     assert leaving.value.code == 2
@@ -122,12 +122,12 @@ PUBLISHED = {
         "sink": 128, "window": 256, "block": 128, "regularized": 0.05, "lr": 0.02,
     },
 }  # fmt: skip
-"""Of the papers and their code: arXiv:2506.17121, Sec. 4, App. B and C; arXiv:2410.10819."""
+"""Values of the papers and their code: arXiv:2506.17121, Sec. 4, App. B and C; arXiv:2410.10819."""
 
 
 @pytest.mark.parametrize("method", PUBLISHED)
 def test_head_masks_are_trained_with_the_published_numbers(method):
-    """By default, and by the config for the papers' model."""
+    """They are the defaults, and those of the config for the papers' model."""
     published = parse(["--config", f"{method}-llama-3.1-8b"])
     assert (published.model, published.dtype) == ("meta-llama/Llama-3.1-8B-Instruct", "bfloat16")
     for config in (published, find_recipe(method)()):

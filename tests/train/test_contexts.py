@@ -1,4 +1,4 @@
-"""Which documents become contexts."""
+"""Test which documents become contexts."""
 
 import json
 
@@ -12,7 +12,7 @@ from kvjax.train.contexts import Choice, builtin_contexts, chosen, text_contexts
 
 
 class Words:
-    """A tokenizer of a number a word, which begins every text with a 7."""
+    """A tokenizer with one number per word, which begins every text with a 7."""
 
     chat_template = None
 
@@ -25,7 +25,7 @@ def words(count, letters):
 
 
 def test_both_kinds_begin_with_the_first_document_and_the_one_after_a_joined_context_is_left_out():
-    """Lengths 5, 3, 6, 4, 2, 6, 5, …; from 3 to below 7 count; a joined context has 10 or more."""
+    """The lengths are 5, 3, 6, 4, 2, 6, 5, …; those from 3 to below 7 count, and a joined context has 10 or more."""
     counts = [5, 3, 6, 4, 2, 6, 5, 3, 9, 4]
     texts = [(f" {name}\n", count) for name, count in zip("abcdefghij", counts, strict=True)]
 
@@ -33,10 +33,11 @@ def test_both_kinds_begin_with_the_first_document_and_the_one_after_a_joined_con
         return iter(texts)
 
     found = list(chosen(documents, Choice(3, 7, 10, single=3, joins=2)))
-    # a + b are 8, so c comes, too, and d is left out; f + g are 11, and h is left out
+    # a + b have 8, so c is joined, too, and d is left out; f + g have 11, and h is left out
     assert found == ["a", "b", "c", "\n\na\n\nb\n\nc", "\n\nf\n\ng"]
     assert list(chosen(documents, Choice(3, 7, 15, single=0, joins=1))) == ["\n\na\n\nb\n\nc\n\nd"]
-    assert len(list(chosen(documents, Choice(3, 7, 100, single=1, joins=1)))) == 1  # never so long
+    # the documents never reach this length
+    assert len(list(chosen(documents, Choice(3, 7, 100, single=1, joins=1)))) == 1
 
 
 def local(tmp_path, counts):

@@ -1,4 +1,4 @@
-"""Sequences of text and of the built-in tasks: their lengths, their order, and what is held out."""
+"""Test sequences of text and of the built-in tasks: their lengths, their order, and the held-out ones."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ ALL = Rows(0, 4, 4)
 
 
 class Letters:
-    """A tokenizer with one token a character."""
+    """A tokenizer with one token per character."""
 
     chat_template = None
 
@@ -43,7 +43,7 @@ class Chat(Letters):
 
 
 def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
-    """The iterator and the held-out sequences."""
+    """Return the iterator and the held-out sequences."""
     wanted = Wanted(
         source,
         rows=rows,
@@ -63,14 +63,14 @@ def opened(source, step_lengths, rows=ALL, seed=0, tokenizer=None):
 
 
 def written(tokens):
-    """The text of a sequence of `Letters`."""
+    """Return the text of a sequence of `Letters`."""
     return "".join(map(chr, tokens.tolist()))
 
 
 def test_every_length_gets_its_share_of_the_steps():
     lengths = draw_step_lengths(7500, (4096, 8192, 16384, 32768), (4000.0, 2000.0, 1000.0, 500.0), seed=3)
     assert Counter(lengths.tolist()) == {4096: 4000, 8192: 2000, 16384: 1000, 32768: 500}
-    assert int(lengths.sum()) == 65_536_000  # the paper's 62.5 Mi tokens
+    assert int(lengths.sum()) == 65_536_000  # the paper has 62.5 Mi tokens
     assert (lengths[:100] != 4096).any(), "shuffled, not sorted"
     assert Counter(draw_step_lengths(10, (1, 2, 3), (1.0, 1.0, 1.0), seed=0).tolist()).total() == 10
     np.testing.assert_array_equal(
@@ -100,7 +100,7 @@ def test_a_position_goes_through_json_and_continues_exactly(kind, tmp_path):
         next(half)
     position = json.loads(json.dumps(half.get_state()))
     rest = opened(source, step_lengths)
-    next(rest)  # wherever it stands
+    next(rest)  # the iterator may stand anywhere
     rest.set_state(position)
     rest = list(rest)
     assert len(rest) == 5
@@ -116,7 +116,7 @@ def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp
     sizes = {"a": 7, "b": 8, "c": 15, "d": 16, "e": 31, "f": 32, "g": 64, "h": 500}
     source = texts(tmp_path, [letter * size for letter, size in sizes.items()])
     for length, letters in found.items():
-        # a pass over them: each once
+        # one pass over them has each once
         step_lengths = [length] * len(letters) + [other for other in lengths if other != length]
         own = [written(t[0]) for t in opened(source, step_lengths, Rows(0, 1, 1)) if t.shape[1] == length]
         assert sorted(own) == [letter * length for letter in letters]
@@ -137,7 +137,7 @@ def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp
     ],
 )
 def test_what_the_lengths_leave_out_is_counted(sizes, remark):
-    """Of documents that are read in this order, for 8 and 16 tokens."""
+    """The documents are read in this order, for 8 and 16 tokens."""
     documents = iter([*(chr(97 + i) * size for i, size in enumerate(sizes)), None])
     reader = SimpleNamespace(next=lambda: next(documents), get_state=int, set_state=int)
     found = hold_out(reader, Bins((8, 16), Encoder(Letters(), "", 16)), [], [8, 16], "x")[2]
@@ -145,14 +145,15 @@ def test_what_the_lengths_leave_out_is_counted(sizes, remark):
 
 
 def held_out_of(source, step_lengths, validation, **changes):
-    """Held-out texts, and those trained on."""
+    """Return the held-out texts, and those trained on."""
     sequences, held_out = opened_with(source, step_lengths, validation, **changes)
     return [written(t) for t in held_out], {written(row) for tokens in sequences for row in tokens}
 
 
 @pytest.fixture
 def numbered(tmp_path):
-    """Twenty documents of 8 tokens and twenty of 16, each with a number of its own, and a copy of each."""
+    """Return a source of twenty documents of 8 tokens and twenty of 16, each with a number of its own, and a copy of
+    each."""
     short, long = ([f"{i:02}" * (length // 2) for i in range(20)] for length in (8, 16))
     return texts(tmp_path, 2 * (short + long))
 
@@ -244,7 +245,7 @@ def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
             DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1, "a/set"), bins, 1, step_lengths, "x")
         )
 
-    step_lengths = np.full(10, 8)  # more than one pass
+    step_lengths = np.full(10, 8)  # this is more than one pass
     whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
     assert whole == [f"{i % 6:02}" * 4 for i in range(10)]
     first = sequences()
@@ -293,7 +294,7 @@ def test_more_processes_than_documents(tmp_path):
 
 
 def test_each_length_reads_on_its_own(tmp_path):
-    """A pass gives every document of a length once, whatever other lengths take between."""
+    """A pass has every document of a length once, in whatever order the lengths are taken."""
     source = texts(tmp_path, [f"{i:02}" * (size // 2) for size in (8, 16) for i in range(10)])
     taken = [written(t[0]) for t in opened(source, [8, 16] * 10, Rows(0, 1, 1))]
     assert len(set(taken)) == 20

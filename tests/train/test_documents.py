@@ -1,4 +1,4 @@
-"""Files of texts as documents: pieces, order, and files that are none."""
+"""Test files of texts as documents: pieces, order, and unusable files."""
 
 import codecs
 import json
@@ -168,7 +168,7 @@ def test_a_folder_without_data_is_refused(tmp_path):
 
 
 def test_a_chat_that_the_template_does_not_take_is_found_at_once(tmp_path):
-    """Not at the update that meets it."""
+    """The error comes before the update that would read it."""
     tokenizer = SimpleNamespace(
         chat_template="{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
     )
@@ -180,7 +180,7 @@ def test_a_chat_that_the_template_does_not_take_is_found_at_once(tmp_path):
 
 
 def test_a_resumed_run_finds_each_document_at_its_place(tmp_path):
-    """The order of a file is part of what a checkpoint says. Lines without text have a place, too."""
+    """A checkpoint depends on a file's order. Lines without text have a place, too."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n{"text": " "}\n{"text": "c"}\n')
     with pytest.warns(UserWarning, match="2 of 5 documents"):
         assert everything(tmp_path / "a.jsonl") == ["a", "c", "", "b", ""]

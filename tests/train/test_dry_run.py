@@ -1,4 +1,4 @@
-"""`--dry-run`: a wrong configuration is one line, and a right one says how much it would train."""
+"""Test `--dry-run`: a wrong configuration gives one line, and a right one says how much it would train."""
 
 import pytest
 

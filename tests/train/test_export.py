@@ -1,4 +1,5 @@
-"""`python -m kvjax.export`: from any checkpoint what a run itself exports, whole or not at all; how it is found."""
+"""Test `python -m kvjax.export`: any checkpoint gives the files that a run itself exports, complete or not at all, and
+can be named in several ways."""
 
 import json
 
@@ -19,7 +20,7 @@ from kvjax.train.loop import export_checkpoint, train
 
 
 def arguments(method, folder):
-    """Of a run of four updates, of which all checkpoints are kept."""
+    """Return the arguments of a run of four updates that keeps all checkpoints."""
     return [
         *(
             "--method",
@@ -38,7 +39,7 @@ def arguments(method, folder):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run of write gates."""
+    """Return the folder of a run of write gates."""
     return train(parse(arguments("wgkv", tmp_path_factory.mktemp("runs") / "run"))).folder
 
 
@@ -63,7 +64,7 @@ def test_the_last_checkpoint_gives_what_the_run_exported(run, tmp_path, capsys):
 
 
 def test_an_earlier_checkpoint_gives_the_parameters_of_its_step(run, tmp_path, monkeypatch):
-    """They are those of a run that ended there; the numbers are those of its validation."""
+    """The exported validation numbers are those of the checkpoint's step."""
     found, step, folder = export_checkpoint(parse(["--resume", "--out", str(run)]), 2, tmp_path / "gates")
     assert (step, folder) == (2, tmp_path / "gates")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Features and targets on disk and in memory: written once, whole or not at all, and read as an update wants them."""
+"""Test features and targets on disk and in memory: written once, completely or not at all, and read by position."""
 
 import errno
 import json
@@ -101,7 +101,7 @@ def test_a_damaged_folder_is_refused_in_one_line(shards):
 
 
 def test_two_runs_may_compute_a_context_at_once(shards, tmp_path):
-    """The first that finishes has written it."""
+    """The files are those of the run that finishes first."""
     one, other = (Shards(tmp_path / "shared", KIND, SIZES, MANIFEST) for _ in range(2))
     with one.writing(0):
         fill(other, 0)

@@ -1,4 +1,4 @@
-"""KVPOP's target against dense sums, and what its training masks and reaches."""
+"""Test KVPOP's target against dense sums, and which parameters its training masks and losses reach."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ log_gamma_of = jax.jit(lambda training: training.admission.scorers.log_gamma())
 
 @pytest.fixture(scope="module")
 def one():
-    """Of one layer, its tokens, and what its masked attention gives."""
+    """Return one layer's training method, its step, the results of its masked attention, and the mask."""
     training = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), layer(method(tiny_model()), 1))
     at = step(np.arange(T)[None])
     _, [mask] = masks_of(training, at)
@@ -47,7 +47,7 @@ def one():
 
 
 def dense(at, seen):
-    """Attention of queries to keys, [n t s], of those that each sees, in float64."""
+    """Return the attention of queries to keys [n t s], normalised over the keys that each query sees, in float64."""
     q, k = (np.asarray(x[0], np.float64) for x in (at.q, at.k))
     logits = np.einsum("nth,nsh->nts", q, np.repeat(k, 2, 0)) / np.sqrt(k.shape[-1])
     exp = np.where(seen, np.exp(logits), 0)
@@ -57,8 +57,8 @@ def dense(at, seen):
 @pytest.mark.thorough
 @pytest.mark.parametrize("over", ["kept", "all"])
 def test_a_target_is_the_attention_that_is_paid_later(one, over):
-    """By every query that is a window or more behind, of the group's two heads the larger sum; what is evicted is
-    counted by what it would have got."""
+    """It sums over every query that is a window or more later, and is the larger of the two heads of the group. An
+    evicted token counts with the attention that it would have got."""
     training, at, (_, lse), mask = one
     training = changed(training, over=over, falls=False)
     index = np.arange(T)
@@ -74,8 +74,8 @@ def test_a_target_is_the_attention_that_is_paid_later(one, over):
 
 @pytest.mark.thorough
 def test_no_query_pays_more_than_it_has(one):
-    """Of all tokens together a query head's targets are at most 1 for each query that looks from outside the window; a
-    group's are the larger ones."""
+    """Summed over all tokens, a query head's targets are at most 1 for each query outside the window; a group's target
+    is the larger one of its heads'."""
     training, at, (_, lse), _ = one
     training = changed(training, over="all", falls=False)
     each = dataclasses.replace(
@@ -100,7 +100,8 @@ def test_targets_fall_as_scores_do(one):
 
 
 def test_the_mask_is_that_of_the_cache(one):
-    """Sinks and the last tokens, and of the others at most as many as there are places, of the highest priorities."""
+    """It has sinks and the last tokens, and of the others those of the highest priorities, at most as many as there are
+    places."""
     training, at, _, mask = one
     index = np.arange(T)
     seen = (index[:, None] >= index) & (index[:, None] < np.asarray(mask.end[0])[:, None])
@@ -122,8 +123,8 @@ def test_the_mask_is_that_of_the_cache(one):
 
 
 def test_a_layers_loss_is_of_what_its_masked_attention_paid(one):
-    """By hand of the first pass's attention: the targets, the tokens that compete for the places beside sinks and
-    window, and the loss of their scores."""
+    """The loss is computed by hand from the first pass's attention: the targets, the tokens that compete for the places
+    besides sinks and window, and the loss of their scores."""
     training, at, _, mask = one
     with use_mesh():
         attend = jax.jit(lambda method: masked_attention(method, at, window=WINDOW)[1])
@@ -146,7 +147,8 @@ def test_a_layers_loss_is_of_what_its_masked_attention_paid(one):
 
 
 def test_neither_loss_reaches_what_the_other_trains():
-    """The score loss trains scorers alone, decays among them; the tokens' loss the model alone. By exact zeros."""
+    """The score loss trains only the scorers, including decays; the tokens' loss only the model. Other gradients are
+    exactly 0."""
     model = tiny_model()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, T)), jnp.int32)
 
@@ -159,7 +161,7 @@ def test_neither_loss_reaches_what_the_other_trains():
 
     @jax.jit
     def gradients(scorers, model):
-        """Of each of the two losses."""
+        """Return the gradients of each of the two losses."""
         (one, other), pull = jax.vjp(losses, scorers, model)
         yes, no = jnp.ones_like(one), jnp.zeros_like(other)
         return pull((yes, no)), pull((no, yes))

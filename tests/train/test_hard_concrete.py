@@ -1,4 +1,4 @@
-"""The hard-concrete distribution against its figures, which were worked out beside the code."""
+"""Test the hard-concrete distribution against figures that were computed separately."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ FIGURES = {
     0.0: (0.1682, 0.1682, 0.5),
     -4.0: (0.9169, 0.0037, 0.0236),
 }
-"""Of a log α: P(z = 0), P(z = 1), the mean of z."""
+"""For each log α: P(z = 0), P(z = 1) and the mean of z."""
 
 
 drawn = jax.jit(sample)

@@ -1,4 +1,4 @@
-"""The report of a user's own model: what it measures of held-out text, against one dense attention."""
+"""Test the report of a user's own model: its measurements on held-out text, against one dense attention."""
 
 import json
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def held_out():
 
 
 def squeezed(model, config):
-    """Gates between 0.4 and 0.6, whose quantiles lie close together."""
+    """Return gates between 0.4 and 0.6, whose quantiles lie close together."""
     gates = tiny_gates(model)
     values = held_out_gates(gates, model, [np.arange(61, dtype=np.int32)])
     logits = np.log(values / (1 - values))
@@ -42,7 +42,8 @@ def squeezed(model, config):
 
 
 def measured(folder, held_out, said):
-    """The rows of squeezed gates on held-out text, and what is written of them."""
+    """Return the rows of squeezed gates on held-out text, the written report, the validation's numbers, and the
+    report's text."""
     model, config = tiny_model(), WriteGates(window=5, tau=0.4999)
     gates = squeezed(model, config)
     with use_mesh(model):
@@ -89,7 +90,7 @@ def test_an_eviction_has_no_mask_to_lose_by():
 
 @pytest.mark.thorough
 def test_perplexity_and_agreement_are_what_whole_sequences_say(held_out, tmp_path):
-    """Of the full cache, and of a window so wide that it keeps everything; and of streaming heads, less agreement."""
+    """This holds for the full cache and for a window so wide that it keeps everything; streaming heads agree less."""
     model, samples = tiny_model(), [continuation(tokens) for tokens in held_out]
     errors = []
     for tokens in held_out:

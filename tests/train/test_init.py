@@ -1,4 +1,4 @@
-"""Runs that begin with gates that there are already, and what is refused before one starts."""
+"""Test runs that begin with existing gates, and the errors before such a run starts."""
 
 import json
 
@@ -42,7 +42,7 @@ ARGS = [
 
 @pytest.fixture
 def published(tmp_path):
-    """The authors' file for the model."""
+    """Return the authors' file for the model."""
     file = tmp_path / "gates.pt"
     _, heads, head_dim, width = SIZES.shape
     arrays = published_arrays(layers=SIZES.layers, kv_heads=heads, head_dim=head_dim, width=width)
@@ -56,13 +56,13 @@ def losses(folder):
 
 
 class Stopped(BaseException):
-    """As if the process had been."""
+    """An exception in place of a stopped process."""
 
 
 @pytest.mark.thorough
 def test_a_run_begins_with_them_and_needs_them_no_more(published, tmp_path, monkeypatch):
-    """The first update has rate 0: the gates after it are the file's. Stopped there, and without the file, a run of two
-    updates ends as one that was not."""
+    """The first update has rate 0, so the gates after it are the file's. A run of two updates that is stopped there and
+    resumed without the file ends like an uninterrupted one."""
     file, save = published, Checkpoints.save
     wanted = jax.device_get(load_gates(file)[0])
     run = [*ARGS, "--init", str(file), "--sequences", "16", "--out"]
@@ -97,7 +97,7 @@ def test_a_run_that_has_no_checkpoint_needs_them(published, tmp_path):
 
 
 def test_the_width_is_theirs_where_none_is_told(published, tmp_path):
-    """Also over the built-in config's, whose gates have it too."""
+    """They also override the built-in config; its own gates have its width."""
     check(parse(["--init", "builtin"]))
     assert parse([*ARGS, "--init", str(published)]).expand == 1.5
     assert parse(["--config", "builtin", "--init", str(published)]).expand == 1.5

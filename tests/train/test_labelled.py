@@ -1,5 +1,5 @@
-"""Runs of a recipe whose loss knows documents and labels: natural text and passkeys, of files and of the built-in
-tasks."""
+"""Test runs of a recipe whose loss uses documents and labels: natural text and passkeys, from files and from the
+built-in tasks."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ PASSKEYS = ["--data-kind", "passkeys", "--passkeys", "1", "--words", "2", "--len
 
 @pytest.fixture
 def two(tmp_path):
-    """A source of short documents and one of long ones."""
+    """Return a source of short documents and one of long ones."""
     for name in ("short", "long"):
         (tmp_path / name).mkdir()
     short = texts(tmp_path / "short", [f"The city of {i} is far. " * (1 + i % 3) for i in range(60)])
@@ -51,7 +51,7 @@ def steps_of(folder):
 
 
 def opened(data="builtin", rows=ALL, lengths=(64, 128, 64), validation=(64, 128), **told):
-    """A run's data."""
+    """Open and return a run's data."""
     recipe = Scale(data=data, **told)
     tokenizer = None if data == "builtin" else load_tokenizer(MODEL)
     return recipe.open_data(
@@ -62,7 +62,7 @@ def opened(data="builtin", rows=ALL, lengths=(64, 128, 64), validation=(64, 128)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["natural", "passkeys"])
 def test_a_run_on_the_built_in_tasks(kind, tmp_path):
-    """Three updates, in parts, on a mesh, and with the loss of what is labelled."""
+    """The run has three updates, in parts, on a mesh, and the loss of the labelled tokens."""
     out = tmp_path / "run"
     told = [*ARGS, "--data-kind", kind, "--out", str(out)]
     ended = train(parse([*told, "--mesh", "2", "--accumulate", "2"]))
@@ -128,7 +128,7 @@ def test_the_built_in_tasks_are_a_document_each():
 
 
 def test_of_the_built_in_tasks_the_answers_are_learned():
-    """To the questions of each, one after another, as far as they fit."""
+    """The labelled tokens are the answers to each sample's questions, one after another, as far as they fit."""
     data = opened(data_kind="passkeys", lengths=(128,) * 12, validation=(128,) * 4)
     rows = [row for step in data.sequences for row in zip(step["tokens"], step["labelled"], strict=True)]
     for split, found, first in (
@@ -156,7 +156,7 @@ def test_built_in_rows_are_the_same_whatever_the_processes(kind):
 
 
 def test_passkeys_of_a_row_do_not_depend_on_the_processes(two):
-    """The words that are asked for; the text around them is each process's own."""
+    """The passkeys' words are the same; each process has its own text around them."""
     told = {"data": two[1], "data_kind": "passkeys", "passkeys": 2, "words": 3, "lengths": (256,) * 3}
     told |= {"validation": (256,)}
 
@@ -229,6 +229,6 @@ def test_sequences_too_short_for_passkeys_are_refused_before_anything_compiles(t
     with pytest.raises(UserError, match=r"--lengths 64: 10 passkeys of 32 words .* take \d+ tokens"):
         train(parse([*ARGS, *told, "--mesh", "1"]))
     assert not (tmp_path / "run").exists()
-    # in whatever length it is: of those held out here none is too short
+    # the error may name any length: of the documents held out here none is too short
     with pytest.raises(UserError, match="--lengths 64: 1 passkeys of 2 words"):
         opened(data=two[1], data_kind="passkeys", passkeys=1, words=2, lengths=(64, 256), validation=(256,))

@@ -1,4 +1,4 @@
-"""The launch recipes parse, and their commands are commands of kvjax."""
+"""Test that the launch recipes parse, and that their commands are commands of kvjax."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ COMMAND = re.compile(r"python -m kvjax\.(train|evaluate) ([^\n`]*)")
 
 
 def commands(text):
-    """The commands of kvjax in a text that are whole: the module, and the arguments but for the caller's own."""
+    """Yield the complete commands of kvjax in a text: the module, and the arguments without the caller's own."""
     for module, line in COMMAND.findall(text):
         if "…" not in line:
             line = line.removesuffix('"') if line.count('"') % 2 else line

@@ -1,4 +1,4 @@
-"""Whole runs on the test-size model: what they leave, and that one which is killed ends like one which is not."""
+"""Test whole runs on the test-size model: their files, and that a killed run ends like an uninterrupted one."""
 
 import functools
 import importlib.util
@@ -38,13 +38,13 @@ from tests.train.short_run import ARGS, losses, written
 
 
 def logged(validation):
-    """A validation as metrics.jsonl and the exported gates have it."""
+    """Return a validation in the form of metrics.jsonl and the exported gates."""
     return validation.numbers | {"sequences": validation.sequences}
 
 
 @pytest.fixture(scope="module")
 def saves():
-    """Of the run `whole`: the steps that were on disk when each checkpoint was saved."""
+    """Return the steps that were on disk when each checkpoint of the run `whole` was saved; that run fills it."""
     return {}
 
 
@@ -63,7 +63,7 @@ def whole(tmp_path_factory, saves):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The folder of a run that was killed in the middle of its second save."""
+    """Return the folder of a run that was killed in the middle of its second save."""
     return run_until_killed([*ARGS, "--mesh", "1"], tmp_path_factory.mktemp("killed") / "run")
 
 
@@ -74,7 +74,7 @@ def resumed(killed, tmp_path, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
 def test_gates_train_on_a_model_in_eight_bits(weights, whole, tmp_path):
-    """Their losses are nearly those on the model itself, of which the first is from before any update."""
+    """The losses are close to those on the model itself; the first is measured before any update."""
     train(parse([*ARGS, "--weights", weights, "--mesh", "1", "--out", str(tmp_path / "run")]))
     found, wanted = np.array(losses(tmp_path / "run")), np.array(losses(whole.folder))
     assert found[0] != wanted[0]
@@ -88,7 +88,7 @@ def test_a_checkpoint_comes_after_the_metrics_of_its_steps(whole, saves):
 
 @pytest.mark.thorough
 def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypatch):
-    """Between the checkpoint of step 4, complete, and the next update."""
+    """The run is killed between the complete checkpoint of step 4 and the next update."""
     folder, save = tmp_path / "run", Checkpoints.save
 
     class Killed(BaseException):
@@ -166,7 +166,7 @@ def test_validations_as_often_as_told(whole, tmp_path):
     _, validations = written(other.folder)
     assert list(validations) == [2, 5]
     assert other.validation.sequences == 3
-    # the first three of the same sequences, on another mesh
+    # these are the first three of the same sequences, on another mesh
     rates, first = (run.validation.by_sequence["rates"] for run in (other, whole))
     assert rates == pytest.approx(first[:3], abs=0.05)
 
@@ -200,7 +200,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
 
     found = Validation({"distillation": 1.0}, {"rates": np.zeros((1, 2, 4))}, 1)
     monkeypatch.setattr(loop, "make_update", make_update)
-    monkeypatch.setattr(loop.memory, "check", lambda *_: [0])  # that update is no program
+    monkeypatch.setattr(loop.memory, "check", lambda *_: [0])  # the replaced update cannot be compiled
     monkeypatch.setattr(loop, "make_validate", lambda *args: lambda state, model: found)
     said = {"loss": "loss is nan", "gradient": "the gradient is not finite"}
     problem = said.get(broken, "the parameters are no longer finite")
@@ -217,7 +217,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
 
 @pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
-    """Really: the weights of the gates run away until nothing is finite any more."""
+    """The error is a real one: the weights of the gates grow until nothing is finite."""
     folder = tmp_path / "run"
     with pytest.raises(
         UserError, match=r"^step \d of 6: .*no checkpoint before it.* smaller --lr than 1e\+36$"
@@ -331,7 +331,7 @@ def test_a_finished_run_is_left_as_it_is(whole):
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(whole, tmp_path):
-    """Each with half the rows."""
+    """Each process has half the rows."""
     told = [part for part in ARGS if part not in ("--report", "none")]
     _, said = run_processes(TRAIN, *told, "--mesh", "2", "--out", str(tmp_path / "run"))
     without = "there will be no report: one process makes it, and this run has 2"
@@ -343,7 +343,7 @@ def test_two_processes_train_like_one(whole, tmp_path):
 
 @pytest.mark.thorough
 def test_four_processes_train_like_one(whole, tmp_path):
-    """Two have the same rows, and each of these half of the heads."""
+    """Two processes have the same rows, and each of them half of the heads."""
     run_processes(TRAIN, *ARGS, "--mesh", "fsdp=2,tensor=2", "--out", str(tmp_path / "run"), count=4)
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
 
@@ -360,7 +360,7 @@ def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
 
 @pytest.mark.thorough
 def test_two_processes_save_a_model_that_they_trained(tmp_path):
-    """Split over both, so that neither could write it alone."""
+    """The model is split over both, so that neither could write it alone."""
     method = "tests.train.recipes.whole_model:WholeModel"
     args = ["--method", method, *ARGS[: ARGS.index("--window")], "--sequences", "8", "--report", "none"]
     run_processes(TRAIN, *args, "--mesh", "2", "--out", str(tmp_path / "run"))
@@ -399,7 +399,7 @@ def test_a_checkpoint_without_a_validation_comes_after_its_metrics(tmp_path, mon
 
 
 def resuming(notes, group, groups):
-    """Where a run goes on whose checkpoint has these notes."""
+    """Return where a run resumes whose checkpoint has these notes."""
     places, mesh, state = [], make_mesh(), TrainState(None, None)
     config = WriteGates(resume=True, window=4, expand=4.0)
     checkpoints = SimpleNamespace(latest=lambda: 3, restore=lambda step, like: (state, {"data": notes}))

@@ -1,4 +1,4 @@
-"""`python -m kvjax.train`: its help, and what it says at the end."""
+"""Test `python -m kvjax.train`: its help, and its final output."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Memory of a training run: the check before its first update, and what it says of a device."""
+"""Test the memory of a training run: the check before its first update, and the description of a device's memory."""
 
 import jax
 import numpy as np
@@ -23,12 +23,12 @@ def mesh():
 
 
 def on_one(tree):
-    """Bytes of the first device."""
+    """Return the bytes of the first device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
-    """It is not compiled twice, and its temporaries are what the run says of its longest update."""
+    """It is not compiled twice, and its temporaries are those that the run reports for its longest update."""
     monkeypatch.setattr(memory, "device_bytes", lambda: 1 << 40)
     compiles = []
     with jax.set_mesh(mesh):
@@ -65,13 +65,13 @@ def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
-    """Devices with as much as the longer sequences take and as the shorter ones do, and with a byte less than each."""
+    """Devices have exactly the bytes that the longer or the shorter sequences need, or one byte less."""
     with jax.set_mesh(mesh):
         model, own, dtypes = (
             tiny_model(tied=False),
             make_update(RUN),
             (None,),
-        )  # whose output head is not read
+        )  # the loss does not read this model's output head
         state = jax.jit(lambda model: initial_state(RUN, model))(model)
         needs = {}
         for length in RUN.lengths:
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
 
 @pytest.mark.thorough
 def test_virtual_cpu_devices_share_the_host_s_memory(mesh, monkeypatch):
-    """They do not state a memory of their own."""
+    """They do not report a memory of their own."""
     host = {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 16 * jax.local_device_count()}
     monkeypatch.setattr("kvjax.cache.sizes.os.sysconf", host.get)
     refusal = (
@@ -115,7 +115,7 @@ def test_virtual_cpu_devices_share_the_host_s_memory(mesh, monkeypatch):
 
 
 def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
-    """A TPU's refuses what does not fit, and may not say how much that is."""
+    """A TPU's compiler refuses programs that do not fit, and may not say how much they need."""
 
     def update(state, model, batch, step):
         pytest.fail("it ran")

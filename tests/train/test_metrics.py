@@ -1,4 +1,4 @@
-"""What a run says of its steps: in its file, on a terminal and in tensorboard."""
+"""Test the numbers of a run's steps: in its file, on a terminal and in tensorboard."""
 
 import json
 import time
@@ -85,7 +85,7 @@ def test_a_gradient_that_is_no_number_stops_every_process_though_the_loss_is_one
 def test_a_resumed_run_drops_what_the_killed_one_wrote_too_far(tmp_path):
     run(tmp_path, steps=range(5), total=8)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # the line it was killed in
+        file.write('{"step": 5, "lo')  # the line in which the run was killed
     run(tmp_path, steps=range(3, 8), total=8, first=3)
     assert [line["step"] for line in lines(tmp_path)] == list(range(8))
 
@@ -101,7 +101,7 @@ def test_speed_and_time_left(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("first", "total", "told"), [(0, 12, 1), (5, 16, 1), (0, 10, 0), (0, 9, 0)])
 def test_after_ten_steps_a_run_says_when_it_ends(first, total, told, tmp_path, monkeypatch, capsys):
-    """Steps of two seconds, seen when the next one has begun."""
+    """Each step takes two seconds, and is timed when the next one has begun."""
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(module.time, "time", lambda: 1e9)

@@ -1,4 +1,4 @@
-"""What recipes minimise, and the masks that they minimise it under."""
+"""Test the losses of recipes, and the masks of training."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,8 @@ def test_the_error_is_in_float32():
     ("delay", "sinks"), [(3, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((0, 0), (5, 0)))]
 )
 def test_training_sees_what_the_cache_keeps(delay, sinks):
-    """Whole sequences under the mask of an admission with max_entries, and the same in chunks through pages."""
+    """Whole sequences under the mask of an admission with max_entries are compared with the same in chunks through
+    pages."""
     tokens = np.random.default_rng(delay).integers(0, 61, (2, LENGTH))
     model = tiny_model()
     made = delayed(window=6, max_entries=7, delay=delay, threshold=2, sinks=sinks)
@@ -71,7 +72,7 @@ masked = jax.jit(lambda admission, at: deployed_mask(admission, at, 6))
 
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_what_is_shorter_than_the_window_is_seen_whole(length):
-    """No priority is known by the end of such a sequence, and none is asked for."""
+    """The end of such a sequence has no known priority, and needs none."""
     policy, at = delayed(window=6, max_entries=2, delay=5), step(np.arange(length)[None])
     admission = changed(policy.admission, threshold=jnp.float32(0), max_entries=jnp.int32(2))
     priority, mask = masked(admission, at)
@@ -81,7 +82,7 @@ def test_what_is_shorter_than_the_window_is_seen_whole(length):
 
 
 def test_training_adds_it_too():
-    """A bias, in the mask that `deployed_mask` makes of an admission."""
+    """The mask that `deployed_mask` makes of an admission has its bias."""
     policy = delayed(window=6, delay=2, biased=True)
     at = step(np.arange(20)[None])
     admission = changed(policy.admission, threshold=jnp.float32(0))
@@ -91,8 +92,8 @@ def test_training_adds_it_too():
 
 
 def test_a_teacher_is_followed_over_its_likeliest_tokens():
-    """KL(teacher ‖ student), both renormalised over the tokens that the teacher names, beside the cross-entropy, of
-    sequences that are cut in parts of which the last is not whole."""
+    """The divergence is KL(teacher ‖ student), both renormalised over the teacher's tokens, next to the cross-entropy.
+    Sequences are cut in parts of which the last is shorter."""
     model, other = tiny_model(), tiny_model(qk_norm=False)
     tokens = np.random.default_rng(3).integers(0, 61, (2, 600))
     with use_mesh(model):
@@ -119,7 +120,8 @@ def test_a_teacher_is_followed_over_its_likeliest_tokens():
 
 
 def test_token_losses_have_the_gradients_of_finite_differences(monkeypatch):
-    """Of the hidden states, in float64, in which a model's own logits never are, over two parts of a sequence."""
+    """The gradients are those of the hidden states, in float64, which a model's own logits never have, over two parts
+    of a sequence."""
     random = np.random.default_rng(4)
     table = random.standard_normal((32, 11))
     monkeypatch.setattr(Decoder, "to_logits", lambda *_: lambda x: x @ jnp.asarray(table))
@@ -147,8 +149,8 @@ def test_token_losses_have_the_gradients_of_finite_differences(monkeypatch):
 
 @pytest.mark.slow
 def test_packed_documents_are_as_if_each_was_alone():
-    """Their hidden states, plain and under a mask that counts from their own beginnings, and their losses: of every
-    token but the first of each."""
+    """Their hidden states are the same, plain and under a mask that counts from their own beginnings, and so are the
+    losses of every token but the first of each."""
     model = tiny_model()
     tokens = np.random.default_rng(5).integers(0, 61, (2, 40))
     starts = [[0, 13, 30], [0, 1, 40]]

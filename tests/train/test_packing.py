@@ -1,4 +1,5 @@
-"""Documents one after another in sequences: every token once and in order, from any position, and what is held out."""
+"""Test documents one after another in sequences: every token once and in order, from any position, and the held-out
+ones."""
 
 import json
 from pathlib import Path
@@ -29,7 +30,7 @@ def path(tmp_path):
 
 
 def in_order(path, encode, held_out=()):
-    """A pass over the documents as one stream."""
+    """Return a pass over the documents as one stream."""
     documents = Documents(path, 0, 10_000)
     found = [encode(documents[i]) for i in range(len(documents)) if documents[i] not in held_out]
     return np.concatenate(found)
@@ -115,7 +116,7 @@ RECORD = {
     ],
     "tools": [],
 }
-"""As in Nemotron-Math-v2's data/medium.jsonl."""
+"""A row in the form of Nemotron-Math-v2's data/medium.jsonl."""
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

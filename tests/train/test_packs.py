@@ -1,5 +1,5 @@
-"""Packs: documents that are separate, cut and never gone on with; mixed by weights; from any position; what is held
-out."""
+"""Test packs: documents stay separate, a cut one is not continued, sources are mixed by weights, reading resumes at any
+position, and some documents are held out."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ SHORT = [f"s{i:03}" + "abcdefghij"[: i % 10] for i in range(60)]
 LONG = [f"L{i:03}" + "klmnopqrst" * (3 + i % 4) for i in range(40)]
 ALL = Rows(0, 4, 4)
 LENGTH = 24
-"""Of a sequence: some five short documents, or less than a long one."""
+"""Number of tokens of a sequence: some five short documents, or less than a long one."""
 
 
 def put(tmp_path, name, documents):
@@ -52,7 +52,7 @@ def opened(sources, weights, steps=10, rows=ALL, validation=4, seed=0, lengths=(
 
 
 def documents_of(pack):
-    """The texts of a pack's documents, and what is left of them."""
+    """Return the texts of a pack's documents, of which the last may be cut."""
     assert {name: x.dtype for name, x in pack.items()} == {
         "tokens": np.int32,
         "document": np.int32,
@@ -65,12 +65,12 @@ def documents_of(pack):
 
 
 def rows_of(data):
-    """All rows of all steps."""
+    """Return all rows of all steps."""
     return [{name: x[i] for name, x in step.items()} for step in data for i in range(len(step["tokens"]))]
 
 
 def test_packs_are_whole_documents_from_their_beginning_and_one_that_is_cut(both):
-    """In the reader's order; what is cut is dropped."""
+    """They are in the reader's order; the rest of a cut document is dropped."""
     documents = (Documents(Path(both[0]), 0, 16 * LENGTH)[i] for i in range(len(SHORT)))
     own = {both[0]: lambda: FileReader(Documents(Path(both[0]), 0, 16 * LENGTH), 0, 1)}
     own = PackedDocuments(own, ENCODE, Rows(0, 1, 1), np.full(8, LENGTH), np.zeros(8, int), natural)
@@ -159,7 +159,7 @@ def test_what_is_held_out_is_of_both_and_never_trained_on(both):
 
 
 def test_documents_of_a_held_out_pack_that_is_never_full_are_trained_on(tmp_path):
-    """Every second of 20 would be held out, of which three fill a pack: the tenth is left."""
+    """Every second of 20 documents would be held out, and three of them fill a pack: the tenth is left."""
     source = put(tmp_path, "twenty", [letter * 7 for letter in "abcdefghijklmnopqrst"])
     data = opened((source,), (1.0,), steps=20, validation=8)
     held = {text[0] for pack in data.held_out for text in documents_of(pack)}
@@ -232,7 +232,7 @@ def test_too_little_text_names_its_source(tmp_path, both, documents, said):
 
 
 def test_a_process_without_documents_to_train_on_says_so(tmp_path):
-    """Of four documents one is held out, which is all that the fourth process would read."""
+    """One of four documents is held out, and a process of four would read only that one."""
     source = put(tmp_path, "few", [letter * 30 for letter in "abcd"])
     for group in range(4):
         data = opened((source,), (1.0,), rows=Rows(group, group + 1, 4), validation=1)

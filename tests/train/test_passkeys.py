@@ -1,4 +1,5 @@
-"""Passkeys in text: what is hidden is what is asked for and learned, at the published depths, in tokens of any kind."""
+"""Test passkeys in text: the hidden words are asked for and labelled, at the published depths, in tokens of any
+kind."""
 
 import functools
 import itertools
@@ -16,7 +17,7 @@ each = pytest.mark.parametrize("kind", TOKENIZERS)
 
 @functools.cache
 def book(kind):
-    """Text that says where it is."""
+    """Return the tokens of a text whose lines have numbers."""
     return Text(TOKENIZERS[kind])(" ".join(f"Line {i} of the book." for i in range(1000)))
 
 
@@ -25,14 +26,14 @@ def pack(kind, length):
 
 
 def runs(learned):
-    """Where learned tokens begin and end."""
+    """Return where labelled tokens begin and end."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], learned, [False]])))
     return edges.reshape(-1, 2).tolist()
 
 
 @each
 def test_the_answers_and_nothing_else_is_learned(kind):
-    """Said by the tokenizer itself: the words behind each question, which stand behind the same passkey in the text."""
+    """The decoded tokens are the words after each question, which also follow the same passkey in the text."""
     tokenizer = TOKENIZERS[kind]
     made = Passkeys(tokenizer, seed=1, count=3, words=4)
     sequence = made(7, *pack(kind, 4000))
@@ -89,7 +90,7 @@ def test_it_begins_as_the_tokenizer_begins_a_text_and_never_ends_it():
 
 
 def test_depths_are_spread_from_a_twentieth_to_nineteen_of_the_text():
-    """The share of the text before each passkey, over many sequences."""
+    """The depth is the share of the text before each passkey, over many sequences."""
     tokenizer, tokens = TOKENIZERS["bytes"], pack("bytes", 4000)
     made, found = Passkeys(tokenizer, seed=0, count=4, words=2), []
     for index in range(60):
@@ -109,7 +110,7 @@ def test_depths_are_spread_from_a_twentieth_to_nineteen_of_the_text():
 def test_a_sequence_depends_on_seed_and_index_alone():
     kind, tokenizer = "smol", TOKENIZERS["smol"]
     first, second = (Passkeys(tokenizer, seed=3, count=2, words=4) for _ in range(2))
-    first(5, *pack(kind, 900))  # in whatever order
+    first(5, *pack(kind, 900))  # in any order
     same = [made(9, *pack(kind, 900))["tokens"] for made in (first, second)]
     np.testing.assert_array_equal(*same)
     others = [first(10, *pack(kind, 900)), Passkeys(tokenizer, 4, 2, 4)(9, *pack(kind, 900))]

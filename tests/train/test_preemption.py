@@ -1,4 +1,4 @@
-"""A run whose batch system ends it saves its state first."""
+"""Test that a run saves its state before the batch system ends it."""
 
 import re
 import signal
@@ -37,7 +37,7 @@ def making(*args):
 
 loop.make_update = making
 """
-"""The last process gets SIGTERM in its third update."""
+"""Code that sends SIGTERM to the last process in its third update."""
 
 
 @pytest.mark.slow

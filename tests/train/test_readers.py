@@ -1,4 +1,4 @@
-"""Where documents come from."""
+"""Test where documents come from."""
 
 import datasets
 import huggingface_hub
@@ -16,7 +16,7 @@ def test_an_unknown_source_is_taken_for_a_hub_data_set():
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
-    """Not by the client that tries again for half a minute and prints so."""
+    """The client that retries for half a minute, and prints messages, is not used."""
 
     def unreachable(*_, timeout):
         assert timeout <= 10

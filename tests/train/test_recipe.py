@@ -1,4 +1,5 @@
-"""What every recipe has: how many rows its batch is on a mesh; that nothing outside recipes knows one of them."""
+"""Test the base of all recipes: the number of a batch's rows on a mesh, and that other modules know no recipe by
+name."""
 
 import ast
 import dataclasses
@@ -28,7 +29,7 @@ def test_an_option_that_cannot_be_exported_is_refused_before_the_run():
 
 
 def test_the_loop_names_no_method():
-    """Of `kvjax/train` only the recipes do; what is nobody's method (everything, chance) may be compared by name."""
+    """In `kvjax/train` only recipes name methods; names that belong to no method (full, random) may be compared."""
     names = {*POLICIES, "WriteGate", "WGKV", "SnapKV", "KeyDiff", "H2O", "Quest"} - {"full", "random"}
     for file in Path(recipe.__file__).parent.glob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text())))

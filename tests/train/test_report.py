@@ -1,4 +1,4 @@
-"""The report of a run: rivals of the gates' size, and what is written."""
+"""Test the report of a run: rivals of the gates' size, and the written files."""
 
 import json
 
@@ -18,7 +18,7 @@ from tests.tiny_models import tiny_gates, tiny_model
 
 @pytest.mark.thorough
 def test_rivals_have_the_gates_size():
-    """Every rival holds as many entries as the gated cache did; the evictions that do best are among them."""
+    """Every rival holds as many entries as the gated cache did; the best evictions are among them."""
     model = tiny_model()
     rates = np.linspace(0, 0.6, 12).reshape(3, 4)
     kv_ratio = float((7 + rates.mean() * 293) / 300)
@@ -75,7 +75,7 @@ def test_the_report_asks_enough_and_chooses_on_other_contexts(how, least, monkey
 
 
 def test_random_rivals_and_evictions_of_the_gates_size():
-    """What a number says, not what chance gives."""
+    """The configured rates and ratios are compared, not the random results."""
     model, rates = tiny_model(), np.linspace(0, 0.6, 12).reshape(3, 4)
     static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
     rivals = same_size(model, static, UNTRAINED, kv_ratio=0.32, rates=rates, window=8, seed=0)

@@ -1,4 +1,5 @@
-"""Training on a mesh that splits the tokens of a sequence: the same numbers, in a part of the memory."""
+"""Test training on a mesh that splits the tokens of a sequence: the numbers are the same, with a fraction of the
+memory."""
 
 import functools
 import json
@@ -46,11 +47,11 @@ RECIPES = {
     "duo_attention": DuoAttention(sink=2, window=6, block=2),
 }
 PACKED = "prulong", "duo_attention"
-"""Those that know documents apart."""
+"""Recipes that distinguish documents."""
 
 
 def drawn(mesh, length, rows=8, *, packed=False):
-    """Tokens; packed, documents of which one begins where a device's tokens do, and one stands across."""
+    """Return tokens. If packed, one document begins where a device's tokens do, and one lies across a border."""
     tokens = np.random.default_rng(0).integers(0, 61, (rows, length)).astype(np.int32)
     document = np.searchsorted([7, 16, 29], np.arange(length), "right")[None].repeat(rows, 0)
     labelled = np.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
@@ -59,14 +60,14 @@ def drawn(mesh, length, rows=8, *, packed=False):
 
 
 def assert_close(found, wanted):
-    """Gradients, each by its largest; some are 0 but for rounding."""
+    """Compare gradients, each relative to its largest number; some are 0 except for rounding."""
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5 * np.abs(theirs).max() + 1e-8)
 
 
 def begun(name, model):
-    """The first parameters of a recipe, but for PruLong's multipliers, which are 0 and leave its constraint without a
-    gradient, and DuoAttention's α, of which each is 1 and nothing to distil."""
+    """Return the first parameters of a recipe. PruLong's multipliers and DuoAttention's α are replaced: at 0 the
+    constraint has no gradient, and at 1 there is nothing to distil."""
     params = RECIPES[name].init(model)
     if name == "prulong":
         params["multipliers"] = jnp.asarray([0.7, 0.4])
@@ -77,7 +78,7 @@ def begun(name, model):
 
 @functools.cache
 def gradient(name, **shape):
-    """The loss of a recipe, what it logs, and the gradients of its parameters."""
+    """Return the loss of a recipe, its logged numbers, and the gradients of its parameters."""
     recipe, mesh = RECIPES[name], make_mesh(**shape)
     with jax.set_mesh(mesh):
         model = tiny_model()
@@ -97,7 +98,7 @@ def gradient(name, **shape):
     [pytest.param(x, marks=() if x == "sparsify" else pytest.mark.thorough) for x in RECIPES],
 )
 def test_losses_and_gradients_are_one_device_s(name, mesh, monkeypatch):
-    """In parts of a sequence, of which each device has its own."""
+    """The loss goes over parts of a sequence, of which each device has its own."""
     monkeypatch.setattr("kvjax.train.objective.TOKENS_AT_ONCE", 6)
     ((loss, figures), found), ((alone, same), wanted) = gradient(name, **mesh), gradient(name)
     assert loss == pytest.approx(alone, rel=1e-5)
@@ -109,7 +110,7 @@ def test_losses_and_gradients_are_one_device_s(name, mesh, monkeypatch):
 
 
 def temporaries(name, length, **shape):
-    """Bytes of a device that an update of one sequence takes beside what goes in and comes out."""
+    """Return the bytes of temporaries of a device in an update of one sequence, besides inputs and outputs."""
     recipe, mesh = RECIPES[name], make_mesh(**shape)
     with jax.set_mesh(mesh):
         model = tiny_model()
@@ -133,8 +134,8 @@ def temporaries(name, length, **shape):
     ],
 )
 def test_four_devices_take_about_a_quarter_of_the_memory_each(name, most):
-    """0.251, 0.265, 0.364, 0.260 and 0.261 of it: KVPOP's score loss goes head by head, and of the four heads each
-    device then has one, which takes as much."""
+    """The shares are 0.251, 0.265, 0.364, 0.260 and 0.261. KVPOP's score loss goes head by head, and each device then
+    has one of the four heads, which takes as much."""
     assert temporaries(name, 2048, sequence=4) < most * temporaries(name, 2048)
 
 
@@ -146,7 +147,7 @@ ARGS = [
 
 
 def logged(run):
-    """The losses of a run's updates, and its last validation."""
+    """Return the losses of a run's updates, and its last validation."""
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], run.validation.numbers
 
@@ -172,8 +173,8 @@ def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
 
 @pytest.mark.thorough
 def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
-    """Fast KVzip's: contexts are read and repeated, and questions with answers behind them, by the split model; the
-    gates then train on positions, split with the heads."""
+    """The method is Fast KVzip: the split model reads and repeats contexts, and reads questions with answers after
+    them. The gates then train on positions, split by heads."""
     told = [
         *("--method", "fast_kvzip", *ARGS[:4], "--dtype", "float32", "--lengths", "64", "--shares", "1"),
         *(
@@ -217,7 +218,7 @@ def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
     ],
 )
 def test_a_mesh_that_does_not_go_with_the_run_is_one_line(told, said, tmp_path, monkeypatch):
-    """Before weights are read."""
+    """The error comes before weights are read."""
     monkeypatch.setattr("kvjax.train.loop.load_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UserError) as error:
         train(parse([*ARGS, "--out", str(tmp_path / "run"), *told]))

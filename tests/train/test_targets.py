@@ -1,4 +1,4 @@
-"""Targets against a direct computation: dense attention of plain forward passes over what each teacher reads."""
+"""Test targets against a direct computation: dense attention of plain forward passes over each teacher's sequences."""
 
 import functools
 
@@ -17,7 +17,7 @@ from kvjax.train.targets import answer, collect, kind_of, larger, next_token
 from tests.tiny_models import tiny_model
 
 PREFIX, MOST = 2, 56
-"""Of a context; and the tokens of the longest sequence that is read."""
+"""Numbers of tokens of a context's prefix, and of the longest sequence that is read."""
 
 
 def context(seed, tokens, questions=()):
@@ -46,15 +46,16 @@ def found(model, teacher, which="hidden"):
 
 
 def read(model, row):
-    """What a plain forward pass of one sequence computes, by layer."""
+    """Return the results of a plain forward pass of one sequence, by layer."""
     names, count = ("hidden", "q", "k", "k_pre"), len(row)
-    # all are padded to as many tokens, behind those that are asked for, and share a program
+    # all are padded at the end to the same number of tokens, and share a program
     layers = captured_layers(model, Policy(), None, [np.pad(row, (0, MOST - count))], names)
     return [{n: np.float64(x[n][0])[..., :count, :] for n in names} for x in layers]
 
 
 def paid(layer, queries, keys):
-    """The attention of these queries, over these of the keys that are not behind each, [n q s]."""
+    """Return the attention of these queries to these keys, of which each query sees those up to its own place, [n q
+    s]."""
     group = len(layer["q"]) // len(layer["k"])
     k = np.repeat(layer["k"], group, 0)[:, keys]
     logits = np.einsum("nqh,nsh->nqs", layer["q"][:, queries], k) / np.sqrt(k.shape[-1])
@@ -64,19 +65,19 @@ def paid(layer, queries, keys):
 
 
 def most(weights, heads):
-    """Over queries and the heads of each group, [k s]."""
+    """Return the maximum over queries and the heads of each group, [k s]."""
     return weights.max(1).reshape(heads, -1, weights.shape[-1]).max(1)
 
 
 def directly(model, teacher, one):
-    """[n l k]"""
+    """Return the targets of a context [n l k], computed directly."""
     row, n, heads = one.row, len(one.tokens), model.config.num_kv_heads
     own = np.arange(PREFIX, len(row))
     if teacher == "next_token":
         layers = []
         for layer in read(model, row):
             weights = paid(layer, np.arange(len(row)), np.arange(len(row)))
-            np.einsum("nqq->nq", weights)[...] = 0  # a token's own query is no later one
+            np.einsum("nqq->nq", weights)[...] = 0  # a token's own query is not a later one
             layers.append(most(weights, heads)[:, own])
     elif teacher == "answer":
         layers = np.zeros((model.config.num_layers, heads, n))
@@ -153,7 +154,7 @@ def test_the_input_is_the_layers_own(teacher):
 @pytest.mark.thorough
 @pytest.mark.parametrize("teacher", TEACHERS)
 def test_a_mesh_gives_the_same_targets(teacher):
-    """Of sequences and heads."""
+    """The mesh splits sequences and heads."""
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         split = found(tiny_model(), teacher)
     for name, x in split.items():

@@ -1,4 +1,4 @@
-"""What a teacher said: found by the tokens, written once, and refused where it is another's."""
+"""Test a teacher's stored outputs: found by the tokens, written once, and refused if they are another teacher's."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ STEPS, HELD_OUT = [ROWS[:2], ROWS[2:4], ROWS[4:6]], [ROWS[6]]
 
 
 def kept(folder, mesh, model=None, of=1, **share):
-    """Of the tiny model by default."""
+    """Store the teacher's outputs; the model is the tiny one by default."""
     with jax.set_mesh(mesh):
         model = tiny_model() if model is None else model
         said = Said(folder, COUNT)
@@ -35,7 +35,7 @@ def logits():
 
 
 def test_it_is_the_likeliest_tokens_and_their_logits_below_the_largest(tmp_path, logits, monkeypatch):
-    """On a mesh of which each device has some rows, in parts of a sequence."""
+    """The teacher runs in parts of a sequence, on a mesh of which each device has some rows."""
     monkeypatch.setattr(teacher, "TOKENS_AT_ONCE", 10)
     said = kept(tmp_path / "said", make_mesh(fsdp=2, tensor=2))
     found = said.read(ROWS[3:7])
@@ -73,7 +73,7 @@ def test_what_is_there_is_not_computed_again(tmp_path, monkeypatch):
     assert len(before) == 7
     kept(folder, mesh)
     assert len(runs) == 7
-    kept(folder, mesh, of=2)  # other data, which happens to have the same sequences
+    kept(folder, mesh, of=2)  # this is other data that happens to have the same sequences
     assert len(runs) == 7
 
     lost = sorted(before)[2]
@@ -95,7 +95,7 @@ def test_what_is_there_is_not_computed_again(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_another_teacher_is_refused(tmp_path):
-    """Of another model, or of this one trained a little further, which a fingerprint takes for the same."""
+    """It may be of another model, or of this one trained a little further, which has the same fingerprint."""
     mesh = make_mesh()
     said = kept(tmp_path / "said", mesh)
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""The update, of write gates: the same numbers on every mesh, and where its state lies."""
+"""Test the update of write gates: the same numbers on every mesh, and the placement of its state."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ MESHES = {"1": {}, "8": {"fsdp": 8}, "4x2": {"fsdp": 4, "tensor": 2}, "2x4": {"f
 
 @pytest.fixture(scope="module")
 def updated():
-    """Five updates on a mesh: losses, and the state after them."""
+    """Return a function from a mesh's name to the numbers of five updates, and the state after them."""
 
     @functools.cache
     def on(name):
@@ -44,7 +44,7 @@ def test_five_steps_are_equal_on_every_mesh(updated, name):
     (alone, state), (numbers, other) = updated("1"), updated(name)
     for mine, theirs in zip(numbers, alone, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-    # Adam divides by the gradient's own size, which blows up rounding where a gradient is nearly 0
+    # Adam divides by the gradient's own size, which amplifies rounding where a gradient is nearly 0
     for mine, theirs in zip(jax.tree.leaves(other.params), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=5e-4)
 
@@ -72,7 +72,7 @@ def test_each_device_holds_its_part_of_what_is_sharded(updated, name):
 
 
 def test_the_logged_loss_is_that_of_the_first_parameters(updated):
-    """What `make_update` adds to the recipe's scalars."""
+    """`make_update` adds it to the recipe's scalars."""
     (first, *_), _ = updated("1")
     assert first["loss"] == pytest.approx(
         first["distillation"] + CONFIG.lambda_ * first["sparsity"], rel=1e-6
@@ -81,7 +81,7 @@ def test_the_logged_loss_is_that_of_the_first_parameters(updated):
 
 @dataclasses.dataclass(frozen=True)
 class TwoGroups(Recipe):
-    """Steep slopes down which one group takes steps of length 1 and another of length 1/100, on every mesh."""
+    """A recipe with steep slopes where one group takes steps of length 1 and another of length 1/100, on every mesh."""
 
     def init(self, model):
         spread = jnp.arange(1.0, 17).reshape(4, 4)

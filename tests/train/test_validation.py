@@ -1,4 +1,4 @@
-"""Held-out figures, of write gates: every sequence's own, whatever the mesh."""
+"""Test held-out figures of write gates: each sequence has its own, whatever the mesh."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Documents for tests: a file of them, and one as a data set that is streamed."""
+"""Documents for tests: a file of them, and a streamed data set."""
 
 import json
 

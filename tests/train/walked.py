@@ -1,10 +1,11 @@
-"""The score loss by a walk through the cache of one head, query by query."""
+"""The score loss, computed by a walk through the cache of one head, query by query."""
 
 import numpy as np
 
 
 def walked(target, k, window, sink):
-    """Of each token that leaves a full cache the worst of the `k` in it, by target."""
+    """Return for each token that leaves the window when the cache is full the worst by target of the `k` cached
+    tokens."""
     pairs, held = {}, []
     for query in range(len(target)):
         new = query - window
@@ -18,8 +19,8 @@ def walked(target, k, window, sink):
 
 
 def loss_of_pairs(score, target, pairs, temperature):
-    """The mean of softplus(−y Δscore / τ) · min(1, |Δtarget|), with y the sign of Δtarget, in float64; and how often
-    both have one sign."""
+    """Return the mean of softplus(−y Δscore / τ) · min(1, |Δtarget|), with y the sign of Δtarget, in float64, and how
+    often both have one sign."""
     score, target = (np.asarray(x, np.float64) for x in (score, target))
     found, wanted = (np.array([x[u] - x[b] for u, b in pairs.items()]) for x in (score, target))
     errors = np.logaddexp(0, -np.sign(wanted) * found / temperature) * np.minimum(1, np.abs(wanted))

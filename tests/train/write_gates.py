@@ -1,4 +1,4 @@
-"""Write gates for the test-size model, the recipe that the tests of several modules train and validate."""
+"""Write gates for the test-size model: the recipe that the tests of several modules train and validate."""
 
 import functools
 
@@ -14,24 +14,24 @@ from tests.tiny_models import tiny_gates, tiny_model
 
 CONFIG = WriteGates(window=4, lambda_=0.3, sequences=5, lr=1e-2, expand=4.0)
 WINDOW, TAU = 5, 0.5
-"""Of the gates that are validated."""
+"""Window and threshold of the gates that are validated."""
 
 
 def batch(mesh, seed=0, length=24):
-    """Eight rows of tokens on the mesh."""
+    """Return eight rows of tokens on the mesh."""
     tokens = np.random.default_rng(seed).integers(0, 61, (8, length)).astype(np.int32)
     return to_mesh(mesh, Rows(0, 8, 8), tokens)
 
 
 def held_out():
-    """Three sequences of 24 tokens and two of 40."""
+    """Return three sequences of 24 tokens and two of 40."""
     random = np.random.default_rng(5)
     return [random.integers(0, 61, length).astype(np.int32) for length in (24, 24, 24, 40, 40)]
 
 
 @functools.cache
 def validated(shape):
-    """The recipe, the mesh, the model, its gates and what `validate` finds there."""
+    """Return the recipe, the mesh, the model, its gates and the results of `validate`."""
     config = WriteGates(mesh=shape, window=WINDOW, tau=TAU)
     mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""The program that makes the built-in model, and what it made."""
+"""Test the program that makes the built-in model, and the model that it made."""
 
 import json
 from functools import partial
@@ -84,7 +84,7 @@ def test_what_is_set_stays_and_the_rest_is_trained(small):
 
 
 def test_margins_are_settled_where_gates_can_learn():
-    """Nine of ten right keys win by what is wanted, and no more."""
+    """Nine of ten right keys win by the wanted margin, and no more."""
     vocabulary = builtin_vocabulary()
     recipe = recipes(vocabulary)["model"]
     weights = initial_weights(recipe.config, recipe.matchers, vocabulary, seed=0)

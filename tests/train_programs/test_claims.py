@@ -1,4 +1,4 @@
-"""The table of several evaluations."""
+"""Test the table of several evaluations."""
 
 import json
 
@@ -18,7 +18,7 @@ OTHERS = {
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a folder of results: (policy, what its size comes of, budget, task, seed, score)."""
+    """Return a function that writes a folder of results: (policy, `sized_by`, budget, task, seed, score)."""
 
     def write(name, *results):
         folder = tmp_path / name
@@ -62,7 +62,7 @@ def test_a_table_has_means_over_seeds_with_the_smallest_and_the_largest(write, c
         ["0.25", "WG-KV", "50 (40–60)", "40", "45 (40–50)"],
         ["λ 0.08", "wgkv", "30", "–", "–"],
     ]
-    # of each seed's own full cache: a copy 50 and 80%
+    # relative to each seed's own full cache: 50 and 80% for copy
     assert rows(capsys, [*folders, "--relative-to", "full"])[2:4] == [
         ["–", "full", "100", "100", "100"],
         ["0.25", "WG-KV", "50 (40–60)", "65 (50–80)", "58 (45–70)"],

@@ -1,4 +1,4 @@
-"""Published gates: half the bytes, the same numbers to bfloat16, public names."""
+"""Test published gates: half the bytes, the same numbers to bfloat16, and public names."""
 
 import jax
 import jax.numpy as jnp

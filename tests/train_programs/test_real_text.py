@@ -1,4 +1,4 @@
-"""Natural text from packages: pieces, and what a package lacks."""
+"""Test natural text from packages: its pieces, and the errors for missing packages."""
 
 import gzip
 import itertools
@@ -17,9 +17,11 @@ from train.real_text import WORKS, Work, find_archives, main, pieces, read
 
 
 def test_pieces_are_whole_paragraphs_of_sizes_in_turn():
-    paragraphs = [f"{number:03} " + "x" * 96 for number in range(40)]  # 100 characters, and a break of two
+    paragraphs = [
+        f"{number:03} " + "x" * 96 for number in range(40)
+    ]  # 100 characters each, and a break of two
     found = list(pieces("\n\n".join(paragraphs), (250, 450)))
-    # at least 250 are three paragraphs, at least 450 five
+    # at least 250 characters are three paragraphs, at least 450 five
     assert [piece.count("\n\n") + 1 for piece in found] == [3, 5] * 5
     assert "\n\n".join(piece.strip() for piece in found) == "\n\n".join(paragraphs)
     assert len(list(pieces("\n\n".join(paragraphs[:39]), (250, 450)))) == 9
@@ -43,7 +45,7 @@ def test_files_are_read_in_order_packed_or_not(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Arguments with which every package is there, and no program is found."""
+    """Return arguments with which every package is there, and no program is found."""
     for package in {work.package for work in WORKS.values()}:
         (tmp_path / f"{package}_1_all.deb").write_bytes(b"no package")
     (tmp_path / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""Which tokens of a step an admission lets in."""
+"""Helpers that show which tokens of a step an admission lets in."""
 
 import jax
 import numpy as np
@@ -9,21 +9,21 @@ from tests.policies.steps import shape_of, whole
 
 
 def layer(tree, index):
-    """One layer's part of a method for the tiny model, whole on the device, as the layer scan hands it over."""
+    """Return one layer's part of a method for the tiny model, whole on the device, as the layer scan passes it."""
     with use_mesh(tree):
         return jax.tree.map(lambda leaf: put(np.asarray(leaf)[index]), on_mesh(tree, 3, 4))
 
 
 @jax.jit
 def priorities(admission, at):
-    """The priorities [b k t] of a step that a sequence begins with, and the threshold."""
+    """Return the priorities [b k t] of a step that begins a sequence, and the threshold."""
     _, priority, delay = admission.score(admission.init(shape_of(at)), at, *whole(at))
     assert delay == 0
     return priority, admission.keep().threshold
 
 
 def kept(policy, at, index=0):
-    """Those that a layer's admission wants of the step `at`, bool [b k t]."""
+    """Return which tokens of the step `at` a layer's admission wants, bool [b k t]."""
     admission = layer(policy.admission, index)
     with use_mesh(policy):
         priority, threshold = map(np.asarray, priorities(admission, at))

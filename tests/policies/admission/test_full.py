@@ -1,4 +1,4 @@
-"""The full cache: every token is admitted."""
+"""Test that the full cache admits every token."""
 
 from kvjax.policies import make_policy
 from tests.policies.admission.admitted import kept

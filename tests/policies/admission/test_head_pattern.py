@@ -1,4 +1,4 @@
-"""Head patterns: which heads keep everything, and what is refused."""
+"""Test head patterns: which heads keep everything, and which patterns are refused."""
 
 import os
 from typing import Any
@@ -32,7 +32,7 @@ def test_head_pattern_keeps_whole_heads_and_sinks(tmp_path, model):
 
 
 def test_the_heads_of_lowest_weight_stream_whatever_their_layer():
-    """A third of twelve stay: 1.0, 0.9, 0.7 and 0.6."""
+    """A third of the twelve heads keep everything: those of weight 1.0, 0.9, 0.7 and 0.6."""
     expected = np.zeros((3, 4), bool)
     expected[[1, 0, 2, 1], [1, 0, 2, 3]] = True
     np.testing.assert_array_equal(whole(WEIGHTS, sparsity=2 / 3), expected)
@@ -48,7 +48,7 @@ def test_heads_of_equal_weight_are_taken_in_order():
 
 
 def test_as_many_heads_stay_as_the_sparsity_in_decimals_says():
-    """`int(heads · (1 − sparsity))` in whole numbers, for every share of a thousand."""
+    """The count equals `int(heads · (1 − sparsity))` in exact arithmetic, for every share in thousandths."""
     for heads in (10, 12, 90, 256, 1000):
         for share in range(1001):
             assert whole_count(heads, share / 1000) == heads * (1000 - share) // 1000
@@ -58,7 +58,7 @@ def test_as_many_heads_stay_as_the_sparsity_in_decimals_says():
 
 
 def test_log_alphas_rank_heads_by_the_sparsity_that_the_folder_is_for(tmp_path):
-    """All below 0 or above 1, where shares cut to 0 … 1 could not tell them apart."""
+    """All weights are below 0 or above 1, so weights clipped to [0, 1] could not be ranked."""
     weights = np.array([[-4.5, -3.0, 9.5, 1.2], [4.0, -5.0, 7.0, -0.5]])
     write_pattern(tmp_path, weights, 2, 5, sparsity=0.5)
     made: Any = HeadPattern(tmp_path)
@@ -68,7 +68,7 @@ def test_log_alphas_rank_heads_by_the_sparsity_that_the_folder_is_for(tmp_path):
 
 
 def test_a_table_of_0_and_1_is_taken_as_it_is(tmp_path):
-    """As PruLong publishes them: whole numbers, lines that end in \\r\\n."""
+    r"""The file has PruLong's published form: whole numbers, and lines that end in \r\n."""
     (tmp_path / "config.json").write_text('{"sink_size": 128, "recent_size": 1024}\n')
     (tmp_path / "full_attention_heads.tsv").write_bytes(b"1\t0\t0\t0\r\n0\t0\t1\t0\r\n0\t0\t0\t1\r\n")
     expected = np.zeros((3, 4), bool)
@@ -87,7 +87,8 @@ def test_a_table_of_0_and_1_is_taken_as_it_is(tmp_path):
 
 @pytest.mark.skipif(not PUBLISHED, reason="KVJAX_DUO_ATTENTION is not set")
 def test_the_published_pattern_of_llama_31_8b():
-    """mit-han-lab/duo-attention's for Llama-3.1-8B-Instruct: of its 256 heads 234 have at least 0.5, 57 have 1."""
+    """The pattern is mit-han-lab/duo-attention's for Llama-3.1-8B-Instruct: of its 256 heads 234 have at least 0.5, 57
+    have 1."""
     made: Any = HeadPattern(PUBLISHED)
     assert (made.pattern.shape, made.pattern.sum(), int(made.sink), made.window) == ((32, 8), 234, 128, 256)
     weights = np.loadtxt(f"{PUBLISHED}/full_attention_heads.tsv")

@@ -1,4 +1,4 @@
-"""Pattern folders: what they say, and those that are none, or not whole."""
+"""Test pattern folders: what they contain, and the errors for folders that are incomplete or of another kind."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Random admission against its rates, by head, seed, layer, position and sequence."""
+"""Test random admission against its rates, by head, seed, layer, position and sequence."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_random_of_rate_zero_and_one(model):
 
 
 def test_random_admission_has_its_rate_in_every_sequence(model):
-    """Over 400 sequences the share of those that keep a position is the rate, at each position and head."""
+    """At each position and head, the share of 400 sequences that keep the token is the rate."""
     policy = make_policy("random:ratio=0.3,window=4", model=model)
     found = kept(policy, step(np.broadcast_to(np.arange(30), (400, 30))))
     share = found.mean(0)

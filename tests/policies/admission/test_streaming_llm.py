@@ -1,4 +1,4 @@
-"""StreamingLLM: which positions are admitted, and what is refused."""
+"""Test StreamingLLM: which positions are admitted, and which arguments are refused."""
 
 import numpy as np
 import pytest

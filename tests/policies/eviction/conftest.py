@@ -1,4 +1,4 @@
-"""What a real prefill computes of the two prompts."""
+"""Fixture with the results of a real prefill of the two prompts."""
 
 import pytest
 

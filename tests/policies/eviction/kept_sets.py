@@ -1,4 +1,4 @@
-"""Whether an eviction scores and keeps what a formula says, of a real prefill's queries, keys and values."""
+"""Check that an eviction scores and keeps the entries that a formula selects, for a real prefill."""
 
 import numpy as np
 
@@ -7,14 +7,15 @@ from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, entries, scored
 
 RATIO = 0.3
-"""The budget of the policies that are tested."""
+"""Budget of the policies that are tested."""
 
 
 def assert_published(policy, formula, model, prompts, captured, *, first=0, last=0, recent=0.0):
-    """Every layer's scores `[k t]` are those of `formula(layer, kept)`, and the rows hold the best of them.
+    """Check that every layer's scores `[k t]` are those of `formula(layer, kept)`, and that the heads hold the best of
+    them.
 
-    captured: by sequence and layer what attention computed. first, last: entries that always stay, and so have no
-    score to compare; recent: the share of the kept ones that are the last.
+    captured: attention's results by sequence and layer. first, last: numbers of entries that always stay, and so have
+    no score to compare; recent: the share of the kept entries that are reserved for the last ones.
     """
     scores = scored(model, policy, prompts)
     cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)

@@ -1,4 +1,4 @@
-"""Budgets shared by the heads of a layer, by layers, and by all: what each gets of them."""
+"""Test budgets that are shared by the heads of a layer, by layers, and by all heads."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_heads_and_layers_share_the_budget(model, prompts, name):
 
 @struct
 class OfHeads(Eviction):
-    """An entry's score is its place's and its head's."""
+    """An eviction whose scores depend only on an entry's place and head."""
 
     levels: Any
     name = "of_heads"
@@ -58,7 +58,7 @@ class OfHeads(Eviction):
 
 
 def test_alike_heads_have_as_much_and_a_better_one_all_that_is_not_another_s(model, prompts):
-    """Half of its share is each head's own."""
+    """Each head keeps at least half of its share."""
     for levels, expected in (([1, 1, 1, 1], [24, 24, 24, 24]), ([0, 0, 1, 0], [12, 12, 60, 12])):
         scores = OfHeads(np.tile(np.float32(levels), (3, 1)))
         policy = Policy(eviction=Adaptive(scores, pinned=0.5), schedule=Schedule(Ratio(0.4)))
@@ -68,7 +68,7 @@ def test_alike_heads_have_as_much_and_a_better_one_all_that_is_not_another_s(mod
 
 @pytest.mark.parametrize("when", [{}, {"when": "chunk", "chunk": 20}])
 def test_a_pyramid_needs_layers(prompts, when):
-    """Which a policy knows as soon as it is made for a model, and else when it meets one."""
+    """The error comes when the policy is made for a model, or else when it first meets one."""
     says, model = "^a pyramid of budgets needs at least 2 layers, the model has 1$", tiny_model(num_layers=1)
     with pytest.raises(UserError, match=says):
         make_policy({"snapkv": {"ratio": 0.5, "observed": 6, "pyramidkv": {}} | when}, model=model)

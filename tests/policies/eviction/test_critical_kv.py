@@ -1,4 +1,4 @@
-"""CriticalKV against its two stages in float64, from a real prefill: over SnapKV, and over Fast KVzip's gates."""
+"""Test CriticalKV against its two stages in float64, from a real prefill: over SnapKV, and over Fast KVzip's gates."""
 
 import dataclasses
 
@@ -26,8 +26,9 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
 
 @pytest.mark.parametrize("ratio", [0.4, 0.1])
 def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captured, ratio):
-    """Of a prompt's range, each head's first stage and then, of all layers and heads, what is above the last place; the
-    window and the prefix stay beside them. Of a budget that the window alone exceeds no stage has a place."""
+    """Within the prompt's range, the first stage selects per head, and the second selects entries above the last place
+    over all layers and heads. The window and the prefix are kept in addition. If the window alone exceeds the budget,
+    neither stage has a place."""
     gates, prompt, window, prefix = tiny_sink_gates(model), prompts[0], 8, 3
     eviction = CriticalKV(FastKVzip(gates, window=window, prefix=prefix, short=0))
     policy = Policy(eviction=eviction, schedule=Schedule(Ratio(ratio)))
@@ -39,7 +40,7 @@ def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captu
     share = (ratio * tokens - newest) / (tokens - newest) if newest == window else 0
     scores = masked.forward(model, gates, prompt, masked.causal((3, 4), len(prompt)))[1][..., free]
     total = int(scores.size * share)
-    # of places that do not come out even the first heads have one more
+    # where the places do not divide evenly, the first heads have one more
     counts = (total // 12 + (np.arange(12) < total % 12)).reshape(3, 4)
     worth = np.empty(scores.shape)
     for layer, head in np.ndindex(3, 4):

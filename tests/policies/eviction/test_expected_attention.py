@@ -1,4 +1,4 @@
-"""Expected Attention against its formula in float64, from a real prefill."""
+"""Test Expected Attention against its formula in float64, from a real prefill."""
 
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import make_policy
@@ -20,6 +20,6 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
 
 
 def test_dimensions_that_are_not_turned_stay_as_they_are(prompts):
-    """Phi-4-mini turns three quarters of them, SmolLM3 none in some layers."""
+    """Phi-4-mini rotates three quarters of the dimensions, and SmolLM3 rotates none in some layers."""
     model = tiny_model(qk_norm=False, rope=RopeConfig(share=0.75), no_rope=(1,))
     _assert_published(model, prompts, [captured_layers(model, prompt) for prompt in prompts])

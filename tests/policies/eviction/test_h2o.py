@@ -1,4 +1,4 @@
-"""H2O against its formula in float64: what it counts of a prompt and an answer, and what stays."""
+"""Test H2O against its formula in float64: the attention it counts for a prompt and an answer, and the kept entries."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
 
 
 def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
-    """Of the prompt's queries and the answer's, against the columns' sums in float64."""
+    """The counts for the prompt's and the answer's queries are compared with the columns' sums in float64."""
     policy = make_policy("h2o:entries=1000,when=every,every=4", model=model)
     prompt = prompts[0]
     sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
@@ -49,7 +49,7 @@ def test_what_was_counted_moves_with_its_entry(model, prompts):
 
 @pytest.mark.thorough
 def test_only_what_was_read_is_counted(model, prompts):
-    """Beside Quest: every query's attention adds up to one."""
+    """Under Quest, every query's counted attention adds up to one."""
     policy = make_policy("h2o:entries=1000,when=every,every=64+quest:tokens=16", model=model)
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
     options = {"block": 1, "page_size": PAGE, "capacity": 100}

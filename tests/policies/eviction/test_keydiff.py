@@ -1,4 +1,4 @@
-"""KeyDiff against its formula in float64, from a real prefill."""
+"""Test KeyDiff against its formula in float64, from a real prefill."""
 
 from kvjax.policies import make_policy
 from tests.policies import published

@@ -1,4 +1,5 @@
-"""KVzip against its formula in float64: what each pass scores, what stays, what the passes leave, and what they ask."""
+"""Test KVzip against its formula in float64: the scores of each pass, the kept entries, the cache after the passes, and
+the texts of the passes."""
 
 import dataclasses
 
@@ -24,9 +25,9 @@ from tests.tiny_models import tiny_model
 IDS = {"instruction": (9, 8, 40), "resumption": (9, 7, 5, 33), "tail": (4,)}
 PREFIX = 3
 PARTS = {"prefix": PREFIX, "repeated": 16} | IDS
-"""Four parts of 60 tokens, the last of 9, and three of 41, the last of 6."""
+"""Arguments that make four parts of 60 tokens, the last of 9, and three of 41, the last of 6."""
 LONGEST = 96
-"""Tokens of the longest prompt with a pass."""
+"""Number of tokens of the longest prompt with a pass."""
 
 
 def keep(model, ratio, **more):
@@ -34,7 +35,7 @@ def keep(model, ratio, **more):
 
 
 def plane(cache, lengths):
-    """The scores of each sequence `[l k s]`, of a cache that has all of its tokens."""
+    """Return the scores of each sequence `[l k s]`, from a cache that has all of its tokens."""
     own = np.asarray(cache.pages.planes["score"])[
         np.asarray(cache.layers.page_table).clip(max=len(cache.pages.free) - 1)
     ]
@@ -43,7 +44,7 @@ def plane(cache, lengths):
 
 
 def formula(model, row, one, queries=slice(None)):
-    """The scores of a pass's part by layer, `[l k s]`: of what plain attention computes of the prompt and, behind it,
+    """Return the scores of a pass's part by layer, `[l k s]`, computed with plain attention over the prompt followed by
     the pass."""
     behind = np.concatenate([row, one.tokens])
     layers = captured_layers(model, np.pad(behind, (0, LONGEST - len(behind))))
@@ -53,13 +54,13 @@ def formula(model, row, one, queries=slice(None)):
 
 @pytest.fixture(scope="module")
 def whole(model, prompts):
-    """A cache of everything, after the passes."""
+    """Return a cache that keeps everything, after the passes."""
     return prefill(model, prompts, policy=keep(model, 1.0), page_size=PAGE)
 
 
 def test_scores_are_the_published_ones(model, prompts, whole):
-    """Of several parts, a short one last, with as many passes as each sequence needs: the softmax over the prefix, the
-    part and the pass's own tokens, and the maximum over all its queries."""
+    """The prompts have several parts, the last a short one, and each sequence has as many passes as it needs. The
+    softmax is over the prefix, the part and the pass's own tokens, and the maximum over all its queries."""
     asked_with = 0
     for row, found in zip(prompts, plane(whole, LENGTHS), strict=True):
         passes = KVzip(**PARTS).passes(row)
@@ -67,7 +68,7 @@ def test_scores_are_the_published_ones(model, prompts, whole):
         for one in passes:
             expected = formula(model, row, one)
             np.testing.assert_allclose(found[..., one.start : one.stop], expected, rtol=0, atol=1e-5)
-            # what asks looks, too
+            # the queries of the asking tokens count, too
             repeated = formula(model, row, one, slice(one.tokens.size - (one.stop - one.start), None))
             asked_with += (expected > repeated + 1e-4).sum()
         assert (passes[0].start, passes[-1].stop) == (PREFIX, row.size)
@@ -75,7 +76,7 @@ def test_scores_are_the_published_ones(model, prompts, whole):
 
 
 def test_kvpress_looks_at_sinks_in_place_of_the_prefix(model, prompts):
-    """In the first part at no more than come before it; what is left of the prefix has no score."""
+    """The first part's pass sees at most the sinks that come before it; the rest of the prefix has no score."""
     for prefix in (2, 5):
         policy = keep(model, 1.0, sink=4, prefix=prefix)
         cache = prefill(model, prompts, policy=policy, page_size=PAGE)
@@ -90,7 +91,7 @@ def test_kvpress_looks_at_sinks_in_place_of_the_prefix(model, prompts):
 
 
 def best_of_all(scores, count, axes):
-    """The `count` best over these axes of scores `[l k s]`, as a mask."""
+    """Return a mask of the `count` best of scores `[l k s]` over these axes."""
     flat = np.moveaxis(scores, axes, range(-len(axes), 0))
     shape = flat.shape
     flat = flat.reshape(*shape[: 3 - len(axes)], -1)
@@ -103,7 +104,8 @@ def best_of_all(scores, count, axes):
     ("over", "axes", "rows"), [("model", (0, 1, 2), 12), ("layer", (1, 2), 4), ("head", (2,), 1)]
 )
 def test_the_best_of_all_stay_and_the_prefix(model, prompts, whole, over, axes, rows):
-    """Of the whole model unless told otherwise, and as many as the ratio says to the entry."""
+    """The heads of the whole model compete unless `adakv` is given, and the number of kept entries is exactly the
+    ratio's."""
     told = {} if over == "model" else {"adakv": {"over": over, "pinned": 0.0}}
     cache = prefill(model, prompts, policy=keep(model, 0.3, **told), page_size=PAGE)
     everything = prefill(model, prompts, page_size=PAGE)
@@ -118,8 +120,8 @@ def test_the_best_of_all_stay_and_the_prefix(model, prompts, whole, over, axes, 
 
 @pytest.mark.parametrize(("tokens", "prefix", "ratio", "held"), [(60, 3, 0.1, 104), (41, 5, 0.4, 232)])
 def test_a_budget_is_the_contexts_and_the_prefix_stays_beside_it(model, prompts, tokens, prefix, ratio, held):
-    """The whole number of all 12 heads: 36 of a prefix of 3 and int(68.4) of 57 others, 60 and int(172.8) of 36. The
-    authors' code keeps one entry fewer, strictly more than the score at the last place."""
+    """The number over all 12 heads is exact: 36 for a prefix of 3 and int(68.4) for 57 other tokens; 60 and int(172.8)
+    for 36. The authors' code keeps one entry fewer: those strictly above the score at the last place."""
     assert held == 12 * prefix + int(12 * ratio * (tokens - prefix) + 1e-9)
     row = prompts[0][:tokens]
     cache = prefill(model, [row, row], policy=keep(model, ratio, prefix=prefix), page_size=PAGE)
@@ -129,7 +131,8 @@ def test_a_budget_is_the_contexts_and_the_prefix_stays_beside_it(model, prompts,
 
 
 def test_budgets_of_contexts_that_are_nearly_all_prefix():
-    """(tokens, prefix) of 24 heads: the authors keep 224 = 120 + int(105.6) − 1 of the first, and run the second."""
+    """Each row is (tokens, prefix), for 24 heads: the authors keep 224 = 120 + int(105.6) − 1 of the first, and also
+    accept the second."""
     schedule = make_policy({"kvzip": {"ratio": 0.4, **PARTS}}).schedule
     rows = [(16, 5), (6, 5), (5, 5), (3, 5)]
     tokens, prefix = zip(*rows, strict=True)
@@ -140,7 +143,7 @@ def test_budgets_of_contexts_that_are_nearly_all_prefix():
 
 @pytest.mark.thorough
 def test_a_prompt_that_is_no_more_than_the_prefix_is_kept(model, prompts):
-    """In every layer and head."""
+    """It is kept in every layer and head."""
     rows = [prompts[0], prompts[1][:4]]
     cache = prefill(model, rows, policy=keep(model, 0.1, prefix=6), page_size=PAGE)
     assert np.asarray(cache.layers.length)[:, 0].sum() == 12 * 6 + int(12 * 5.4)
@@ -151,7 +154,7 @@ def test_a_prompt_that_is_no_more_than_the_prefix_is_kept(model, prompts):
 
 
 def test_a_head_may_be_left_its_own_best(model, prompts, whole):
-    """AdaKV's safeguard, where all heads of the model compete."""
+    """AdaKV's safeguard applies also where all heads of the model compete."""
     policy = keep(model, 0.3, adakv={"over": "model", "pinned": 0.9})
     assert (policy.schedule.shares.over, policy.schedule.shares.pinned) == ("model", 0.9)
     cache = prefill(model, prompts, policy=policy, page_size=PAGE)
@@ -174,8 +177,8 @@ def reread(*arguments):
 
 @pytest.mark.thorough
 def test_other_parts_do_not_matter():
-    """In one layer, where what a pass looks with does not depend on what it read: other keys and values of the second
-    part change its scores and no others."""
+    """With one layer, a pass's queries do not depend on what they read: other keys and values of the second part change
+    its own scores and no others."""
     model = tiny_model(num_layers=1)
     row = np.random.default_rng(0).permutation(61)[:51]
     policy = keep(model, 1.0)
@@ -193,7 +196,7 @@ def test_other_parts_do_not_matter():
 
 
 def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole, monkeypatch):
-    """60 tokens and 29 more: before any pass, once."""
+    """A prompt of 60 tokens and a pass of 29 more give a warning before the first pass, and only once."""
     passed = []
     monkeypatch.setattr(rereading, "one_pass", lambda *args, **_: passed.append(1) or args[3])
     fitting, short = (tiny_model(qk_norm=False, max_position=longest) for longest in (89, 88))
@@ -206,7 +209,7 @@ def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole
 
 
 def test_passes_leave_nothing_but_scores(model, prompts):
-    """Not an entry, a page or a token more; and they are in the footprint log."""
+    """No entry, page or token is added, and the passes are in the footprint log."""
     policy = keep(model, 1.0)
     cache = prefill(model, prompts, policy=policy)
     scores = plane(cache, LENGTHS)
@@ -222,7 +225,7 @@ def test_passes_leave_nothing_but_scores(model, prompts):
         np.testing.assert_array_equal(found, expected)
         assert (found > 0).all()
     held, seen, tokens = zip(*log, strict=True)
-    # 3 or 4 + 8 that ask, 1 that ends the turn, and the part
+    # 3 or 4 + 8 tokens that ask, 1 that ends the turn, and the part
     np.testing.assert_array_equal(tokens, [[20, 20], [29, 29], [29, 19], [22, 0]])
     np.testing.assert_array_equal(held, [[60, 41]] * 4)
     np.testing.assert_array_equal(seen, [[60, 41]] * 4)
@@ -235,7 +238,7 @@ def without_planes(cache):
 @pytest.mark.mesh
 @pytest.mark.thorough
 def test_on_a_mesh_and_alone_a_sequence_has_the_same_scores(prompts, whole):
-    """Of three, so that the batch is padded, each with as many passes as it needs."""
+    """The batch of three sequences is padded on the mesh, and each sequence has as many passes as it needs."""
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
         split = unnormed_on_mesh()
         policy = keep(split, 1.0)
@@ -259,8 +262,8 @@ TEXT = "The first city is Paris. " * 6
 
 @pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer], ids=["bytes", "with a system prompt"])
 def test_a_chat_is_asked_in_its_own_turns(make):
-    """What asks ends the user's turn that the prompt left open, and the part is what the model answers; the template's
-    own tokens are the prefix, a part goes on where the last one ended."""
+    """The asking tokens end the user's turn that the prompt left open, and the part is the model's answer. The
+    template's own tokens are the prefix, and each part begins where the last one ended."""
     tokenizer = make()
     row = np.array(encode(tokenizer, TEXT, "beginning"))
     method = KVzip(tokenizer, repeated=20)
@@ -284,7 +287,7 @@ def test_a_chat_is_asked_in_its_own_turns(make):
 
 
 def test_a_model_may_be_asked_not_to_think():
-    """The template is rendered as tasks render it: the answer begins with what is repeated."""
+    """The template is rendered as tasks render it: the answer begins with the repeated part."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template += "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
     assert tokenizer.decode(KVzip(tokenizer).tail) == "<|im_end|>\n<|im_start|>assistant\n"
@@ -298,7 +301,7 @@ def test_without_a_template_a_line_break_ends_what_asks():
     (one,) = method.passes(row)
     assert (one.first, one.start, one.stop) == (1, 1, row.size)
     assert tokenizer.decode(one.tokens) == f"\n\nRepeat the previous context exactly.\n{TEXT}"
-    # of a prompt that does not begin so, nothing
+    # a prompt that does not begin with the template's tokens has no prefix
     assert method.passes(row[1:])[0].start == 0
     assert hash(method) == hash(KVzip(tokenizer))
 

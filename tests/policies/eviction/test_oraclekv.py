@@ -1,5 +1,5 @@
-"""Guidance: what it keeps is what its queries look at, of a context that it leaves as it is; OracleKV's allocations;
-and the texts."""
+"""Test guidance: it keeps the entries that its queries attend to, and leaves the context unchanged. Test also
+OracleKV's allocations and its texts."""
 
 import re
 from typing import Any
@@ -30,18 +30,19 @@ QUESTIONS, ANSWERS = [[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=8, logpr
 
 
 def guided_scores(model, prompt, tokens=GUIDANCE, **options):
-    """Of each layer what the guidance's rows pay the prompt's entries, by the dense formula `[k s]`."""
+    """Return by layer the attention that the guidance's queries pay to the prompt's entries, by the dense formula `[k
+    s]`."""
     layers = captured_layers(model, np.concatenate([prompt, tokens]))
     return [published.snapkv(c, len(tokens), **options)[:, : len(prompt)] for c in layers]
 
 
 def keys_of(model, prompt):
-    """Of each layer the prompt's keys, where nothing follows it."""
+    """Return by layer the prompt's keys, where nothing follows it."""
     return [c.k for c in captured_layers(model, prompt)]
 
 
 def held(cache):
-    """Of each row of the global region keys and values as they are stored."""
+    """Return the retained entries of each head, keys and values as they are stored."""
     length, table = np.asarray(cache.layers.length), np.asarray(cache.layers.page_table)
     ring = caches.ring_pages(cache.window, cache.page_size)
     pages = np.asarray(cache.pages.pool)
@@ -54,8 +55,8 @@ def held(cache):
 
 
 def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
-    """Sum over the guidance's rows, five neighbours, mean over the group; no window, no sink, nothing of the guidance,
-    and keys as they are without it."""
+    """The score is the sum over the guidance's queries, smoothed over five neighbours, as a mean over the group. There
+    is no window and no sink; no token of the guidance is kept, and keys are as they are without it."""
     policy = make_policy({"oraclekv": {"ratio": RATIO, "guidance": GUIDANCE}}, model=model)
     cache = prefill(model, prompts, policy=policy, **USUAL)
     pages_are_whole(cache)
@@ -79,8 +80,8 @@ def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
     [(1, [0.5, 0.2, 0.8, 0.2], {0, 2}), (3, [0.7 / 3, 0.5, 0.4, 1 / 3], {1, 2})],
 )
 def test_the_smoothing_decides(pool, expected, best):
-    """The note's example, a head that guidance of two tokens looks at four entries with: sums over its two rows; alone
-    the first and the third are best, over three neighbours others."""
+    """In the note's example, a head attends to four entries with guidance of two tokens. Without smoothing the first
+    and third of the sums are best; with three neighbours others are."""
     rows = np.array([[0.4, 0.1, 0.3, 0.1, 0.1, 1], [0.1, 0.1, 0.5, 0.1, 0.1, 0.1]])
     q = np.log(rows) * 6**0.5
     blank, all_of_them = jnp.zeros((1, 1, 6), jnp.int32), jnp.ones((1, 1, 6), bool)
@@ -102,15 +103,15 @@ def test_the_smoothing_decides(pool, expected, best):
         trail=jnp.asarray(q, jnp.float32)[None, None],
         causal=True,
     )
-    # the mean over the rows, which their sum is twice
+    # the score is the mean over the two rows, and the sum is twice that
     score = 2 * np.asarray(jax.jit(lambda: OracleKV(observed=2, pool=pool).score((), stored))())[0, 0, :4]
     np.testing.assert_allclose(score, expected, atol=1e-5)
     assert set(np.argsort(-score)[:2]) == best
 
 
 def test_of_a_whole_budget_nothing_is_changed(model, prompts):
-    """Keys and values are those of a cache that never saw it; a question is answered as if there had been no guidance,
-    at the positions behind the context, whatever guidance was how long."""
+    """Keys and values are those of a cache that never saw the guidance. A question is answered as if there had been no
+    guidance, at the positions after the context, for guidance of any length."""
     policies = [
         make_policy("full", model=model),
         *(make_policy({"oraclekv": {"ratio": 1.0, "guidance": GUIDANCE[:m]}}, model=model) for m in (1, 10)),
@@ -130,7 +131,7 @@ def test_of_a_whole_budget_nothing_is_changed(model, prompts):
 
 
 def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
-    """Whose window is the question, which it keeps; here it comes afterwards."""
+    """SnapKV's window is the question, which it keeps; with guidance the question comes afterwards."""
     policy = make_policy({"oraclekv": {"entries": 20, "guidance": GUIDANCE}}, model=model)
     blind = prefill(model, prompts, policy=policy, **USUAL)
     m = len(GUIDANCE)
@@ -155,8 +156,8 @@ def test_questions_leave_the_cache_as_it_is(model, prompts):
 
 
 def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
-    """Ada: as many together, each at least a fifth of its share. Pyramid: kvpress's line, if its last layer has as many
-    entries as the guidance has tokens, and else all the same."""
+    """Ada: the total is the same, and each head has at least a fifth of its share. Pyramid: the budgets lie on
+    kvpress's line if its last layer has as many entries as the guidance has tokens; otherwise they are equal."""
     lengths = {}
     for name, m in (("uniform", 1), ("ada", 1), ("pyramid", 1), ("a pyramid of too few", 10)):
         allocation = "pyramid" if "pyramid" in name else name
@@ -169,17 +170,18 @@ def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
     np.testing.assert_array_equal(lengths["ada"].sum(-1), share.sum(-1))
     assert (lengths["ada"] >= whole(0.2 * share.min())).all()
     assert (lengths["ada"] != share).any()
-    # low 1.5, high 58.5, of layers on a line
+    # layers lie on a line from 1.5 to 58.5
     np.testing.assert_array_equal(lengths["pyramid"][:, 0], np.repeat([[58], [30], [2]], 4, 1))
     np.testing.assert_array_equal(lengths["a pyramid of too few"], share)
 
 
 def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
-    """However small a budget, a chunk or a window beside the guidance: no place is the guidance's or the newest's."""
+    """This holds for a small budget, a small chunk or a window: no place is reserved for the guidance or the newest
+    tokens."""
     few = make_policy({"oraclekv": {"ratio": 0.1, "guidance": GUIDANCE}}, model=model)
     cache = prefill(model, [GUIDANCE[:6], prompts[0]], policy=few, page_size=PAGE)
     assert np.asarray(cache.layers.length)[0, :, 0].tolist() == [1, 6]
-    # a tenth of 20 and of 1: less than the guidance has tokens, as the last chunk is
+    # a tenth of 20 and of 1 tokens is less than the guidance has, and the last chunk has fewer, too
     by_chunk = make_policy(
         {"snapkv": {"ratio": 0.1, "guidance": GUIDANCE, "when": "chunk", "chunk": 20}}, model=model
     )
@@ -198,7 +200,8 @@ def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
 
 @pytest.mark.parametrize(("name", "own"), [("snapkv", {}), ("snapkv", {"group": "max"}), ("r_kv", {})])
 def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored(model, prompts, name, own):
-    """Nothing of it is stored, so it is behind every entry: in the first layer as with a ring of one token."""
+    """No guidance token is stored, so the guidance follows every entry. The first layer keeps the same as with a local
+    window of one token."""
     kept = []
     for window in (1, 2):
         evicting = {"entries": 9 + window, "guidance": GUIDANCE, **own}
@@ -221,7 +224,8 @@ def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored
     ],
 )
 def test_whatever_looks_back_takes_guidance(model, prompts, name):
-    """At the prompt's end and by chunk, and over an admission; as its own observers, all of them."""
+    """This holds at the prompt's end, by chunk, and over an admission; the guidance gives the same as observers if all
+    of them are used."""
     base, *wrapper = name.split(":")
     own: dict[str, Any] = {x: {} for x in wrapper}
     every = {"observed": len(GUIDANCE)} if base != "tova" else {}
@@ -250,7 +254,7 @@ def test_who_says_how_many_look_is_heard():
 
 
 def test_texts_are_read_by_the_tokenizer():
-    """By itself and behind an empty line, G1 where nothing is said."""
+    """The text is tokenized by itself after an empty line, and G1 is the default."""
     tokenizer = byte_tokenizer()
     usual = make_policy("oraclekv:ratio=0.2", tokenizer=tokenizer)
     ids = tuple(tokenizer("\n\n" + text("G1"), add_special_tokens=False)["input_ids"])
@@ -266,7 +270,7 @@ def test_texts_are_read_by_the_tokenizer():
 
 
 def test_the_published_texts_are_here():
-    """Table A4's, its typing errors too."""
+    """The texts are those of Table A4, with its typing errors."""
     assert set(TEXTS) == {"G1", "G2", "G3", "G4", "G5", "G6", "G7", "T1", "T2"}
     for name, words in {
         "G1": "Also, Do not forget the global information and the relations between entities.",

@@ -1,4 +1,4 @@
-"""What a person protects: it stays, in place of what the method would protect."""
+"""Test the entries that a user protects: they stay, in place of those that the method would protect."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ from tests.policies.captured import LENGTHS, OBSERVED, PAGE, entries
 
 @pytest.mark.parametrize(("first", "last"), [(3, 2), (0, 0)])
 def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured, first, last):
-    """In place of what the method protects: here fewer of its last tokens than it looks back at, or none."""
+    """They replace the entries that the method protects: here fewer of the last tokens than its observation window, or
+    none."""
     policy = make_policy(
         {"snapkv": {"entries": 20, "observed": OBSERVED, "protected": {"first": first, "last": last}}},
         model=model,

@@ -1,4 +1,4 @@
-"""R-KV and Fast KVzip's form of it against their formulas in float64, from a real prefill."""
+"""Test R-KV and Fast KVzip's form of it against their formulas in float64, from a real prefill."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, h
 
 @pytest.mark.parametrize("when", ["prompt", "every"])
 def test_what_is_no_number_scores_worst_and_is_not_lost(model, when):
-    """R-KV has nothing to look at where all entries are its own queries'."""
+    """R-KV has no attention to measure where all entries belong to its own queries."""
     options = {"every": 1} if when == "every" else {}
     policy = make_policy(
         {"r_kv": {"observed": 8, "entries": 8, "when": when, "protected": {"first": 0}, **options}},

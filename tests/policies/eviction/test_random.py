@@ -1,4 +1,4 @@
-"""Random eviction: what stays differs by seed, layer and head, and not by neighbours."""
+"""Test random eviction: the kept entries differ by seed, layer and head, and are not clustered."""
 
 import itertools
 
@@ -25,6 +25,6 @@ def test_random_evictions_differ_by_seed_layer_and_head_and_not_by_neighbours(mo
         np.testing.assert_allclose(first[row], again[row], atol=1e-5)
     stays = {(layer, head): places(first[layer, 0, head], layer, head) for layer, _, head in rows}
     assert all(a != b for a, b in itertools.combinations(stays.values(), 2))
-    # not the first ones, nor the last: chance
+    # the kept entries are spread, not only the first or the last
     assert all(min(own) < 20 and max(own) >= 40 for own in stays.values())
     assert all(np.abs(first[row] - other[row]).max() > 1e-3 for row in rows)

@@ -1,4 +1,4 @@
-"""SnapKV and WG-KV's form of it against their formulas in float64, from a real prefill."""
+"""Test SnapKV and WG-KV's form of it against their formulas in float64, from a real prefill."""
 
 import pytest
 

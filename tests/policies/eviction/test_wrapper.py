@@ -1,4 +1,4 @@
-"""An eviction around another, which is asked for its metadata: here for a bias of its own."""
+"""Test an eviction around another that has metadata of its own, here a bias."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from tests.tiny_models import tiny_model
 
 @struct
 class Lowered(TokenMetadata, Eviction):
-    """Every token by 2; it looks at nothing else."""
+    """An eviction that lowers every token by 2 and scores by the key's first number."""
 
     @property
     def planes(self):
@@ -31,7 +31,7 @@ class Lowered(TokenMetadata, Eviction):
 
 @struct
 class Oldest(TokenMetadata, Eviction):
-    """What came first stays."""
+    """An eviction that keeps the oldest entries."""
 
     @property
     def planes(self):
@@ -42,7 +42,7 @@ class Oldest(TokenMetadata, Eviction):
 
 
 def planes(cache, name):
-    """The numbers of each row's entries."""
+    """Yield each head with the metadata of its entries."""
     table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
     for row in np.ndindex(length.shape):
         used = table[row][caches.ring_pages(cache.window, cache.page_size) :][
@@ -61,7 +61,7 @@ def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
 
 
 def test_positions_are_there_for_who_asks():
-    """Where an admission has dropped what is between, an entry is the token that its position says."""
+    """An admission has dropped tokens in between, and an entry is still the token that its position says."""
     model = tiny_model()
     whole = prefill(model, TOKENS, policy=make_policy("full"), page_size=PAGE)
     dropping = make_policy({"random": {"rates": np.full((3, 4), 0.5), "window": 9, "seed": 3}}, model=model)
@@ -70,5 +70,5 @@ def test_positions_are_there_for_who_asks():
     for row, position in planes(cache, "position"):
         assert len(position) == 8
         assert (np.diff(position) > 0).all()
-        if row[0] == 0:  # above it, what was dropped before makes a difference
+        if row[0] == 0:  # in later layers, tokens that were dropped earlier make a difference
             np.testing.assert_allclose(entries(cache, *row), entries(whole, *row)[position], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Quest: which pages a query reads, against the paper's formula in float64, and what it then attends to."""
+"""Test Quest: the pages that a query reads, against the paper's formula in float64, and the attention over them."""
 
 import dataclasses
 import itertools
@@ -30,9 +30,10 @@ STEPS, TOTAL = 5, 65
 
 
 def chosen_pages(q, keys, local, tokens, page) -> list[int]:
-    """The pages that the query heads [g h] of one kv head with these keys [s h] read, in the steps of WG-KV's code:
-    places for what the window leaves of the budget; without any, nothing; else a last page that is not full, and then
-    the best full pages, by the largest product of a query with any corner of a page's box."""
+    """Return the pages that the query heads [g h] of one kv head with these keys [s h] read, in the steps of WG-KV's
+    code. The places are those that the window leaves of the budget; without any, nothing is read. A last page that is
+    not full comes first, then the best full pages, by the largest product of a query with any corner of a page's
+    box."""
     if tokens <= local:
         return []
     places, (full, rest) = math.ceil((tokens - local) / page), divmod(len(keys), page)
@@ -69,7 +70,7 @@ def selector():
     ratio=st.none() | st.sampled_from([0.25, 0.5, 1.0]),
 )
 def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, ratio):
-    """Whole numbers, so that scores are exact and many are equal."""
+    """The numbers are whole, so that scores are exact and many are equal."""
     random = np.random.default_rng(seed)
     length = random.integers(0, PAGE * COLUMNS + 1, (SEQUENCES, HEADS))
     near, seen = random.integers(1, 8, SEQUENCES), random.integers(1, 30, SEQUENCES)
@@ -101,12 +102,12 @@ def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, 
         np.testing.assert_array_equal(np.flatnonzero(found[b, head]), want)
 
 
-# --- what a decoded token attends to ---------------------------------------------------------------------------------
+# --- attention of a decoded token ------------------------------------------------------------------------------------
 
 
 @jax.jit
 def decoded(model, view, cache, token):
-    """One token a sequence: the cache with it, and what each layer's attention saw and gave."""
+    """Decode one token per sequence. Return the cache with it, and each layer's queries, keys, values and outputs."""
 
     def attend(step, pages, xs):
         layer, view = xs
@@ -122,7 +123,8 @@ def decoded(model, view, cache, token):
 
 
 def read(model, policy, prompts, page_size, decoding=None):
-    """Prompts and then `STEPS` tokens: at each of them the cache before it and what `decoded` found, [l b …]."""
+    """Read prompts and then `STEPS` tokens. Return for each token the cache before it and the results of `decoded` [l b
+    …]."""
     room = TOTAL - max(map(len, prompts))
     cache = prefill(model, prompts, policy=policy, page_size=page_size, max_new_tokens=room)
     steps = []
@@ -141,7 +143,7 @@ def outputs(steps) -> np.ndarray:
 
 
 def row_entries(cache, layer, b, head):
-    """A row's keys and values [s 2h]: those in the ring, and those in the global region, in order."""
+    """Return a head's keys and values [s 2h]: those in the local window, and the retained ones, in order."""
     size, table = cache.page_size, np.asarray(cache.layers.page_table)[layer, b, head]
     ring, length = caches.ring_pages(cache.window, size), int(cache.layers.length[layer, b, head])
     pool = np.asarray(cache.pages.pool, np.float64)
@@ -152,7 +154,7 @@ def row_entries(cache, layer, b, head):
 
 
 def evicting(model, **given):
-    """Heads of one layer share what an eviction left, so that rows are ragged."""
+    """Return a policy whose eviction shares a budget among the heads of a layer, so that their lengths differ."""
     shared = {"entries": 20, "adakv": {"pinned": 0.0}}
     return make_policy({"keydiff": shared, "quest": given}, model=model)
 
@@ -176,7 +178,7 @@ def admitted(model, prompts):
     [pytest.param("evicted", 1, 4, marks=pytest.mark.thorough), ("admitted", 6, 3)],
 )
 def test_a_decoded_token_attends_to_the_chosen_pages_the_ring_and_itself(request, name, window, page):
-    """With a number of tokens, the first layer left alone; and with a share of them."""
+    """Some policies have a number of tokens, and leave the first layer alone; the other has a share of them."""
     left_out = 0
     for cache, (q, k, v, o) in request.getfixturevalue(name):
         for layer, b, head in np.ndindex(np.shape(cache.layers.length)):
@@ -209,7 +211,7 @@ def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(mode
 @pytest.mark.mesh
 @pytest.mark.thorough
 def test_a_sequence_alone_on_eight_devices_is_what_it_is_in_a_batch_on_one(prompts, admitted):
-    """Beside it on the mesh is an empty row."""
+    """The rest of the batch on the mesh is an empty sequence."""
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model(qk_norm=False)
         policy = admitting(split)

@@ -1,4 +1,4 @@
-"""LongBench's rows as samples: their official scores, where they are found, and what is said of damaged ones."""
+"""Test LongBench's rows as samples: their official scores, where they are found, and the errors for damaged ones."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_answers_score_as_the_official_scorer_has_it(task, tmp_path):
 
 
 def test_prompts_are_cut_where_the_context_ends(tmp_path):
-    """A token a byte, so that what is read can be written down."""
+    """Each byte is one token, so that the prompt can be spelled out here."""
     row = longbench_row("def sub(a, b):\n", ["    return a - b"], CODE)
     rows = {task: longbench_rows(task) for task in ("qasper", "passage_count")}
     data = write(tmp_path, rows | {"repobench-p": [row]})
@@ -62,7 +62,7 @@ def test_prompts_are_cut_where_the_context_ends(tmp_path):
     assert asked.endswith("\n\nQuestion: Who?\n\nAnswer:<|im_end|>\n<|im_start|>assistant\n")
     assert parts("qasper", chat=False)[1].endswith("Question: Who?\n\nAnswer:")
     assert parts("passage_count", chat=False)[1].endswith("and so on.\n\nThe final answer is: ")
-    # the code and few-shot tasks go without the chat template
+    # the code and few-shot tasks do not use the chat template
     code = f"Please complete the code given below. \n{CODE}", "def sub(a, b):\nNext line of code:\n"
     assert parts("repobench-p") == code
 
@@ -95,7 +95,8 @@ def test_longbench_e_reports_by_length(tmp_path):
 
 
 def test_where_rows_are_found(tmp_path, monkeypatch):
-    """A parquet file, the published archive, the hub's archive, and a hub data set, for which a folder stands."""
+    """The rows are in a parquet file, the published archive, the hub's archive, and a hub data set, replaced here by a
+    folder."""
     rows = longbench_rows("triviaqa")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "triviaqa.parquet")
     wanted = [
@@ -187,7 +188,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
 
 
 def test_archives_as_other_tools_leave_them(tmp_path):
-    """A twin of macOS's, a byte-order mark, line ends of Windows and blank lines."""
+    """The archives contain macOS's copies of files, a byte-order mark, Windows line ends and blank lines."""
     row = json.dumps(longbench_row("Who?", ["x"]))
     archive = tmp_path / "data.zip"
     with zipfile.ZipFile(archive, "w") as opened:

@@ -1,4 +1,4 @@
-"""LongBench's metrics by hand, where no package of others is behind them."""
+"""Test those LongBench metrics that no other package computes, against figures computed by hand."""
 
 import pytest
 
@@ -30,7 +30,8 @@ def test_one_over_the_classes_that_are_named(answer, true, score):
 
 
 def test_a_class_right_after_one_that_does_not_count_does():
-    """As in the official scorer, which goes on over a list that it takes it out of: Number and Human would be none."""
+    """The official scorer does the same: it iterates over a list while removing items. Otherwise Number and Human would
+    not count."""
     assert class_share(["Number", "City", "Number of"])("Number of City", "Number of") == 1 / 2
     assert class_share(["A", "A b", "A b c"])("A b c", "A b c") == 1 / 2
 

@@ -1,10 +1,10 @@
-"""Question files as SQuAD and HotpotQA have them."""
+"""Question files in the formats of SQuAD and HotpotQA."""
 
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS
 
 
 def squad():
-    """Thirty articles of five paragraphs; each paragraph has two questions, one without an answer."""
+    """Return thirty articles of five paragraphs; each paragraph has two questions, one without an answer."""
 
     def paragraph(i, j):
         text = (
@@ -25,7 +25,7 @@ def squad():
 
 
 def hotpotqa():
-    """A hundred questions with ten documents each, of which two are needed."""
+    """Return a hundred questions with ten documents each, of which two are needed."""
 
     def entry(i):
         context = [

@@ -24,7 +24,7 @@ HUB = {
 
 
 def write_rows(folder, *rows, file="niah_multivalue.jsonl"):
-    """The folder with a file of these rows."""
+    """Write a file of these rows and return its folder."""
     (folder / file).parent.mkdir(exist_ok=True, parents=True)
     if file.endswith(".parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), folder / file)

@@ -1,4 +1,4 @@
-"""Words that are counted: how common each is."""
+"""Test the tasks of counted words: how common each word is."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ from kvjax.tasks.ruler import make_ruler_task
 from kvjax.tasks.ruler.frequent import CodedWords, CommonWords
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS
 
-LENGTHS = (1500, 5000)  # on both sides of the length from which the word list is a longer one
+LENGTHS = (1500, 5000)  # the word list is a longer one from a length between these two
 
 
 @pytest.mark.parametrize(("length", "words", "example"), [(1500, (6, 1), (3, 1)), (5000, (30, 3), (10, 3))])
@@ -42,7 +42,7 @@ def test_common_words_are_as_common_as_defined(length, words, example, builtin):
 
 @pytest.mark.parametrize("units", [300, 900, 1500, 12000])
 def test_words_are_single_at_every_length(units):
-    """English ones as long as they last."""
+    """English words are used as long as there are enough."""
     recipe = CommonWords(131072)
     assert recipe.supply.most > 12000
     for seed in range(2):
@@ -87,7 +87,7 @@ def test_the_fourth_coded_word_always_leads_the_fifth():
 
 
 def test_coded_words_are_a_fiftieth_of_what_is_left_for_the_text(smol):
-    """What is left by the answer (50 tokens) and the chat template."""
+    """The text has the length without the answer (50 tokens) and the chat template."""
     before = "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n"
     size = len(smol(f"{before}<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
     for chat, left in ((True, 1520 - 50 - size), (False, 1520 - 50)):

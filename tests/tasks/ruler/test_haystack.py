@@ -1,4 +1,4 @@
-"""Haystacks: where needles are hidden."""
+"""Test where needles are hidden in haystacks."""
 
 import re
 from collections import Counter
@@ -29,14 +29,14 @@ def test_depths_are_uniform_shares_of_the_sentences():
         assert len(set(found)) == 4
         depths += found
     assert set(depths) == set(DEPTHS)
-    # drawn without repetition, a count varies by less than a binomial one
+    # without replacement, a count varies by less than a binomial one
     assert all(abs(count - 50) < 4 * np.sqrt(50) for count in Counter(depths).values())
 
 
 def test_a_short_text_is_repeated():
     essays = Essays("One two. Three four five.\n\nSix.", "test", depths=(50,))
     hidden = essays.hide(np.random.default_rng(0), 14, ["Needle."])
-    # seven sentences begin in 14 words: the needle stands before the fourth
+    # seven sentences begin within 14 words, so the needle stands before the fourth
     assert hidden == (
         "One two. Three four five.\n\nSix.\n\nNeedle.\n\nOne two. Three four five.\n\nSix.\n\nOne two."
     )

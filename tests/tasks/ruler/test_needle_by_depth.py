@@ -1,4 +1,4 @@
-"""A needle's depth in text."""
+"""Test a needle's depth in text."""
 
 import re
 

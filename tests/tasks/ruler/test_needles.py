@@ -1,4 +1,4 @@
-"""Needles: how often each occurs, and which are asked for."""
+"""Test how often each needle occurs, and which are asked for."""
 
 import re
 
@@ -46,7 +46,7 @@ def test_needles_are_hidden_once_and_those_asked_for_are_expected(name, keys, va
         assert f"secret {kind}{'s' if plural else ''} of " in question.text
         assert sorted(re.findall(key, question.text)) == sorted(wanted)
         if not keys:
-            assert sample.context.count("\n") == count + 2  # nothing but needles
+            assert sample.context.count("\n") == count + 2  # the context has only needles
 
 
 def test_keys_are_listed():

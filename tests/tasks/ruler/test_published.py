@@ -1,4 +1,4 @@
-"""Rows of RULER's own data as examples, and what is said of damaged ones."""
+"""Test rows of RULER's own data as examples, and the errors for damaged ones."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_one_answer_may_be_a_string(tmp_path):
     ],
 )
 def test_a_chat_template_in_published_data_is_seen(template, templated, tmp_path, smol):
-    """Then nothing is put around the text."""
+    """If there is one, no template is applied to the text."""
     row = PUBLISHED | {"input": template.format(PUBLISHED["input"])}
     (sample,) = published_examples(write_rows(tmp_path, row), "niah_multivalue", 99)
     assert sample.as_is is templated

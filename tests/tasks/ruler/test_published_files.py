@@ -1,4 +1,4 @@
-"""Where rows of RULER's own data are found."""
+"""Test where rows of RULER's own data are found."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_the_hub_s_form_is_read_from_files_of_all_tasks(kind, tmp_path):
     assert first == second == of_hub()
     assert third.questions[0].expected == ("7",)
     assert [sample.questions[0].kind for sample in published_examples(tmp_path, "vt", 99)] == ["vt", "vt"]
-    # a row's own task goes before the file's
+    # a row's own task takes precedence over the file's
     with pytest.raises(
         UserError, match="there are no samples of cwe, expected cwe.jsonl, cwe.parquet, cwe/val"
     ):
@@ -38,7 +38,7 @@ def test_the_hub_s_form_is_read_from_files_of_all_tasks(kind, tmp_path):
 
 
 def test_a_hub_data_set_has_a_configuration_for_each_length(tmp_path, monkeypatch):
-    """A folder stands for the hub, read by the hub's own client."""
+    """A folder replaces the hub here, and the hub's own client reads it."""
     card = "---\nconfigs:\n" + "".join(
         f"- config_name: '{length}'\n  data_files:\n  - split: test\n    path: {length}/test-*\n"
         for length in (4096, 8192)

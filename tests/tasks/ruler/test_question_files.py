@@ -1,4 +1,4 @@
-"""SQuAD's and HotpotQA's files: what is said of damaged ones."""
+"""Test the errors for damaged files of SQuAD and HotpotQA."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.tasks.ruler.question_data import hotpotqa, squad
 
 
 def spoil(record, path, change):
-    """A record changed at a place in it."""
+    """Return a record that is changed at one place."""
     *into, last = path
     inner = record
     for step in into:
@@ -23,7 +23,7 @@ def spoil(record, path, change):
 
 
 def refused(tokenizer, folder, data_set, content, message):
-    """Content of a data set's file is refused in one line that begins with the file."""
+    """Check that the content of a data set's file is refused in one line that begins with the file."""
     file = folder / "bad.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(UserError, match=message) as error:

@@ -1,4 +1,4 @@
-"""Questions among documents: which stand in the context."""
+"""Test which documents stand in the context of a question."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ def documents(sample):
 
 
 def test_a_question_s_documents_come_first_then_near_ones_then_any_that_fit():
-    """Two words are a document's heading."""
+    """A document's heading takes two words."""
     texts = tuple(
         f"{name} " * (size - 2) for name, size in zip("abcdefg", (10, 20, 30, 40, 50, 6, 7), strict=True)
     )
@@ -27,7 +27,7 @@ def test_a_question_s_documents_come_first_then_near_ones_then_any_that_fit():
         samples = [documents(recipe.write(seed, units)) for seed in range(40)]
         found = {"".join(sorted(text[0] for text in texts)) for texts in samples}
         assert found == set(expected.split()), units
-    # where all are used, all but the question's own are used again
+    # once all documents are used, all except the question's own are used again
     again = Counter(text[0] for text in documents(recipe.write(0, 30 + 2 * 133 + 13)))
     assert again == Counter("ab" + "cdefg" * 2 + "fg")
 
@@ -54,4 +54,4 @@ def test_questions_are_asked_of_their_own_documents(files, builtin):
             sample = recipe.write(seed, 200)
             count = len(documents(sample))
             first += (sample.questions[0].expected[0] in documents(sample)[0]) * count
-        assert 50 < first < 150  # 100 times one place in `count`
+        assert 50 < first < 150  # the expected number is 100: one place in `count`, times `count`

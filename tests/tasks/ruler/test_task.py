@@ -1,4 +1,4 @@
-"""RULER's tasks at a length: how much fits, repetition, and what is refused."""
+"""Test RULER's tasks at a length: how much fits, repetition, and the errors."""
 
 import re
 from pathlib import Path
@@ -15,17 +15,17 @@ from kvjax.tasks.ruler import (
 )
 
 FEW = "niah_single_2", "niah_multikey_3", "vt", "fwe", "qa_2"
-"""One of each kind: the others only where all is asked for."""
+"""One task of each kind; the others run only in the thorough tests."""
 each = pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in FEW else pytest.mark.thorough) for x in RULER_TASKS]
 )
-LENGTHS = (1500, 5000)  # on both sides of the length from which the word list is a longer one
+LENGTHS = (1500, 5000)  # the word list is a longer one from a length between these two
 
 
 @pytest.mark.slow
 @each
 def test_a_sample_fills_its_length(name, smol, files):
-    """To within 2%, or within a line where every line is a pair of UUIDs."""
+    """The prompt fills the length to within 2%, or to within one line where every line is a pair of UUIDs."""
     task, encode = make_ruler_task(name, smol, files), PromptEncoder(smol)
     line = len(smol("A secret UUID of 01234567-0123-4123-8123-0123456789ab is ." * 2)["input_ids"])
     for length in (2048, 4096):
@@ -53,7 +53,7 @@ def test_a_sample_does_not_depend_on_those_made_before_it(smol):
 
 
 def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
-    """This tokenizer puts a space before any text, but the question follows the context."""
+    """This tokenizer puts a space before any text, but the question continues the context."""
     prompt = make_ruler_task("vt", chatty, chat=False).sample(0, 1500)
     context = chatty.convert_ids_to_tokens(prompt.context.tolist())
     asked = chatty.convert_ids_to_tokens(prompt.questions[0].prompt.tolist())

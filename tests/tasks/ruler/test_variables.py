@@ -1,4 +1,4 @@
-"""Chains of variables."""
+"""Test chains of variables."""
 
 import re
 
@@ -16,7 +16,7 @@ def test_a_chain_of_variables_is_in_order_after_a_solved_one(builtin):
         assert sample.context.count(value) == 1
         shown = re.findall(r"^Set ([A-Z]{3}) = \w+$", solved, re.MULTILINE)
         assert len(set(shown)) == len(shown) == 5
-        # the example ends as a right answer to its question would
+        # the example ends like a right answer to its question
         asks = (question.text + question.answer_prefix).replace(value, shown_value)
         assert solved.endswith(f"\n{asks} {' '.join(shown)}")
         for text, first, names in ((solved, shown_value, shown), (asked, value, question.expected)):

@@ -1,4 +1,4 @@
-"""The words that tasks are written with."""
+"""Test the words that tasks are written with."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""SCBench's rows as samples: their official scores, the two modes, and what is said of damaged rows."""
+"""Test SCBench's rows as samples: their official scores, the two modes, and the errors for damaged rows."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def examples(folder, task, turns="each", chat=True):
 
 
 def prompts(folder, task, turns, chat):
-    """The context and the questions of the first row, as they are read."""
+    """Return the context and the questions of the first row, decoded from the prompts."""
     tokenizer = byte_tokenizer()
     encode = PromptEncoder(tokenizer, chat)
     sample = encode(scbench_examples(task, folder, turns, encode)[0])
@@ -48,7 +48,7 @@ def test_answers_score_as_the_official_scorer_has_it(task, turns, tmp_path):
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_questions_by_themselves_follow_the_context_as_published(chat, tmp_path):
-    """Nothing is between."""
+    """No text stands between them."""
     before, after = (START, END + ANSWER) if chat else ("", "")
     write(
         tmp_path,
@@ -117,7 +117,7 @@ def test_five_questions_are_asked_at_most_and_mixed_ones_reported_by_kind(tmp_pa
 
 
 def test_where_rows_are_found(tmp_path, monkeypatch):
-    """A parquet file, and a hub data set, for which a folder stands."""
+    """The rows are in a parquet file, and in a hub data set, replaced here by a folder."""
     row = scbench_row("scbench_choice_eng")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "scbench_choice_eng.parquet")
     hub = tmp_path / "hub"

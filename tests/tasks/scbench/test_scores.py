@@ -1,4 +1,4 @@
-"""SCBench's metrics by hand."""
+"""Test SCBench's metrics against figures computed by hand."""
 
 import pytest
 
@@ -73,7 +73,7 @@ def test_the_nearest_function_counts_if_it_is_near():
     ],
 )
 def test_functions_are_found_in_every_language(language, text, function):
-    """As tree_sitter_languages 1.10 finds them with RepoQA's queries."""
+    """The functions are those that tree_sitter_languages 1.10 finds with RepoQA's queries."""
     pytest.importorskip(f"tree_sitter_{language}")
     assert finder(language)(f"It is\n```{language}\n{text}```") == function
     assert finder(language)(text) == text.strip()

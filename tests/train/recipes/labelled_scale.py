@@ -1,4 +1,4 @@
-"""The least recipe of labelled sequences: one number, which the final hidden states are multiplied by."""
+"""The smallest recipe of labelled sequences: it trains one number that scales the final hidden states."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from kvjax.train.labelled import LabelledRecipe
 
 @dataclasses.dataclass(frozen=True)
 class Scale(LabelledRecipe):
-    """Learn how sure the model should be of the tokens that are learned."""
+    """Learn how sure the model should be of the labelled tokens."""
 
     lr: float = 0.1
-    """SGD's."""
+    """SGD's learning rate."""
 
     def init(self, model):
         return {"scale": jnp.ones(())}

@@ -6,11 +6,11 @@ from jaxtyping import Shaped
 from kvjax.train.packs import Labelled, natural
 
 FIRST, TOKENS = 13, 32
-"""Tokens of the first document, and of both."""
+"""Numbers of tokens of the first document, and of both."""
 
 
 def rows() -> tuple[Labelled, list[Labelled]]:
-    """A packed row, [1 t], and one of each document, before tokens of which none is learned."""
+    """Return a packed row [1 t], and one row for each document, followed by tokens without labels."""
     tokens = np.random.default_rng(7).integers(0, 61, TOKENS)
     document = np.repeat([0, 1], [FIRST, TOKENS - FIRST])
     alone = []
@@ -27,5 +27,5 @@ def batch_of(row: Labelled) -> dict[str, Shaped[np.ndarray, "1 t"]]:
 
 
 def weighted(losses: list[float], alone: list[Labelled]) -> float:
-    """The mean of the losses by how many tokens each row learns."""
+    """Return the mean of the losses, weighted by the number of labelled tokens in each row."""
     return float(np.average(losses, weights=[row["labelled"].sum() for row in alone]))

@@ -1,4 +1,4 @@
-"""DuoAttention's runs: its loss at labelled tokens, its schedule, α in [0, 1], and what is exported."""
+"""Test DuoAttention's runs: the loss at labelled tokens, the schedule, α in [0, 1], and the export."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_the_loss_is_the_difference_before_labelled_tokens_and_the_mean_alpha(ba
 
 
 def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
-    """By their labelled tokens."""
+    """The losses are weighted by their labelled tokens."""
     recipe, (together, alone) = DuoAttention(regularized=0.0, **SIZES), rows()
     alpha = jnp.asarray(np.random.default_rng(2).uniform(size=(3, 4)), jnp.float32)
     model = tiny_model()
@@ -83,7 +83,8 @@ def test_alpha_stays_between_0_and_1():
 
 
 def test_the_rate_is_a_trapezoid():
-    """A fifth of the updates up, the last fifth down, never below a tenth: Adam's step is the rate."""
+    """The rate rises over a fifth of the updates, falls over the last fifth, and is never below a tenth. Adam's step is
+    the rate."""
     recipe = DuoAttention(sequences=100, lr=1e-3, **SIZES)
     params, tx = {"alpha": jnp.asarray([[0.5]])}, recipe.optimizer()
     opt, steps, update = tx.init(params), [], jax.jit(tx.update)

@@ -1,4 +1,4 @@
-"""Fast KVzip's recipe: its loss and schedule, and whole runs on the test-size model, killed in both phases."""
+"""Test Fast KVzip's recipe: its loss and schedule, and whole runs on the test-size model, killed in both phases."""
 
 import dataclasses
 import functools
@@ -98,12 +98,12 @@ def test_no_prediction_is_better_than_the_target():
 
 
 def at(predicted, target):
-    """The loss."""
+    """Return the summed loss."""
     return float(np.asarray(jax.jit(cross_entropy)(predicted, target)).mean(0).sum())
 
 
 def learnable(random, count, model):
-    """Positions whose scores follow their hidden states."""
+    """Return positions whose scores are a function of their hidden states."""
     l, k, d = model.config.num_layers, model.config.num_kv_heads, model.config.width
     x = random.standard_normal((count, l, d)).astype(np.float32)
     w = np.random.default_rng(99).standard_normal((l, k, d)) / np.sqrt(d)
@@ -113,7 +113,7 @@ def learnable(random, count, model):
 
 @functools.cache
 def trained(data, fsdp, tensor, updates=120):
-    """The losses of updates on this mesh, and of a batch that they did not see, with what its heads' means lose."""
+    """Return the losses of updates on this mesh, and the measurements of an unseen batch."""
     recipe = KVzipGates(sequences=500 * 64, batch=64, dim=8, lr=0.2)
     mesh, random, found = make_mesh(data, fsdp, tensor), np.random.default_rng(0), []
     with jax.set_mesh(mesh):
@@ -198,7 +198,7 @@ def test_every_gate_has_a_gradient(form, inputs):
     ids=["targets", "gates"],
 )
 def test_a_run_that_is_killed_ends_like_one_that_is_not(when, files, whole, tmp_path):
-    """While targets are computed, two numbers of each context on the disk by then; or later."""
+    """The run is killed while targets are computed, after two numbers of each context were written, or later."""
     folder = run_until_killed([*ARGS, "--mesh", "1"], tmp_path / "run", when)
     shards = {file: file.stat() for file in sorted(folder.glob("targets/0*/*.npy"))}
     assert len(shards) == files
@@ -242,7 +242,7 @@ def test_what_a_run_leaves(whole, capsys):
 
 
 def test_what_contexts_are_read_behind_is_no_gates_to_evict(monkeypatch):
-    """Neither the chat template's system prompt nor the instruction, in the prompts that have them."""
+    """The prefix includes the chat template's system prompt and the instruction, in the prompts that have them."""
     tokenizer, recipe = smol_tokenizer(), KVzipGates()
     monkeypatch.setattr("kvjax.train.recipes.fast_kvzip.load_tokenizer", lambda model: tokenizer)
     model = tiny_model()
@@ -264,7 +264,7 @@ def test_gates_can_begin_with_others(whole, tmp_path):
 
 
 def test_gates_that_a_run_begins_with_say_their_form_and_sizes(tmp_path):
-    """Unless they are told beside them, in a file or on the command line; what disagrees is refused."""
+    """A file or the command line may override them; the check refuses a run whose sizes differ."""
     with jax.set_mesh(make_mesh()):
         sizes = {"dim": 8, "sinks": 3, "form": "paper"}
         gates = jax.jit(lambda: SinkGate(2, 4, 1, 16, **sizes, rngs=nnx.Rngs(0)))()
@@ -288,7 +288,7 @@ def test_gates_that_a_run_begins_with_say_their_form_and_sizes(tmp_path):
 
 
 def test_text_is_learned_from_by_reconstruction_unless_told(tmp_path):
-    """Also with the built-in model, whose own tasks have questions."""
+    """This also holds for the built-in model, whose own tasks have questions."""
     builtin = ["--method", "fast_kvzip", "--out", str(tmp_path / "run")]
     assert parse(builtin).target == "both"
     assert parse([*builtin, "--data", "texts"]).target == "reconstruction"
@@ -355,7 +355,7 @@ def test_two_processes_train_like_one(whole, tmp_path):
 
 
 def test_shares_of_the_targets_make_the_whole(whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(targets, "TOGETHER", 1)  # a context after another
+    monkeypatch.setattr(targets, "TOGETHER", 1)  # one context after another
     folder = tmp_path / "targets"
     args = [*ARGS[:-2], "--mesh", "1", "--targets", str(folder), "--out", str(tmp_path / "run")]
     for shard in ("0/2", "1/2"):

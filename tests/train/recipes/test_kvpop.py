@@ -1,5 +1,5 @@
-"""KVPOP's runs: the two phases one after the other, the fixed mask beside the scored one, each group's own updates,
-what is exported, and wrong options."""
+"""Test KVPOP's runs: the two consecutive phases, the fixed and the scored mask, each group's own updates, the export,
+and wrong options."""
 
 import functools
 import json
@@ -63,7 +63,7 @@ def uptrained(tmp_path_factory):
 
 
 def second(uptrained, *more):
-    """What the second phase is told."""
+    """Return the arguments of the second phase."""
     return ["--phase", "sparsify", "--uptrained", str(uptrained.folder), *CACHE, *more]
 
 
@@ -129,7 +129,7 @@ def test_transformers_reads_a_trained_model_and_computes_the_same(uptrained):
     ],
 )
 def test_the_fixed_mask_has_a_rate_of_its_own(phase, told, rate):
-    """Adam's first step is the rate; --lr on the command line says both."""
+    """Adam's first step is the rate; --lr on the command line overrides both rates."""
     before = ["--uptrained", MODEL] if phase == "sparsify" else []
     recipe = parse(["--method", "kvpop", "--mesh", "1", "--phase", phase, *before, *told])
     params = {"model": jnp.zeros(1)}
@@ -139,7 +139,7 @@ def test_the_fixed_mask_has_a_rate_of_its_own(phase, told, rate):
 
 
 def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
-    """But the cache that its model was trained for; a dense one's, how it goes on."""
+    """It names the cache that its model was trained for instead. After a dense run it says how to continue."""
     phases = [], ["--phase", "sparsify", "--uptrained", MODEL, "--mask", "streaming", *CACHE]
     said = []
     for told in phases:
@@ -156,7 +156,7 @@ def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
 
 
 def test_with_the_whole_in_view_there_is_nothing_to_distil(uptrained):
-    """The student is then the teacher: of a cache that holds every token."""
+    """With a cache that holds every token, the student equals the teacher."""
     recipe = ConstantCache(phase="sparsify", **SIZES | {"max_entries": 64})
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
@@ -171,7 +171,7 @@ def test_with_the_whole_in_view_there_is_nothing_to_distil(uptrained):
 
 
 def step(recipe, model, **others):
-    """One update's change of the model's and the scorers' parameters."""
+    """Return the largest change of the model's and of the scorers' parameters in one update, and the logged numbers."""
     with jax.set_mesh(make_mesh()):
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
         before = jax.device_get(state.params)
@@ -185,7 +185,7 @@ def step(recipe, model, **others):
 
 @pytest.mark.thorough
 def test_model_and_scorers_have_rates_of_their_own():
-    """AdamW's first step is its rate, whatever the gradient; a warm-up from 0 holds the scorers back."""
+    """AdamW's first step is its rate, whatever the gradient; a warm-up from 0 keeps the scorers unchanged."""
     told = SIZES | {"phase": "sparsify", "lr": 1e-4, "scorer_lr": 1e-2}
     moved, numbers = step(ConstantCache(**told, scorer_warmup=0), tiny_model())
     assert moved["model"] == pytest.approx(1e-4, rel=0.05)
@@ -197,11 +197,11 @@ def test_model_and_scorers_have_rates_of_their_own():
 
 
 RAMP, UPDATES = 3, 12
-"""Of the scorers' rate, and in all."""
+"""Number of updates of the ramp of the scorers' rate, and of all updates."""
 
 
 def optimizer(**told):
-    """Of a recipe of so many updates, with parameters of 2 to change."""
+    """Return the optimizer of a recipe with `UPDATES` updates, and parameters of 2 to change."""
     made = {"phase": "sparsify", "sequences": UPDATES * 8, "scorer_warmup": RAMP, "weight_decay": 0.01}
     tx = ConstantCache(**SIZES | made | told).optimizer()
     params = {"scorers": {"a": jnp.full(3, 2.0), "c": jnp.full(1, 2.0)}, "model": {"down": jnp.full(4, 2.0)}}
@@ -209,15 +209,15 @@ def optimizer(**told):
 
 
 def moments(opt, which):
-    """AdamW's, by group."""
+    """Return AdamW's moments by group."""
     found = [groups for _, groups in optax.tree_utils.tree_get_all_with_path(opt, which)]
     return {name: x for groups in found for name, x in groups.items() if jax.tree.leaves(x)}
 
 
 @pytest.mark.parametrize("long", ["scorers", "model"])
 def test_model_and_scorers_are_clipped_apart(long):
-    """A gradient of norm 100 becomes one of 1, the other's of .5 stays; AdamW's means begin with .1 of it and
-    with .05 of its square."""
+    """A gradient of norm 100 becomes one of norm 1, and the other's of norm .5 is unchanged. AdamW's means begin with
+    .1 of it and with .05 of its square."""
     tx, params = optimizer()
     gradients = jax.tree.map(lambda x: np.full_like(x, 0.25), params)
     gradients[long] = jax.tree.map(lambda x: 200 * x, gradients[long])
@@ -230,7 +230,7 @@ def test_model_and_scorers_are_clipped_apart(long):
 
 
 def rates(**told):
-    """Of each update and of two that would follow, by group: of a gradient that stays AdamW's step is the rate."""
+    """Return the rates of each update and of two more, by group: for a constant gradient, AdamW's step is the rate."""
     tx, params = optimizer(**told)
 
     def update(opt, _):
@@ -238,14 +238,14 @@ def rates(**told):
         return opt, change
 
     _, changes = jax.jit(lambda: jax.lax.scan(update, tx.init(params), None, length=UPDATES + 2))()
-    # and, of parameters of 2, a weight decay of .01
+    # parameters of 2 have a weight decay of .01 in addition
     return {name: np.asarray(jax.tree.leaves(x)[0])[:, 0] / -1.02 for name, x in changes.items()}
 
 
 @pytest.mark.parametrize("peak", [1e-3, 1e-5])
 def test_scorers_have_a_ramp_and_a_cosine_and_the_model_one_rate(peak):
-    """From 0 to the peak, of which the ramp's last update is the first one below, and down to 8e-5, unless the peak is
-    lower than that."""
+    """The scorers' rate rises from 0 to the peak, which it reaches after the ramp's last update, and falls to 8e-5, or
+    to the peak if that is lower."""
     found, end = rates(lr=3e-4, scorer_lr=peak), min(8e-5, peak)
     np.testing.assert_allclose(found["model"], 3e-4, rtol=1e-3)
     at = np.arange(RAMP, UPDATES + 1)
@@ -256,8 +256,8 @@ def test_scorers_have_a_ramp_and_a_cosine_and_the_model_one_rate(peak):
 
 @pytest.mark.thorough
 def test_no_array_is_of_all_pairs():
-    """What the gradient of an update's loss over 8,192 tokens computes: nothing as large as each query with all that it
-    may see."""
+    """The gradient of an update's loss over 8,192 tokens computes no array as large as each query with all the keys
+    that it may see."""
     length, recipe = 8192, ConstantCache(phase="sparsify", lengths=(8192,), shares=(1.0,))
     with jax.set_mesh(make_mesh()):
         model = tiny_model(num_layers=1)
@@ -278,12 +278,12 @@ MESHES = {
 
 @functools.cache
 def alone(phase):
-    """Five updates on one device."""
+    """Return the numbers of five updates on one device."""
     return five(phase, make_mesh())
 
 
 def five(phase, mesh, parts=1):
-    """What is logged of five updates, each of so many parts."""
+    """Return the logged numbers of five updates, each in `parts` parts."""
     told = SIZES | {"scorer_warmup": 2, "sequences": 40, "accumulate": parts}
     recipe, numbers = ConstantCache(phase=phase, **told), []
     with jax.set_mesh(mesh):
@@ -311,7 +311,7 @@ def five(phase, mesh, parts=1):
     ],
 )
 def test_five_updates_are_equal_on_every_mesh(phase, name, parts):
-    """And in parts."""
+    """This also holds for updates in several parts."""
     for mine, theirs in zip(five(phase, make_mesh(**MESHES[name]), parts), alone(phase), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
     assert alone(phase)[4]["loss"] != alone(phase)[0]["loss"]
@@ -320,7 +320,7 @@ def test_five_updates_are_equal_on_every_mesh(phase, name, parts):
 @pytest.mark.mesh
 def test_parts_of_an_update_sum_large_gradients_over_data_once():
     def summed(parts):
-        """The bytes that the devices of `data` sum in an update."""
+        """Return the bytes that the devices of `data` sum in an update."""
         recipe, mesh = ConstantCache(**SIZES | {"accumulate": parts}), make_mesh(data=2)
         with jax.set_mesh(mesh):
             state = jax.jit(lambda: initial_state(recipe, tiny_model()))()
@@ -362,7 +362,7 @@ def test_each_phase_has_the_papers_updates_unless_told():
 
 @pytest.mark.mesh
 def test_bytes_of_each_device_are_an_eighth():
-    """Parameters, moments and master weights, of the model and, by kv heads, of the scorers; and gradients."""
+    """This holds for parameters, moments and gradients; the scorers are split only by kv heads."""
     recipe, mesh = ConstantCache(phase="sparsify", **SIZES), make_mesh(fsdp=2, tensor=4)
     with jax.set_mesh(mesh):
         model = filled(tiny_config(), jnp.bfloat16)
@@ -417,13 +417,13 @@ STORED = "--teacher", "store", "--teacher-tokens", "16", "--scorer-warmup", "0"
 
 @pytest.fixture(scope="module")
 def stored(uptrained, tmp_path_factory):
-    """A second phase of which the teacher's word is on the disk."""
+    """Return a second phase whose teacher's outputs are stored on disk."""
     return sparsify(uptrained, tmp_path_factory.mktemp("stored") / "run", *STORED)
 
 
 @pytest.fixture(scope="module")
 def killed(uptrained, tmp_path_factory):
-    """The folder of the same, killed while its second update is saved."""
+    """Return the folder of the same phase, killed while its second update is saved."""
     told = [*COMMON, *second(uptrained, *STORED, "--checkpoint-every", "1")]
     return run_until_killed(told, tmp_path_factory.mktemp("killed") / "run")
 
@@ -440,11 +440,11 @@ def test_a_killed_phase_ends_like_one_that_was_not(stored, killed, tmp_path):
 
 @pytest.mark.thorough
 def test_a_killed_phase_goes_on_on_another_mesh(stored, killed, tmp_path):
-    """On four devices."""
+    """The resumed run has four devices."""
     resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "2x2")
     assert metrics_of(resumed)[1] == pytest.approx(metrics_of(stored)[1], rel=1e-5)
     assert resumed.validation.numbers == pytest.approx(stored.validation.numbers, rel=1e-4)
-    # where a gradient is rounding alone Adam makes a step of it; one update moves a weight by 8e-5
+    # where a gradient is only rounding, Adam still makes a full step; one update moves a weight by 8e-5
     ends = zip(*(jax.tree.leaves(x.model) for x in (resumed, stored)), strict=True)
     apart = np.concatenate([np.abs(np.asarray(mine) - theirs).ravel() for mine, theirs in ends])
     assert apart.mean() < 2e-6
@@ -467,7 +467,7 @@ def metrics_of(run):
 
 @pytest.mark.thorough
 def test_what_the_teacher_said_stands_in_for_it(uptrained, stored, tmp_path):
-    """No weights of a teacher are there, and the losses are those that they would give, but for half precision."""
+    """The run has no teacher's weights, and its losses are the same up to half precision."""
     beside = sparsify(uptrained, tmp_path / "beside", *STORED[2:])
     for mine, theirs in zip(metrics_of(stored), metrics_of(beside), strict=True):
         assert mine == pytest.approx(theirs, rel=2e-3)

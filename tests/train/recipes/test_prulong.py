@@ -1,4 +1,5 @@
-"""PruLong's runs: the constraint on how many heads stream, each group's updates, what is drawn, what is exported."""
+"""Test PruLong's runs: the constraint on how many heads stream, each group's updates, the sampled masks, and the
+export."""
 
 import dataclasses
 import json
@@ -42,8 +43,8 @@ def test_the_wanted_sparsity_rises_for_four_fifths_of_the_updates():
 @pytest.mark.parametrize("sparsity", [0.3, 0.7])
 @pytest.mark.parametrize("l0", ["sampled", "expected"])
 def test_as_many_heads_stream_as_are_wanted(monkeypatch, sparsity, l0):
-    """With the paper's rates and 256 heads, where the model's loss says nothing: on average over the last 50 of 1,000
-    updates."""
+    """The run has the paper's rates and 256 heads, and the model's loss is 0. The share is an average over the last 50
+    of 1,000 updates."""
     monkeypatch.setattr(prulong, "next_token_losses", lambda *_: jnp.zeros(1))
     monkeypatch.setattr(PruLong, "blended", lambda *_: None)
     recipe = PruLong(sparsity=sparsity, l0=l0, **SIZES)
@@ -71,7 +72,8 @@ def test_as_many_heads_stream_as_are_wanted(monkeypatch, sparsity, l0):
 
 
 def first_change(**gradients):
-    """What the second update does, whose rate is the first above 0, to parameters of 1 with these gradients."""
+    """Return the changes of the second update, whose rate is the first above 0, to parameters of 1 with these
+    gradients."""
     recipe = PruLong(sequences=80, weight_decay=0.1, **SIZES)
     params = {"log_alpha": jnp.ones((2, 3)), "multipliers": jnp.ones(2)}
     tx = recipe.optimizer()
@@ -82,14 +84,15 @@ def first_change(**gradients):
 
 
 def test_multipliers_ascend_masks_descend_and_both_decay():
-    """A gap below 0 is the first multiplier's gradient: it falls. Adam's first steps are as long as the rate."""
+    """The first multiplier's gradient is the gap: if that is below 0, the multiplier falls. Adam's first steps are as
+    long as the rate."""
     change = first_change(log_alpha=jnp.full((2, 3), 0.1), multipliers=jnp.asarray([-0.1, 0.1]))
     np.testing.assert_allclose(change["log_alpha"], -1 - 0.1, rtol=1e-3)
     np.testing.assert_allclose(change["multipliers"], [-1 - 0.1, 1 - 0.1], rtol=1e-3)
 
 
 def test_multipliers_have_the_gap_and_its_square_for_gradients(monkeypatch):
-    """So that too few streaming heads lower the first one."""
+    """Therefore too few streaming heads lower the first one."""
     monkeypatch.setattr(prulong, "next_token_losses", lambda *_: jnp.zeros(1))
     monkeypatch.setattr(PruLong, "blended", lambda *_: None)
     recipe, batch = PruLong(sparsity=0.7, **SIZES), dict.fromkeys(("tokens", "document", "labelled"))
@@ -104,13 +107,14 @@ def test_multipliers_have_the_gap_and_its_square_for_gradients(monkeypatch):
 
 
 def test_gradients_are_clipped_together():
-    """Adam forgets a gradient's length but for its eps: a norm that the multipliers make huge leaves masks little."""
+    """Adam is independent of a gradient's length except for its eps: if the multipliers make the norm huge, masks
+    hardly move."""
     change = first_change(log_alpha=jnp.full((2, 3), 1.0), multipliers=jnp.asarray([1e8, 0.0]))
     assert np.abs(np.asarray(change["log_alpha"]) + 0.1).max() < 0.6
 
 
 def rates_of(peak, updates=100):
-    """A tenth of the updates up from 0, then a cosine down to a hundredth of the peak."""
+    """Return rates that rise from 0 over a tenth of the updates, then fall by a cosine to a hundredth of the peak."""
     up = np.arange(10) / 10
     down = 0.01 + 0.99 * (1 + np.cos(np.pi * np.arange(updates - 10) / (updates - 10))) / 2
     return peak * np.concatenate([up, down])
@@ -120,7 +124,7 @@ PEAKS = {"log_alpha": 1.0, "multipliers": 0.5, "model": 1e-3}
 
 
 def changes(gradients, **told):
-    """What every update does to parameters of 1 of each group, of which all have these gradients."""
+    """Return the changes of parameters of 1 of each group in every update, where all have these gradients."""
     sizes = {"sequences": 800, "lr": 1.0, "multiplier_lr": 0.5, "model_lr": 1e-3}
     tx = PruLong(frozen_model=False, **sizes, **SIZES, **told).optimizer()
     params = {name: jnp.ones(2) for name in PEAKS}
@@ -133,14 +137,14 @@ def changes(gradients, **told):
 
 
 def test_rates_lead_up_for_a_tenth_of_the_updates_and_down_by_a_cosine():
-    """Of masks, multipliers and model, each with its own peak: Adam's step is the rate, of the multipliers upwards."""
+    """Masks, multipliers and model each have their own peak. Adam's step is the rate, and multipliers ascend."""
     for name, steps in changes(np.ones(100), weight_decay=0.0).items():
         sign = 1 if name == "multipliers" else -1
         np.testing.assert_allclose(sign * np.asarray(steps), rates_of(PEAKS[name]), rtol=1e-3, atol=1e-8)
 
 
 def test_every_group_is_adam_s_with_the_paper_s_betas():
-    """0.9 and 0.95, with decay that is the rate's, written out."""
+    """They are 0.9 and 0.95, and decay is multiplied by the rate; the expected values are written out here."""
     gradients = np.random.default_rng(0).standard_normal(30)
     steps = np.arange(1, 31)
     first, second = np.zeros(31), np.zeros(31)
@@ -176,7 +180,8 @@ def test_the_expected_sparsity_is_that_of_many_draws():
 
 
 def test_log_alphas_have_the_gradients_of_finite_differences():
-    """Of the whole loss with one draw, in which no head's mask is clipped: the model's part and the constraint's."""
+    """The whole loss, the model's part and the constraint's, is compared for one sample in which no head's mask is
+    clipped."""
     recipe = PruLong(sequences=80, **SIZES)
     random = np.random.default_rng(0)
     tokens = random.integers(0, 61, (2, 32)).astype(np.int32)
@@ -204,7 +209,7 @@ def test_log_alphas_have_the_gradients_of_finite_differences():
 
 
 def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
-    """By their labelled tokens, under one draw of the masks."""
+    """The losses are weighted by their labelled tokens, and all rows have the same sampled masks."""
     recipe, (together, alone) = PruLong(start=0.0, **SIZES), rows()
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
@@ -223,7 +228,7 @@ def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
 
 
 def test_masks_are_rounded_as_they_are_used():
-    """Equal weights too, at every share: the earlier head is whole."""
+    """Equal weights are rounded alike at every share: the earlier head is whole."""
     weights = np.asarray([[0.5, -3.0, 0.5, 9.0], [0.5, 2.0, -3.0, 0.5]], np.float32)
     for share in np.linspace(0, 1, 41):
         recipe = PruLong(sparsity=float(share), **SIZES)
@@ -233,7 +238,8 @@ def test_masks_are_rounded_as_they_are_used():
 
 
 def test_weights_of_0_and_1_are_used_as_they_are():
-    """They have no order for another sparsity: neither held-out figures nor policies nor a report's rows invent one."""
+    """They cannot be ranked for another sparsity, so held-out figures, policies and a report's rows use them
+    unchanged."""
     recipe = PruLong(sparsity=0.5, **SIZES)
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
@@ -287,7 +293,7 @@ def test_a_run_leaves_a_pattern_for_any_sparsity(run):
 
 @pytest.mark.thorough
 def test_a_killed_run_ends_like_one_that_was_not(run, tmp_path):
-    """Masks are drawn on, multipliers and moments go on: by what is logged and what is left."""
+    """The logged numbers and the results show that sampling of masks, multipliers and moments all continue."""
     told = [*COMMON, "--sparsity", "0.5", "--checkpoint-every", "2"]
     resumed = go_on(run_until_killed(told, tmp_path / "run"), "1")
     mine, theirs = (logged(x.folder) for x in (resumed, run))
@@ -299,14 +305,14 @@ def test_a_killed_run_ends_like_one_that_was_not(run, tmp_path):
 
 
 def logged(folder):
-    """Of each update what it says of itself, whenever it was."""
+    """Return the logged numbers of each update without its times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = "step", "loss", "cross_entropy", "streaming", "wanted", "lambda/1", "lambda/2"
     return [{name: line[name] for name in names} for line in lines if "loss" in line]
 
 
 def test_pictures_show_what_a_run_learned_and_logged(run, monkeypatch):
-    """Its weights beside those heads that are whole, and every scalar of its course over the updates."""
+    """The pictures show its weights next to the whole heads, and every scalar over the updates."""
     sheets, make = [], mask_pictures.figure
     monkeypatch.setattr(mask_pictures, "figure", lambda *size: sheets.append(make(*size)) or sheets[-1])
     parse([*COMMON, "--sparsity", "0.5", "--out", str(run.folder / "x")]).draw(run.folder, run.validation)
@@ -327,7 +333,7 @@ def test_pictures_show_what_a_run_learned_and_logged(run, monkeypatch):
 
 
 def test_held_out_sequences_are_measured_as_the_pattern_is_used(run):
-    """With nothing streaming there is no difference."""
+    """If no head streams, there is no difference."""
     found = run.validation.numbers
     assert found["cross_entropy"] != found["full_cross_entropy"]
     dense = dataclasses.replace(parse([*COMMON, "--out", str(run.folder / "x")]), sparsity=0.0)
@@ -373,7 +379,7 @@ def test_wrong_options_are_one_line(wrong, message):
 
 
 def rows_of(folder):
-    """A written report's rows by their names, which its table shows as well, and each head's share of tokens."""
+    """Return a report's rows by name, after checking that its table has them, and each head's share of tokens."""
     found, text = json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
     rows = {row.get("policy", row.get("method")): row for row in found["rows"]}
     for name, row in rows.items():
@@ -382,14 +388,14 @@ def rows_of(folder):
 
 
 def kept(context, whole):
-    """The share of a full cache of so many tokens where so many of the model's 8 heads have all of it, the others 2
-    sinks and 7 tokens of the window."""
+    """Return the share of a full cache of `context` tokens if `whole` of the model's 8 heads keep everything, and the
+    others 2 sinks and 7 tokens of the window."""
     return (whole * context + (8 - whole) * 9) / (8 * context)
 
 
 @pytest.mark.thorough
 def test_a_report_of_text_has_the_sweep_of_sparsities(run, tmp_path):
-    """The smallest cache first. Of 64 tokens 8 are predicted, each from those before it."""
+    """The rows begin with the smallest cache. Of 64 tokens 8 are predicted, each from those before it."""
     recipe = parse([*COMMON, "--sparsity", "0.5", "--out", str(tmp_path / "run")])
     recipe = dataclasses.replace(recipe, report="default")
     with jax.set_mesh(run.mesh):
@@ -408,7 +414,8 @@ def test_a_report_of_text_has_the_sweep_of_sparsities(run, tmp_path):
 
 @pytest.mark.thorough
 def test_a_run_s_report_has_a_row_of_it(monkeypatch, tmp_path):
-    """Beside the full cache and what is of its size. Of 128 tokens 124 are read before the question."""
+    """The report also has the full cache and methods of the same size. Of 128 tokens 124 are read before the
+    question."""
     monkeypatch.setitem(report.SAMPLES, "default", {Recall: 2})
     monkeypatch.setitem(report.RIVAL_SAMPLES, Recall, 1)
     monkeypatch.setattr(report, "CONTEXT", 128)

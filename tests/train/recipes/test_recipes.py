@@ -1,4 +1,5 @@
-"""What every recipe must do: a recipe is added to `RECIPES`, with what it is told for the test-size model."""
+"""Test the rules that every recipe must follow: a new recipe is added to `RECIPES`, with its options for the test-size
+model."""
 
 import dataclasses
 import functools
@@ -47,11 +48,11 @@ RECIPES = {
     "tests.train.recipes.whole_model:WholeModel": {"window": 8},
 }
 USED = {"fast_kvzip": {"ratio": 0.3}}
-"""What their policies are told as `deploy` tells them, where they need a budget."""
+"""Arguments of their policies besides those of `deploy`, where they need a budget."""
 
 
 def each_but(*thorough):
-    """Every recipe; these only where all is asked for."""
+    """Parametrize a test by recipe; the given ones run only in the thorough tests."""
     marked = [pytest.param(x, marks=pytest.mark.thorough if x in thorough else ()) for x in RECIPES]
     return pytest.mark.parametrize("method", marked)
 
@@ -64,7 +65,8 @@ def made(method, **changes):
 
 
 def batch_of(recipe, model, seed):
-    """What an update's loss gets: of drawn sequences or, where the recipe has rows of its own, drawn as they are."""
+    """Return the batch of an update's loss: from sampled sequences or, if the recipe has rows of its own, sampled
+    rows."""
     random = np.random.default_rng(seed)
     if model is not None and (row := recipe.row(model, 32)) is not None:
         return {name: drawn(random, name, (8, *x.shape), x.dtype) for name, x in row.items()}
@@ -73,7 +75,7 @@ def batch_of(recipe, model, seed):
 
 
 def drawn(random, name, shape, dtype):
-    """Tokens, documents that rise within each row, labels, or numbers from 0 to 1."""
+    """Return tokens, documents that rise within each row, labels, or numbers from 0 to 1."""
     if name == "document":
         return np.sort(random.integers(0, 3, shape), -1).astype(dtype)
     if np.issubdtype(dtype, np.integer):
@@ -83,8 +85,8 @@ def drawn(random, name, shape, dtype):
 
 
 def updates(recipe, mesh, count=4):
-    """The logged numbers of so many updates of the tiny model, and the state after them. The fourth says
-    where the third took the masks, the first one for which PruLong's multipliers are not 0."""
+    """Return the logged numbers of `count` updates of the tiny model, and the state after them. The fourth shows the
+    masks after the third, the first update in which PruLong's multipliers are not 0."""
     numbers = []
     with jax.set_mesh(mesh):
         model = tiny_model()
@@ -99,7 +101,7 @@ def updates(recipe, mesh, count=4):
 
 @functools.cache
 def alone(method):
-    """The numbers on one device."""
+    """Return the numbers on one device."""
     return updates(made(method), make_mesh())[0]
 
 
@@ -118,7 +120,7 @@ def test_a_mesh_of_sequences_and_heads_gives_the_same(method):
 
 
 def compare_on(mesh, method):
-    """Updates on this mesh and on one device."""
+    """Check that updates on this mesh have the numbers of those on one device."""
     for mine, theirs in zip(updates(made(method), mesh)[0], alone(method), strict=True):
         assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)
     assert alone(method)[0]["loss"] != alone(method)[2]["loss"]
@@ -134,7 +136,7 @@ def test_an_update_in_parts_is_the_update(method):
 
 @pytest.mark.thorough
 def test_every_update_draws_anew():
-    """Parameters that do not change, and one batch."""
+    """Parameters and batch are constant here."""
     recipe, mesh = made("prulong", lr=0.0, multiplier_lr=0.0), make_mesh()
     with jax.set_mesh(mesh):
         model = tiny_model()
@@ -176,7 +178,7 @@ class Stopped(Exception):
 
 
 def stopping_after(count):
-    """`make_update` of a run that ends in a later update than so many."""
+    """Return a `make_update` whose run is stopped after `count` updates."""
     done = []
 
     def stopping(*args, **options):
@@ -197,7 +199,8 @@ def stopping_after(count):
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
-    """Stopped in its third update, so that a second phase begins after the resume; and what it exports is read."""
+    """The run is stopped in its third update, so that a second phase begins after the resume. The test also reads the
+    export."""
     whole = loop.train(parse(arguments(method, tmp_path / "whole")))
     with monkeypatch.context() as patched:
         patched.setattr(loop, "make_update", stopping_after(3))
@@ -208,7 +211,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
     for mine, theirs in zip(*(jax.tree.leaves((x.params, x.model)) for x in (resumed, whole)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert resumed.validation.numbers == whole.validation.numbers
-    if method in recipes.RECIPES:  # once more, with nothing left to do
+    if method in recipes.RECIPES:  # resume once more, with nothing left to do
         ended = loop.train(parse(again))
         for mine, theirs in zip(jax.tree.leaves(ended.params), jax.tree.leaves(whole.params), strict=True):
             np.testing.assert_array_equal(mine, theirs)
@@ -240,7 +243,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
 
 @pytest.mark.parametrize("method", recipes.RECIPES)
 def test_the_comparison_that_a_run_names_is_one_of_what_it_trained(method):
-    """Not of other policies that leave its folder unread."""
+    """Policies that do not read its folder would be the wrong ones."""
     told = made(method).evaluate_options(Path("here"))
     if told[-1] == "head_pattern:gates=here":
         return
@@ -255,7 +258,7 @@ def test_every_recipe_is_here():
 @pytest.mark.slow
 @each_but("duo_attention", "kvpop", "prulong", "fast_kvzip")
 def test_what_is_frozen_stays(method):
-    """An update changes what is trained, among which are no weights of a frozen model, and no constants."""
+    """An update changes the trained parameters, which include neither a frozen model's weights nor constants."""
     recipe = made(method)
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
@@ -269,9 +272,9 @@ def test_what_is_frozen_stays(method):
         read = None if recipe.takes_model else model
         batch = to_mesh(make_mesh(), Rows(0, 8, 8), batch_of(later, read, 0))
         if recipe.split(state.params)[1] is None:
-            drawn = [x for x in params if np.ptp(x)]  # a norm's ones are everybody's
+            drawn = [x for x in params if np.ptp(x)]  # the ones of a norm may be equal by chance
             assert not [x for x in drawn for y in before if x.shape == y.shape and np.array_equal(x, y)]
-        for step in range(2):  # the first may have a rate of 0
+        for step in range(2):  # the first update may have a rate of 0
             state, _ = make_update(later)(state, read, batch, np.int32(step))
     for mine, theirs in zip(jax.tree.leaves((state.constants, model)), [*held, *before], strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -296,7 +299,7 @@ def test_held_out_sequences_go_alone_where_a_recipe_has_only_its_loss():
 
 @pytest.mark.mesh
 def test_a_trained_model_its_gradients_and_its_moments_are_split():
-    """Each of 8 devices has an eighth of parameters and moments, but for what is too small to split."""
+    """Each of 8 devices has an eighth of parameters and moments, except arrays that are too small to split."""
     recipe, mesh = made("tests.train.recipes.whole_model:WholeModel"), make_mesh(fsdp=8)
     _, state = updates(recipe, mesh, count=1)
     leaves = jax.tree.leaves(state)
@@ -335,7 +338,7 @@ def test_master_weights_keep_what_halves_would_lose():
 
 @dataclasses.dataclass(frozen=True)
 class NewTree(WholeModel):
-    """Its second phase trains something more, and holds what the first one left."""
+    """A recipe whose second phase trains one more array, and keeps the first phase's model as a constant."""
 
     def enter(self, params):
         return params | {"more": jnp.zeros(3)}, params["model"]
@@ -364,7 +367,7 @@ def test_a_later_phase_goes_on_from_master_weights_and_holds_rounded_ones():
 @pytest.mark.thorough
 @pytest.mark.parametrize("more", [(), ("--master-weights",)])
 def test_a_run_in_bfloat16_and_in_parts_is_resumed_exactly(more, tmp_path):
-    """Moments keep their dtypes, so that what a checkpoint holds is what an update gave."""
+    """Moments keep their dtypes, so that a checkpoint holds exactly the results of the update."""
     method, told = (
         "tests.train.recipes.whole_model:WholeModel",
         ("--dtype", "bfloat16", "--accumulate", "2", *more),
@@ -395,7 +398,7 @@ def test_a_scalar_with_a_name_of_the_logs_own_is_refused(name):
 
 @dataclasses.dataclass(frozen=True)
 class TwoAtOnce(WholeModel):
-    """Makes a batch of the sequences of two updates."""
+    """A recipe that makes one batch from the sequences of two updates."""
 
     def batches(self, sequences, model):
         for first in sequences:

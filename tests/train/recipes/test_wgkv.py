@@ -1,4 +1,5 @@
-"""Write gates' maths: the paper's schedule, AdamW, the loss, what they lose held out, and what a run leaves."""
+"""Test the maths of write gates' training: the paper's schedule, AdamW, the loss, the held-out loss of the deployed
+gates, and the files of a run."""
 
 import functools
 import math
@@ -34,7 +35,8 @@ def test_the_schedule_is_the_papers():
 
 
 def test_the_schedule_is_in_sequences():
-    """An update has the rate of the sequence that it begins with, whatever the mesh: the paper's own at 0, 8, 16, …"""
+    """An update has the rate of its first sequence, whatever the mesh: the paper's rates at sequences 0, 8, 16 and so
+    on."""
     ones, eights = warmup_cosine(7500, 1, 1e-3), warmup_cosine(7500, 8, 1e-3)
     for update in (0, 1, 93, 94, 500, 937):
         assert float(eights(update)) == pytest.approx(float(ones(8 * update)), rel=1e-6)
@@ -49,7 +51,7 @@ def test_a_tenth_is_rounded_down():
 
 
 def test_the_built_in_recipe_has_the_rates_of_200_updates():
-    """Bit for bit: w = 20 updates, and a cosine over the other 180."""
+    """The rates are equal bit for bit: w = 20 updates, and a cosine over the other 180."""
     rate = warmup_cosine(1600, 8, 5e-3)
     for update in range(200):
         falling = (1 + jnp.cos(jnp.pi * ((jnp.int32(update) - 20) / 180))) / 2
@@ -58,7 +60,8 @@ def test_the_built_in_recipe_has_the_rates_of_200_updates():
 
 
 def test_adamw_by_hand():
-    """torch's AdamW: p ← p (1 − lr·wd) − lr · m̂ / (√v̂ + ε), decay on every parameter, lr 0 in the first update."""
+    """The formula is torch's: p ← p (1 − lr·wd) − lr · m̂ / (√v̂ + ε), decay on every parameter, lr 0 in the first
+    update."""
     config = WriteGates(sequences=20, lr=0.1, weight_decay=0.01)
     tx, p, gradients = config.optimizer(), jnp.float32(2), [0.5, -0.25, 1.0]
     state, m, v, wanted, change_of = tx.init(p), 0.0, 0.0, 2.0, jax.jit(tx.update)
@@ -74,7 +77,7 @@ def test_adamw_by_hand():
 
 
 def test_the_optimiser_counts_sequences_and_its_batch_is_rounded_up():
-    """Constant gradients: every step of Adam is −lr."""
+    """Gradients are constant, so every step of Adam is −lr."""
     config = WriteGates(mesh=MeshShape(fsdp=8), batch=3, sequences=160, lr=1.0, weight_decay=0.0)
     tx, rate, p = config.optimizer(), warmup_cosine(160, 8, 1.0), jnp.float32(0)
     state, change_of = tx.init(p), jax.jit(tx.update)
@@ -95,7 +98,7 @@ def student():
 
 
 WEIGHT = 0.25
-"""Of the sparsity in the loss."""
+"""Weight of the sparsity in the loss."""
 
 
 @functools.cache
@@ -111,7 +114,7 @@ def evaluate(student, *, window, gates=None, sparsity="lifetime"):
 
 
 def biased(student, bias):
-    """Gates whose logits are all `bias`."""
+    """Return gates whose logits are all `bias`."""
     mesh, _, gates = student
     with jax.set_mesh(mesh):
         flat = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), gates)
@@ -120,7 +123,7 @@ def biased(student, bias):
 
 
 def test_a_window_over_everything_leaves_nothing_to_learn(student):
-    """WG-KV §12.1: W ≥ N equals full attention, and R = 1."""
+    """The case is that of WG-KV §12.1: W ≥ N equals full attention, and R = 1."""
     loss, numbers = evaluate(student, window=24)
     assert numbers["distillation"] < 1e-9
     assert numbers["sparsity"] == 1
@@ -136,7 +139,7 @@ def test_open_gates_equal_full_attention_and_shut_ones_do_not(student):
     assert numbers["sparsity"] == pytest.approx(1)
     _, numbers = evaluate(student, window=4, gates=shut)
     assert numbers["distillation"] > 1e-3
-    # o_s = min(1, W/(N − s)): what stays is the time spent in the window, and beyond it the gate's floor
+    # o_s = min(1, W/(N − s)): the gate's share is the time spent in the window, and beyond it the gate's floor
     lifetime = np.minimum(1, 4 / np.arange(24, 0, -1)).mean()
     floor = 1 - (1 - GATE_FLOOR) ** 2
     assert numbers["sparsity"] == pytest.approx(lifetime + (1 - lifetime) * floor, rel=1e-5)
@@ -198,7 +201,8 @@ def alone():
 
 
 def test_hard_gates_lose_what_their_cache_loses(alone):
-    """Each sequence prefilled into the paged cache, its final hidden states against full attention's."""
+    """Each sequence is prefilled into the paged cache, and its final hidden states are compared with full
+    attention's."""
     _, mesh, model, gates, found = alone
     errors, rates = [], []
     with jax.set_mesh(mesh):
@@ -216,7 +220,7 @@ def test_hard_gates_lose_what_their_cache_loses(alone):
             rates.append(np.asarray(cache.layers.length)[:, 0] / left)
     assert found.numbers["hard_distillation"] == pytest.approx(np.mean(errors), rel=1e-4)
     assert found.numbers["hard_distillation"] > 1e-4
-    # of all tokens, also those that are still in the ring
+    # the rates count all tokens, also those that are still in the local window
     np.testing.assert_allclose(found.by_sequence["rates"], np.stack(rates), atol=4 / 24)
     assert 0.2 < found.by_sequence["rates"].mean() < 0.8
 

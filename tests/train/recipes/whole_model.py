@@ -1,5 +1,5 @@
-"""A recipe that trains the model itself in two phases: on its tokens, then to do with little of its context what it
-did with all of it."""
+"""A recipe that trains the model itself in two phases: first on its tokens, then to match that model's outputs with
+little of the context."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from kvjax.train.recipe import Recipe
 
 @struct
 class Streaming:
-    """Sinks and the window, in every head; `none` gives the layer axis."""
+    """A method with sinks and a window in every head; `none` gives the layer axis."""
 
     none: jax.Array
     window: int = static()
@@ -36,11 +36,11 @@ class WholeModel(Recipe):
 
     takes_model = True
     window: int = 8
-    """Last tokens that are visible."""
+    """Number of last tokens that are visible."""
     lr: float = 1e-3
-    """AdamW's."""
+    """AdamW's learning rate."""
     phase: int = 1
-    """1: full attention; 2: distilled from what phase 1 left."""
+    """1: full attention; 2: distilled from phase 1's model."""
 
     def phases(self):
         return self, dataclasses.replace(self, phase=2)

@@ -1,5 +1,5 @@
-"""KVPOP's rule: what is ranked by what, that it never comes back, that a cache in any chunks keeps what training sees,
-and what is refused."""
+"""Test KVPOP's rule: the ranking of tokens, that evicted tokens never return, that a cache read in any chunks keeps the
+tokens that training sees, and the refused options."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ def made(model, **told) -> Policy:
 
 
 def priorities(policy, score):
-    """Of one head's tokens by their scores."""
+    """Return the priorities of one head's tokens, given their scores."""
     at = layer(policy.admission, 0)
     position = np.arange(len(score))[None]
     score = np.broadcast_to(np.float32(score), (1, 4, len(score)))
@@ -47,7 +47,7 @@ def priorities(policy, score):
 
 
 def test_the_worked_example(model):
-    """Two sinks, a window of two, two others: what they are at queries 4 to 9."""
+    """With two sinks, a window of two and two other places, the kept tokens are checked at queries 4 to 9."""
     score = [0, 0, 0.2, 0.9, 0.1, 0.5, 0.7, 0.3, 0.8, 0.6]
     policy = made(model, max_entries=6, sink=2, window=2, decay=False)
     keep = layer(policy.admission, 0).keep()
@@ -58,14 +58,14 @@ def test_the_worked_example(model):
 
 
 def kept_by(effective, capacity, window):
-    """At each query the best by scores as it sees them, `effective(u, q)`."""
+    """Return for each query the `capacity` best tokens by `effective(u, q)`, the scores as that query sees them."""
     return [
         set(sorted(range(q - window + 1), key=lambda u: (-effective(u, q), u))[:capacity]) for q in range(400)
     ]
 
 
 def returning(kept, window):
-    """How many (query, token) of tokens that are kept again after they were not."""
+    """Count the (query, token) pairs in which a token is kept again after it was dropped."""
     return sum(
         u in now and u not in before
         for q, (before, now) in enumerate(itertools.pairwise(kept), 1)
@@ -75,8 +75,9 @@ def returning(kept, window):
 
 @pytest.mark.parametrize("age", [1, 8])
 def test_what_is_out_stays_out(model, age):
-    """The rank of a token is one number for all queries, the order that effective scores give at each of them; the
-    paper's age in whole blocks since the token is not, and brings back what a cache no longer has."""
+    """One number per token ranks it for all queries, in the order that the effective scores give at each of them. The
+    paper's age, counted in whole blocks since the token, does not, and would bring back tokens that a cache has
+    lost."""
     window, capacity, score = 8, 12, np.random.default_rng(0).standard_normal(400)
     policy = made(model, age=age, window=window, max_entries=30, sink=0)
     at = layer(policy.admission, 0)
@@ -95,7 +96,7 @@ def test_ages_in_whole_blocks_since_a_token_would_bring_tokens_back():
 
 
 def seen(policy, at, **changes):
-    """What each query of a layer sees as training masks it, [b k t s]."""
+    """Return the keys that each query of a layer sees under training's mask, [b k t s]."""
     admission = changed(layer(policy.admission, 1), **changes)
     _, mask = jax.jit(deployed_mask, static_argnums=2)(admission, at, policy.window)
     index, end = np.arange(at.k.shape[2]), np.asarray(mask.end)
@@ -112,7 +113,7 @@ AT = step(np.arange(LENGTH)[None])
 @pytest.mark.thorough
 @pytest.mark.parametrize(("decay", "sink", "window"), [(True, 2, 13), (False, 9, 6)])
 def test_of_equal_scores_age_decides(model, decay, sink, window):
-    """Where scores fall, the last tokens are kept, as if the window were longer; else the first ones, as sinks are."""
+    """With decay, the last tokens are kept, as if the window were longer; without it, the first ones, like sinks."""
     policy = made(model, decay=decay)
     scorers = jax.tree.map(lambda x: x, layer(policy.admission, 1).scorers)
     scorers.a[...], scorers.c[...] = 0 * scorers.a[...], 0 * scorers.c[...] + 0.3
@@ -127,7 +128,7 @@ def test_with_room_for_sinks_alone_it_is_streaming_llm(model):
 
 
 def known(admission, at):
-    """The priorities of a sequence's tokens but the last, as training asks for them."""
+    """Return the priorities of a sequence's tokens except the last ones, as training computes them."""
     back = admission.revisits
 
     @jax.jit
@@ -139,8 +140,8 @@ def known(admission, at):
 
 
 def test_a_priority_knows_what_came_before_its_token_left(model):
-    """By a query made again of its key and value: of token u all up to u + w − 1, and not u + w, the first that may no
-    longer see it."""
+    """The priority uses a query recomputed from the key and value. For token u it sees all tokens up to u + w − 1, but
+    not u + w, the first that may no longer see u."""
     admission, changing = layer(made(model, sink=0).admission, 1), 23
     one = np.float32(np.arange(LENGTH) == changing)[:, None]
     told = {name: jnp.asarray(np.asarray(getattr(AT, name)) + one) for name in ("k", "v")}
@@ -156,7 +157,7 @@ def test_a_priority_knows_what_came_before_its_token_left(model):
 
 @struct
 class Watched(Deployed):
-    """Says of every token its priority and which is the first query that no longer sees it."""
+    """Report for every token its priority and the first query that no longer sees it."""
 
     def masks(self, step):
         priority, mask = deployed_mask(self.admission, step, self.window)
@@ -169,7 +170,7 @@ class Watched(Deployed):
 
 
 def in_training(model, policy, tokens):
-    """The logits under training's mask, and by layer, sequence, head and token the priorities and ends."""
+    """Return the logits under training's mask, and the priorities and ends by layer, sequence, head and token."""
     with use_mesh(model):
         hidden, figures = jax.jit(lambda *a: student(Watched(a[0], 6), *a[1:], window=6))(
             on_mesh(policy.admission, 3, 4), model, put(tokens)
@@ -180,7 +181,7 @@ def in_training(model, policy, tokens):
 
 
 def narrowest(priority, capacity, window):
-    """How far the last that stays and the first that goes are apart at least, at any query."""
+    """Return the smallest difference, over all queries, between the last token that stays and the first that goes."""
     gaps = [np.inf]
     for count in range(capacity + 1, priority.shape[-1] - window + 1):
         ordered = -np.sort(-priority[..., :count], -1)
@@ -205,7 +206,7 @@ def narrowest(priority, capacity, window):
     ids=str,
 )
 def test_a_cache_keeps_what_training_sees(model, told, calls):
-    """Logits, and the very tokens: those that training would show the next query."""
+    """The logits agree, and the stored tokens are exactly those that training would show to the next query."""
     if told and len(calls) == LENGTH:
         calls = [5, *[1] * (LENGTH - 5)]
     policy = made(model, **told)
@@ -230,13 +231,13 @@ def test_a_budget_that_holds_all_is_full_attention(model):
 
 @pytest.mark.thorough
 def test_a_cache_has_one_size_whatever_comes():
-    """Of its arrays, after a prompt and after 4,096 more tokens; a conversation goes on from it, as it does from what
-    was put away and brought back."""
+    """The arrays have the same sizes after a prompt and after 4,096 more tokens. A conversation continues from the
+    cache in the same way after the cache was copied to the host and back."""
     model = tiny_model(max_position=8192)
     policy = make_policy({"kvpop": {"scorers": tiny_scorers(model), **SIZES}}, model=model)
 
     def said(prompt, count, **told):
-        """Greedily drawn tokens, and the cache of all but the last of them."""
+        """Return greedily sampled tokens, and the cache of all but the last of them."""
         sampling = SamplingParams(max_new_tokens=count, ignore_eos=True)
         blocks = list(stream(model, [prompt], sampling, policy=policy, **told))
         return [int(x) for block in blocks for x in block.tokens[0]], blocks[-1].cache
@@ -249,9 +250,7 @@ def test_a_cache_has_one_size_whatever_comes():
     drawn, long = said(prompt, 4096)
     assert int(long.seen[0]) == len(prompt) + 4096 - 1
     assert sizes(long) == sizes(short)
-    np.testing.assert_array_equal(
-        caches.stats(long).entries, 14
-    )  # what comes next is the sixth of the window
+    np.testing.assert_array_equal(caches.stats(long).entries, 14)  # the next token is the sixth of the window
 
     away = jax.tree.map(np.asarray, long)
     back = jax.tree.map(lambda x, was: jax.device_put(x, was.sharding), away, long)

@@ -1,4 +1,5 @@
-"""The scorer: its size and features, what cannot change a score, what it looks at and until when, and its gradients."""
+"""Test the scorer: its size, its features, invariances of its scores, the tokens that a score depends on, and its
+gradients."""
 
 import functools
 
@@ -30,15 +31,15 @@ streams_of = jax.jit(lambda scorer, keys, values: scorer.streams(keys, values))
 
 @jax.jit
 def scores(scorer, keys, values, delay=0):
-    """As a whole sequence gets them: token t's is read by its query at t + delay."""
+    """Return the scores as a whole sequence computes them: the query at t + delay reads token t's score."""
     streams = scorer.streams(keys, values)
     queries = jnp.roll(streams.q, delay, 2)
     return scorer.score(queries, streams)[0]
 
 
 def test_a_head_has_as_many_parameters_as_the_paper_says():
-    """Of head_dim 128: three matrices 256 × 64, two gates of 256, a head of 64, three numbers, and the decay; 14.3
-    million in all for Qwen3-4B (Table 2)."""
+    """With head_dim 128 a head has three matrices 256 × 64, two gates of 256, a head of 64, three numbers and the
+    decay. Qwen3-4B has 14.3 million in all (Table 2)."""
     with use_mesh():
         made = jax.eval_shape(Sizes(36, 8, 128).make)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(made)))
@@ -59,7 +60,7 @@ def test_gates_forget_little_at_first_and_alike_for_all_tokens():
 
 
 def test_features_are_two_distributions():
-    """So that products of queries and keys are in (0, 2], and what is read is a weighted mean."""
+    """Therefore products of queries and keys are in (0, 2], and the result of a read is a weighted mean."""
     streams = jax.device_get(streams_of(scorer(), KEYS, VALUES))
     for x in (streams.q, streams.k):
         assert float(x.min()) > 0
@@ -78,7 +79,7 @@ def test_gates_are_capped():
 
 
 def test_only_the_ratio_of_weights_counts():
-    """The plain normaliser: what all tokens' input gates have in common cancels. With xLSTM's it does not."""
+    """With the plain normaliser, a factor that all tokens' input gates share cancels. With xLSTM's it does not."""
     for normaliser, same in (("plain", True), ("xlstm", False)):
         one = scorer(normaliser=normaliser, capped=False)
         other = jax.tree.map(lambda x: x, one)
@@ -98,7 +99,7 @@ def test_what_is_read_lies_between_the_values():
 
 @pytest.mark.parametrize("delay", [0, 5])
 def test_a_score_knows_the_tokens_up_to_its_delay(delay):
-    """Of token u those up to u + delay, and none behind."""
+    """The score of token u depends on the tokens up to u + delay, and on no later ones."""
     at = 17
     changed = [x + np.float32(np.arange(T) == at)[:, None] for x in (np.asarray(KEYS), np.asarray(VALUES))]
     apart = np.subtract(*(scores(scorer(), *x, delay) for x in ((KEYS, VALUES), changed)))

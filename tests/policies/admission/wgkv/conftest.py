@@ -1,4 +1,4 @@
-"""Write gates for the tiny model."""
+"""Fixture with write gates for the tiny model."""
 
 import pytest
 

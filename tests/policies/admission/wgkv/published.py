@@ -4,7 +4,8 @@ import numpy as np
 
 
 def published_arrays(*, layers, kv_heads, head_dim, width, seed=0):
-    """A file's arrays by name: norms of keys before and after RoPE, and two convolutions with kv heads as groups."""
+    """Return a file's arrays by name: norms of keys before and after RoPE, and two convolutions with kv heads as
+    groups."""
     rng = np.random.default_rng(seed)
     shapes = {
         "pre_key_norm.weight": (head_dim,),

@@ -1,4 +1,4 @@
-"""Gates in files: read as we and the authors write them, and refused for another model or when damaged."""
+"""Test gates in files: our layout and the authors' are read; damaged files and those for another model are refused."""
 
 import math
 from math import erf
@@ -79,14 +79,15 @@ def test_mistakes_are_named_in_one_line(model):
 
 @pytest.fixture
 def published(tmp_path):
-    """A file of the authors' layout for the tiny model."""
+    """Return a file in the authors' layout for the tiny model, and its arrays."""
     arrays = published_arrays(layers=3, kv_heads=4, head_dim=8, width=12)
     write_torch(tmp_path / "tiny-0.08.pt", arrays, parameters=True)
     return tmp_path / "tiny-0.08.pt", arrays
 
 
 def test_the_authors_file_is_read(model, published):
-    """Its convolutions, whose groups are kv heads, output by output in float64; window 256 and τ 0.1."""
+    """The file's convolutions, whose groups are kv heads, are computed output by output in float64. Its window is 256
+    and its τ 0.1."""
     file, arrays = published
     gates, description = load_gates(file, model)
     assert gate_sizes(file) == Sizes(3, 4, 8, 1.5)

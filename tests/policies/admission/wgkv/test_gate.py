@@ -1,4 +1,4 @@
-"""The write gate against the paper's formula, and its size against the published ones."""
+"""Test the write gate against the paper's formula, and its size against the published ones."""
 
 from functools import partial
 from math import erf, exp
@@ -43,7 +43,7 @@ def test_the_derivative_of_gelu_is_jaxs():
 
 
 def test_write_gates_have_the_published_size():
-    """Llama-3.1-8B 33,825,024 parameters, Qwen3-4B 14,275,872 (spec/wgkv §1)."""
+    """Llama-3.1-8B's gates have 33,825,024 parameters, Qwen3-4B's 14,275,872 (spec/wgkv §1)."""
     with use_mesh():
         for shape, expand, want in ((32, 8, 128), 4.0, 33825024), ((36, 8, 128), 1.5, 14275872):
             made = jax.eval_shape(lambda s=shape, e=expand: WriteGate(*s, expand=e, rngs=nnx.Rngs(0)))

@@ -1,4 +1,4 @@
-"""The admission by write gates: which rate it expects at which τ."""
+"""Test which rate the admission by write gates expects for which τ."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Gates in training: both forms of the sparsity term on a worked example, and the floor."""
+"""Test gates in training: both forms of the sparsity term on a worked example, and the floor."""
 
 from typing import Literal
 
@@ -12,8 +12,8 @@ from tests.policies.steps import step
 
 
 def test_sparsity_forms_on_the_worked_example(gates):
-    """N 4, W 2, g [.5, 1, 0, .2]: lifetime .96875, paper .5275 and what the floor under the third gate adds (spec/wgkv
-    §12.3)."""
+    """For N 4, W 2 and g [.5, 1, 0, .2], the lifetime form gives .96875. The paper's gives .5275 plus the amount that
+    the floor under the third gate adds (spec/wgkv §12.3)."""
     gate = jnp.asarray([[[0.5, 1.0, 0.0, 0.2]]])
     paper = 0.5275 + GATE_FLOOR * (2 - GATE_FLOOR) / 4
     at = step([[0, 1, 2, 3]])

@@ -1,4 +1,5 @@
-"""Fast KVzip as its authors' code has it, by masks: dense attention of every query to what its layer and head kept."""
+"""Fast KVzip as its authors' code computes it: dense attention under masks of the entries that each layer and head
+kept."""
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,12 @@ def _forward(model, gates, tokens, visible):
 
 
 MOST = 72
-"""Tokens of the longest sequence: all are padded to as many, and share a program."""
+"""Number of tokens of the longest sequence: all are padded to it, and share a program."""
 
 
 def forward(model, gates, tokens, visible):
-    """The keys and gates' scores [l k t …] of one sequence, and its logits [t v], where query q of a layer and kv head
-    sees the keys of `visible` [l k q j]."""
+    """Return the keys and gates' scores [l k t …] of one sequence, and its logits [t v], where query q of a layer and
+    kv head sees the keys of `visible` [l k q j]."""
     count = len(tokens)
     seen = causal(visible.shape[:2], MOST)
     seen[..., :count, :count] = visible
@@ -45,12 +46,12 @@ def forward(model, gates, tokens, visible):
 
 
 def causal(shape, count):
-    """A causal mask of `count` tokens for each layer and kv head [l k t t]."""
+    """Return a causal mask of `count` tokens for each layer and kv head [l k t t]."""
     return np.broadcast_to(np.tri(count, dtype=bool), (*shape, count, count)).copy()
 
 
 def above(scores, ratio):
-    """The pair rule (`SC.threshold`): of all entries those above the int(M r)-th best."""
+    """Return the entries above the int(M r)-th best of all (the pair rule, `SC.threshold`)."""
     if ratio >= 1:
         return np.ones(scores.shape, bool)
     best = np.sort(scores.reshape(-1))[::-1]
@@ -58,7 +59,8 @@ def above(scores, ratio):
 
 
 def read(model, gates, tokens, *, ratio, chunk, window, prefix):
-    """What stays of a prompt [l k t], the keys of all its tokens, and the logits after it (`WR.prefill`)."""
+    """Return the kept entries of a prompt [l k t], the keys of all its tokens, and the logits after it
+    (`WR.prefill`)."""
     layers, heads, n = *gates.shape[:2], len(tokens) - prefix
     if ratio * n < window:
         window, ratio = int(ratio * n), 0.0
@@ -69,7 +71,7 @@ def read(model, gates, tokens, *, ratio, chunk, window, prefix):
     for begin in range(0, len(tokens), chunk):
         read = min(begin + chunk, len(tokens))
         visible[:, :, begin:read] &= kept[:, :, None] | (np.arange(len(tokens)) >= begin)
-        # of what comes later no query so far sees anything
+        # no query has seen any later token yet
         keys, scores, logits = forward(model, gates, tokens, visible)
         if read - window > start:
             kept[..., start : read - window] = above(scores[..., start : read - window], ratio)
@@ -78,8 +80,8 @@ def read(model, gates, tokens, *, ratio, chunk, window, prefix):
 
 
 def decode(model, gates, tokens, prompt, *, entries, every, first, last):
-    """What stays of a prompt with an answer [l k t], the keys, and the logits after every token of it, where whatever
-    the budget of all layers and heads exceeds goes at its multiples of `every` tokens (`MC`)."""
+    """Return the kept entries of a prompt with an answer [l k t], the keys, and the logits after every token. At every
+    multiple of `every` tokens, the entries above the budget of all layers and heads are dropped (`MC`)."""
     layers, heads = gates.shape[:2]
     visible = causal((layers, heads), len(tokens))
     kept = np.ones((layers, heads, len(tokens)), bool)

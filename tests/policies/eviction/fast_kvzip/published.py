@@ -6,7 +6,7 @@ from tests.checkpoints.torch_files import Numpy, write_torch
 
 
 def layer_arrays(*, kv_heads, group, width, dim=16, sinks=16, dtype=np.float32, seed=0):
-    """One layer's."""
+    """Return the arrays of one layer by name."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     projections = {
@@ -20,7 +20,7 @@ def layer_arrays(*, kv_heads, group, width, dim=16, sinks=16, dtype=np.float32, 
 
 
 def write_published(file, *, layers, **sizes):
-    """Write a file; the file, and each layer's arrays."""
+    """Write a file; return it and each layer's arrays."""
     arrays = [layer_arrays(**sizes, seed=seed) for seed in range(layers)]
     losses = {name: Numpy(np.ones(layers)) for name in ("loss", "acc", "loss_train", "acc_train")}
     write_torch(file, {"module": arrays} | losses, folder=file.stem)

@@ -1,4 +1,4 @@
-"""Gates in files: read as we and the authors write them, and refused for another model or when damaged."""
+"""Test gates in files: our layout and the authors' are read; damaged files and those for another model are refused."""
 
 import json
 import math
@@ -117,7 +117,7 @@ def test_an_array_of_another_shape_is_named(tmp_path, model):
 
 @pytest.fixture
 def published(tmp_path):
-    """A file of the authors' layout, 3 layers of 4 kv heads of 2 query heads for a width of 32."""
+    """Return a file in the authors' layout: 3 layers of 4 kv heads with 2 query heads each, for a width of 32."""
     return write_published(tmp_path / "q2_dim16_sink16.pt", layers=3, kv_heads=4, group=2, width=32)
 
 
@@ -136,7 +136,8 @@ def test_the_authors_file_is_read(tmp_path, published):
 
 
 def as_published(layer, x):
-    """A layer's scores as the authors' code computes them (and kvpress's FastKVzipGate), in float64; x [1 t d]."""
+    """Return a layer's scores as the authors' code computes them (and kvpress's FastKVzipGate), in float64; x [1 t
+    d]."""
     w = {name: np.asarray(array, np.float64) for name, array in layer.items()}
     rms = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale  # noqa: E731
     h = np.asarray(x[0], np.float64)
@@ -171,7 +172,7 @@ def test_names_that_say_nothing_are_taken(published):
 
 
 def changed(**arrays):
-    """Two layers of which the second is changed."""
+    """Return two layers' arrays, with the given ones changed in the second."""
     first, second = layer_arrays(kv_heads=4, group=2, width=32), layer_arrays(kv_heads=4, group=2, width=32)
     second |= {name.replace("__", "."): array for name, array in arrays.items()}
     return [first, {name: array for name, array in second.items() if array is not None}]
@@ -211,7 +212,7 @@ def test_other_files_are_refused_in_one_line(tmp_path, what):
 
 
 def test_kvpress_computes_the_same(tmp_path):
-    """Its gates with random weights, saved by torch, read by us: the same scores."""
+    """The scores agree for kvpress's gates with random weights, saved by torch and read by us."""
     torch = pytest.importorskip("torch")
     FastKVzipGate = pytest.importorskip("kvpress.presses.fastkvzip_press").FastKVzipGate
     torch.manual_seed(0)

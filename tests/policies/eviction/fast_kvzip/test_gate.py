@@ -1,4 +1,4 @@
-"""The gate and its alternatives against their formulas in float64, on meshes, and their published size."""
+"""Test the gate and its alternatives against their formulas in float64, on meshes, and their published size."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ scores_of = jax.jit(lambda gates, x: gates(x))
 
 
 def random_gates(form="sink", width=WIDTH, seed=0):
-    """Gates whose arrays are all random, those too that begin at 0 or 1; NumPy's, so that nothing is compiled."""
+    """Return gates with random arrays (also those initialised to 0 or 1), as NumPy arrays, so that nothing is
+    compiled."""
     with use_mesh():
         sizes = LAYERS, HEADS, GROUP, width
         gates = jax.eval_shape(lambda: SinkGate(*sizes, dim=DIM, sinks=SINKS, form=form, rngs=nnx.Rngs(0)))
@@ -37,7 +38,7 @@ def hidden(*shape, seed=1):
 
 
 def brute_force(gates, index, x):
-    """Fast KVzip's formulas, token by token and head by head, in float64; x [b k t d]."""
+    """Compute Fast KVzip's formulas in float64, token by token and head by head; x [b k t d]."""
     w = {name: np.asarray(v, np.float64)[index] for name, v in nnx.to_pure_dict(nnx.state(gates)).items()}
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     rms = lambda x, scale: x / np.sqrt((x**2).mean() + 1e-6) * scale  # noqa: E731
@@ -80,12 +81,13 @@ def test_scores_are_the_formulas(form):
 
 
 def test_the_closed_form_is_a_softmax_against_the_sinks():
-    """§9.1 of the method's description; a token that no sink stands against has 1/17 of 16 of them and its own."""
+    """The form is that of §9.1 of the method's description. A token whose logit is 0, like those of the 16 sinks, has
+    1/17 of the weight."""
     with use_mesh():
         made = jax.jit(lambda: SinkGate(1, 2, 3, 8, rngs=nnx.Rngs(0)))()
     gates = of_layer(made, 0)
     across = np.zeros((2, 3, 16, 8), np.float32)
-    across[:, :, 0] = 1.0  # queries along the first axis, keys along the second: q·k = 0
+    across[:, :, 0] = 1.0  # queries lie along the first axis, keys along the second, so q·k = 0
     gates.w_q[...] = across
     gates.bias_q[...] = np.zeros_like(gates.bias_q[...])
     gates.w_k[...] = np.roll(across[:, 0], 1, axis=1)
@@ -120,7 +122,7 @@ def test_b_raises_scores_and_the_papers_b_lowers_them():
     first, *papers = scores.values()
     assert (papers[0] < first).all()
     assert (papers[1] < papers[0]).all()
-    np.testing.assert_allclose(papers[2], first, rtol=1e-5)  # b = softplus(−200), nothing
+    np.testing.assert_allclose(papers[2], first, rtol=1e-5)  # here b = softplus(−200), which is 0
 
 
 def test_a_score_is_of_its_token_alone():
@@ -134,7 +136,7 @@ def test_a_score_is_of_its_token_alone():
 
 @pytest.mark.parametrize("which", INPUTS)
 def test_inputs_are_the_steps(which):
-    """Keys are each head's own; the others read the same hidden states."""
+    """Keys are each head's own; for the other inputs all heads read the same hidden states."""
     at = step([[0, 1, 2]])
     x = inputs(at, which)
     gates = random_gates(width=x.shape[-1])
@@ -145,7 +147,7 @@ def test_inputs_are_the_steps(which):
 
 
 def test_sixteen_bit_inputs_take_gates_rounded_to_them():
-    """Sums are float32's: as near to float64 as float32 is, once both factors are rounded."""
+    """The sums are computed in float32: once both factors are rounded, they are as near to float64 as float32 is."""
     gates, x = random_gates(), hidden(1, 3, WIDTH).astype(jnp.bfloat16)
     rounded = random_gates()
     for name in ("w_q", "w_k"):
@@ -158,7 +160,7 @@ def test_sixteen_bit_inputs_take_gates_rounded_to_them():
 
 
 def entropy_of_all_layers(gates, x, target):
-    """What training minimises, in `shard_map` as the class's docstring has it."""
+    """Return the loss of training, computed in `shard_map` as the class's docstring describes."""
 
     def local(gates, x):
         return jax.vmap(lambda gate, x: gate(x))(gates, x)
@@ -204,7 +206,8 @@ def test_gates_begin_as_torch_has_them():
     ids=["Qwen3-8B", "Qwen3-14B", "Qwen3-30B-A3B"],
 )
 def test_gates_have_the_published_size(shape, published, printed):
-    """GB of the files in bfloat16, and Table 2's, which are 5% smaller at most (GiB, cut off)."""
+    """The size is that of the published files in bfloat16, in GB. Table 2's figures are at most 5% smaller (they are
+    rounded down)."""
     sizes = {}
     with use_mesh():
         for form in FORMS:

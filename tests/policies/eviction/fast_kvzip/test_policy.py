@@ -1,4 +1,5 @@
-"""Fast KVzip against its authors' rule, by masks: prompts in chunks, answers under a fixed budget."""
+"""Test Fast KVzip against its authors' rule, computed with masks: prompts in chunks, and answers under a fixed
+budget."""
 
 import itertools
 
@@ -41,33 +42,33 @@ def gates(model):
 
 
 def read(model, policy, rows, chunk=CHUNK):
-    """The cache, and the logits after each prompt."""
+    """Return the cache, and the logits after each prompt."""
     with use_mesh(model):
         cache, logits = read_prompts(model, policy.compile(model), rows, 0, chunk, page_size=PAGE)
         return cache, np.asarray(logits)
 
 
 def holds(cache, row, kept, keys):
-    """Whether a sequence's rows hold exactly these of its keys."""
+    """Check that a sequence's heads hold exactly the kept ones of these keys."""
     for layer, head in np.ndindex(kept.shape[:2]):
         wanted = keys[layer, head][kept[layer, head]]
         np.testing.assert_allclose(entries(cache, layer, row, head), wanted, atol=1e-4)
 
 
 OPENING = (*ROWS[0][:7].tolist(), 60)
-"""Of which the first row has 7 tokens, and the others none."""
+"""An opening of which the first prompt has the first 7 tokens, and the others none."""
 READ = [
     {"ratio": 0.5, "chunk": 10, "window": 4, "prefix": 0},
     {"ratio": 0.3, "chunk": 10, "window": 6, "prefix": 3},
-    {"ratio": 0.1, "chunk": 10, "window": 8, "prefix": 3},  # of which the window alone is more
-    {"ratio": 0.6, "chunk": 10, "window": 12, "opening": OPENING},  # more than a chunk
+    {"ratio": 0.1, "chunk": 10, "window": 8, "prefix": 3},  # the window alone exceeds this budget
+    {"ratio": 0.6, "chunk": 10, "window": 12, "opening": OPENING},  # the window is longer than a chunk
     {"ratio": 0.4, "chunk": 64, "window": 0, "prefix": 0},
 ]
 
 
 @pytest.mark.parametrize("told", READ)
 def test_a_prompt_keeps_what_the_authors_keep(model, gates, told):
-    """Kept sets, and the logits of a dense computation under the same masks; of a batch of prompts."""
+    """The kept sets and the logits, for a batch of prompts, are those of a dense computation under the same masks."""
     policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=model, gates=gates)
     cache, logits = read(model, policy, ROWS)
     first = {name: told[name] for name in told if name != "opening"}
@@ -85,8 +86,8 @@ INSTRUCTION = "Read this.\n"
 
 @pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer], ids=["bytes", "with a system prompt"])
 def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_path, make):
-    """However long, and with the instruction that gates were trained behind where a prompt has it, but nothing of
-    anybody's text beyond the first 4 tokens."""
+    """The prefix may have any length, and includes the instruction that gates were trained behind where a prompt has
+    it. Of the user's text it contains at most the first 4 tokens."""
     tokenizer = make()
     plain, asked = (np.array(encode(tokenizer, x, "beginning")) for x in (TEXT, INSTRUCTION + TEXT))
     beginning = encode(tokenizer, "", "beginning")
@@ -124,7 +125,7 @@ def test_a_mesh_keeps_the_same(gates):
 
 
 def test_a_budget_that_its_window_exceeds_leaves_the_newest_tokens(model, gates):
-    """r·n = 4.1 < 8: exactly the last int(r·n) tokens, and the prefix."""
+    """With r·n = 4.1 < 8, exactly the last int(r·n) tokens are kept."""
     policy = make_policy("fast_kvzip:ratio=0.1,chunk=10,window=8,short=0,prefix=0", model=model, gates=gates)
     cache, _ = read(model, policy, ROWS)
     np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 0], 4)
@@ -143,7 +144,7 @@ def test_a_ratio_of_one_is_the_full_cache(model, gates):
 
 @pytest.mark.thorough
 def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
-    """Elsewhere no cache has room for them, and a token that is read alone has its score at once."""
+    """Under other triggers no cache reserves memory for them, and a token that is read alone has its score at once."""
     policies = [
         make_policy(f"fast_kvzip:entries=200,when={when},{name}", model=model, gates=gates)
         for name in ("adakv", "critical_kv")
@@ -172,7 +173,7 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
 
 @pytest.mark.thorough
 def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates):
-    """Nothing is compacted once the first prompt was read, so no later token needs a score."""
+    """Nothing is compacted after the first prompt was read, so no later token needs a score."""
     told, new = READ[4], 6
     policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=model, gates=gates)
     held = inference.prefill(model, ROWS[:1], policy=policy, page_size=PAGE)
@@ -246,7 +247,7 @@ def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
 
 @pytest.mark.thorough
 def test_the_decoding_loop_waits_for_no_host(model, gates):
-    """A block that passes a multiple of 8 compacts by itself: in one program, at its own token."""
+    """A block that passes a multiple of 8 compacts within its own program, at exactly that token."""
     told = {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "buffer": 8}
     policy = make_policy({"fast_kvzip": {"when": "position", **told}}, model=model, gates=gates)
     sizes = []
@@ -257,7 +258,8 @@ def test_the_decoding_loop_waits_for_no_host(model, gates):
 
 
 def position_total(total, seen, read, decoded):
-    """Entries a kv head on average, after a prompt or question of `read` tokens and as many decoded ones."""
+    """Return the entries per kv head, on average, after a prompt or question of `read` tokens and `decoded` decoded
+    ones."""
     total = min(total + read, 14)
     for after in range(seen + read + 1, seen + read + decoded + 1):
         total = min(total + 1, 14) if after % 8 == 0 else total + 1
@@ -279,8 +281,8 @@ SCHEDULES = {
     "when", [pytest.param(x, marks=() if x == "position" else pytest.mark.thorough) for x in SCHEDULES]
 )
 def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
-    """Prompts, questions and answers of random lengths, answers broken off after any block:
-    every page is free or of one row, and rows hold as much as their rule says."""
+    """Prompts, questions and answers have random lengths, and answers are broken off after any block. Every page is
+    free or belongs to one head, and heads hold as many entries as their rule says."""
     name, told = SCHEDULES[when]
     own = {"gates": gates} if name == "fast_kvzip" else {}
     policy = make_policy({name: {"when": when} | told | own}, model=model)
@@ -291,7 +293,7 @@ def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
             read = random.permutation([longest, random.integers(1, longest + 1)])
             rows, blocks = [random.integers(0, 61, count) for count in read], random.integers(1, 5)
             turn = inference.stream(model, rows, policy=policy, cache=cache, **LONG, block=4)
-            decoded = -1  # the last token that was said is not stored
+            decoded = -1  # the last token of an answer is not stored
             for block in itertools.islice(turn, blocks):
                 now = block.cache
                 decoded += len(block.tokens[0])
@@ -300,7 +302,7 @@ def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
                 held = np.asarray(now.layers.length).mean((0, 2))
                 if when == "position":
                     wanted = [position_total(*row, decoded) for row in zip(total, seen, read, strict=True)]
-                    # tokens that come again tie in the first layer, and those at the threshold stay
+                    # repeated tokens tie in the first layer, and all those at the threshold stay
                     assert (held - wanted > -1e-6).all()
                     assert (held - wanted < 6 / 12).all()
                 elif when == "overflow":
@@ -359,7 +361,7 @@ def test_what_cannot_be_is_one_line(model, gates, told, said):
 
 @pytest.mark.thorough
 def test_a_pool_that_runs_out_between_two_looks_of_the_host_is_named(model, gates):
-    """No compaction of the decoding loop may hide it."""
+    """A compaction in the decoding loop must not hide the error."""
     told = {"entries": 40, "buffer": 16, "every": 16, "protected": {"last": 16, "first": 4}}
     policy = make_policy({"fast_kvzip": {"when": "position", **told}}, model=model, gates=gates)
     with pytest.raises(CapacityError):
