@@ -1,4 +1,4 @@
-"""Logits by way of the cache, token by token or in chunks."""
+"""Compute logits through the cache, token by token or in chunks."""
 
 import functools
 
@@ -13,9 +13,9 @@ from kvjax.inference.key_scale import key_scale
 from kvjax.mesh import use_mesh
 
 LENGTH = 40
-"""Tokens of a sequence."""
+"""Number of tokens in each sequence."""
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
-"""Two sequences."""
+"""Token ids of two random sequences."""
 
 
 @functools.partial(jax.jit, donate_argnums=2)
@@ -25,8 +25,8 @@ def run(model, view, cache, tokens, valid):
 
 
 def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None, scale=None):
-    """Logits of every token fed to the cache in calls of the given sizes, and the cache. scale: of keys, in place of
-    the model's own for int8 entries."""
+    """Feed the tokens to the cache in calls of the given sizes and return the logits of every token, and the cache.
+    `scale` replaces the model's own key scale for int8 entries."""
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     with use_mesh(model):
         compiled = policy.compile(model)

@@ -1,5 +1,5 @@
-"""What most of these tests run: the tiny model without QK-norm and two sequences; of evictions the prompts, and what a
-prefill of them computes."""
+"""Fixtures of most of these tests: the tiny model without QK-norm and two sequences, and for evictions two prompts with
+the values that a prefill of them computes."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def admitted(model):
-    """Chance with its own rate for each head."""
+    """Return the options of a random admission with its own rate for each head."""
     rates = np.tile([0.9, 0.5, 0.7, 0.2], (3, 1)).astype(np.float32)
     return {"random": {"rates": rates, "window": WINDOW}}
 
@@ -38,5 +38,5 @@ def captured():
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Small pools get the sizes of large ones: up to an eighth more than is needed."""
+    """Size small pools as large ones are sized: at most an eighth larger than is needed."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)

@@ -1,4 +1,4 @@
-"""Contexts, questions of them, and policies of every kind that a cache may be made with."""
+"""Contexts, questions about them, and policies of every kind that a cache may be made with."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ CONTEXTS = [RANDOM.integers(0, 61, 63), RANDOM.integers(0, 61, 40)]
 """Both are read in one call of 64 tokens, or in two of 32."""
 QUESTIONS = [RANDOM.integers(0, 61, length) for length in (5, 1, 9)]
 NEW = 17
-"""One token, and one block of 16."""
+"""Number of new tokens: one token and one block of 16."""
 SAMPLING = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 WITH_LOGPROBS = dataclasses.replace(SAMPLING, logprobs=0)
 
@@ -27,7 +27,7 @@ def policies(model):
         "max_entries": lambda: delayed(window=6, max_entries=7, delay=3),
         "snapkv": lambda: make_policy("snapkv:ratio=0.5,observed=4"),
         "quest": lambda: make_policy("quest:ratio=0.5"),
-        # compacted while they answer: rows that move entries, and whose entries' numbers change
+        # these compact during decoding: they move entries and change the metadata of entries
         "r_kv": lambda: make_policy({"r_kv": often}, model=model),
         "h2o": lambda: make_policy({"h2o": often}, model=model),
         "fast_kvzip": lambda: make_policy(

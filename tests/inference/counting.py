@@ -1,4 +1,4 @@
-"""An admission for tests: every third token of each head, counted on from where the head begins."""
+"""An admission for tests that retains every third token of each head, counted from where the head begins."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvjax.struct import struct
 
 @struct
 class Counting(Admission):
-    """Its memory begins with numbers of its own: `start` of each head and `more` for all."""
+    """An admission whose state begins with numbers of its own: `start` of each head, plus `more` for all heads."""
 
     start: Number
     more: Number
@@ -37,6 +37,6 @@ def counting(*, window, start: Any = START, more: Any = 2):
 
 
 def admitted(tokens, *, window) -> Int[np.ndarray, "l k"]:
-    """How many of a sequence's tokens are in the global region by its definition."""
+    """Return how many of a sequence's tokens are retained entries by the admission's definition."""
     left = np.arange(tokens - window + 1)
     return ((START[..., None] + 2 + left) % 3 == 0).sum(-1)

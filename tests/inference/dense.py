@@ -1,4 +1,4 @@
-"""What a policy's rule means, spelled out: dense attention under the mask of what each query sees."""
+"""A policy's rule written out: dense attention under the mask of what each query sees."""
 
 import functools
 
@@ -15,8 +15,8 @@ from tests.policies.steps import shape_of
 
 
 def stored(priority, keep, window):
-    """Which tokens are in the global region for each query, and after the last: [b k t + 1 t], of `priority` [b k t] by
-    token. By comparing every token with every other."""
+    """Return which tokens are retained for each query and after the last one, [b k t + 1 t], from the `priority` [b k
+    t] of each token. Every token is compared with every other."""
     t = priority.shape[-1]
     wanted = priority >= keep.threshold
     left = jnp.arange(t + 1)[:, None] - jnp.arange(t) >= window
@@ -59,8 +59,8 @@ def _dense_logits(model, admission, tokens, window):
 
 
 def dense_logits(model, policy, tokens):
-    """Every token's logits with the mask {i − j < window} ∪ {j stored}, the latter with biases, and what is stored
-    at the end [l b k t]."""
+    """Return every token's logits with the mask {i − j < window} ∪ {j retained}, where retained tokens have biases, and
+    which tokens are retained at the end [l b k t]."""
     with use_mesh(model):
         admission = on_mesh(policy.admission, model.config.num_full_layers, model.config.num_kv_heads)
         found = _dense_logits(model, admission, jnp.asarray(tokens, jnp.int32), policy.window)
@@ -68,7 +68,7 @@ def dense_logits(model, policy, tokens):
 
 
 PLACES, POOL = 192, 4096
-"""Of a row and of the pool, to which what is stored is padded: caches of all sizes then share a program."""
+"""Entries of a head cache and of the pool to which arrays are padded, so that caches of all sizes share one program."""
 
 
 @jax.jit
@@ -97,8 +97,8 @@ def _logits_over(model, tables, lengths, seen, pool, biases, window, ring, token
 
 
 def logits_over_what_is_stored(model, cache, token):
-    """The logits after one more token [b] that sees itself and every entry of the cache, those beyond the ring with
-    their biases."""
+    """Return the logits after one more token [b] that sees itself and every entry of the cache. Entries outside the
+    local window have their biases."""
     size, pool = cache.page_size, np.asarray(cache.pages.pool)
     biases = np.asarray(cache.pages.planes.get(BIAS, np.zeros(pool.shape[:2], np.float32)))
     page = np.minimum(np.asarray(cache.layers.page_table), len(pool) - 1)

@@ -1,4 +1,5 @@
-"""How large a pool is: for prompts, after a compaction, for a question with its answer, and when it runs out."""
+"""Tests of the size of a pool: for prompts, after a compaction, for a question with its answer, and when it runs
+out."""
 
 import dataclasses
 
@@ -19,7 +20,7 @@ from tests.policies.captured import LENGTHS, PAGE, pages_are_whole, unnormed
 from tests.tiny_models import tiny_gates, tiny_model
 
 ROWS = 12
-"""Head caches of a sequence."""
+"""Number of head caches of a sequence."""
 
 
 def answers(tokens, **more):
@@ -27,7 +28,7 @@ def answers(tokens, **more):
 
 
 def admitting(model, rate, tau=0.5):
-    """Write gates whose pool is sized for another rate than theirs, which is about a half."""
+    """Return write gates whose pool is sized for `rate`, while their own rate is about a half."""
     return make_policy(
         {"wgkv": {"tau": tau, "window": 8, "rate": np.full((3, 4), rate)}},
         model=model,
@@ -49,14 +50,15 @@ def test_pages_are_larger_on_a_tpu_unless_they_are_selected(platform, tokens, of
 
 
 def stored(cache, length, seen):
-    """The cache as if it held so many entries of so many tokens."""
+    """Return the cache as if it held `length` entries of `seen` tokens."""
     layers = dataclasses.replace(cache.layers, length=put(length.astype(np.int32), None, BATCH, HEADS))
     return dataclasses.replace(cache, layers=layers, seen=put(seen.astype(np.int32), BATCH))
 
 
 @pytest.mark.parametrize("name", ["full", "streaming_llm:window=7,sink=2", "wgkv"])
 def test_pages_of_more_tokens_are_those_that_pushing_them_one_by_one_takes(name):
-    """On a mesh: of the shard that takes most. Of each head cache all tokens that leave the window may be retained."""
+    """On a mesh, the count is that of the shard that takes most. Each head cache may retain all tokens that leave the
+    window."""
     random = np.random.default_rng(0)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
         model = tiny_model()
@@ -83,10 +85,10 @@ def test_pages_of_more_tokens_are_those_that_pushing_them_one_by_one_takes(name)
 @pytest.mark.parametrize(
     ("have", "need", "tokens", "limit", "free", "size"),
     [
-        (64, 70, 100, None, 1000, 128),  # twice as many
-        (64, 150, 100, None, 1000, 160),  # what is needed, if that is more, rounded up
-        (64, 70, 8, None, 1000, 88),  # 64 in use and the 24 pages that the tokens may take
-        (64, 70, 100, 100, 1000, 100),  # the stated capacity
+        (64, 70, 100, None, 1000, 128),  # the pool doubles
+        (64, 150, 100, None, 1000, 160),  # the pool grows to what is needed, if that is more, rounded up
+        (64, 70, 8, None, 1000, 88),  # 64 pages are in use, and the tokens may take 24
+        (64, 70, 100, 100, 1000, 100),  # the stated capacity is the limit
         (
             64,
             110,
@@ -94,8 +96,8 @@ def test_pages_of_more_tokens_are_those_that_pushing_them_one_by_one_takes(name)
             100,
             1000,
             100,
-        ),  # which leaves a debt, and that is refused with a capacity that is enough
-        (64, 70, 100, None, 90, 90),  # what the devices have free
+        ),  # this leaves a debt, which is refused with a capacity that is enough
+        (64, 70, 100, None, 90, 90),  # the free memory of the devices is the limit
     ],
 )
 def test_a_pool_grows_to_twice_its_size_or_what_is_needed(
@@ -129,7 +131,8 @@ def test_a_pool_grows_to_twice_its_size_or_what_is_needed(
     "shape", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough)], ids=str
 )
 def test_a_pool_that_grew_says_what_one_says_that_was_large(prompts, shape, exact):
-    """Every token and its log-probability, in a prompt's chunks, a question and an answer; and no token is lost."""
+    """Tokens and log-probabilities are the same in a prompt's chunks, a question and an answer, and no token is
+    lost."""
     with jax.set_mesh(make_mesh(**shape)):
         split = tiny_model()
         small, large = (admitting(split, rate) for rate in (0.01, 1.0))
@@ -158,14 +161,14 @@ def test_a_pool_that_grew_says_what_one_says_that_was_large(prompts, shape, exac
 
 
 def test_a_pool_shrinks_once_the_prompt_was_compacted(model, prompts, exact):
-    """To what stayed and the answer that was announced; the answer is that of a pool of stated size."""
+    """The pool holds what stayed and the announced answer, and the answer is that of a pool of stated size."""
     options = {"policy": make_policy("keydiff:ratio=0.25", model=model), "page_size": PAGE}
     small = prefill(model, prompts, **options)
     pages_are_whole(small)
     sizes = caches.stats(small)
     assert sizes.pages <= sizes.pool_pages <= 1.125 * sizes.pages
     assert sizes.bytes < 0.35 * sizes.full_bytes
-    # as many tokens as of the answers: the same programs
+    # as many tokens as the answers have, so that the programs are the same
     more = prefill(model, prompts, max_new_tokens=16, **options)
     need = sizes.pages + ROWS * 2 * 16 // PAGE
     assert need <= more.pages.pool.shape[0] <= 1.125 * need
@@ -177,7 +180,7 @@ def test_a_pool_shrinks_once_the_prompt_was_compacted(model, prompts, exact):
 
 @pytest.mark.thorough
 def test_a_pool_shrinks_where_less_was_admitted_than_expected(prompts, monkeypatch):
-    """And what is said is the same; a small one, and one of stated size, stay."""
+    """The answer stays the same. A small pool and one of stated size do not shrink."""
     model = tiny_model()
     options = {"policy": admitting(model, 1.0, tau=0.9), "page_size": PAGE}
     stays = caches.stats(prefill(model, prompts, **options))
@@ -195,8 +198,8 @@ def test_a_pool_shrinks_where_less_was_admitted_than_expected(prompts, monkeypat
 
 
 def test_a_stated_capacity_is_a_limit_that_questions_grow_to(model, prompts, exact):
-    """The pool begins as large as it or a full table of the prompt's. Beyond it the error names a capacity that is
-    enough."""
+    """The pool begins with the smaller of the stated capacity and a full page table of the prompt. Beyond the capacity
+    the error names one that is enough."""
     policy, limit = make_policy("full"), 140 * ROWS // PAGE
     cache = prefill(model, prompts[1:], policy=policy, page_size=PAGE, capacity=140)
     assert (cache.limit, cache.pages.pool.shape[0]) == (limit, ROWS * 128 // PAGE)
@@ -214,7 +217,7 @@ def test_a_stated_capacity_is_a_limit_that_questions_grow_to(model, prompts, exa
 
 @pytest.mark.thorough
 def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch):
-    """But for pools below a MiB, which are powers of two."""
+    """Pools below a MiB are an exception: their sizes are powers of two."""
     full = caches.stats(prefill(model, [np.zeros(600, np.int64)]))
     assert full.kv_ratio == 1
     assert full.pool_pages == 512
@@ -230,7 +233,7 @@ def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch)
 
 @pytest.mark.thorough
 def test_the_default_pool_holds_what_chance_admits(model):
-    """Rows differ from their mean, on short prompts by a page; and nothing at all may be kept."""
+    """Head caches differ from their mean, on short prompts by a page. A policy may also retain nothing at all."""
     prompt = [np.arange(25)]
     for seed in range(8):
         policy = make_policy({"random": {"ratio": 0.5, "window": 1, "seed": seed}}, model=model)
@@ -241,7 +244,7 @@ def test_the_default_pool_holds_what_chance_admits(model):
 
 @pytest.mark.parametrize("window", [100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 300))])
 def test_a_pool_follows_each_sequence(model, exact, window):
-    """And not the longest one, however often, nor the window of a policy."""
+    """The size follows neither the longest sequence times the batch, nor the window of the policy."""
     policy = make_policy("full") if window == 1 else make_policy({"streaming_llm": {"window": window}})
     lengths = [256, *[40] * 7]
     cache = prefill(model, [np.arange(length) % 61 for length in lengths], policy=policy)
@@ -253,7 +256,7 @@ def test_a_pool_follows_each_sequence(model, exact, window):
 
 
 def test_an_answer_that_is_compacted_has_a_pool_for_its_budget(model, exact):
-    """However long it gets."""
+    """The pool stays within this bound however long the answer gets."""
     policy = make_policy("h2o:entries=24,when=every,every=8", model=model)
     found = generate(model, [np.arange(12)], answers(100), policy=policy, page_size=PAGE)
     assert found.stats.pool_pages <= 1.125 * ROWS * (24 + 8 + 2 * PAGE) / PAGE
@@ -275,7 +278,7 @@ def test_freed_pages_are_used_again(model, prompts):
 @pytest.mark.parametrize(
     "shape",
     [
-        # several heads on each of several devices, beside one device alone at the end
+        # several heads are on each of several devices; the end of the test compares with one device alone
         {"fsdp": 2, "tensor": 2},
         {},
         {"fsdp": 2, "tensor": 4},
@@ -283,7 +286,7 @@ def test_freed_pages_are_used_again(model, prompts):
     ids=str,
 )
 def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape):
-    """A table by head and a number for all, read by `init`: in a prompt, in its chunks and where a cache goes on."""
+    """`init` reads a table by head and a number for all heads in a prompt, in its chunks and where a cache goes on."""
     question, window = np.arange(9), 6
     with jax.set_mesh(make_mesh(**shape)):
         split, policy = tiny_model(qk_norm=False), counting(window=window)
@@ -294,7 +297,7 @@ def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape)
                 np.testing.assert_array_equal(counts[:, b], START + 2 + length)
                 np.testing.assert_array_equal(lengths[:, b], admitted(length, window=window))
         out = generate(split, [question] * 2, answers(4), policy=policy, cache=cache)
-    # of the last token that was said, nothing is stored
+    # nothing is stored of the last token of the answer
     held = np.stack([admitted(length + 9 + 3, window=window) for length in LENGTHS], 1)
     np.testing.assert_array_equal(out.stats.entries, held + window - 1)
     lines = [np.concatenate([prompt, question]) for prompt in prompts]
@@ -319,7 +322,7 @@ def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
 
 
 def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch):
-    """Of a cache that is continued, and of what its forks copy of it; what is free beyond that is taken."""
+    """This holds for a cache that is continued and for what its forks copy of it. Free memory beyond that is used."""
     policy = make_policy("h2o:entries=60,when=every,every=8", model=model)
     cache = prefill(model, [np.arange(50)], policy=policy, page_size=PAGE)
     page_bytes = cache.pages.nbytes // cache.pages.pool.shape[0]
@@ -330,7 +333,7 @@ def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch)
         return allocation.copy_for_question(policy, forks, 200, 2).pages.pool.shape[0]
 
     with use_mesh(model):
-        # of each of 12 rows: 13 pages of 4 tokens, all of which may be written to
+        # each of 12 head caches has 13 pages of 4 tokens, and all of them may be written to
         for share, least in ((False, 12 * 13), (True, 4 * 12 * 13)):
             assert [asked(share, pages) for pages in (least, least + 1)] == [least, least + 1]
             with pytest.raises(
@@ -350,7 +353,7 @@ def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch)
     ],
 )
 def test_short_prompts_are_kept_whole(model, named):
-    """Beside a long one that is not."""
+    """The batch also has a long prompt, which is not kept whole."""
     policy = make_policy(named)
     sizes = caches.stats(prefill(model, [np.arange(256) % 61, np.arange(5)], policy=policy))
     assert sizes.entries.mean((0, 2)).tolist() == pytest.approx([128, 5], abs=1)

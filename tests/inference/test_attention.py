@@ -1,4 +1,4 @@
-"""kvjax's own attention: what is stored and what is new, merged, without a collective."""
+"""Tests of kvjax's own attention, which merges stored and new entries without a collective."""
 
 import functools
 
@@ -22,7 +22,7 @@ SPLIT = P(BATCH, HEADS, None, None)
 
 
 def step_of(values):
-    """Tokens that pay all they see the same attention, with one number as value, in bfloat16."""
+    """Return a step whose tokens attend equally to all they see, with one number as value, in bfloat16."""
     t = len(values)
     zeros = put(np.zeros((1, 1, t, 8), np.float32).astype(jnp.bfloat16), *SPLIT)
     v = np.broadcast_to(np.reshape(values, (t, 1)), (1, 1, t, 8)).astype(jnp.bfloat16)
@@ -34,8 +34,8 @@ def step_of(values):
 
 
 def test_what_is_stored_and_what_is_new_are_rounded_once():
-    """Two stored values of 1, five new ones of mean 1 + 1.2/256: in all 1 + 0.86/256, which is 1 in bfloat16. Were the
-    new ones rounded by themselves, to 1 + 2/256, it would be 1 + 1.43/256, and so 1 + 2/256."""
+    """Two stored values of 1 and five new ones of mean 1 + 1.2/256 have the mean 1 + 0.86/256, which is 1 in bfloat16.
+    If the new ones were rounded by themselves, to 1 + 2/256, it would be 1 + 1.43/256, and so 1 + 2/256."""
     with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
         policy = compile_policy(make_policy("full"), 1, 1)
         sizes = {"batch": 1, "layers": 1, "kv_heads": 1, "head_dim": 8, "tokens": 16}
@@ -51,7 +51,7 @@ def test_what_is_stored_and_what_is_new_are_rounded_once():
 
 @struct
 class TwoMasks:
-    """A third of full attention and two thirds of the window's, in head 0; the reverse in head 1."""
+    """Two masks: a third of full attention and two thirds of the window's in head 0, and the reverse in head 1."""
 
     share: jax.Array
 
@@ -106,7 +106,7 @@ def test_a_figure_that_is_not_one_of_each_head_is_refused():
 
 @pytest.mark.mesh
 def test_attention_over_the_cache_needs_no_collective():
-    """Attention and the cache's bookkeeping are local to a shard (design.md §5)."""
+    """Attention and the cache's bookkeeping are local to a shard."""
     with jax.set_mesh(make_mesh(tensor=4)):
         split = tiny_model()
         policy = policies_for(split, 6)["wgkv"].compile(split)

@@ -1,4 +1,5 @@
-"""A bias beside entries: added to the logits of what left the window, the same in any cut of a sequence."""
+"""Tests of a bias on entries, which is added to the logits of tokens that left the window, however a sequence is
+cut."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def test_a_mesh_gives_the_same():
 
 @pytest.mark.thorough
 def test_a_bias_stays_when_what_wrote_it_is_done():
-    """A policy that knows of none goes on over the cache: stored entries keep theirs, new ones have none."""
+    """A policy without a bias goes on over the cache: stored entries keep their bias, new ones have none."""
     model = tiny_model()
     biased, plain = (delayed(window=1, biased=biased) for biased in (True, False))
     cache = prefill(model, TOKENS[:, :30], policy=biased, max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""What is captured of the layers, against plain attention, and layer by layer."""
+"""Tests of what is captured of the layers, compared with plain attention and layer by layer."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ run = jax.jit(forward, static_argnames=("write", "capture"))
     "shape", [{}, pytest.param({"fsdp": 2, "tensor": 4}, marks=pytest.mark.thorough)], ids=str
 )
 def test_what_is_captured_is_what_attention_was_of(shape, tokens):
-    """All at once and layer by layer; log-sum-exps are those of the keys in the cache and in the call."""
+    """This holds all at once and layer by layer. Log-sum-exps are those of the keys in the cache and in the call."""
     counts = np.array([5, 4])
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model(qk_norm=False)
@@ -58,7 +58,7 @@ def test_what_is_captured_is_what_attention_was_of(shape, tokens):
 
 
 def test_captures_leave_no_mesh_behind_and_take_a_policy_as_it_is_made(model):
-    """Also of more tokens than a call is compiled for in steps of one."""
+    """The longest row has 19 tokens, which is more than the smallest padded length, 16."""
     layers = captured_layers(model, make_policy("full"), None, [np.arange(19), np.arange(5)], ["hidden", "k"])
     for layer in layers:
         assert jax.sharding.get_abstract_mesh().empty

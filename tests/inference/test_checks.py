@@ -1,4 +1,4 @@
-"""What is refused before anything runs: prompts, arguments and caches that do not fit."""
+"""Tests of prompts, arguments and caches that do not fit and are refused before anything runs."""
 
 import dataclasses
 import inspect
@@ -28,7 +28,7 @@ def in_halves():
 
 
 def unread(model, prompts=([1],)):
-    """A cache that says that it has seen the prompts, of which nothing was read."""
+    """Return a cache that claims to have seen the prompts, although nothing of them was read."""
     with use_mesh(model):
         cache = new_cache(model, make_policy("full").compile(model), [np.array(row) for row in prompts])
         return dataclasses.replace(cache, seen=put(np.array(list(map(len, prompts)), np.int32), BATCH))
@@ -91,7 +91,7 @@ def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
     "policy", ["fast_kvzip", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("snapkv", "h2o"))]
 )
 def test_a_cache_that_decoded_without_its_eviction_is_refused(model, prompts, policy):
-    """What the eviction remembers would lack the tokens since the prompt; the prompt's own cache has it all."""
+    """The eviction's state would lack the tokens since the prompt; the prompt's own cache has all of it."""
     own = {"gates": tiny_sink_gates(model), "buffer": 1} if policy == "fast_kvzip" else {}
     at_prompt = make_policy({policy: {"entries": 200, "when": "prompt", **own}}, model=model)
     every = make_policy({policy: {"entries": 200, "when": "every", "every": 4, **own}}, model=model)

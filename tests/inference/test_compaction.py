@@ -1,4 +1,4 @@
-"""A compaction of a cache: what it leaves is what stays, and nothing else of it changes."""
+"""Tests of the compaction of a cache: the chosen entries stay, and nothing else of the cache changes."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def test_a_mesh_keeps_the_same(model, prompts, named):
 def test_a_batch_equals_a_sequence_alone(model, prompts):
     policy = make_policy(f"snapkv:ratio=0.3,observed={OBSERVED},adakv", model=model)
     together = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
-    # the shorter one was padded
+    # the shorter prompt was padded in the batch
     alone = inference.prefill(model, prompts[1:], policy=policy, page_size=PAGE)
     np.testing.assert_array_equal(together.layers.length[:, 1], alone.layers.length[:, 0])
     for layer, head in np.ndindex(3, 4):

@@ -1,4 +1,5 @@
-"""Evictions on top of an admission: what is scored and goes is beyond the window, in rows of unequal lengths."""
+"""Tests of evictions on top of an admission: entries beyond the window are scored and evicted, and head caches have
+unequal lengths."""
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def gated(model):
     [("max", "max", "head"), pytest.param("mean", "average", "layer", marks=pytest.mark.thorough)],
 )
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, group, pooling, over):
-    """In the first layer, whose queries do not depend on what was refused."""
+    """This is tested in the first layer, whose queries do not depend on refused tokens."""
     how = {"group": group, "pooling": pooling}
     shared = {"entries": KEPT, "adakv": {"over": over, "pinned": 0.0}}
     policy = make_policy(admitted | {"snapkv": {"observed": OBSERVED} | how | shared}, model=model)
@@ -46,7 +47,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
         want = [published.snapkv_of_stored(q[head], keys, **how) for head, keys in enumerate(stored)]
         for head, own in enumerate(want):
             np.testing.assert_allclose(scores[0, b, head, -len(own) :], own, atol=1e-6)
-        # the window's other tokens take places of the budget
+        # the window's other tokens count towards the budget
         count = KEPT - WINDOW + 1
         if over == "layer":
             stays = np.split(
@@ -61,8 +62,8 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
 
 @pytest.mark.thorough
 def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, admitted):
-    """WG-KV's own 256 and 256: against a softmax whose causal mask is spelled out, by true positions. The oldest
-    query's own key is stored, which is as new as an entry can be."""
+    """WG-KV itself uses 256 of each. The comparison is with a softmax whose causal mask is written out by true
+    positions. The oldest query's own key is stored, and no entry can be newer."""
     ((name, told),) = admitted.items()
     wider = {name: told | {"window": OBSERVED}}
     policy = make_policy(wider | {"snapkv": {"entries": KEPT, "observed": OBSERVED}}, model=model)
@@ -86,7 +87,7 @@ def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, adm
 
 @pytest.mark.thorough
 def test_gates_eviction_and_selection_at_once(model, prompts, gated):
-    """All three: what reads every page answers like what selects none, what reads few does not."""
+    """A selection that reads every page gives the answers of no selection, and one that reads few pages does not."""
     both = gated | {"snapkv": {"observed": OBSERVED, "entries": KEPT}}
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
     options = {"page_size": PAGE, "capacity": 100}
@@ -104,7 +105,7 @@ def test_gates_eviction_and_selection_at_once(model, prompts, gated):
 
 @pytest.mark.thorough
 def test_what_was_evicted_makes_room_for_what_is_admitted(model, prompts, gated):
-    """A pool that is too small for an answer serves it where the overflow is evicted."""
+    """A pool that is too small for an answer is large enough if the overflow is evicted."""
     sampling = SamplingParams(max_new_tokens=120, ignore_eos=True)
     options = {"page_size": PAGE, "capacity": 60, "block": 1}
     with pytest.raises(CapacityError):

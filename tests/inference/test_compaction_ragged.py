@@ -1,5 +1,5 @@
-"""What is asked over a compacted cache: questions of several tokens, in padded batches, over rows of which each
-layer and head kept another number of entries."""
+"""Tests of questions over a compacted cache: they have several tokens, come in padded batches, and each layer and head
+kept another number of entries."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def cache(model, policy, prompts):
 
 
 def entries(cache, layer, b, head):
-    """A row's keys and values [s h], in order, in float64."""
+    """Return a head cache's keys and values [s h] in order, in float64."""
     length, size = int(cache.layers.length[layer, b, head]), cache.page_size
     ring = caches.ring_pages(cache.window, size)
     pages = np.asarray(cache.layers.page_table)[layer, b, head, ring : ring - (-length // size)]
@@ -40,7 +40,7 @@ def entries(cache, layer, b, head):
 
 
 def questions_over(model, policy, cache, lengths=QUESTIONS):
-    """q, k, v and o of questions of such lengths to the two sequences, by layer."""
+    """Return q, k, v and o by layer of questions of the given lengths to the two sequences."""
     with use_mesh(model):
         found = asked(model, policy.compile(model).decode, cache, np.array(lengths), tokens=max(lengths))
     return [np.asarray(x, np.float64) for x in found]
@@ -90,7 +90,7 @@ def test_the_order_of_entries_does_not_matter(model, policy, cache, lengths):
 
 
 def test_chunks_of_a_prompt_do_not_matter(model, policy, prompts, cache):
-    """What is observed is put together across chunks, of which the shorter prompt has fewer."""
+    """The observed queries are put together across chunks, of which the shorter prompt has fewer."""
     chunked = prefill(model, prompts, policy=policy, max_new_tokens=max(QUESTIONS), page_size=4, chunk=20)
     np.testing.assert_array_equal(chunked.layers.length, cache.layers.length)
     for row in np.ndindex(cache.layers.length.shape):

@@ -1,4 +1,4 @@
-"""Evictions while an answer is decoded: when they come, what stays, and how large the cache ever is."""
+"""Tests of evictions during decoding: when they run, what stays, and how large the cache gets."""
 
 import dataclasses
 import itertools
@@ -22,8 +22,8 @@ ENTRIES, EVERY = 24, 8
 
 
 def held_by(model, prompts, policy, max_new_tokens=NEW, **options):
-    """The answers, and the entries of a kv head before each decoded token, by sequence."""
-    # one length of blocks: few programs
+    """Return the answers, and the entries of a kv head before each decoded token, by sequence."""
+    # one length of blocks needs few programs
     options = {"page_size": PAGE, "block": 1} | options
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     with footprint_log() as log:
@@ -77,8 +77,8 @@ def test_an_overflow_takes_a_tenth_of_every_head(model, prompts, overflowing):
 
 @pytest.mark.thorough
 def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
-    """Over an admission the window is part of the budget, and what is stored beyond it is what counts; a row with less
-    than what always stays leaves the loss to others."""
+    """Over an admission the window is part of the budget, and the retained entries beyond it are counted. A head cache
+    with fewer entries than always stay leaves the loss to others."""
     rates = np.full((3, 4), 0.6)
     rates[:, ::2] = 0.1
     policy = make_policy(
@@ -111,14 +111,14 @@ def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, over
 @pytest.mark.parametrize(
     ("budget", "observed", "expected"),
     [
-        # 31 of 62 are the first half that holds what always stays
+        # 31 of 62 tokens is the first half that holds what always stays
         ({"ratio": 0.5}, 31, [60, 61, 31, 32, 32, 33, 33]),
-        # 62 tokens are only what looks back; nothing before them scores so high
+        # all 62 tokens are observing queries, and none before them scores so high
         ({"threshold": 1.0}, 62, [60, 61, 62, 63, 62, 63, 62]),
     ],
 )
 def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts, budget, observed, expected):
-    """Nothing goes until it is long enough, and its pool is never too small."""
+    """Nothing is evicted until the sequence is long enough, and its pool is never too small."""
     policy = make_policy(
         {"snapkv": {"observed": observed, "when": "every", "every": 2, **budget}}, model=model
     )
@@ -140,7 +140,7 @@ def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, per
 
 
 def test_nothing_protected_overflows(model, prompts):
-    """However much goes at a time: the last entries stay, and the others among which most are lost."""
+    """The last entries stay, even if more would have to go at a time."""
     policy = make_policy("snapkv:observed=16,entries=40,when=overflow,drop=0.9", model=model)
     cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     captured = captured_layers(model, prompts[0])
@@ -151,7 +151,7 @@ def test_nothing_protected_overflows(model, prompts):
 
 @pytest.mark.thorough
 def test_a_global_region_without_entries_has_nothing_to_lose(model):
-    """A prompt within the window of an admission."""
+    """The prompt is within the window of the admission."""
     policy = make_policy("full:window=40+tova:entries=50,when=every,every=4", model=model)
     _, held = held_by(model, [np.arange(20)], policy, max_new_tokens=4)
     assert held[0].tolist() == [20, 21, 22]
@@ -159,7 +159,8 @@ def test_a_global_region_without_entries_has_nothing_to_lose(model):
 
 @pytest.mark.thorough
 def test_the_decoding_loop_looks_back_further_than_its_rows_have_places(model, prompts):
-    """A sequence below the budget, whose table is shorter than what is observed, comes to a multiple: nothing goes."""
+    """A sequence is below the budget, and its page table is shorter than the observed tokens. Nothing is evicted when
+    it reaches a multiple of the period."""
     policy = make_policy("snapkv:observed=80,entries=90,when=position,every=16", model=model)
     row = prompts[0][:10]
     found = inference.generate(
@@ -172,7 +173,8 @@ def test_the_decoding_loop_looks_back_further_than_its_rows_have_places(model, p
 
 
 def test_what_the_decoding_loop_compacts(model, prompts, monkeypatch):
-    """The sequences that run and have a multiple of the tokens; none once the pool owes pages."""
+    """It compacts running sequences whose number of tokens is a multiple of the period, and none once the pool owes
+    pages."""
     monkeypatch.setattr(
         "kvjax.inference.decode.compacted",
         lambda _, __, cache, quota, **___: dataclasses.replace(

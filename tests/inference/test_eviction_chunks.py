@@ -1,4 +1,5 @@
-"""Chunked eviction (PruLong, arXiv:2506.17121, Sec. 4.3), naive and patched, against the published formulas."""
+"""Tests of chunked eviction (PruLong, arXiv:2506.17121, Sec. 4.3), naive and patched, against the published
+formulas."""
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def read(model, prompts, *, name="snapkv", **options):
 
 
 def chunk_score(c, start, stop):
-    """SnapKV's score of the chunk [start, stop), behind which the queries stand, over its keys and theirs."""
+    """Return SnapKV's score of the chunk [start, stop), over its own keys and those of the queries that follow it."""
     behind = c.q.shape[1] - stop
     part = published.Captured(
         *(x[:, start:] for x in (c.q, c.q_pre, c.k, c.v)), output=c.output, frequencies=c.frequencies
@@ -40,7 +41,7 @@ def chunk_score(c, start, stop):
 
 @pytest.mark.parametrize("observers", ["own", "prompt"])
 def test_chunks_keep_what_the_formula_says(model, prompts, observers):
-    """In the first layer, whose keys and queries do not depend on what was evicted before."""
+    """This is tested in the first layer, whose keys and queries do not depend on earlier evictions."""
     cache = read(model, prompts, observers=observers)
     pages_are_whole(cache)
     np.testing.assert_array_equal(cache.seen, LENGTHS)
@@ -65,7 +66,8 @@ def test_chunks_keep_what_the_formula_says(model, prompts, observers):
 
 
 def scores_of_chunk(name, c, start, stop, held, kept):
-    """A chunk's scores [k s] by the published formulas, its keys alone being scored. held: each head's keys before."""
+    """Return a chunk's scores [k s] by the published formulas, which score only its own keys. `held`: each head's
+    earlier keys."""
     own = slice(start, stop)
     part = published.Captured(c.q[:, own], c.q_pre[:, own], c.k[:, own], c.v[:, own], c.output, c.frequencies)
     place = np.arange(stop - start)
@@ -84,7 +86,7 @@ def scores_of_chunk(name, c, start, stop, held, kept):
             mass = published.softmax(np.where(hidden, -np.inf, logits)).sum(1).mean(0)
             score.append(mass[-len(place) :])
         return np.where(place >= len(place) - kept // 2, np.inf, np.stack(score))
-    # the queries are all so far; without the sinks of a chunk that has none
+    # the queries are all so far; a chunk that has no sinks gets them in front, and their scores are dropped
     behind = published.Captured(
         c.q[:, :stop], c.q_pre[:, :stop],
         *(np.concatenate([x[:, : 4 * (start > 0)], x[:, own]], 1) for x in (c.k, c.v)),
@@ -103,7 +105,7 @@ def scores_of_chunk(name, c, start, stop, held, kept):
     ],
 )
 def test_every_method_scores_a_chunk_by_itself(model, prompts, name):
-    """In the first layer; H2O's queries see what earlier chunks left."""
+    """This is tested in the first layer. H2O's queries see what earlier chunks left."""
     cache = read(model, prompts, name=name)
     pages_are_whole(cache)
     for b, prompt in enumerate(prompts):
@@ -141,7 +143,7 @@ def test_everything_kept_is_the_full_cache(model, prompts):
 
 @pytest.mark.parametrize(("name", "observers"), [("snapkv", "prompt"), ("expected_attention", "own")])
 def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name, observers):
-    """Lengths that end in different chunks; expected attention's state adds up over all tokens."""
+    """The lengths end in different chunks, and expected attention's state adds up over all tokens."""
     mixed, twice = (read(model, rows, name=name, observers=observers) for rows in (prompts, prompts[:1] * 2))
     for layer, head in np.ndindex(3, 4):
         beside_a_short_one = entries(mixed, layer, 0, head)
@@ -159,8 +161,8 @@ def test_a_number_of_entries_bounds_the_cache(model, exact):
 
 @pytest.mark.thorough
 def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
-    """Where a key's score does not change, and the layer does not see what went. Then the window, too, is in the
-    budget."""
+    """This holds where a key's score does not change and the layer does not see what was evicted. The window counts
+    towards the budget."""
     admission = {"random": {"rates": np.full((3, 4), 0.6), "window": 5}}
     policies = (
         make_policy(admission | {"knorm": {"when": "chunk", "chunk": CHUNK, "entries": 12}}, model=model),

@@ -1,4 +1,4 @@
-"""Tokens that only look: what stays is what the formulas keep with them, and they are gone."""
+"""Tests of observer tokens: the formulas choose entries with their queries, and the observers are not stored."""
 
 from typing import Any
 
@@ -36,8 +36,8 @@ KEPT = 18
 
 
 def test_what_observes_is_read_and_gone(model, prompts, captured):
-    """The last tokens of each prompt read behind the others: what stays is what the formula keeps of the whole prompt,
-    without them; and the cache stands before them."""
+    """The last tokens of each prompt are read as observers behind the others. The formula's choice for the whole prompt
+    stays, without the observers, and the cache ends before them."""
     policy, behind = make_policy({"snapkv": {"entries": 20, "observed": OBSERVED}}, model=model), 2
     rows, observers = [prompt[:-behind] for prompt in prompts], [prompt[-behind:] for prompt in prompts]
     cache = inference.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
@@ -60,7 +60,7 @@ def test_what_observes_is_read_and_gone(model, prompts, captured):
 
 
 def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
-    """The policy's own tokens are read where given ones would be; a chunk of a longer prompt keeps by itself what it
+    """The policy's own tokens are read where given ones would be. A chunk of a longer prompt keeps by itself what it
     keeps as a prompt."""
     tokens = (3, 9, 27, 20, 7, 11, 50, 2)
     rule: dict[str, Any] = {"ratio": 0.4, "observed": OBSERVED}
@@ -98,7 +98,8 @@ def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
 
 @pytest.mark.thorough
 def test_what_observes_passes_by_the_ring(model, prompts, admitted):
-    """Its queries are the newest that are looked back at; the ring and what is stored are those of the prompt alone."""
+    """The observers' queries are the newest of the observation. The local window and the retained entries are those of
+    the prompt alone."""
     rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]
     policy = make_policy(admitted | {"snapkv": {"entries": KEPT, "observed": OBSERVED}}, model=model)
     before = inference.prefill(model, rows, policy=make_policy(admitted, model=model), page_size=PAGE)
@@ -120,7 +121,7 @@ def test_what_observes_passes_by_the_ring(model, prompts, admitted):
 
 
 def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, prompts):
-    """An admission may refuse it: nothing of the prompt goes in its place."""
+    """The admission may refuse the observers, and nothing of the prompt is evicted in their place."""
     parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA()}
     schedules = Schedule(Entries(40)), Schedule(Entries(40), Trigger(observers=(1, 2, 3)))
     alone, observed = (

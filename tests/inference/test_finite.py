@@ -1,4 +1,5 @@
-"""Activations, scores and logits that are not finite end a call with one line; nothing is said or chosen by them."""
+"""Tests that activations, scores and logits that are not finite end a call with a one-line error, and that no token is
+output and no entry is chosen by them."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""Prefill, chunks and decode against dense attention under the same visibility rule, and tokens that only read."""
+"""Tests of prefill, chunks and decode against dense attention under the same visibility rule, and of tokens that are
+not written to the cache."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def test_prefill_chunks_and_decode_see_exactly_the_window_and_what_was_kept(mode
 
 
 def test_a_batch_equals_its_sequences_alone_and_padding_leaves_no_trace(model, tokens):
-    """Lengths below, equal to and above the window, and one empty row."""
+    """Lengths are below, equal to and above the window, and one row is empty."""
     policy = policies_for(model, 6)["wgkv"]
     batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 6, 3, 0])
     padded = batch.copy()

@@ -1,4 +1,4 @@
-"""Answers, greedy and drawn, against logits and probabilities; many questions over one context."""
+"""Tests of greedy and sampled answers against logits and probabilities, and of many questions over one context."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from tests.tiny_models import policies_for, tiny_model
 
 
 def logits_of(model, prompts, answers):
-    """The logits that follow each prompt and each token of its answer but the last."""
+    """Return the logits that follow each prompt and each token of its answer but the last."""
     lines = [np.concatenate(pair) for pair in zip(prompts, answers, strict=True)]
     after = inference.logits(model, [np.pad(line, (0, 16 - line.size)) for line in lines])
     return [
@@ -109,7 +109,7 @@ def test_answers_of_a_prompt_differ_and_stand_in_order(model, tokens):
     for place, prompt in enumerate(prompts):
         alone = inference.generate(model, [prompt], sampling)
         np.testing.assert_array_equal(out.tokens[2 * place : 2 * place + 2], alone.tokens)
-    # the first of several is the only one of n=1
+    # the first of several answers is the only one of n=1
     one = inference.generate(model, prompts, dataclasses.replace(sampling, n=1))
     np.testing.assert_array_equal(one.tokens, out.tokens[::2])
     with pytest.raises(UserError, match="give share=True"):
@@ -121,7 +121,7 @@ EACH = [
     SamplingParams(max_new_tokens=3, ignore_eos=True, repetition_penalty=1.5),
     SamplingParams(max_new_tokens=5, temperature=0.7, n=2, ignore_eos=True, logit_bias={7: 3.0}),
 ]
-"""Parameters of three prompts, with four answers."""
+"""Sampling parameters of three prompts, which have four answers in all."""
 
 
 def three_prompts(tokens):
@@ -155,7 +155,7 @@ def test_a_mesh_draws_the_same(model, tokens):
 
 
 def test_prompts_of_about_one_length_share_programs(model):
-    """Also where they end at another number of pages, and whatever the method is called."""
+    """This holds if they end at another number of pages, and if the method has another name."""
     programs = last_logits, decode_block
     counts = []
     for length, eviction in ((101, SnapKV(8)), (98, SnapKV(8)), (99, Adaptive(SnapKV(8), over="head"))):
@@ -215,7 +215,7 @@ def test_a_stop_text_ends_an_answer_before_it(loaded):
     np.testing.assert_array_equal(out.logprobs[0].chosen, free.logprobs[0].chosen[:count])
     assert text[: text.find(stop)].startswith(tokenizer.decode(out.tokens[0]))
     assert not text[: text.find(stop)].startswith(tokenizer.decode(free.tokens[0][: count + 1]))
-    # not all of it was made
+    # the stopped answer was not generated to its full length
     assert out.stats.tokens[0] < out.stats.tokens[1]
 
 

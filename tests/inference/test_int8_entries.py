@@ -1,4 +1,5 @@
-"""Int8 entries: near what they stand for, the same numbers wherever they are moved, and half the memory."""
+"""Tests of int8 entries: they are near the floats that they stand for, stay the same numbers wherever they are moved,
+and take half the memory."""
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,11 @@ from tests.tiny_models import policies_for, tiny_model
 
 CALLS = [8] * 4 + [1] * 8
 NEAR = 0.1
-"""Logits of the tiny model are about 2."""
+"""Tolerance of logits, which are about 2 in the tiny model."""
 
 
 def uneven(bias=10.0, **changes):
-    """The tiny model with a component of its keys that is large in every token, as in Qwen2."""
+    """Return the tiny model with a component of its keys that is large in every token, as in Qwen2."""
     made = tiny_model(qk_norm=False, attention_bias=True, model_type="qwen2", **changes)
     own = {name: x.value for name, x in made.own_arrays().items()}
     own["layers.k_bias.value"] = own["layers.k_bias.value"].at[..., 3].set(bias)
@@ -71,7 +72,7 @@ def test_logits_are_near_those_of_float_entries(model, int8, tokens, name):
     ],
 )
 def test_evictions_score_the_stored_entries(model, int8, name):
-    """Contexts are compacted, and answers as they grow."""
+    """Contexts are compacted, and so are answers as they grow."""
     found = []
     for one in (model, int8):
         texts = {"ratio": 0.5, "repeated": 16, "instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
@@ -98,7 +99,7 @@ def test_h2o_counts_the_attention_that_stored_entries_get(model, int8):
 
 
 def test_an_entry_is_rounded_once_wherever_it_goes(int8, tokens):
-    """From the window to the retained entries, in calls of many tokens and of one."""
+    """Entries move from the window to the retained entries, in calls of many tokens and of one."""
     policy = policies_for(int8, 6)["full"]
     _, early = cached_logits(int8, policy, tokens[:, :20], [20])
     _, late = cached_logits(int8, policy, tokens, [20, 8, 8, 1, 1, 1, 1])
@@ -185,7 +186,7 @@ def test_a_mesh_gives_the_same(int8, tokens):
 
 
 def test_components_that_stand_out_are_scaled(tokens):
-    """Keys whose fourth component is large in every token, as in Qwen2."""
+    """The fourth component of the keys is large in every token, as in Qwen2."""
     floats, int8 = uneven(30.0), uneven(30.0, kv_cache_dtype="int8")
     c = np.asarray(key_scale(int8))
     np.testing.assert_array_equal(c, np.exp2(np.round(np.log2(c))))

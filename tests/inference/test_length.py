@@ -1,4 +1,5 @@
-"""Longer than the model is for: one warning with both numbers, whatever is called and however often."""
+"""Tests of requests that are longer than the model is for: they give one warning with both numbers, whatever is called
+and however often."""
 
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def model(monkeypatch):
-    """For 40 tokens; nothing was said of it yet."""
+    """Return a model for 40 tokens, for which no warning was given yet."""
     monkeypatch.setattr(checks, "_SAID", set())
     return tiny_model(max_position=40)
 

@@ -1,4 +1,4 @@
-"""A mesh over several processes: each says what one process does."""
+"""Tests of a mesh over several processes, whose results are those of one process."""
 
 import json
 import os

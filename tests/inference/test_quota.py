@@ -1,4 +1,5 @@
-"""How many entries of each row a compaction leaves, where a budget and what always stays collide."""
+"""Tests of how many entries a compaction leaves in each head cache, where a budget and the entries that always stay
+collide."""
 
 from typing import Any
 
@@ -14,8 +15,8 @@ from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pag
 
 
 def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
-    """It stays in any case: a number of entries that cannot hold it is refused, and of a context that is too short for
-    a share nothing but the window is left."""
+    """The window stays in any case. A number of entries that cannot hold it is refused, and a context that is too short
+    for a ratio keeps nothing but the window."""
     given = {"full": {"window": 21}}
     with pytest.raises(UserError, match="the budget of 18 entries per kv head is below the 20 that always"):
         inference.prefill(
@@ -41,10 +42,10 @@ def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
     ("budget", "kept"), [({"ratio": 0.5}, [30, 10, 6, 4]), ({"entries": 30}, [30, 20, 6, 4])]
 )
 def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, captured, name, budget, kept):
-    """No longer than what is observed, or than what always stays; one that is longer, of a budget below that, keeps its
-    newest. The long one keeps what it keeps alone."""
+    """Short contexts have no more tokens than are observed or always stay. A longer one whose budget is below that
+    keeps its newest tokens, and the long one keeps what it keeps alone."""
     if name == "expected_attention" and "ratio" in budget:
-        kept = [30, 10, 3, 4]  # it needs the first 4 alone
+        kept = [30, 10, 3, 4]  # it needs only the first 4
     given: dict[str, Any] = dict(budget)
     if name == "snapkv":
         given["observed"] = 12
@@ -62,7 +63,7 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
         for b, (row, count) in list(enumerate(zip(rows, kept, strict=True)))[1:]:
             keys = captured[0][layer].k[head][: row.size]
             if name == "expected_attention":
-                # of it only the first 4 are sure to stay
+                # only its first 4 entries are sure to stay
                 np.testing.assert_allclose(
                     entries(cache, layer, b, head)[: min(4, count)], keys[: min(4, count)], atol=1e-4
                 )
@@ -82,7 +83,7 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
 )
 @pytest.mark.parametrize("budget", [{"ratio": 0.4}, {"entries": 1024}])
 def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, captured, name, budget):
-    """SnapKV's 64 and R-KV's 8 queries, and no prompt that has so many."""
+    """SnapKV observes 64 queries and R-KV 8, and no prompt has so many."""
     given = {"snapkv": budget | {"adakv": {}}} if name == "adakv" else {name: budget}
     policy, rows = make_policy(given, model=model), [prompts[0][:5], prompts[0][:3]]
     cache = inference.prefill(model, rows, policy=policy, page_size=PAGE)
@@ -113,7 +114,7 @@ def test_of_a_budget_below_what_always_stays_the_newest_stay(model, prompts, cap
 
 @pytest.mark.parametrize("over", ["head", "layer"])
 def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
-    """However many that are; nobody competes."""
+    """Any number of entries may stay, and heads do not compete."""
     captured = [captured_layers(model, prompt) for prompt in prompts]
     limit = float(np.median(np.concatenate([published.knorm(c).ravel() for c in captured[0]])))
     policy = make_policy({"knorm": {"threshold": limit, "adakv": {"pinned": 0.0, "over": over}}}, model=model)

@@ -1,4 +1,5 @@
-"""More devices than a model has kv heads: replicas of a head hold and say the same."""
+"""Tests of meshes with more devices than the model has kv heads: replicas of a head hold the same entries and give the
+same results."""
 
 import functools
 
@@ -62,7 +63,7 @@ def test_answers_are_those_of_one_device(policy):
 
 @pytest.mark.parametrize(("replicas", "own"), [(4, 1), (2, 2), (8, 4)])
 def test_each_replica_computes_its_share_of_the_query_heads(replicas, own):
-    """Of one kv head with four query heads, which eight devices cannot share."""
+    """There is one kv head with four query heads, which eight devices cannot share."""
     seen = []
 
     def attend(q):

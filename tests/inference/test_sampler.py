@@ -1,4 +1,4 @@
-"""Drawing tokens by row: against brute force in NumPy, and frequencies against probabilities."""
+"""Tests of drawing tokens by row, against brute force in NumPy, and of frequencies against probabilities."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def sampler_of(params, **more):
 
 
 def possible(row, one):
-    """Token ids that may be drawn, and their probabilities, by sorting in NumPy."""
+    """Return the token ids that may be drawn and their probabilities, by sorting in NumPy."""
     order = np.argsort(-row)
     scaled = row[order].astype(np.float64) / one.temperature
     kept = np.arange(VOCABULARY) < (one.top_k or VOCABULARY)

@@ -1,4 +1,5 @@
-"""Caches on the disk: what comes back goes on as what was saved, and what is not whole or another's is refused."""
+"""Tests of caches on disk: a loaded cache goes on as the saved one would, and one that is incomplete or does not belong
+is refused."""
 
 import json
 import os
@@ -31,7 +32,7 @@ ASKED = QUESTIONS[:2]
 
 
 def asked(model, policy, cache):
-    """Answers, and the log-probabilities of their tokens."""
+    """Return the answers and the log-probabilities of their tokens."""
     found = generate(model, ASKED, WITH_LOGPROBS, policy=policy, cache=cache)
     return found.tokens, [own.chosen for own in found.logprobs]
 
@@ -56,8 +57,8 @@ def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
     "name", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "max_entries"))]
 )
 def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tmp_path):
-    """Bit by bit what is stored. What is said is that of one that was read in such pages, but for the rounding of sums:
-    a context that is read on the other mesh itself says as much else."""
+    """The stored entries are the same bit by bit. Answers are those of a cache that was read in such pages, up to the
+    rounding of sums; reading the context on the other mesh changes them as much."""
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
     save_cache(tmp_path, cache, model, policy)
@@ -112,7 +113,7 @@ def changed_description(folder, model, **changes):
 
 
 def damaged(folder, size):
-    """The largest file of the arrays, cut to a part or with a byte changed."""
+    """Cut the largest file of the arrays to a part, or change one of its bytes."""
     file = max(folder.glob("arrays-*/**/*"), key=lambda x: x.stat().st_size if x.is_file() else 0)
     content = bytearray(file.read_bytes())
     if size is None:
@@ -204,7 +205,7 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
 
 
 def of_seed(name, model, seed):
-    """A policy that goes on with what its gates or scorers, drawn with this seed, made of the tokens."""
+    """Return a policy whose state depends on its gates or scorers, which are drawn with this seed."""
     told = {"window": 6, "max_entries": 20, "scorers": tiny_scorers(model, seed)}
     if name == "fast_kvzip":
         often = {"entries": 24, "when": "position", "every": 8, "protected": {"last": 8}, "buffer": 8}
@@ -214,7 +215,7 @@ def of_seed(name, model, seed):
 
 @pytest.mark.parametrize("name", ["kvpop", pytest.param("fast_kvzip", marks=pytest.mark.thorough)])
 def test_what_other_gates_or_scorers_made_of_the_tokens_is_refused_in_a_line(model, tmp_path, name):
-    """Not of files that were written before it was told, nor of what knows nothing of the tokens."""
+    """Files that were written before the gates were recorded are not refused."""
     policy = of_seed(name, model, 1)
     save_cache(tmp_path, prefill(model, CONTEXTS[1:], policy=policy), model, policy)
     assert load_cache(tmp_path, model, of_seed(name, model, 1)).seen.tolist() == [40]
@@ -243,7 +244,7 @@ def test_a_folder_of_other_things_is_left_alone(model, tmp_path):
 
 
 def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
-    # as users run it, without the tests' type checks
+    # users run it without the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     r_kv = make_policy("r_kv:entries=24,when=every,every=8", model=model)
     cache = prefill(model, CONTEXTS)
@@ -288,7 +289,7 @@ def test_a_first_save_that_fails_leaves_nothing_and_may_be_tried_again(model, tm
             with pytest.raises(UserError, match=rf"a cache cannot be written there \({why}\)$"):
                 save_cache(tmp_path, cache, model)
         assert not list(tmp_path.iterdir())
-    # as of a process that was killed
+    # a process that was killed leaves such a folder
     (tmp_path / "arrays-0123abcd.orbax-checkpoint-tmp").mkdir()
     save_cache(tmp_path, cache, model)
     assert load_cache(tmp_path, model).seen.tolist() == [63]
@@ -296,7 +297,7 @@ def test_a_first_save_that_fails_leaves_nothing_and_may_be_tried_again(model, tm
 
 
 def resealed(folder, change):
-    """The folder with a description that was edited by who knows how to seal it."""
+    """Change the folder's description and seal it again, as someone who knows how could do."""
     file = folder / DESCRIPTION
     found = json.loads(file.read_text())
     change(found)
@@ -305,7 +306,7 @@ def resealed(folder, change):
 
 
 def other_arrays(folder, change):
-    """The folder with other numbers in its arrays, and a description of them."""
+    """Change the folder's arrays and describe them again."""
     found = json.loads((folder / DESCRIPTION).read_text())
     with ocp.StandardCheckpointer() as checkpointer:
         arrays = {name: np.array(x) for name, x in checkpointer.restore(folder / found["folder"]).items()}

@@ -1,4 +1,4 @@
-"""Reading and answering on a mesh that splits tokens, and the cache by kv heads: as on one device."""
+"""Tests of reading and answering on a mesh that splits tokens, and the cache by kv heads, against one device."""
 
 import functools
 import math
@@ -39,14 +39,14 @@ ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in (40,
 
 @functools.cache
 def outcome(name, **shape):
-    """What is stored of each sequence after a prefill, an answer with its log-probabilities, and the bytes of each
-    device's pool, which may be small."""
+    """Return the entries of each head cache after a prefill, an answer with its log-probabilities, and the bytes of
+    each device's pool, which may be small."""
     with jax.set_mesh(make_mesh(**shape)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes, "LEAST_POOL", 1)
         model = tiny_model()
         trained = TRAINED[name](model) if name in TRAINED else {}
         policy = make_policy({name.split()[0]: POLICIES[name] | trained}, model=model)
-        # in pieces of 16 tokens and one of 3, which no axis divides
+        # each chunk has a piece of 16 tokens and one of 3, which no axis divides
         cache = inference.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=8)
         said = inference.generate(
             model,
@@ -103,7 +103,7 @@ def test_a_long_context_on_eight_devices_is_answered_as_on_one(name):
 
 
 def temporaries(tokens, **shape):
-    """Bytes of a device that a prompt's call of so many tokens takes beside what goes in and comes out."""
+    """Return the bytes per device that a prompt's call of so many tokens takes besides its inputs and outputs."""
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model()
         policy = make_policy("streaming_llm:window=6,sink=2", model=model).compile(model)
@@ -115,22 +115,22 @@ def temporaries(tokens, **shape):
 
 @pytest.mark.thorough
 def test_four_devices_take_about_a_quarter_of_a_prefill_s_memory_each():
-    """0.269 of it, of so many tokens that what an empty call would take, too, is little."""
+    """They take 0.269 of it. There are so many tokens that the memory of an empty call hardly counts."""
     whole, own = temporaries(65536), temporaries(65536, sequence=4)
     assert own < 0.28 * whole
 
 
 @pytest.mark.parametrize("tokens", [1, 32])
 def test_only_heads_and_outputs_change_places(tokens):
-    """Of a call that the axis splits four all-to-alls a layer, and nothing that all devices hold whole; of one token
-    one sum after attention, one after the mlp, as on `tensor`."""
+    """A call that the axis splits has four all-to-alls a layer, and no array that all devices hold whole. A call of one
+    token has one sum after attention and one after the mlp, as on `tensor`."""
     with jax.set_mesh(make_mesh(sequence=2)):
         model = tiny_model()
         x = jax.jit(lambda model: model.hidden(jnp.zeros((1, tokens), jnp.int32)))
         text = x.lower(model).compile().as_text()
         assert token_axis(tokens) == (None if tokens == 1 else "sequence")
     kinds = {name: text.count(f" {name}(") for name in ("all-to-all", "all-gather", "all-reduce")}
-    # one program of a layer, in a loop
+    # the layers are one program, in a loop
     wanted = {"all-to-all": 4, "all-gather": 0, "all-reduce": 0}
     assert kinds == (wanted if tokens > 1 else {"all-to-all": 0, "all-gather": 0, "all-reduce": 2})
 
@@ -142,7 +142,7 @@ def test_only_heads_and_outputs_change_places(tokens):
     ids=str,
 )
 def test_what_is_captured_is_one_device_s(shape):
-    """Whole sequences of every head; of 19 and 40 tokens, in calls of 24 and 48."""
+    """The rows are whole sequences of 19 and 40 tokens in calls of 24 and 48, and every head is captured."""
     names = "hidden", "q", "k", "v", "k_pre", "lse"
     for rows in ([ROWS[0][:19], ROWS[1][:19]], [ROWS[0], np.roll(ROWS[0], 1)]):
         found = []

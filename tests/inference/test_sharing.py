@@ -1,4 +1,4 @@
-"""Several questions of one context, as a batch that shares its pages."""
+"""Tests of several questions about one context, as a batch that shares its pages."""
 
 import jax
 import numpy as np
@@ -62,7 +62,7 @@ def test_sixteen_questions_take_little_more_than_one(model):
     np.testing.assert_array_equal(all_.tokens[0], one.tokens[0])
     assert (one.stats.entries == 1890 + 4 + 11).all()
     assert all_.stats.bytes <= 1.3 * one.stats.bytes
-    # the context once, and of every branch the page that it goes on in and the next one
+    # the context is held once, and every fork has the page that it goes on in and the next one
     assert all_.stats.pages == 12 * (1890 // 16 + 16 * 2)
 
 
@@ -71,7 +71,7 @@ def test_sixteen_questions_take_little_more_than_one(model):
     "shape", [pytest.param({}, marks=pytest.mark.thorough), {"fsdp": 2, "tensor": 2}], ids=str
 )
 def test_each_context_has_its_own_questions(shape):
-    """On a mesh, too, where a context's branches stay on its devices."""
+    """This holds on a mesh too, where a context's forks stay on its devices."""
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model(qk_norm=False)
         policy = make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model))
@@ -110,7 +110,7 @@ def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(mod
     np.testing.assert_array_equal(again.tokens[2], again.tokens[3])
     first = generate(model, [QUESTIONS[0]] * 2, policy=policy, cache=cache, sampling=SAMPLING).tokens[0]
     line = np.concatenate([CONTEXTS[0], QUESTIONS[0], first[:-1], QUESTIONS[2]])
-    # tokens that were said last are not yet read
+    # the last token of an answer is not yet read
     assert int(last.seen[0]) == 63 + 5 + 17 - 1
     whole = generate(model, [line], policy=policy, page_size=PAGE, sampling=SAMPLING)
     np.testing.assert_array_equal(again.tokens[0], whole.tokens[0])
@@ -120,7 +120,7 @@ def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(mod
 @pytest.mark.mesh
 @pytest.mark.parametrize("over", ["layer", pytest.param("model", marks=pytest.mark.thorough)])
 def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_it(over):
-    """Of heads with unequal keys, all of the budget goes to one device's."""
+    """The keys of the heads are unequal, so that all of the budget goes to one device's heads."""
     with jax.set_mesh(make_mesh(tensor=2)):
         model = tiny_model(qk_norm=False)
         of_heads = np.array([1e-3, 1e-3, 1, 1], np.float32)

@@ -1,4 +1,4 @@
-"""Models with sliding-window layers: their windows go on beside what policies do with the other layers."""
+"""Tests of models with sliding-window layers, whose windows go on beside what policies do with the other layers."""
 
 import dataclasses
 
@@ -36,11 +36,11 @@ def model():
 
 
 def continued(model, rows):
-    """The tokens that follow each row greedily, by whole sequences."""
+    """Return the tokens that follow each row greedily, computed from whole sequences."""
     found = []
     for row in rows:
         for _ in range(GREEDY.max_new_tokens):
-            padded = np.pad(row, (0, -row.size % 64))  # few lengths: few programs
+            padded = np.pad(row, (0, -row.size % 64))  # few lengths need few programs
             row = np.append(row, logits(model, padded[None])[0, row.size - 1].argmax())
         found.append(row[-GREEDY.max_new_tokens :])
     return found
@@ -75,14 +75,14 @@ def test_layers_are_run_by_as_few_scans_as_repeat(kinds, wanted):
     ],
 )
 def test_answers_over_the_cache_are_those_of_whole_sequences(layers):
-    """Prompts that are longer than the window, read in pieces, one of them of another length than the window's."""
+    """Prompts are longer than the window and read in pieces, one of which has another length than the window."""
     model = sliding_model(sliding_layers=layers)
     found = generate(model, PROMPTS, GREEDY, chunk=16)
     np.testing.assert_array_equal(found.tokens, continued(model, PROMPTS))
 
 
 def test_answers_of_a_model_with_sinks_and_experts():
-    """As gpt-oss has them, in layers of both kinds and calls of many tokens and of one."""
+    """gpt-oss has them in layers of both kinds. Calls have many tokens and one."""
     own = {
         "num_experts": 4,
         "experts_per_token": 2,
@@ -114,7 +114,7 @@ def test_policies_decide_for_the_layers_with_full_attention(model):
     ],
 )
 def test_where_everything_is_kept_answers_are_the_full_caches(model, policy):
-    """Whatever was read behind the prompt to look at it: the windows are those of the prompt's end."""
+    """The windows are those of the prompt's end, whatever was read behind the prompt to observe it."""
     policy = make_policy(policy, model=model)
     observers = QUESTIONS if policy.observes else None
     cache = prefill(model, PROMPTS, policy=policy, chunk=16, observers=observers)
@@ -178,7 +178,7 @@ def test_a_cache_of_other_windows_is_refused(model):
 
 @pytest.fixture(scope="module")
 def none_full():
-    """A model such as Mistral 7B 0.1, of which policies see no layer."""
+    """Return a model such as Mistral 7B 0.1, which has no layer for policies to decide on."""
     return sliding_model(num_layers=3, sliding_layers=(0, 1, 2))
 
 

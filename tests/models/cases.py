@@ -60,7 +60,7 @@ GEMMA3 = {key: value for key, value in LLAMA.items() if key not in ("hidden_act"
 }
 
 CASES = {
-    # as published: no rope_theta, no num_key_value_heads
+    # as published, it has no rope_theta and no num_key_value_heads
     "llama2": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
     "llama3": LLAMA | {"rope_theta": 500000.0, "head_dim": 12},
     "llama31": LLAMA | {"rope_theta": 500000.0, "head_dim": 16, "rope_scaling": LLAMA3_ROPE},
@@ -103,7 +103,7 @@ CASES = {
     },
     "qwen3": QWEN3 | {"tie_word_embeddings": True},
     "qwen3_biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 6, "hidden_act": "gelu"},
-    # one layer with full attention, two with a sliding window
+    # one layer has full attention, and two have a sliding window
     "qwen2_window": LLAMA
     | {
         "model_type": "qwen2",
@@ -122,7 +122,7 @@ CASES = {
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
     },
     "gemma3": GEMMA3,
-    # a window beyond the context: its layers have their own RoPE all the same
+    # the window is longer than the context, but its layers have their own RoPE all the same
     "gemma3_long": GEMMA3
     | {
         "sliding_window": 4096,
@@ -167,14 +167,15 @@ CASES = {
         "no_rope_layers": [1, 1, 0, 1, 1],
     },
     "phi3": PHI3,
-    # 512 tokens are up to the original length, and above it
+    # 512 tokens are within the first original length, and above the second
     "longrope_short": PHI4_MINI | {"original_max_position_embeddings": 512},
     "longrope_long": PHI4_MINI | {"original_max_position_embeddings": 128},
 }
 
 
 def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a model, written down from Hugging Face's modules and not from ours."""
+    """Return the name and shape of every tensor of a model, written down from Hugging Face's modules and not from
+    ours."""
     family = config["model_type"]
     d, f, n = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     k = config.get("num_key_value_heads", n)
@@ -229,7 +230,7 @@ def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def weights(config: dict) -> dict[str, np.ndarray]:
-    """Seeded weights at a scale that makes attention uneven and logits of a few units."""
+    """Return seeded weights at a scale that makes attention uneven and logits of a few units."""
     tensors = {}
     for name, shape in hf_shapes(config).items():
         x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
@@ -247,7 +248,7 @@ def weights(config: dict) -> dict[str, np.ndarray]:
 
 
 def write_folder(folder: Path, config: dict, tensors: dict[str, np.ndarray] | None = None) -> Path:
-    """A Hugging Face folder with one safetensors file."""
+    """Write a Hugging Face folder with one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = weights(config) if tensors is None else tensors
@@ -256,5 +257,5 @@ def write_folder(folder: Path, config: dict, tensors: dict[str, np.ndarray] | No
 
 
 def tokens() -> np.ndarray:
-    """One sequence of `TOKENS` ids, int32 [1 t]."""
+    """Return one sequence of `TOKENS` ids, int32 [1 t]."""
     return np.random.default_rng(5).integers(0, VOCABULARY, (1, TOKENS), dtype=np.int32)

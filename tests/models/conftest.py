@@ -1,4 +1,4 @@
-"""Reading a config.json that is written for it."""
+"""A fixture that writes a config.json and reads it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Model files of all shapes, and models that must be equal."""
+"""A config of a wider model, and a check that two models are equal."""
 
 import jax
 import numpy as np

@@ -35,11 +35,11 @@ GEMMA3 = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""Names of Gemma 3 that are others than those of most families."""
+"""Gemma 3's names that differ from those of most families."""
 
 
 def gguf_name(name: str, arch: str = "llama") -> str:
-    """The name in llama.cpp of a Hugging Face tensor."""
+    """Return llama.cpp's name of a Hugging Face tensor."""
     module, suffix = name.rsplit(".", 1)
     if not module.startswith("model.layers."):
         return f"{NAMES[module]}.{suffix}"
@@ -49,12 +49,12 @@ def gguf_name(name: str, arch: str = "llama") -> str:
 
 
 def permute(x: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of the rows of q and k: `LlamaModel.permute` there."""
+    """Return the rows of q or k in llama.cpp's order, as its `LlamaModel.permute` does."""
     return x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
 def rope_factors(config: dict) -> np.ndarray | None:
-    """What llama.cpp writes as rope_freqs.weight, by the formula of its converter."""
+    """Return the factors that llama.cpp writes as rope_freqs.weight, by the formula of its converter."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type") != "llama3":
         return None
@@ -83,10 +83,10 @@ def write_gguf(
     metadata: dict | None = None,
     more: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """A GGUF file of a Hugging Face config and its tensors.
+    """Write a GGUF file of a Hugging Face config and its tensors.
 
-    kinds: by Hugging Face's name, quantised bytes to write in place of the tensor, and their type. metadata: more or
-    other pairs; None leaves one out. more: tensors by llama.cpp's names, without ".weight".
+    kinds: by Hugging Face's name, the quantised bytes that replace the tensor, and their type. metadata: more or other
+    pairs; None leaves one out. more: tensors by llama.cpp's names, without ".weight".
     """
     arch = config["model_type"].removesuffix("_text").replace("_moe", "moe")
     heads = config["num_attention_heads"]
@@ -161,10 +161,10 @@ def write_gguf(
 
 
 def random_blocks(kind: Kind, shape: tuple[int, int]) -> np.ndarray:
-    """Random bytes of a quantised matrix whose scales are finite numbers."""
+    """Return random bytes of a quantised matrix whose scales are finite numbers."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(kind.value).integers(0, 256, (shape[0], shape[1] // block, size), np.uint8)
-    # where the float16 scales stand in ggml's block_q2_K … block_q6_K
+    # offsets of the float16 scales in ggml's block_q2_K … block_q6_K
     scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
     for at in scales[kind.name]:
         blocks[..., at : at + 2] = np.full(1, 0.02, np.float16).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Tokenizers as published and as a GGUF file has them."""
+"""Tokenizers as they are published, and as a GGUF file has them."""
 
 import json
 
@@ -30,6 +30,7 @@ def split(regex: str):
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), level])
 
 
+# the pre-tokenizers in the tokenizer.json of GPT-2, SmolLM2, Qwen2.5 and Llama 3
 PUBLISHED = {
     "gpt-2": (WHOLE, None),
     "smollm": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), WHOLE]), None),
@@ -39,7 +40,7 @@ PUBLISHED = {
 
 
 def published(name: str) -> Tokenizer:
-    """A byte-level BPE of the published design, trained on the corpus; its special tokens first."""
+    """Return a byte-level BPE of the published design, trained on the corpus. Its special tokens come first."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
     tokenizer.pre_tokenizer, normalizer = PUBLISHED[name]
     if normalizer:
@@ -57,7 +58,7 @@ def metadata_of(tokenizer: Tokenizer, pre: str) -> dict:
     model = json.loads(tokenizer.to_str())["model"]
     tokens = [token for token, _ in sorted(model["vocab"].items(), key=lambda item: item[1])]
     types = [3 if token in CONTROL else 4 if token in USER else 1 for token in tokens]
-    # as converters fill the embedding table up
+    # converters fill up the embedding table like this
     padding = ["[PAD1]", "[PAD2]"]
     return {
         "tokenizer.ggml.model": "gpt2",

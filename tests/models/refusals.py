@@ -1,4 +1,4 @@
-"""What is said of models that cannot be read."""
+"""Error messages for models that cannot be read."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from kvjax.models import load_model
 
 
 def error(*args, **kwargs) -> str:
-    """The line that `load_model` says of these arguments."""
+    """Return the one-line error of `load_model` for these arguments."""
     with pytest.raises(UserError) as caught:
         load_model(*args, **kwargs)
     message = str(caught.value)
@@ -18,7 +18,7 @@ def error(*args, **kwargs) -> str:
 
 
 def error_in(file: Path) -> str:
-    """The same of a file, without its name in front."""
+    """Return the one-line error for a file, without the file's name in front."""
     with pytest.raises(UserError) as caught:
         load_model(file)
     message = str(caught.value)

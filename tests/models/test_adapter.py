@@ -1,4 +1,4 @@
-"""LoRA adapters as models: merged onto their base, or refused with its name."""
+"""Tests of LoRA adapters as models: they are merged onto their base, or refused with its name."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def base(tmp_path) -> Path:
 
 
 def write_adapter(base: Path, changes: dict | None = None, targets=TARGETS) -> Path:
-    """An adapter of a folder of `LLAMA`."""
+    """Write an adapter for a folder of `LLAMA`."""
     folder, random, tensors = base.parent / "adapter", np.random.default_rng(3), {}
     for name, x in weights(LLAMA).items():
         if (

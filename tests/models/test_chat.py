@@ -1,4 +1,4 @@
-"""Text and chats as tokens: what the chat template makes of them, whole and in two parts."""
+"""Tests of texts and chats as tokens, which the chat template writes whole and in two parts."""
 
 import pytest
 from tokenizers import Regex

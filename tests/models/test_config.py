@@ -1,4 +1,4 @@
-"""Reading `config.json`: both spellings of everything, and one line for everything else."""
+"""Tests of reading `config.json`: both spellings of every key are read, and all else is refused in one line."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def test_the_flags_of_each_family(read):
 
 
 def test_defaults_are_those_of_each_family(read):
-    """As transformers has them where `config.json` lacks the key."""
+    """transformers has the same defaults where `config.json` lacks the key."""
     bare = {key: x for key, x in LLAMA.items() if key not in ("tie_word_embeddings", "rms_norm_eps")}
     found = [read(bare | {"model_type": kind}) for kind in ("llama", "phi3", "smollm3")]
     assert [config.tied for config in found] == [False, False, True]
@@ -265,7 +265,7 @@ def test_a_sliding_window_that_no_layer_has_is_no_matter(read):
     read(qwen | {"max_window_layers": 0, "sliding_window": None})
     # a window as long as the context hides nothing
     read(qwen | {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 1024})
-    # Llama's code knows none
+    # Llama's code has no sliding windows
     read(qwen | {"model_type": "llama", "num_hidden_layers": 32})
 
 
@@ -274,7 +274,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(read):
     assert read(mistral | {"sliding_window": None}).sliding_layers == ()
     assert read(mistral | {"sliding_window": 1024}).sliding_layers == ()
     assert read(mistral | {"sliding_window": 512}).sliding_layers == (0, 1, 2)
-    # a missing key is 4096
+    # a missing key means 4096
     long = read(mistral | {"max_position_embeddings": 8192})
     assert (long.sliding_window, long.sliding_layers) == (4096, (0, 1, 2))
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -302,7 +302,7 @@ def test_a_mixture_of_qwens_slides_in_all_layers(read):
 
 
 def test_gemmas_rotary_embeddings_by_kind_take_the_rest_from_the_top(read):
-    """As transformers does."""
+    """transformers does the same."""
     nested = {
         "full_attention": {"rope_type": "linear", "factor": 8.0},
         "sliding_attention": {"rope_type": "default"},
@@ -318,7 +318,7 @@ def test_gemmas_rotary_embeddings_by_kind_take_the_rest_from_the_top(read):
 
 
 def test_a_multimodal_model_is_read_as_the_text_model_in_it(read):
-    """With the keys of google/gemma-3-4b-it, whose text_config leaves out most of them."""
+    """The keys are those of google/gemma-3-4b-it, whose text_config leaves out most of them."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
     config = read({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text})
@@ -334,7 +334,7 @@ def test_eos_ids_are_those_of_generation_config_if_it_is_there(read):
     assert read(LLAMA | {"eos_token_id": [5, 2]}).eos_ids == (2, 5)
     assert read(LLAMA | {"eos_token_id": 2}, eos_token_id=[7, 9]).eos_ids == (7, 9)
     assert read(LLAMA, eos_token_id=None).eos_ids == ()
-    # one that names none leaves it to config.json
+    # a generation config without the key leaves it to config.json
     assert read(LLAMA | {"eos_token_id": 2}, do_sample=True).eos_ids == (2,)
 
 

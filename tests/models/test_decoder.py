@@ -1,4 +1,5 @@
-"""The decoder as JAX sees it: one scanned layer, its shardings, its pytree. Its numbers: `test_goldens.py`."""
+"""Tests of the decoder as JAX sees it: one scanned layer, its shardings and its pytree. Its numbers are tested in
+`test_goldens.py`."""
 
 import dataclasses
 import re
@@ -44,7 +45,7 @@ logits_of = jax.jit(lambda model, hidden: model.logits(hidden))
 
 
 def test_the_program_does_not_grow_with_depth():
-    """So compile time does not either."""
+    """Compile time does not grow with depth either."""
 
     def lines(layers, dtype=jnp.float32):
         def program(tokens):
@@ -91,7 +92,7 @@ def test_tensor_parallel_layers_only_reduce():
         text = hidden.lower(built, tokens).compile().as_text()
     assert text is not None
     found = re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)
-    # the embedding, and the two projections of the scanned layer
+    # one is of the embedding, and two are of the projections of the scanned layer
     assert found == ["all-reduce"] * 3
 
 

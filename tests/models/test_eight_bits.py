@@ -1,4 +1,4 @@
-"""Weights in 8 bits: quantised on loading, and read from FP8 folders."""
+"""Tests of weights in 8 bits, which are quantised on loading or read from FP8 folders."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
 
 
 def in_floats(model: Decoder) -> Decoder:
-    """The model whose matrices are the numbers that 8-bit ones stand for."""
+    """Return the model whose matrices are the numbers that 8-bit ones stand for."""
     own = {name: x.value for name, x in model.own_arrays().items()}
     for part in MATRICES:
         values, scale = (
@@ -56,7 +56,7 @@ def in_floats(model: Decoder) -> Decoder:
 
 
 def in_blocks(case: dict) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The weights of a folder with its layers' matrices in FP8, and as the numbers that these stand for."""
+    """Return the weights of a folder with its layers' matrices in FP8, and the numbers that these stand for."""
     packed, plain, rng = {}, {}, np.random.default_rng(0)
     for name, x in weights(case).items():
         packed[name] = plain[name] = x
@@ -129,7 +129,7 @@ def test_fp8_folders_are_those_of_transformers(tmp_path):
 
 
 def loaded(name: str, folder, tmp_path) -> Decoder:
-    """A model that is quantised on loading, or that of an FP8 folder."""
+    """Return a model that is quantised on loading, or that of an FP8 folder."""
     if name == "int8":
         return load_model(folder, weights=name)
     packed, _ = in_blocks(IN_BLOCKS[name])
@@ -147,7 +147,7 @@ def test_an_eviction_that_looks_at_the_weights_sees_their_numbers(name, folder, 
 
 @pytest.mark.parametrize("name", ["int8", "qwen3", "qwen3_moe"])
 def test_answers_over_the_cache_are_those_of_whole_sequences(name, folder, tmp_path):
-    """A prompt's products are made of weights in floats, those of a single token of 8-bit ones."""
+    """A prompt's products use weights in floats, and those of a single token use 8-bit weights."""
     model, how = loaded(name, folder, tmp_path), SamplingParams(max_new_tokens=8, ignore_eos=True)
     answer = generate(model, [TOKENS[0]], how, chunk=16).tokens[0]
     after = logits(model, np.append(TOKENS[0], answer)[None])[0, TOKENS.shape[1] - 1 : -1]

@@ -1,4 +1,4 @@
-"""Mixtures of experts against their definition, and split over a mesh."""
+"""Tests of mixtures of experts against their definition, and of splitting them over a mesh."""
 
 import math
 
@@ -27,7 +27,7 @@ def moe_model(**changes):
 @pytest.mark.parametrize("tokens", [1, 2, 9, 150])
 @pytest.mark.parametrize("index", [None, 1])
 def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, index):
-    """With fewer rows of an expert than are multiplied at a time, and with more. Experts beyond those that are here add
+    """An expert has fewer rows than are multiplied at a time, or more. Experts beyond those that are here add
     nothing."""
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((1, tokens, WIDTH)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Finding a model's folder, and its tokenizer."""
+"""Tests of finding a model's folder and its tokenizer."""
 
 import base64
 import json
@@ -52,7 +52,7 @@ def test_the_tokenizer_of_a_model():
 
 
 def test_folders_without_a_tokenizer(tmp_path):
-    # for Qwen transformers would make an empty one up
+    # for Qwen, transformers would make up an empty tokenizer
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     with pytest.raises(UserError, match=r"no tokenizer, expected tokenizer\.json or"):
         load_tokenizer(tmp_path)
@@ -102,7 +102,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(rows, refused, tmp_path):
 
 
 def changed(file: Path, **keys) -> None:
-    """A JSON file with other keys; None: without them."""
+    """Change keys of a JSON file. None removes a key."""
     data = (json.loads(file.read_text()) if file.exists() else {}) | keys
     file.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
 
@@ -310,7 +310,7 @@ def test_a_sentencepiece_model_with_a_piece_without_measure(tmp_path):
 
 
 def test_transformers_is_not_given_the_model_s_configuration(tmp_path):
-    """It would make a list of so many labels."""
+    """transformers would make a list of so many labels."""
     shutil.copytree(BUILTIN, tmp_path / "model")
     changed(tmp_path / "model" / "config.json", num_labels=10**12)
     assert len(load_tokenizer(tmp_path / "model")) == 1088

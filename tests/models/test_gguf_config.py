@@ -1,4 +1,4 @@
-"""Metadata of GGUF files as a model's configuration, and those that are refused."""
+"""Tests of reading a model's configuration from the metadata of a GGUF file, and of metadata that are refused."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_chat_models_stop_where_a_turn_ends(tmp_path):
 
 
 def test_a_rope_factor_without_a_type_is_linear(tmp_path):
-    """As llama.cpp reads it."""
+    """llama.cpp reads it so too."""
     found = write_gguf(
         tmp_path / "a.gguf", LLAMA, weights(LLAMA), metadata={"llama.rope.scaling.factor": 4.0}
     )

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files: every quantisation against llama.cpp's own, and files that are refused."""
+"""Tests of tensors in GGUF files: every quantisation is llama.cpp's own, and files that do not fit are refused."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def test_every_quantisation_is_llama_cpps(architecture, tmp_path):
         expected[name] = gguf.quants.dequantize(raw, kind)
         heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
         if architecture == "llama" and heads:
-            # the inverse of llama.cpp's order, by sorting
+            # sorting inverts llama.cpp's order
             rows = permute(np.arange(len(expected[name])), heads)
             expected[name] = expected[name][np.argsort(rows)]
     file = write_gguf(tmp_path / "model.gguf", case, tensors, kinds)
@@ -88,7 +88,7 @@ def text(value: str) -> bytes:
 
 
 def pair(name: str, kind: int, layout: str = "", *values: int | float) -> bytes:
-    """A metadata pair of a type, its value packed by `layout`."""
+    """Return a metadata pair of the given type, with its value packed by `layout`."""
     return text(name) + struct.pack("<I" + layout, kind, *values)
 
 
@@ -125,7 +125,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_headers_that_are_refused(name, tmp_path):
-    """Without work that such a small file has no reason to cause."""
+    """Refusing them takes no work that such a small file has no reason to cause."""
     pairs, tensors, message = HOSTILE[name]
     needed = (
         "context_length",
@@ -158,7 +158,7 @@ def test_counts_beyond_the_file_are_refused(tmp_path):
 def refusal_of(
     folder, pairs: list[bytes], tensors: list[bytes], counts: tuple[int, int] | None = None
 ) -> str:
-    """The line of a file with these metadata and tensors, without its name."""
+    """Return the error for a file with these metadata and tensors, without the file's name."""
     file = folder / "model.gguf"
     tensor_count, pair_count = counts or (len(tensors), len(pairs))
     header = b"GGUF" + struct.pack("<IQQ", 3, tensor_count, pair_count)

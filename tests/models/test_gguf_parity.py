@@ -1,4 +1,5 @@
-"""GGUF files against what transformers itself makes of the same file: small ones here, a real one in tests/real."""
+"""Tests of GGUF files against transformers' model of the same file. Small files are here, a real one is in
+tests/real."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ torch = pytest.importorskip("torch", reason="the parity extra is not installed")
 
 @pytest.mark.parametrize("name", ["llama2", "phi3", "qwen2", "qwen3", "qwen3_moe", "gemma3_gguf"])
 def test_logits_are_those_of_transformers_for_the_same_file(name, tmp_path):
-    """Names and permutations are its own; its config is given, for it reads no head size and no vocabulary size."""
+    """transformers uses its own names and permutations. Its config is given, for it reads no head size and no
+    vocabulary size."""
     import transformers
 
     case = CASES.get(name, OF_GEMMA)

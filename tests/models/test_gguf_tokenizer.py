@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files against those whose vocabulary they hold, of each kind's published design."""
+"""Tests of the tokenizers of GGUF files against those whose vocabulary they hold, of each kind's published design."""
 
 import json
 import re
@@ -28,7 +28,6 @@ TEXTS = [
 ]
 
 
-# the pre-tokenizers of the tokenizer.json of GPT-2, SmolLM2, Qwen2.5 and Llama 3
 def write(file: Path, metadata: dict) -> Path:
     return write_gguf(file, LLAMA, {}, metadata=metadata, more={"token_embd": np.ones((61, 48), np.float32)})
 
@@ -87,8 +86,8 @@ WORDS = [
 
 
 def sentencepiece(text: str) -> list[int]:
-    """SentencePiece's BPE from its definition: the neighbours whose whole has the best score are merged, leftmost
-    first."""
+    """Return ids by SentencePiece's BPE from its definition: the neighbours whose whole has the best score are merged,
+    leftmost first."""
     scores = {piece: -i for i, piece in enumerate(WORDS[7:])}
     parts = list("▁" + text.replace(" ", "▁"))
     while True:

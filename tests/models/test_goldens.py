@@ -1,4 +1,4 @@
-"""The decoder against outputs that transformers' torch models once gave (`make_goldens.py`)."""
+"""Tests of the decoder against outputs that transformers' torch models once gave (`make_goldens.py`)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Files that hold no JSON object, or that are none."""
+"""Tests of files that hold no JSON object, or that are no regular files."""
 
 import json
 import os

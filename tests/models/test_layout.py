@@ -1,4 +1,4 @@
-"""How a model's own arrays lie in the decoder's."""
+"""Tests of how a model's own arrays lie in the decoder's."""
 
 import jax.numpy as jnp
 import numpy as np

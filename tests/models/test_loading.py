@@ -1,4 +1,4 @@
-"""Reading Hugging Face folders: sharding, what is read, what is held, and what is said when it cannot be read."""
+"""Tests of reading Hugging Face folders: sharding, the tensors that are read, the host's memory, and the errors."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_the_host_holds_about_a_layer(tmp_path, monkeypatch):
     embed = tensors["model.embed_tokens.weight"]
     total = sum(x.nbytes for x in tensors.values())
     folder = write_folder(tmp_path, config, tensors)
-    load_model(folder)  # compiles
+    load_model(folder)  # this call compiles
 
     reads = []
     fill = TensorInFile.fill
@@ -215,7 +215,7 @@ def test_sharded_files(tmp_path, whole):
     (folder / "b.safetensors").unlink()
     with pytest.raises(UserError, match=r"index\.json names b\.safetensors, not in the folder"):
         load_model(folder)
-    # as in transformers, one file goes before an index, be that of now or of long ago
+    # as in transformers, a single file has precedence over an index, whichever is newer
     write_folder(folder, CASE)
     with pytest.warns(
         UserWarning, match=r"model\.safetensors is read, .* model\.safetensors\.index\.json is ignored"
@@ -244,7 +244,7 @@ ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
 def frequencies(theta: float = 10_000.0) -> np.ndarray:
-    """The rotary frequencies of `LLAMA`, whose heads have 12 dimensions."""
+    """Return the rotary frequencies of `LLAMA`, whose heads have 12 dimensions."""
     return (theta ** -(np.arange(0, 12, 2) / 12)).astype(np.float32)
 
 
@@ -314,7 +314,7 @@ def test_names_of_a_model_below_its_head(renamed, tmp_path, whole):
 
 @pytest.mark.parametrize("where", ["language_model.", "model.language_model."])
 def test_of_a_multimodal_model_the_text_model_is_loaded(where, tmp_path):
-    """By the names of transformers 4 and 5."""
+    """The names are those of transformers 4 and 5."""
     own = weights(GEMMA3)
     below = where.startswith("model.")
     tensors = {f"{where}{name.removeprefix('model.') if below else name}": x for name, x in own.items()}
@@ -325,7 +325,7 @@ def test_of_a_multimodal_model_the_text_model_is_loaded(where, tmp_path):
     whole = {"model_type": "gemma3", "text_config": GEMMA3}
     found = load_model(write_folder(tmp_path / "multimodal", whole, tensors))
     assert_equal(found, load_model(write_folder(tmp_path / "text", GEMMA3)))
-    # a head of its own, which the config outside names
+    # the model has a head of its own, as the outer config says
     head = f"{outer}lm_head.weight" if below else "language_model.lm_head.weight"
     untied = whole | {"tie_word_embeddings": False}
     tensors[head] = -own["model.embed_tokens.weight"]

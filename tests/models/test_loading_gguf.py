@@ -1,4 +1,4 @@
-"""GGUF files as models, against the Hugging Face folders that they are made of."""
+"""Tests of GGUF files as models, against the Hugging Face folders that they are made of."""
 
 import tracemalloc
 
@@ -69,7 +69,8 @@ def test_any_mesh_loads_the_same_model_and_every_row_is_read_once(shape, tmp_pat
 
 @pytest.mark.slow
 def test_the_host_holds_about_a_layer(tmp_path):
-    """As of safetensors (test_loading.py): tracemalloc sees numpy's memory, and a CPU device keeps the embedding's."""
+    """As with safetensors (test_loading.py), tracemalloc sees numpy's memory, and a CPU device keeps the
+    embedding's."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 4096}
     case = LLAMA | sizes | {"tie_word_embeddings": True}
     tensors = weights(case)
@@ -81,7 +82,7 @@ def test_the_host_holds_about_a_layer(tmp_path):
     )
     file = write_gguf(tmp_path / "model.gguf", case, tensors, kinds)
     del tensors, kinds
-    load_model(file)  # compiles
+    load_model(file)  # this call compiles
     tracemalloc.start()
     load_model(file)
     peak = tracemalloc.get_traced_memory()[1]

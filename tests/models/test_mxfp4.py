@@ -1,4 +1,4 @@
-"""Experts of gpt-oss in MXFP4: the format, and files of both forms."""
+"""Tests of gpt-oss's experts in MXFP4: the format, and files of both forms."""
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,7 @@ def test_a_worked_example():
 
 
 def in_blocks():
-    """The weights of a model with its experts in MXFP4, and the same with them as numbers."""
+    """Return the weights of a model with its experts in MXFP4, and the same weights with these as numbers."""
     rng, plain, packed = np.random.default_rng(0), weights(WIDE), {}
     for name, x in list(plain.items()):
         if not name.endswith(("gate_up_proj", "down_proj")):

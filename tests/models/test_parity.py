@@ -1,4 +1,5 @@
-"""The decoder against transformers' torch models, submodule by submodule, and whether the goldens are still theirs."""
+"""Tests of the decoder against transformers' torch models, submodule by submodule, and of whether the goldens are still
+theirs."""
 
 import numpy as np
 import pytest

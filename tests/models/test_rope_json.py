@@ -1,4 +1,4 @@
-"""Both spellings of rotary embeddings in `config.json`."""
+"""Tests of both spellings of rotary embeddings in `config.json`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Writing Hugging Face folders."""
+"""Tests of writing Hugging Face folders."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_every_family_comes_back_and_transformers_reads_its_config_alike(name, t
         "sliding_window_pattern",
     }:
         assert getattr(ours, key) == getattr(theirs, key), key
-    # ours also says what theirs leaves to defaults
+    # our file also has the keys that theirs leaves to defaults
     rope = {key: value for key, value in theirs.rope_parameters.items() if key != "type"}
     assert rope.items() <= ours.rope_parameters.items()
 

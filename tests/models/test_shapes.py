@@ -1,4 +1,4 @@
-"""Models by name, and by a folder without weights."""
+"""Tests of finding models by name, and by a folder without weights."""
 
 import math
 
@@ -11,7 +11,7 @@ from kvjax.models.shapes import find_shape, known
 from tests.tiny_models import tiny_config
 
 PARAMETERS = {
-    # of the models' cards; a tied table counts once
+    # these counts are on the models' cards; a tied table counts once
     "llama-3.2-1b": 1.24e9,
     "llama-3.2-3b": 3.21e9,
     "llama-3.1-8b": 8.03e9,

@@ -1,4 +1,4 @@
-"""Safetensors files that cannot be read."""
+"""Tests of safetensors files that cannot be read."""
 
 import json
 import os

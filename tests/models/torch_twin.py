@@ -1,4 +1,4 @@
-"""What transformers' own models compute, piece by piece. Needs torch."""
+"""The pieces that transformers' own models compute. Torch is needed."""
 
 import sys
 from pathlib import Path
@@ -9,11 +9,11 @@ import transformers
 
 
 def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.ndarray]:
-    """Every piece of one layer, and the model's ends, for `tokens` [1 t], in kvjax's layout less the batch axis.
+    """Return every piece of one layer, and the model's ends, for `tokens` [1 t], in kvjax's layout less the batch axis.
 
-    x: the layer's input. norm: after its attention norm. cos, sin: half of them, the other half being the same. q, k:
-    after RoPE; k_pre: before. v. attention: what it adds to x. mlp_in, mlp. layer: its output. hidden: after the final
-    norm. logits.
+    x: the layer's input. norm: after its attention norm. cos, sin: one half of each, since the other half is the same.
+    q, k: after RoPE. k_pre: before RoPE. v. attention: the sum that it adds to x. mlp_in, mlp: the mlp's input and
+    output. layer: its output. hidden: after the final norm. logits.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -54,7 +54,7 @@ def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.nda
         cos, sin = seen["layer rope"]
         rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         q, k = rotary(heads("q"), heads("k"), cos, sin)
-    # gpt-oss has one half alone
+    # gpt-oss has only one half
     half = cos.shape[-1] if cos.shape[-1] < head_dim and "qkv_proj" not in seen else cos.shape[-1] // 2
     found = {
         "x": seen["layer in"],

@@ -1,9 +1,9 @@
 """`python -m tests.pallas_kernels.compile_cases OP CHIP WHICH`: compile an op's cases for a TPU or a GPU that is not
 here.
 
-Prints a line of JSON for each: its name, the bytes of its temporaries, and the largest copy in the program.
+A line of JSON is printed for each: its name, the bytes of its temporaries, and the largest copy in the program.
 An op's cases are `COMPILE` in `cases/OP.py`: name -> (function, arguments, arguments to donate). WHICH is `all` of
-them, or the `bounded`, whose sizes are: the shapes that people use; or the name of one of `LONG`.
+them; `bounded`, for those whose sizes are bounded, which are the shapes that people use; or the name of one of `LONG`.
 """
 
 import functools
@@ -18,7 +18,7 @@ WIDTH = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
 
 
 def copies(program: str) -> list[int]:
-    """Bytes of each array that the optimised program copies."""
+    """Return the bytes of each array that the optimised program copies."""
     sizes = []
     for dtype, shape in re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\(", program):
         size = WIDTH.get(dtype, 8)

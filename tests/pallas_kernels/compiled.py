@@ -1,4 +1,4 @@
-"""The kernels' cases, compiled for chips that are not here."""
+"""Compile the kernels' cases for chips that are not here."""
 
 import importlib
 import importlib.util

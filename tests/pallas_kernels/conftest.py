@@ -1,4 +1,4 @@
-"""What the tests of all ops share."""
+"""Fixtures that the tests of all ops share."""
 
 import pytest
 from jaxtyping import config as jaxtyping_config
@@ -6,7 +6,7 @@ from jaxtyping import config as jaxtyping_config
 
 @pytest.fixture
 def shapes_unchecked():
-    """Lets the op's own messages be seen, which jaxtyping's would forestall."""
+    """Turn off jaxtyping's checks, whose errors would come before the op's own messages."""
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
     jaxtyping_config.update("jaxtyping_disable", False)

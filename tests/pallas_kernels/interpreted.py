@@ -1,4 +1,4 @@
-"""How Mosaic GPU kernels are interpreted."""
+"""Parts with which Mosaic GPU kernels are interpreted."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +8,8 @@ from pallas_kernels.vertical_slash import hopper
 
 
 def product(x, y, axis):
-    """Reads as the interpreter can: by other means than the copies into the same place, which are told to wait."""
+    """Multiply with reads that the interpreter can do. They use other means than the copies into the same place, which
+    are therefore made to wait."""
     y = y[...]
     plgpu.commit_smem()
     return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""`attention_mass`: what it means, that every implementation means it, and bugs that must be noticed."""
+"""Tests of `attention_mass`: the definition, every implementation against it, and bugs that must be noticed."""
 
 import functools
 import math
@@ -18,10 +18,10 @@ from tests.pallas_kernels.closeness import nan_outside
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
 TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
-"""The others only where all is asked for."""
+"""Implementations, of which all but the TPU's run only in thorough tests."""
 few = settings(max_examples=4, deadline=None, derandomize=True, database=None)
 
-SHAPES = {  # b, n, k, t, s, h: lengths that no tile divides
+SHAPES = {  # b, n, k, t, s, h; no tile divides these lengths
     "square": (1, 4, 2, 150, 150, 32),
     "window": (2, 6, 2, 16, 300, 64),
     "chunk": (1, 2, 2, 70, 190, 96),
@@ -38,7 +38,7 @@ CASES = {  # shape, over, group, offset, whether lse is given, whether not all k
 
 
 def tensors(shape, seed, dtype=jnp.float32):
-    """q, k, valid (one head's keys all, or all but a few, not) and lse (a tenth of it -inf)."""
+    """Return q, k, valid (some heads have few valid keys, and one may have none) and lse (a tenth of it is -inf)."""
     b, n, k, t, s, h = shape
     rng = np.random.default_rng(seed)
     q, key = (jnp.asarray(2 * rng.normal(size=x), dtype) for x in ((b, n, t, h), (b, k, s, h)))
@@ -126,7 +126,7 @@ def test_bfloat16(implementation, case):
 
 @pytest.mark.parametrize("implementation", OTHERS)
 def test_probabilities_far_above_one_and_far_below(implementation):
-    """An lse of another key set: p from e^-200 to e^200."""
+    """The lse is that of another key set, so that p goes from e^-200 to e^200."""
     q, k, valid, lse = tensors(SHAPES["square"], 0)
     call, expected = (compiled(name, "KVPOP's target") for name in (implementation, "reference"))
     for shift in (-200, 200):
@@ -135,7 +135,7 @@ def test_probabilities_far_above_one_and_far_below(implementation):
 
 
 def test_rows_taken_together_as_on_accelerators(monkeypatch):
-    """All four (sequence, kv head) rows."""
+    """All four (sequence, kv head) rows are taken together."""
     monkeypatch.setattr("pallas_kernels.attention_mass.xla.logits_at_once", lambda: 1 << 24)
     monkeypatch.setitem(IMPLEMENTATIONS, "together", IMPLEMENTATIONS["xla"])
     check("together", "SnapKV's window", 0)
@@ -144,7 +144,7 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch):
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.thorough
 def test_many_tiles(implementation):
-    """More rows of both kinds than a tile has anywhere."""
+    """There are more rows of both kinds than a tile has anywhere."""
     shape = (1, 1, 1, 600, 1100, 32)
     q, k, _, _ = tensors(shape, 0)
     actual, expected = (
@@ -156,7 +156,8 @@ def test_many_tiles(implementation):
 
 @pytest.mark.parametrize("implementation", OTHERS)
 def test_pages(implementation):
-    """Shuffled; lengths of 0, 1, a page and one more, all; NaN past them and table entries beyond the pool."""
+    """Pages are shuffled, and lengths are 0, 1, a page and one more, and all. Beyond the lengths, entries are NaN and
+    table entries lie beyond the pool."""
     b, n, k, t, columns, page, h = 2, 4, 2, 5, 6, 16, 32
     rng = np.random.default_rng(0)
     length = np.array([[0, 1], [17, 96]])

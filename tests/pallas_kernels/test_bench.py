@@ -1,4 +1,4 @@
-"""The benchmarks, run through at tiny sizes on a CPU, and their clock and rivals."""
+"""Tests of the benchmarks, which run at tiny sizes on a CPU, and of their clock and rivals."""
 
 import importlib
 import json
@@ -69,11 +69,11 @@ def test_every_benchmark_runs(op, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.thorough
-# torch wants a compiler for flex_attention, which is there where there is a GPU
+# torch asks for a compiler for flex_attention, which is there where there is a GPU
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("op", OPS)
 def test_every_benchmark_runs_as_on_a_gpu(op, monkeypatch):
-    """With interpreted kernels. There is no cuDNN here, which the rows say and which stops nothing."""
+    """Kernels are interpreted. There is no cuDNN here; the rows say so, and the benchmark goes on."""
     module = importlib.import_module(f"pallas_kernels.{op}.bench")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for used in (module, vertical_slash_bench):
@@ -94,7 +94,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, capsys):
 
 
 def test_an_output_is_measured_against_its_own_query():
-    """One that is small beside the others is 3% off; where zeros are expected anything else is wrong."""
+    """An output that is small beside the others is 3% off. Where zeros are expected, anything else is wrong."""
     expected = jnp.asarray([[3.0, 4.0], [0.03, 0.04], [0.0, 0.0]])
     off = expected.at[1, 0].add(0.0015)
     assert timing.error(off, expected, by_row=True) == pytest.approx(0.03)
@@ -144,7 +144,7 @@ def close(actual, expected):
 
 @pytest.fixture
 def attention():
-    """q, k, v, end and the output they should give."""
+    """Return q, k, v, end and the output that they should give."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (jax.random.normal(key, (1, n, 600, 16)) for key, n in zip(keys[:3], (4, 2, 2), strict=True))
     end = ends(jax.random.bernoulli(keys[3], 0.3, (1, 2, 600)), 7)
@@ -166,7 +166,7 @@ def test_torch_rivals_see_the_same_keys(attention):
 
 
 def test_gathered_pages_are_the_same_attention():
-    """Rings and lengths that end within a page."""
+    """Local windows and lengths end within a page."""
     b, n, k, h, page, columns, ring_pages = 2, 4, 2, 16, 8, 6, 2
     keys = jax.random.split(jax.random.key(0), 5)
     q, *new = (jax.random.normal(key, (b, x, 1, h)) for key, x in zip(keys[:3], (n, k, k), strict=True))

@@ -1,4 +1,4 @@
-"""Which implementation runs where nothing is said."""
+"""Tests of which implementation runs if none is given."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def attend(q):
 
 
 def test_a_gpu_gets_its_kernel_and_not_another():
-    """By the mesh's devices, which need not be here."""
+    """The mesh's devices decide, which need not be here."""
     program = lower_for_cuda(attend, x)
     assert "triton" in program
     assert "stablehlo.dot_general" not in program

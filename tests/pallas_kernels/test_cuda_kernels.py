@@ -1,6 +1,5 @@
-"""The GPU kernels without a GPU: XLA's compiler for CUDA and its assembler, where they are installed
-(the extra `cuda-compiler`). In processes of their own, as for TPUs.
-"""
+"""Tests of the GPU kernels without a GPU, with XLA's compiler for CUDA and its assembler, where they are installed (the
+extra `cuda-compiler`). They run in processes of their own, as for TPUs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`mlstm`: what it means, that its forms agree from any state and over padding, and its gradients."""
+"""Tests of `mlstm`: the definition, the agreement of its forms from any state and over padding, and its gradients."""
 
 import functools
 
@@ -16,7 +16,7 @@ NORMALISERS = "plain", "xlstm"
 
 
 def inputs(seed=0, tokens=T, dtype=np.float32):
-    """Features that are not negative, as a scorer's are, and gates that forget within the sequence."""
+    """Return features that are not negative, as a scorer's are, and gates that forget within the sequence."""
     rng = np.random.default_rng(seed)
     shape = B, K, tokens
     q, k = (np.abs(rng.standard_normal((*shape, D))) for _ in range(2))
@@ -26,7 +26,7 @@ def inputs(seed=0, tokens=T, dtype=np.float32):
 
 
 def by_recurrence(q, k, v, log_i, log_f, normaliser):
-    """Token by token in float64, without a stabiliser: the paper's equations as they stand."""
+    """Compute the paper's equations as they are, token by token in float64, without a stabiliser."""
     q, k, v, i, f = (np.asarray(x, np.float64) for x in (q, k, v, log_i, log_f))
     c, z, h = np.zeros((B, K, D, E)), np.zeros((B, K, D)), np.zeros(v.shape)
     for t in range(q.shape[2]):
@@ -101,14 +101,14 @@ def test_gradients_are_the_references_in_float64(normaliser):
         def loss(form, dtype):
             def value(given, memory):
                 h, after = mlstm(*given, memory, normaliser=normaliser, **form)
-                scale = jnp.exp(after.m)  # c and z alone depend on the stabiliser
+                scale = jnp.exp(after.m)  # c and z by themselves depend on the stabiliser
                 return (h * weights).sum() + ((after.z * scale[..., None]) ** 2).sum()
 
             cast = jax.tree.map(lambda x: np.asarray(x, dtype), (given, memory))
             return jax.device_get(jax.jit(jax.grad(value, (0, 1)))(*cast))
 
         wanted = loss(FORMS["reference"], jnp.float64)
-        # of a memory the stabiliser alone has no gradient of its own: it scales both others
+        # the stabiliser of a memory has no gradient of its own, since it scales both other parts
         for form in ("chunkwise", "recurrent"):
             found = loss(FORMS[form], jnp.float64)
             for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
@@ -117,8 +117,8 @@ def test_gradients_are_the_references_in_float64(normaliser):
 
 @pytest.mark.parametrize("normaliser", ["plain", pytest.param("xlstm", marks=pytest.mark.thorough)])
 def test_the_kernel_is_the_reference_in_float64_over_several_blocks(normaliser, monkeypatch):
-    """Values, what is handed on, and the gradients of all arguments; two chunks a block, the last one partly filled,
-    padding in the middle of the first."""
+    """Values, the memory that is handed on and the gradients of all arguments are compared. A block has two chunks, the
+    last one is partly filled, and there is padding in the middle of the first."""
     monkeypatch.setattr(tpu, "BLOCK", 2)
     tokens = 290
     q, k, v, log_i, log_f = map(np.array, inputs(tokens=tokens))
@@ -129,7 +129,7 @@ def test_the_kernel_is_the_reference_in_float64_over_several_blocks(normaliser, 
     def results(implementation, *given):
         def value(given, memory):
             h, after = mlstm(*given, memory, normaliser=normaliser, implementation=implementation)
-            scale = jnp.exp(after.m)[..., None]  # c and z alone depend on the stabiliser
+            scale = jnp.exp(after.m)[..., None]  # c and z by themselves depend on the stabiliser
             handed = (after.z * scale) ** 2, after.c * scale[..., None]
             return (h * weights).sum() + sum(x.sum() for x in handed), (h, after)
 
@@ -155,7 +155,7 @@ def test_a_tpu_gets_the_kernel_for_a_chunk_and_more():
 
 
 def test_plainly_a_query_reads_a_mean_of_values_whatever_scales_gates_and_keys():
-    """In the hull of the values, coordinate by coordinate; unchanged by a constant in log i, and by longer keys."""
+    """Each coordinate is in the hull of the values, and is unchanged by a constant in log i and by longer keys."""
     q, k, v, log_i, log_f = map(np.asarray, inputs())
     call = compiled(chunk=8)
     h = np.asarray(call(q, k, v, log_i, log_f)[0])

@@ -1,4 +1,4 @@
-"""`mlstm` with xLSTM's normaliser against the JAX code that its authors publish (package mlstm-kernels)."""
+"""Tests of `mlstm` with xLSTM's normaliser against the JAX code that its authors publish (package mlstm-kernels)."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,7 @@ B, K, T, D, E = 2, 3, 64, 16, 8
 
 
 def published(*path):
-    """A module by its file: the package itself would import triton."""
+    """Load a module from its file, since the package itself would import triton."""
     assert FOUND is not None
     assert FOUND.submodule_search_locations is not None
     file = Path(FOUND.submodule_search_locations[0], "jax", *path)
@@ -30,7 +30,7 @@ def published(*path):
 
 @pytest.fixture(scope="module")
 def given():
-    """Queries and keys of either sign, and the gates before their activations."""
+    """Return queries and keys of either sign, and the gates before their activations."""
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     q, k, v = draw(B, K, T, D), draw(B, K, T, D), draw(B, K, T, E)

@@ -1,4 +1,4 @@
-"""`paged_decode`: what it means, that every implementation means it, and bugs that must be noticed."""
+"""Tests of `paged_decode`: the definition, every implementation against it, and bugs that must be noticed."""
 
 import functools
 import math
@@ -38,7 +38,8 @@ CASES = [  # with a ring, with new, with selected pages
 
 
 def draw_lengths(data, shape):
-    """Of the rings and of the global regions: nothing, one, a page and its neighbours, everything, or any number."""
+    """Draw the lengths of the rings and of the retained entries: nothing, one, a page and its neighbours, everything,
+    or any number."""
     b, _, k, _, _, page, columns, ring_pages = shape
 
     def length(largest):
@@ -105,7 +106,8 @@ def test_any_lengths(implementation, shape, ring, new, chosen, data, seed):
 
 
 def test_a_block_is_computed_as_far_as_it_has_entries():
-    """On a TPU, of its 16 pages up to 4, 6, 8 or all: at every end of these, and with pages that are full."""
+    """A TPU computes up to 4, 6, 8 or all of a block's 16 pages. Lengths are at every end of these, and some pages are
+    full."""
     ring, length = np.array([0, 37]), np.array([[1, 256, 257, 1023], [320, 384, 449, 0]])
     for stored in (length, length[::-1, ::-1] // 64 * 64):
         check("tpu", SHAPES["parts"], ring, stored, 0)
@@ -181,7 +183,8 @@ def test_bfloat16(implementation):
 
 
 def test_more_queries_of_a_row_than_a_program_of_a_gpu_holds():
-    """80 query heads of one and four tokens, 512 × 64 numbers of the output, padded, are tiled; one token's are not."""
+    """80 query heads of one kv head and four tokens have 512 × 64 numbers of the output, padded, and are tiled. Those
+    of one token are not."""
 
     def shape(t):
         return (1, 80, 1, t, 64, 8, 6, 2)
@@ -243,14 +246,15 @@ def test_without_queries_there_is_no_output(implementation):
 @pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize(("values", "most"), [("random", 3e-3), ("two constants", 2e-4)])
 def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values, most, monkeypatch):
-    """128 copies of 64 entries, as four million entries are of 32,768: an output that is rounded to bfloat16 after each
-    is off by 1%, and by 10% where the second half's share is always less than half a unit of the last place."""
+    """There are 128 parts of 64 entries, as four million entries are 128 parts of 32,768. An output that is rounded to
+    bfloat16 after each part is off by 1%, and by 10% where the second half's share is always less than half a unit of
+    the last place."""
     monkeypatch.setattr(chunked, "ENTRIES", (64, 64))
     t, h, page, columns = 16, 32, 16, 512
     rng = np.random.default_rng(0)
     q, key, value = (rng.normal(size=x) for x in ((1, 1, t, h), (columns, page, h), (columns, page, h)))
     if values == "two constants":
-        key[columns // 2 :] = key[: columns // 2]  # so that the output is 1.125, which bfloat16 has
+        key[columns // 2 :] = key[: columns // 2]  # the output is then 1.125, which bfloat16 has
         value[: columns // 2], value[columns // 2 :] = 1, 1.25
     arguments = (
         jnp.asarray(q, jnp.bfloat16),
@@ -272,8 +276,8 @@ def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values
 def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
     """Each step attends, writes one entry and moves one; the pool is never copied.
 
-    Fewer shards for an interpreter, whose threads wait for each other; the general one, which runs what is for GPUs,
-    does not know over which axes of the mesh an array varies.
+    An interpreter gets fewer shards, since its threads wait for each other. The general one, which runs the GPU
+    kernels, does not know over which axes of the mesh an array varies.
     """
     sizes = (1, 4, 2) if implementation == "xla" else (1, 1, 2)
     b, n, k, h, page, columns, ring_pages, steps = 4, 8, 4, 32, 8, 6, 1, 3
@@ -321,7 +325,7 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
 
     def arguments():
         specs = (spec, pools, spec, spec, P(("data", "fsdp")), spec, spec, pools)
-        # Copies, since the pool is given away.
+        # These are copies, since the pool is given away.
         return [
             jax.device_put(np.array(x), s)
             for x, s in zip((q, pool, table, length, ring_length, *new, bias), specs, strict=True)
@@ -340,7 +344,7 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
     assert memory is not None
     if (
         implementation == "xla"
-    ):  # the others are interpreted here: compiled, their programs are looked at elsewhere
+    ):  # the others are interpreted here, and their compiled programs are tested elsewhere
         assert memory.temp_size_in_bytes < pool.nbytes / shards / 2
 
 

@@ -20,7 +20,7 @@ B, K, PAGE, RING_PAGES = SHAPE[0], SHAPE[2], SHAPE[5], SHAPE[7]
 
 
 def places(pool, seed=0):
-    """Every sort of place: a slot whose entry moves, one whose entry goes, none at all."""
+    """Return every sort of place: a slot whose entry moves, one whose entry is dropped, and none at all."""
     rng = np.random.default_rng(seed)
     pages = rng.permutation(len(pool))[: 2 * B * K].reshape(2, B, K)
     found = pages * pool.shape[1] + rng.integers(pool.shape[1], size=pages.shape)
@@ -30,7 +30,7 @@ def places(pool, seed=0):
 
 
 def wanted(pool, append, new):
-    """The pool as it should be, entry by entry."""
+    """Return the pool as it should be, written entry by entry."""
     entries = np.array(pool).reshape(-1, pool.shape[2])
     for row in np.ndindex(B, K):
         slot, moved = (int(place[row]) for place in append)

@@ -1,4 +1,4 @@
-"""`paged_decode` with a bias beside entries; without one nothing is read for it."""
+"""Tests of `paged_decode` with a bias of its entries. If there is no bias, none is read."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels.paged_decode.plane import of_pages, of_pages_by_lanes
 from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.paged import OTHERS, SHAPES, biased, cache, compiled
 
-BIASED = {  # shape; with a ring, with new, with selected pages; lengths of the rings and of the global regions
+BIASED = {  # shape; with a ring, with new, with selected pages; lengths of the rings and of the retained entries
     "one": (SHAPES["one"], True, True, True, [0, 5, 32], [0, 112, 3, 0, 17, 16]),
     "several tiles": (SHAPES["several tiles"], True, False, False, [24, 13], [616, 0, 65, 300]),
     "many tiles": (SHAPES["many tiles"], True, True, False, [19], [1810]),
@@ -32,7 +32,7 @@ def test_a_bias_is_added_to_the_logits_of_the_global_entries(implementation, cas
     for plane in (
         bias,
         jnp.where(bias > -jnp.inf, -jnp.inf, bias),
-    ):  # in the second one nothing global is visible
+    ):  # in the second one no retained entry is visible
         expected = compiled("reference", ring_pages, *options)(*arguments, plane)
         assert_attention_close(compiled(implementation, ring_pages, *options)(*arguments, plane), expected)
 
@@ -42,7 +42,7 @@ def test_a_bias_is_added_to_the_logits_of_the_global_entries(implementation, cas
 def test_without_a_bias_there_is_no_plane_of_any(implementation, t):
     *arguments, _ = cache((2, 2, 1, t, 32, 16, 18, 2), [5, 0], [3, 0], 0)
     call = compiled(implementation, 2, True, True)
-    assert arguments[1].shape[:2] == (41, 16)  # which nothing else is
+    assert arguments[1].shape[:2] == (41, 16)  # no other array has this shape
     assert "[41,16]" not in str(jax.make_jaxpr(call)(*arguments, None))
 
 

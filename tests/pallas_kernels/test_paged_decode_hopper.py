@@ -1,4 +1,5 @@
-"""The Hopper kernel of `paged_decode`: in the interpreter of Mosaic GPU, and lowered for a GPU that is not here."""
+"""Tests of the Hopper kernel of `paged_decode`, in the interpreter of Mosaic GPU and lowered for a GPU that is not
+here."""
 
 import functools
 
@@ -17,7 +18,7 @@ from tests.pallas_kernels.paged import cache, compiled
 
 pytestmark = pytest.mark.thorough
 
-# b, n, k, t, h, page, columns, ring pages; lengths of the rings and of the global regions; multiprocessors
+# b, n, k, t, h, page, columns, ring pages; lengths of the rings and of the retained entries; multiprocessors
 CASES = {
     "every sort of length, small pages": ((3, 2, 1, 2, 64, 16, 26, 2), (5, 0, 32), (384, 0, 129), 2),
     "a row for several programs, more tiles than fit": ((1, 2, 1, 1, 128, 64, 12, 2), (100,), (600,), 2),
@@ -28,8 +29,9 @@ CASES = {
 
 
 def check(monkeypatch, shape, ring_length, length, programs, outside=False):
-    """In unused entries and in what was never written is NaN; unused columns lie beyond the pool. If `outside`, used
-    ones do too, whose nearest pages then hold numbers. No lengths of rings: no new keys either."""
+    """Check values and races. Unused entries and places that were never written hold NaN, and unused columns lie beyond
+    the pool. If `outside`, used columns do too, and their nearest pages hold numbers. Without lengths of rings there
+    are no new keys either."""
     monkeypatch.setattr(stream_k, "MULTIPROCESSORS", programs)
     ring, ring_pages = ring_length is not None, shape[-1]
     arguments = cache(shape, ring_length if ring else [0] * shape[0], length, 0, jnp.bfloat16)

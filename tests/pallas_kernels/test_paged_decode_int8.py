@@ -1,4 +1,4 @@
-"""`paged_decode` over int8 entries: that of the floats which they stand for."""
+"""Tests of `paged_decode` over int8 entries, whose attention is that of the floats that they stand for."""
 
 import functools
 
@@ -14,8 +14,8 @@ from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.paged import OTHERS, SHAPES, biased, cache, compiled
 
 GARBAGE = 77, -1
-"""The number, and the scales, which are NaN, of places where nothing is stored."""
-CASES = {  # lengths of the rings and of the global regions
+"""The number and the scales, which are NaN, in places where nothing is stored."""
+CASES = {  # lengths of the rings and of the retained entries
     "parts": ([3, 64], [0, 1024, 65, 3, 128, 700, 1, 64]),
     "one": ([0, 5, 32], [0, 112, 3, 0, 17, 16]),
     "chunk": ([7], [200]),
@@ -25,7 +25,7 @@ TAKEN = [(x, case) for case in CASES for x in OTHERS if x != "tpu" or case == "p
 
 
 def stored(case, seed=0):
-    """The arguments of `cache` with int8 entries, their scales, a bias, and the pool of floats."""
+    """Return the arguments of `cache` with int8 entries, their scales, a bias, and the pool of floats."""
     q, pool, table, length, *rest = cache(SHAPES[case], *CASES[case], seed)
     values, scale = quantised_entries(jnp.nan_to_num(pool))
     nothing = jnp.isnan(pool)

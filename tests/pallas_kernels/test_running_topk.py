@@ -1,4 +1,4 @@
-"""`running_topk`: what it means, that every implementation means it, and bugs that must be noticed."""
+"""Tests of `running_topk`: the definition, every implementation against it, and bugs that must be noticed."""
 
 import bisect
 import functools
@@ -18,7 +18,7 @@ from pallas_kernels.running_topk.api import FASTEST, IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
 TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
-"""The others only where all is asked for."""
+"""Implementations, of which all but the TPU's run only in thorough tests."""
 FOREVER = jnp.iinfo(jnp.int32).max
 few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 
@@ -39,7 +39,7 @@ def compiled(implementation, window, queries):
 
 
 def permutations(shape, seed):
-    """Ranks, in random order, rising or falling, and which keys compete: all, none or some in each row."""
+    """Return ranks in random order, rising or falling, and which keys compete: all, none or some in each row."""
     b, k, s, _, _ = shape
     rng = np.random.default_rng(seed)
     rows = [rng.permutation(s) for _ in range(b * k)]
@@ -90,7 +90,7 @@ def test_reference_means_what_a_cache_does(shape):
 
 
 def test_the_specification_s_example():
-    """Two sinks, a window of two, two places: which keys are left at indices 4 to 9."""
+    """There are two sinks, a window of two and two places, and the keys that are left are listed at indices 4 to 9."""
     scores = np.float32([[[0, 0, 0.2, 0.9, 0.1, 0.5, 0.7, 0.3, 0.8, 0.6]]])
     competes = jnp.asarray((np.arange(10) >= 2)[None, None])
     _, end = jax.jit(lambda x: running_topk(ranks(x), k=2, window=2, competes=competes))(scores)
@@ -115,13 +115,13 @@ def test_means_the_reference(implementation, shape, seed):
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.thorough
 def test_a_long_row(implementation):
-    """Not a power of two, and several blocks of everything."""
+    """Its length is not a power of two, and it has several blocks of everything."""
     check(implementation, (1, 1, 5000, 4500, 100), 0)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "counts"])
 def test_rows_taken_together_as_on_accelerators(monkeypatch, implementation):
-    """Some of the four rows at once, then the others; all."""
+    """Three of the four rows are taken at once and then the other, and in the second case all are."""
     module = importlib.import_module(f"pallas_kernels.running_topk.{implementation}")
     for rows, numbers in (("three", 3 * 128), ("all", 1 << 24)):
         monkeypatch.setattr(module, "logits_at_once", lambda numbers=numbers: numbers)
@@ -131,7 +131,7 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch, implementation):
 
 @pytest.mark.parametrize("shape", ["square", "chunk", "window longer than all"])
 def test_counts_are_carried_from_chunk_to_chunk(monkeypatch, shape):
-    """Of one block each; in the last one not all are queries."""
+    """Chunks have one block each, and in the last one not all are queries."""
     module = importlib.import_module("pallas_kernels.running_topk.counts")
     monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(module, "COUNTS", 1)
@@ -180,7 +180,7 @@ def test_on_a_mesh_inside_a_scan(implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "counts"])
 def test_memory_stays_far_below_all_pairs(implementation):
-    """Of 8192 keys there are 64 million pairs."""
+    """8192 keys have 64 million pairs."""
     rank = jax.ShapeDtypeStruct((1, 1, 8192), jnp.int32)
     call = functools.partial(running_topk, k=444, window=64, implementation=implementation)
     memory = jax.jit(call).lower(rank).compile().memory_analysis()
@@ -190,7 +190,7 @@ def test_memory_stays_far_below_all_pairs(implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "counts"])
 def test_memory_grows_as_keys_do(implementation):
-    """Of 8 rows at a million keys some tens of bytes for each, about as many as at 128K."""
+    """8 rows of a million keys take some tens of bytes for each key, about as many as at 128K."""
 
     def temporaries(s):
         call = functools.partial(running_topk, k=s // 4, window=256, implementation=implementation)

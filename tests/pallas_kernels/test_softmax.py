@@ -1,4 +1,4 @@
-"""Merging attention over disjoint sets of keys."""
+"""Tests of merging attention over disjoint sets of keys."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def attention(q, k, v):
 def test_merge_of_two_parts_is_the_whole():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 3, x, 8)), jnp.float32) for x in (4, 9, 9))
-    # Far apart, so that the parts' weights differ by many orders of magnitude in some rows.
+    # The parts are far apart, so that their weights differ by many orders of magnitude in some rows.
     k = k.at[0, :, :5].multiply(30)
     parts = attention(q, k[:, :, :5], v[:, :, :5]), attention(q, k[:, :, 5:], v[:, :, 5:])
     assert_attention_close(merge(*parts[0], *parts[1]), attention(q, k, v))

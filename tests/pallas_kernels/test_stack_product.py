@@ -1,4 +1,4 @@
-"""`stack_product`: what it means, that every implementation means it, and that a decoder decodes with it."""
+"""Tests of `stack_product`: the definition, every implementation against it, and a decoder that decodes with it."""
 
 import functools
 
@@ -18,7 +18,7 @@ from pallas_kernels.stack_product.api import IMPLEMENTATIONS
 from tests.tiny_models import policies_for, sliding_model, tiny_model
 
 SHAPES = [(1, 600, 130), (5, 1100, 64), (33, 40, 200)]
-"""Rows, inputs and outputs, which no tile divides; of the second's inputs several programs have a part."""
+"""Rows, inputs and outputs, which no tile divides. Several programs each take a part of the second shape's inputs."""
 
 
 def arrays(shape, dtype=jnp.float32):
@@ -106,13 +106,13 @@ def test_what_does_not_go_together_is_refused(change, says):
     ("make", "own", "calls"),
     [
         (tiny_model, {"mlp_bias": True}, 4),
-        # of three layers that are traced each has three such products, beside those of its experts
+        # each of three traced layers has three such products, beside those of its experts
         (sliding_model, {"num_experts": 4, "experts_per_token": 2, "expert_bias": True}, 9),
     ],
     ids=["one kind", "two kinds and experts"],
 )
 def test_a_model_decodes_the_same_where_weights_lie(make, own, calls, mesh, monkeypatch):
-    """As on a GPU; with biases and norms, whose arrays are taken out of their stacks."""
+    """It decodes as on a GPU, with biases and norms, whose arrays are taken out of their stacks."""
     with jax.set_mesh(make_mesh(**mesh)):
         model = make(attention_bias=True, attention_out_bias=True, **own)
         policy = policies_for(model, 8)["wgkv"].compile(model)

@@ -1,6 +1,6 @@
-"""The TPU kernels without a TPU: the real compiler, and an interpreter that sees races.
+"""Tests of the TPU kernels without a TPU, with the real compiler and with an interpreter that sees races.
 
-All in processes of their own: libtpu would slow and dirty this one, and a bug may hang.
+All run in processes of their own: libtpu would slow and dirty this one, and a bug may hang.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from tests.pallas_kernels.race_cases import source_of
 pytestmark = pytest.mark.kernels
 
 MODES = "eager", "on_wait"
-"""When an interpreted copy happens: at its start or when it is waited for."""
+"""The time at which an interpreted copy happens: its start, or the wait for it."""
 WITH_LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
@@ -27,7 +27,7 @@ def raced(op: str, mode: str) -> dict:
 
 
 def noticed(op: str, bug: str) -> bool:
-    """Whether some mode gives a wrong value, a race, an error or no end."""
+    """Return whether some mode gives a wrong value, a race, an error or no end."""
     for mode in MODES:
         try:
             (report,) = run("race_cases", op, mode, bug, timeout=40)
@@ -40,7 +40,7 @@ def noticed(op: str, bug: str) -> bool:
 
 @pytest.fixture(scope="module")
 def outcome(request):
-    """What a test's process gave. Those of all chosen tests run side by side, one a core."""
+    """Return the result of a test's process. The processes of all chosen tests run side by side, one a core."""
     jobs = {
         "test_compiles_for_a_tpu": compiled,
         "test_memory_for_long_prompts": compiled,
@@ -57,7 +57,7 @@ def outcome(request):
 
 
 CHIPS = [("v5e", "bounded"), *((chip, "all" if chip == "v5e" else "bounded") for chip in TPUS)]
-"""And which cases: in CI the shapes that people use."""
+"""Chips, and the cases that are compiled for them: in CI the shapes that people use."""
 
 
 @WITH_LIBTPU

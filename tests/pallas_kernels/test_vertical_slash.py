@@ -1,4 +1,5 @@
-"""`vertical_slash`: what it means, that every implementation means it, its gradient, and bugs that must be noticed."""
+"""Tests of `vertical_slash`: the definition, every implementation against it, its gradient, and bugs that must be
+noticed."""
 
 import functools
 import itertools
@@ -25,7 +26,7 @@ FOREVER = jnp.iinfo(jnp.int32).max
 OTHERS = [name for name in IMPLEMENTATIONS if name not in ("reference", "hopper")]
 few = settings(max_examples=6, deadline=None, derandomize=True, database=None)
 
-SHAPES = {  # b, n, k, t, s, h: whole prompts, a chunk after a ring, one query; lengths that no block divides
+SHAPES = {  # b, n, k, t, s, h of whole prompts, a chunk after a ring and one query; no block divides these lengths
     "square": (2, 4, 2, 96, 96, 32),
     "long": (1, 2, 2, 300, 300, 32),
     "chunk": (1, 8, 4, 40, 150, 96),
@@ -33,7 +34,7 @@ SHAPES = {  # b, n, k, t, s, h: whole prompts, a chunk after a ring, one query; 
 }
 more = functools.partial(pytest.param, marks=pytest.mark.thorough)
 TPUS = [name if name == "tpu" else more(name) for name in OTHERS]
-"""The others only where all is asked for."""
+"""Implementations, of which all but the TPU's run only in thorough tests."""
 SPARSE = [
     more("square", 1),
     more("square", 32),
@@ -55,7 +56,7 @@ CAUSAL = [
 
 @functools.cache
 def compiled(implementation, window, gated):
-    """Of q, k, v, end, log_gate (left out unless `gated`)."""
+    """Return a function of q, k, v, end and log_gate, which is left out unless `gated`."""
 
     def call(q, k, v, end, log_gate):
         return vertical_slash(
@@ -66,7 +67,7 @@ def compiled(implementation, window, gated):
 
 
 def tensors(shape, seed, dtype=jnp.float32):
-    """q, k, v and a log_gate, of which a tenth is -inf."""
+    """Return q, k, v and a log_gate, of which a tenth is -inf."""
     b, n, k, t, s, h = shape
     rng = np.random.default_rng(seed)
     q, key, value = (
@@ -85,7 +86,8 @@ KEPT = {
 
 
 def random_ends(shape, window, kept, seed):
-    """Keys kept as `kept` says, half of them for ever and half until a later index; and some that nobody sees."""
+    """Return the ends of keys that are kept as `kept` says, half of them for ever and half until a later index. Some
+    keys are seen by nobody."""
     b, _, k, _, s, _ = shape
     rng = np.random.default_rng(seed)
     later = np.where(
@@ -160,7 +162,8 @@ def test_any_end_also_within_the_window(implementation):
 @pytest.mark.thorough
 @pytest.mark.parametrize("implementation", TPUS)
 def test_ends_far_below_zero_are_as_zero(implementation):
-    """The least int32 for all keys of one head and half of the other's: output, log-sum-exp and gradients."""
+    """All keys of one head and half of the other's have the least int32. Output, log-sum-exp and gradients are
+    compared."""
     shape = 1, 4, 2, 40, 150, 32
     *arguments, _ = tensors(shape, 0)
     weight = tensors(shape, 1)[0]
@@ -205,7 +208,7 @@ def test_without_queries_there_is_no_output(implementation, keys):
 @pytest.mark.thorough
 @pytest.mark.parametrize("implementation", TPUS)
 def test_an_output_in_float32_is_what_is_rounded(implementation):
-    """And its gradient is that of the rounded one, of a cotangent that bfloat16 has."""
+    """Its gradient is that of the rounded output, for a cotangent that bfloat16 has."""
     *arguments, _ = tensors((1, 2, 1, 40, 40, 32), 0, jnp.bfloat16)
 
     def run(dtype):
@@ -226,12 +229,13 @@ def test_an_output_in_float32_is_what_is_rounded(implementation):
 
 
 DOCUMENTS = 70, 1, 25
-"""Lengths of those that are packed into one sequence; the first and the last have the same id."""
+"""Lengths of the documents that are packed into one sequence. The first and the last have the same id."""
 
 
 @functools.cache
 def packed(implementation, gated):
-    """Of q, k, v, log_gate, admitted and segment_ids: o and lse, and the gradients of q, k and v."""
+    """Return a function of q, k, v, log_gate, admitted and segment_ids that gives the gradients of q, k and v, and o
+    and lse."""
 
     def run(q, k, v, gate, admitted, segments):
         o, lse = vertical_slash(
@@ -301,7 +305,8 @@ def test_causal(implementation, shape, window, gated):
 
 
 def gradients(implementation, window, arguments, weight, end=None):
-    """Of a weighted sum of o and of lse where it is finite, with respect to every argument that is there."""
+    """Return the gradients of a weighted sum of o, and of lse where it is finite, with respect to every argument that
+    is there."""
 
     def loss(arguments):
         q, k, v, gate = arguments
@@ -312,7 +317,7 @@ def gradients(implementation, window, arguments, weight, end=None):
 
 
 def weighted(shape, window, gated, ending):
-    """What `gradients` takes beside an implementation and a window."""
+    """Return the arguments, the weights and the ends that `gradients` takes."""
     b, n, _, t, _, h = SHAPES[shape]
     rng = np.random.default_rng(1)
     *qkv, gate = tensors(SHAPES[shape], 2)
@@ -324,7 +329,7 @@ def weighted(shape, window, gated, ending):
 
 @functools.cache
 def exact_gradients(shape, window, gated, ending):
-    """The reference's in float64."""
+    """Return the reference's gradients in float64."""
     arguments, weight, end = weighted(shape, window, gated, ending)
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
@@ -351,7 +356,8 @@ def test_gradient_against_float64(implementation, shape, window, gated, ending):
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.thorough
 def test_gradient_in_bfloat16(implementation):
-    """Its products take probabilities of 8 bits: 2% of the largest gradient. The gate's own gradient is float32."""
+    """Its products take probabilities of 8 bits, so errors reach 2% of the largest gradient. The gate's own gradient is
+    float32."""
     b, n, _, t, _, h = SHAPES["square"]
     arguments = tensors(SHAPES["square"], 3, jnp.bfloat16)
     weight = jnp.ones((b, n, t, h)), jnp.zeros((b, n, t))
@@ -365,7 +371,7 @@ def test_gradient_in_bfloat16(implementation):
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.thorough
 def test_on_a_mesh(implementation, monkeypatch):
-    """Forward with ends, and the gradient through rematerialisation that saves o and lse by name.
+    """The forward pass has ends, and the gradient goes through rematerialisation that saves o and lse by name.
 
     Kernels run in the general interpreter, which does not know over which axes of the mesh an array varies.
     """
@@ -404,7 +410,7 @@ def test_on_a_mesh(implementation, monkeypatch):
 
 
 def test_gradient_on_a_matrix_unit_no_wider_than_a_head(monkeypatch):
-    """Elsewhere heads are narrower, and the sums turned."""
+    """Elsewhere heads are narrower than the unit, and the sums are turned."""
     arguments = tensors(SHAPES["chunk"], 1)
     b, n, _, t, _, h = SHAPES["chunk"]
     weight = jnp.ones((b, n, t, h)), jnp.ones((b, n, t))
@@ -414,7 +420,7 @@ def test_gradient_on_a_matrix_unit_no_wider_than_a_head(monkeypatch):
 
 
 def test_gradient_of_keys_that_several_blocks_of_queries_see(monkeypatch):
-    """More blocks than buffers."""
+    """There are more blocks than buffers."""
     monkeypatch.setattr(tpu_backward, "blocks_of_gradient", lambda *_: Blocks(128, 128))
     arguments = tensors((1, 2, 1, 512, 512, 32), 1)
     weight = jnp.ones((1, 2, 512, 32)), jnp.ones((1, 2, 512))
@@ -423,12 +429,12 @@ def test_gradient_of_keys_that_several_blocks_of_queries_see(monkeypatch):
 
 
 def test_several_blocks_of_queries_on_a_tpu(monkeypatch):
-    monkeypatch.setattr(tpu_gather, "SMALL", tpu_gather.SMALL)  # which the case lowers
+    monkeypatch.setattr(tpu_gather, "SMALL", tpu_gather.SMALL)  # the case lowers it
     assert interpreted(tpu, True) < 1e-5
 
 
 def test_rows_taken_together_as_on_accelerators(monkeypatch):
-    """Of the tiles' (sequence, kv head) rows two, then all four."""
+    """Two of the tiles' (sequence, kv head) rows are taken together, then all four."""
     for rows in (2, 4):
         monkeypatch.setattr(blocks, "logits_at_once", lambda rows=rows: rows * 2 * 48 * 48)
         monkeypatch.setitem(IMPLEMENTATIONS, f"{rows} rows", IMPLEMENTATIONS["xla"])
@@ -443,7 +449,7 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch):
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.thorough
 def test_lowers_for_cuda(head_dim, dtype):
-    """Forward, dq and dk with dv, inside `shard_map`, its axes checked."""
+    """The forward pass, dq, and dk with dv are lowered inside `shard_map`, with its axes checked."""
     q, k = (jax.ShapeDtypeStruct((1, n, 300, head_dim), dtype) for n in (4, 2))
     end, gate = (jax.ShapeDtypeStruct((1, 2, 300), x) for x in (jnp.int32, jnp.float32))
 
@@ -462,7 +468,7 @@ def test_lowers_for_cuda(head_dim, dtype):
 
 
 def test_memory_stays_far_below_all_logits():
-    """At 2048 × 2048 one head's logits are 16 MB. (What the kernels take is seen where they are compiled.)"""
+    """At 2048 × 2048 one head's logits are 16 MB. The kernels' own memory is tested where they are compiled."""
     shape = (1, 1, 1, 2048, 2048, 32)
     q, k, v, gate = tensors(shape, 0)
 

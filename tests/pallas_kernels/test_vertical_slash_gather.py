@@ -1,4 +1,5 @@
-"""The TPU kernel that takes the seen keys out of a list: the same entries, to the bit, as XLA's gather."""
+"""Tests of the TPU kernel that takes the seen keys out of a list, with the same entries, to the bit, as XLA's
+gather."""
 
 import functools
 
@@ -24,8 +25,8 @@ def compiled(block):
 
 
 def keys(s, head_dim, dtype, gated, counts, seed):
-    """A row for each count of seen keys, which are anywhere, what is beside them NaN, before them another's row; the
-    marks of all use all of their bits."""
+    """Return a row for each count of seen keys, which are anywhere. NaN is beside them, and another row's keys are
+    before them. The marks of all use all of their bits."""
     rng = np.random.default_rng(seed)
     r = len(counts)
     start = np.broadcast_to(np.arange(s) + WINDOW, (r, s))

@@ -1,4 +1,5 @@
-"""The Hopper kernel of `vertical_slash`: in the interpreter of Mosaic GPU, and lowered for a GPU that is not here."""
+"""Tests of the Hopper kernel of `vertical_slash`, in the interpreter of Mosaic GPU and lowered for a GPU that is not
+here."""
 
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ NEW = jax.__version_info__ >= (0, 11)
 
 pytestmark = pytest.mark.thorough
 
-# n, k, t, s, h, window, gated, ending; every one walks more tiles than fit into shared memory
+# n, k, t, s, h, window, gated, ending; every case walks more tiles than fit into shared memory
 CASES = {
     "two heads a program, band and far list, gates": (2, 1, 128, 640, 64, 32, True, True),
     "one head a program, causal": (1, 1, 128, 384, 128, 1000, False, False),
@@ -32,7 +33,8 @@ CASES = {
 
 
 def arguments(n, k, t, s, h, window, gated, ending):
-    """Of the ending keys the first quarter goes in the middle, and of the others half stay. Some are never seen."""
+    """Return inputs whose first quarter of ending keys ends in the middle. Half of the others stay, and some are never
+    seen."""
     rng = np.random.default_rng(0)
     q, key, value = (
         jnp.asarray(rng.normal(size=x), jnp.bfloat16) for x in ((1, n, t, h), (1, k, s, h), (1, k, s, h))
@@ -46,10 +48,10 @@ def arguments(n, k, t, s, h, window, gated, ending):
 
 
 def interpreted(window, dtype, *arguments):
-    """o of `dtype` and lse, and whether anything raced."""
+    """Return o of `dtype` and lse, and whether anything raced."""
     q, k, *_ = arguments
     params = InterpretGPUParams(detect_races=True)
-    if not NEW:  # has nothing better for what TMA fills with zeros
+    if not NEW:  # its interpreter has nothing better for what TMA fills with zeros
         params = dataclasses.replace(params, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
     band, far = key_lists.gathered(*key_lists.shown_by_row(*arguments[1:]), window=window)
     first = k.shape[2] - q.shape[2]

@@ -1,4 +1,4 @@
-"""The TPU kernels where the far list is made a few heads at a time, and where no block divides the keys."""
+"""Tests of the TPU kernels where the far list is made a few heads at a time, and where no block divides the keys."""
 
 import functools
 
@@ -14,8 +14,8 @@ WINDOW = 20
 
 
 def arguments(b, n, k, t, s, h, dtype, seed=0):
-    """q, k, v, end and log_gate, of which a tenth is -inf: padding before the first keys of each sequence and among
-    the others, NaN there in k and v, and 30% kept."""
+    """Return q, k, v, end and log_gate, of which a tenth is -inf. Padding is before the first keys of each sequence and
+    among the others, with NaN in k and v, and 30% of the keys are kept."""
     rng = np.random.default_rng(seed)
     q, key, value = (
         jnp.asarray(rng.normal(size=x), dtype) for x in ((b, n, t, h), (b, k, s, h), (b, k, s, h))
@@ -33,7 +33,7 @@ def documents(b, s):
     return jnp.asarray(np.arange(s) * 3 // s + np.zeros((b, 1), int), jnp.int32)
 
 
-CASES = {  # b, n, k, t, s, h, dtype, gated, packed: one row at a time and one tile, a last tile of its own, moved back
+CASES = {  # b, n, k, t, s, h, dtype; gated; packed. Rows come one at a time; last tiles are their own or moved back
     "groups of 3": ((1, 6, 2, 70, 90, 64, jnp.float32), False, True),
     "gates": ((2, 2, 2, 300, 700, 128, jnp.float32), True, True),
     "bfloat16": ((2, 8, 4, 300, 650, 256, jnp.bfloat16), True, False),
@@ -59,7 +59,7 @@ def test_a_few_heads_at_a_time(case, monkeypatch):
 
 @pytest.mark.parametrize("s", [pytest.param(640, marks=pytest.mark.thorough), 650])
 def test_gradients(s, monkeypatch):
-    """None for keys that nobody sees, though there is NaN in them."""
+    """Keys that nobody sees get no gradient, though there is NaN in them."""
     monkeypatch.setattr(tpu_gather, "SMALL", 0)
     shape = 1, 4, 2, 200, s, 64
     *qkv, end, gate = arguments(*shape, jnp.float32)
@@ -78,7 +78,7 @@ def test_gradients(s, monkeypatch):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_causal_of_a_length_that_no_block_divides(gated):
-    """Far tiles of the keys as they stand, the last of them its own (650) or moved back (640)."""
+    """Far tiles are of the keys as they are, and the last of them is its own (650) or moved back (640)."""
     for s in (640, 650):
         q, k, v, _, gate = arguments(1, 4, 2, 150, s, 32, jnp.float32)
         k, v = np.nan_to_num(k), np.nan_to_num(v)

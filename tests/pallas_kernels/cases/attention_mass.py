@@ -1,4 +1,4 @@
-"""What the kernels of `attention_mass` are compiled for, and how TPU's is run where races are seen."""
+"""Cases for which the kernels of `attention_mass` are compiled, and a run of the TPU kernel in which races are seen."""
 
 import functools
 from typing import Any
@@ -31,14 +31,14 @@ def case(b, n, k, t, s, h, dtype, *, over="logsumexp", group="max", offset: Any 
 
 
 def on_shards(*args):
-    """Inside `shard_map`, with its axes checked."""
+    """Run inside `shard_map`, with its axes checked."""
     args = jax.tree.map(lambda x: jax.reshard(x, P("chip", *(None,) * (x.ndim - 1))), args)
     call, _, _ = case(2, 8, 2, 512, 512, 128, jnp.bfloat16)
     return jax.reshard(jax.shard_map(call, out_specs=P("chip"))(*args), P())
 
 
 def pages(head_dim, pool):
-    """1024 entries of two kv heads, of a pool of so many pages."""
+    """Return a case of 1024 entries of two kv heads, in a pool of `pool` pages."""
     return (
         paged,
         (
@@ -77,8 +77,8 @@ MOST_TEMPORARIES = {
     "pages, head_dim 64": 16 << 20,
     "pages, head_dim 128": 16 << 20,
 }
-"""A copy of the queries (16 MB, on a GPU), and each query head's masses; all logits are 2 GB. The pools have 2 GB, more
-than any vector memory, in which temporaries are not counted; what is copied of them is 1 MB."""
+"""They hold a copy of the queries (16 MB, on a GPU) and each query head's masses; all logits are 2 GB. The pools have 2
+GB, more than any vector memory, in which temporaries are not counted; 1 MB of them is copied."""
 
 BUGS = {
     "sums not emptied": ("l_ref[...] = jnp.zeros_like(l_ref)", "pass"),
@@ -89,7 +89,8 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Several tiles of both kinds, their last ones partly filled; two heads, one at a time; keys that do not exist."""
+    """Return the worst error. There are several tiles of both kinds, whose last ones are partly filled, two heads, one
+    at a time, and keys that do not exist."""
     kernel.tile_sizes = lambda *_: (128, 128)
     kernel.CHUNK = 128
     b, n, k, t, s, h = 1, 2, 1, 300, 330, 32

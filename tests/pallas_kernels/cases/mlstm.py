@@ -1,4 +1,4 @@
-"""What the kernels of `mlstm` are compiled for, and how TPU's are run where races are seen."""
+"""Cases for which the kernels of `mlstm` are compiled, and a run of the TPU kernels in which races are seen."""
 
 import functools
 
@@ -12,7 +12,8 @@ from pallas_kernels.mlstm.reference import reference
 
 
 def case(b, k, t, d, e, normaliser="plain", gradient=False):
-    """From a memory; `gradient`: of all arguments."""
+    """Return a case that starts from a memory. If `gradient`, it computes the gradient with respect to all
+    arguments."""
 
     def call(memory, *args):
         return mlstm(*args, memory, normaliser=normaliser)
@@ -33,7 +34,7 @@ def argument(shape):
 
 
 def on_shards(*args):
-    """Inside `shard_map`, with its axes checked."""
+    """Run inside `shard_map`, with its axes checked."""
     call = case(2, 2, 300, 128, 64, gradient=True)[0]
     args = jax.tree.map(lambda x: jax.reshard(x, P("chip", *(None,) * (x.ndim - 1))), args)
     found = jax.shard_map(call, out_specs=P("chip"))(*args)
@@ -50,8 +51,8 @@ COMPILE = {
     "a token, in XLA": case(4, 8, 1, 128, 64),
 }
 MOST_TEMPORARIES = {"training, 8192 tokens": 80 << 20, "prefill of 131072 tokens": 8 << 20}
-"""Of training what is read, half as much as the keys' 34 MB, and the memories of 64 chunks, 19 MB, unless vector memory
-holds them; the weights of all pairs of tokens are 2 GB."""
+"""Training holds what is read, half as much as the keys' 34 MB, and the memories of 64 chunks, 19 MB, unless vector
+memory holds them. The weights of all pairs of tokens are 2 GB."""
 
 BUGS = {
     "the memory of the row before": ("memory_ref[...] = memory0_ref[...]", "pass"),
@@ -63,7 +64,8 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Several blocks, of two chunks, the last one partly filled; rows whose memory differs; and the gradient."""
+    """Return the worst error of values and gradients. There are several blocks of two chunks, the last one is partly
+    filled, and the rows have different memories."""
     kernel.BLOCK = 2
     b, k, t, d, e = 1, 2, 300, 16, 8
     rng = np.random.default_rng(0)
@@ -75,7 +77,7 @@ def interpreted(kernel, interpret) -> float:
     def value_and_gradients(form):
         def total(args, c, z):
             h, after = form(*args, Memory(c, z, memory.m), "plain", None)
-            scale = jnp.exp(after.m)[..., None]  # c and z alone depend on the stabiliser
+            scale = jnp.exp(after.m)[..., None]  # c and z by themselves depend on the stabiliser
             handed = (after.c * scale[..., None]) ** 2, after.z * scale
             return (h * weights).sum() + sum(x.sum() for x in handed), (h, after)
 

@@ -1,4 +1,4 @@
-"""What the kernels of `paged_decode` are compiled for, and how TPU's is run where races are seen."""
+"""Cases for which the kernels of `paged_decode` are compiled, and a run of the TPU kernel in which races are seen."""
 
 import math
 
@@ -14,7 +14,7 @@ from pallas_kernels.paged_decode.reference import reference
 
 
 def arguments(dtype, h, page, *, b=4, k=8, g=4, t=1, columns=64, pages=4096, new=True):
-    """Shapes of q, pool, page_table, length, ring_length and, if asked for, new."""
+    """Return the shapes of q, pool, page_table, length, ring_length and, if asked for, new."""
     shapes = [
         jax.ShapeDtypeStruct((b, k * g, t, h), dtype),
         jax.ShapeDtypeStruct((pages, page, 2 * h), dtype),
@@ -42,19 +42,20 @@ def attend(q, pool, table, length, ring_length=None, new=None, pages=None, bias=
 
 
 def many(q, pool, table, length, ring_length, new, plane):
-    """More tokens than a decode kernel takes."""
+    """Attend with more tokens than a decode kernel takes."""
     name = "scale" if pool.dtype == jnp.int8 else "bias"
     return attend(q, pool, table, length, ring_length, new, **{name: plane.reshape(pool.shape[:2])})
 
 
 def on_shards(*args):
-    """Inside `shard_map`, with its axes checked."""
+    """Run inside `shard_map`, with its axes checked."""
     args = jax.tree.map(lambda x: jax.reshard(x, P("chip", *(None,) * (x.ndim - 1))), args)
     return jax.reshard(jax.shard_map(attend, out_specs=P("chip"))(*args), P())
 
 
 def scan(q, pool, table, length, ring_length, new, plane=None):
-    """A decode loop: the pool, and the plane of biases or scales if there is one, is carried, read and then written."""
+    """Run a decode loop. The pool, and the plane of biases or scales if there is one, is carried, read and then
+    written."""
     page, name = pool.shape[1], "scale" if pool.dtype == jnp.int8 else "bias"
 
     def step(carry, _):
@@ -76,12 +77,12 @@ def scan(q, pool, table, length, ring_length, new, plane=None):
 
 
 def biased(q, pool, *rest):
-    """With a bias, which is held flat."""
+    """Return the shapes with a bias, which is held flat."""
     return q, pool, *rest, jax.ShapeDtypeStruct((math.prod(pool.shape[:2]),), jnp.float32)
 
 
 def in_eight_bits(q, pool, *rest):
-    """With int8 numbers, whose scales are held flat."""
+    """Return the shapes with int8 numbers, whose scales are held flat."""
     scale = jax.ShapeDtypeStruct((math.prod(pool.shape[:2]),), jnp.int32)
     return q, jax.ShapeDtypeStruct(pool.shape, jnp.int8), *rest, scale
 
@@ -94,8 +95,8 @@ SCANS = {
     "scan, int8": in_eight_bits(*arguments(jnp.bfloat16, 128, 64, pages=1 << 17)),
     "scan, int8, head_dim 64": in_eight_bits(*arguments(jnp.bfloat16, 64, 32, columns=128, pages=1 << 19)),
 }
-"""Pools of 2 GiB, more than any vector memory: what is copied into that is in no count of temporaries. Their biases
-have 32 and 16 MiB."""
+"""The pools have 2 GiB, more than any vector memory, because a copy into vector memory is not counted as a temporary.
+Their biases have 32 and 16 MiB."""
 COMPILE = {
     "head_dim 32, float32": (attend, arguments(jnp.float32, 32, 8, t=3), ()),
     "head_dim 64, one query head, selected pages": (
@@ -156,10 +157,10 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Two cores of six rows, three a step: empty ones, of several blocks, of one page, of more blocks than slots; more
-    rows than tables, one of which is full up to its end; parts of a block, and copies of it that are not started beside
-    the arithmetic, in groups and alone; NaN wherever nothing is stored. Then a token of each row is written: where
-    another is, which moves or not; where none is; nowhere."""
+    """Return the worst error for two cores of six rows, three a step. Rows are empty, or have several blocks, one page,
+    or more blocks than slots. There are more rows than tables, one of which is full up to its end. Parts of a block are
+    read, and copies of it that are not started beside the arithmetic come in groups and alone. NaN is wherever nothing
+    is stored. Then a token of each row is written: where another is, which moves or not; where none is; or nowhere."""
     kernel.BLOCK_BYTES, kernel.GROUP, kernel.STEP_ROWS, kernel._cores = 1 << 16, 2, 3, lambda rows: 2
     b, k, h, page, columns, ring_pages = 2, 6, 32, 16, 128, 12
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What the kernels of `running_topk` are compiled for, and how TPU's is run where races are seen."""
+"""Cases for which the kernels of `running_topk` are compiled, and a run of the TPU kernel in which races are seen."""
 
 import functools
 
@@ -13,7 +13,7 @@ from pallas_kernels.running_topk.reference import reference
 
 
 def topk(rank, **options):
-    """By the kernel, whatever the platform's default is."""
+    """Run the platform's kernel, whatever the platform's default is."""
     return running_topk(rank, window=64, implementation=target().platform, **options)
 
 
@@ -22,7 +22,7 @@ def argument(*shape):
 
 
 def on_shards(rank, k):
-    """Inside `shard_map`, with its axes checked."""
+    """Run inside `shard_map`, with its axes checked."""
     rank, k = (jax.reshard(x, P("chip")) for x in (rank, k))
     call = jax.shard_map(lambda rank, k: topk(rank, k=k), out_specs=P("chip"))
     return jax.tree.map(lambda x: jax.reshard(x, P()), call(rank, k))
@@ -53,7 +53,7 @@ LONG = {
     )
 }
 MOST_OF_LONG = {"1048576 keys in counts": 32 * 8 << 20}
-"""32 bytes a key: what blocks of queries count is handed on, as a table it would be 3 GB."""
+"""This is 32 bytes a key. The counts of blocks of queries are handed on; as a table they would take 3 GB."""
 
 BUGS = {
     "trees not emptied": ("tree_ref[x] = 0", "pass"),
@@ -67,7 +67,8 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Several blocks, the last one partly filled; rows of different k; keys that do not compete."""
+    """Return the worst error. There are several blocks, the last one partly filled, rows of different k, and keys that
+    do not compete."""
     kernel.BLOCK = 32
     b, heads, s, window, t = 1, 4, 100, 7, 90
     rng = np.random.default_rng(0)
