@@ -19,6 +19,7 @@ from kvjax.engine.request import FinishReason, Request
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference.answers import Generation, LiveText
 from kvjax.inference.generate import GREEDY, generate, stream
+from kvjax.inference.placement import with_placed_heads
 from kvjax.inference.prefill import CHUNK, prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model, load_tokenizer, read_config
@@ -137,6 +138,7 @@ class LLM:
             self.policy = make_policy(
                 policy, model=self.model, gates=gates, tokenizer=self.tokenizer, force=force
             )
+            self.model = with_placed_heads(self.model, self.policy)
 
     @property
     def _options(self) -> dict[str, Any]:

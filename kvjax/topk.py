@@ -25,6 +25,7 @@ def top(
     count: Int[Array, "l b #k"],
     over: str,
     ties: str = "first",
+    head_order: tuple[tuple[int, ...], ...] | None = None,
 ) -> Bool[Array, "l b k s"]:
     """Return a mask of the `count` best of the eligible entries. Of equal scores those of lower layers win, then those
     of lower heads, then the earlier ones.
@@ -36,6 +37,7 @@ def top(
             those of a layer with "layer", of all layers with "model", their sum.
         ties: one of `TIES`, where heads share places; with over="head" each head fills exactly its places. With "out"
             and different scores, one entry less than `count` stays.
+        head_order: the own heads at the places of all devices' heads (`ModelConfig.head_order`); None: as they are.
     """
     ties = "first" if over == "head" else ties
     axes = {"head": (3,), "layer": (2, 3), "model": (0, 2, 3)}[over]
@@ -68,7 +70,7 @@ def top(
     if ties == "out":
         return jnp.where(count_of(eligible) <= wide, eligible, above)
     left = wide - count_of(above)
-    return above | (equal & (_before(equal, over) < left))
+    return above | (equal & (_before(equal, over, head_order) < left))
 
 
 def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
@@ -79,7 +81,9 @@ def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
     return jnp.where(jnp.isnan(x), jnp.uint32(1), jnp.maximum(ordered, 2))
 
 
-def _before(equal: Bool[Array, "l b k s"], over: str) -> Int[Array, "l b k s"]:
+def _before(
+    equal: Bool[Array, "l b k s"], over: str, head_order: tuple[tuple[int, ...], ...] | None
+) -> Int[Array, "l b k s"]:
     """Return the number of competing entries before each entry: earlier in its head cache, in lower heads and in lower
     layers."""
     within = jnp.cumsum(equal, -1, dtype=jnp.int32) - equal
@@ -88,11 +92,15 @@ def _before(equal: Bool[Array, "l b k s"], over: str) -> Int[Array, "l b k s"]:
     rows = equal.sum(-1, dtype=jnp.int32)
     # rows of the heads on all devices, in the order of heads
     everywhere = lax.all_gather(rows, HEADS, axis=2, tiled=True)
+    if head_order is not None:
+        everywhere = jnp.take_along_axis(everywhere, jnp.argsort(jnp.array(head_order))[:, None], 2)
     if over == "layer":
         before = jnp.cumsum(everywhere, 2) - everywhere
     else:
         flat = jnp.moveaxis(everywhere, 1, 0).reshape(everywhere.shape[1], -1)
         before = jnp.cumsum(flat, -1) - flat
         before = jnp.moveaxis(before.reshape(-1, equal.shape[0], everywhere.shape[2]), 0, 1)
+    if head_order is not None:
+        before = jnp.take_along_axis(before, jnp.array(head_order)[:, None], 2)
     own = lax.axis_index(HEADS) * equal.shape[2]
     return within + lax.dynamic_slice_in_dim(before, own, equal.shape[2], 2)[..., None]

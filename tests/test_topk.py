@@ -20,10 +20,10 @@ SHAPE = LAYERS, SEQUENCES, HEADS, ENTRIES
 
 
 @functools.cache
-def selector(over, split, ties="first"):
+def selector(over, split, ties="first", head_order=None):
     """Return a jitted selection for a mesh; `split` is (tensor, sequence)."""
     mesh, spec = make_mesh(tensor=split[0], sequence=split[1]), (None, BATCH, SPLIT, None)
-    chosen = functools.partial(top, over=over, ties=ties)
+    chosen = functools.partial(top, over=over, ties=ties, head_order=head_order)
     local = jax.jit(jax.shard_map(chosen, out_specs=P(*spec), mesh=mesh))
 
     def run(scores, eligible, count):
@@ -74,6 +74,19 @@ def test_the_best_stay_and_ties_go_to_the_earlier(over, split, case):
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
     chosen = selector(over, split)(scores, eligible, count)
     np.testing.assert_array_equal(chosen, sorted_out(scores, eligible, count, over))
+
+
+@pytest.mark.parametrize("over", ["layer", "model"])
+@settings(max_examples=40, deadline=None)
+@given(case=cases)
+def test_the_same_stay_where_heads_have_other_places(over, case):
+    scores, eligible, count = case
+    scores = np.array(scores, np.float32).reshape(SHAPE)
+    eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
+    order = (2, 0, 3, 1), (1, 3, 0, 2)
+    placed = np.arange(LAYERS)[:, None, None], np.arange(SEQUENCES)[:, None], np.array(order)[:, None]
+    chosen = selector(over, (2, 2), head_order=order)(scores[placed], eligible[placed], count)
+    np.testing.assert_array_equal(chosen, sorted_out(scores, eligible, count, over)[placed])
 
 
 @pytest.mark.parametrize("over", ["head", "layer", "model"])

@@ -89,9 +89,15 @@ def known(
 
 
 def choose(
-    scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota, over: str, ties: str
+    scores: Float[Array, "l b k s"],
+    length: Int[Array, "l b k"],
+    quota: Quota,
+    over: str,
+    ties: str,
+    head_order: tuple[tuple[int, ...], ...] | None = None,
 ) -> Bool[Array, "l b k s"]:
-    """Return a mask of the entries that stay, aligned with the right end. over, ties: as in `kvjax.topk.top`."""
+    """Return a mask of the entries that stay, aligned with the right end. over, ties, head_order: as in
+    `kvjax.topk.top`."""
     place = places(length, scores.shape[-1])
     exists, newest = place >= 0, length[..., None] - place <= quota.dropped[:, None, None]
     eligible = eligible_entries(length, quota.since, scores.shape[-1], quota)
@@ -100,7 +106,7 @@ def choose(
     eligible &= forced | ~(scores < quota.floor)
     scores = jnp.where(forced, jnp.inf, scores)
     scores = jnp.where(top(scores, eligible, quota.pinned, "head"), jnp.inf, scores)
-    chosen = top(scores, eligible, quota.count, over, ties)
+    chosen = top(scores, eligible, quota.count, over, ties, head_order)
     # ties "out" is a threshold, which could drop pinned entries
     chosen |= eligible & (scores == jnp.inf) & (ties == "out")
     return jnp.where(quota.due[:, None, None], chosen | settled, exists)

@@ -40,18 +40,47 @@ def places(count: Int[np.ndarray, "l b k"]) -> Places:
     return Places(row, np.arange(row.size) - np.repeat(np.cumsum(count) - count, count))
 
 
-def _shards_of_rows(shape: tuple[int, ...]) -> Int[np.ndarray, " rows"]:
-    """Return the shard of each head cache of an `[l b k]` array."""
+Order = Int[np.ndarray, "l k"] | None
+"""For each layer, the heads in another order; None: as they are."""
+
+
+def own_order(cache: Cache) -> Order:
+    """Return, for each of the model's own kv heads, its place in the cache; None: they are in their own order."""
+    return None if cache.head_order is None else np.argsort(cache.head_order)
+
+
+def in_order(x: Shaped[np.ndarray, "..."], order: Order, layer: int, head: int) -> Shaped[np.ndarray, "..."]:
+    """Return an array with these axes of layers and heads, the heads in another order."""
+    if order is None:
+        return x
+    x = np.moveaxis(x, (layer, head), (0, 1))
+    return np.moveaxis(x[np.arange(len(order))[:, None], order], (0, 1), (layer, head))
+
+
+def _all_in_order(arrays: Any, like: Any, order: Order, layer: int) -> Any:
+    """Return arrays in another order of heads, those of `like`, jax's of the same axes, that are split with heads."""
+
+    def one(x, like):
+        spec = list(like.sharding.spec)
+        return in_order(x, order, layer, spec.index(HEADS)) if HEADS in spec else x
+
+    return arrays if order is None else jax.tree.map(one, arrays, like)
+
+
+def _shards_of_rows(shape: tuple[int, ...], order: Order) -> Int[np.ndarray, " rows"]:
+    """Return the shard of each head cache of an `[l b k]` array of the own heads, whose places are `order`."""
     layers, batch, heads = shape
     b, h = batch_shards(), axis_size(*HEADS)
     shard = np.arange(batch)[:, None] // (batch // b) * h + np.arange(heads) // (heads // h)
-    return np.broadcast_to(shard, (layers, batch, heads)).reshape(-1)
+    return in_order(np.broadcast_to(shard, (layers, batch, heads)), order, 0, 2).reshape(-1)
 
 
-def _addresses(table: np.ndarray, column: np.ndarray, at: Places, page_size: int, pages: int) -> Any:
+def _addresses(
+    table: np.ndarray, column: np.ndarray, at: Places, page_size: int, pages: int, order: Order
+) -> Any:
     """Return the page, in the pool of all shards of `pages` each, and the offset of entries in these columns of their
     head caches' tables."""
-    shard = _shards_of_rows(table.shape[:3])[at.row]
+    shard = _shards_of_rows(table.shape[:3], order)[at.row]
     return table.reshape(-1, table.shape[-1])[at.row, column] + shard * pages, at.place % page_size
 
 
@@ -71,20 +100,22 @@ def _small(layers: LayerCache) -> dict[str, Any]:
 def packed(cache: Cache) -> Arrays:
     """Return the contents of a cache, without the empty sequences that a mesh adds. Call it on the cache's mesh."""
     live = np.asarray(cache.seen) > 0
-    pages, layers = cache.pages, jax.tree.map(np.asarray, cache.layers)
+    pages, order = cache.pages, own_order(cache)
+    layers = _all_in_order(jax.tree.map(np.asarray, cache.layers), cache.layers, order, 0)
     size, local = cache.page_size, pages.pool.shape[0] // len(np.asarray(pages.free_count))
     held = np.minimum(np.asarray(cache.seen), cache.window - 1)
     held = np.broadcast_to(held[None, :, None], layers.length.shape)
     stored, ring = places(layers.length), places(held)
     columns = ring_pages(cache.window, size)
-    at = _addresses(layers.page_table, columns + stored.place // size, stored, size, local)
+    at = _addresses(layers.page_table, columns + stored.place // size, stored, size, local, order)
     slots = _slots(ring, np.asarray(cache.seen), held, cache.window)
-    in_ring = _addresses(layers.page_table, slots.place // size, slots, size, local)
+    in_ring = _addresses(layers.page_table, slots.place // size, slots, size, local, order)
     pool = _as_floats(np.asarray(pages.pool), pages.dtype)
     found = {"entries": pool[at], "ring": pool[in_ring], "seen": np.asarray(cache.seen)[live]}
     found |= {f"plane.{name}": np.asarray(x)[at] for name, x in pages.planes.items()}
     found |= {name: x[:, live] for name, x in leaves_by_path(_small(layers)).items()}
-    trail = jax.tree.map(lambda x: _as_floats(np.asarray(x), pages.dtype)[live], cache.trail)
+    trail = _all_in_order(jax.tree.map(np.asarray, cache.trail), cache.trail, order, 2)
+    trail = jax.tree.map(lambda x: _as_floats(x, pages.dtype)[live], trail)
     if cache.sliding is not None:
         slots = slots_for(cache.sliding_window, table_tokens(int(found["seen"].max())))
         found["sliding"] = _as_floats(np.asarray(cache.sliding), pages.dtype)[:, live, :, :slots]
@@ -103,7 +134,7 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     """
     batch, window, size = like.seen.shape[0], like.window, like.page_size
     shards = like.pages.free_count.shape[0]
-    local = like.pages.pool.shape[0] // shards
+    local, order = like.pages.pool.shape[0] // shards, own_order(like)
 
     def rows(x: np.ndarray, axis: int, padding: int = 0) -> np.ndarray:
         """Return `x` padded with the empty sequences that the mesh adds."""
@@ -114,9 +145,10 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     seen, length = rows(arrays["seen"], 0), rows(arrays["length"], 1)
     need = pages_of(length, seen, window, size)
     columns, ring = like.layers.page_table.shape[-1], ring_pages(window, size)
-    used = by_shard(need).reshape(shards, -1).sum(1)
+    placed = None if like.head_order is None else np.array(like.head_order)
+    used = by_shard(in_order(need, placed, 0, 2)).reshape(shards, -1).sum(1)
     table = np.full((length.size, columns), local, np.int32)
-    of_row, first = _shards_of_rows(length.shape), np.zeros(length.size, np.int64)
+    of_row, first = _shards_of_rows(length.shape, order), np.zeros(length.size, np.int64)
     flat = need.reshape(-1, 2)
     for shard in range(shards):
         mine = of_row == shard
@@ -128,8 +160,8 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
 
     held = np.broadcast_to(np.minimum(seen, window - 1)[None, :, None], length.shape)
     stored, slots = places(length), _slots(places(held), seen, held, window)
-    at = _addresses(table, ring + stored.place // size, stored, size, local)
-    in_ring = _addresses(table, slots.place // size, slots, size, local)
+    at = _addresses(table, ring + stored.place // size, stored, size, local, order)
+    in_ring = _addresses(table, slots.place // size, slots, size, local, order)
     pool = np.zeros(like.pages.pool.shape, arrays["entries"].dtype)
     pool[at], pool[in_ring] = arrays["entries"], arrays["ring"]
     planes = {}
@@ -158,9 +190,11 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     padded = [rows(arrays[name], 1, int(name == "key_scale")) for name in names]
     small = jax.tree.unflatten(jax.tree.structure(small), padded)
     layers = changed(like.layers, page_table=table, **small)
+    layers = _all_in_order(layers, like.layers, placed, 0)
     trail = leaves_by_path({"trail": like.trail})
     trail = [rows(arrays[name], 0).view(x.dtype) for name, x in trail.items()]
     trail = jax.tree.unflatten(jax.tree.structure(like.trail), trail)
+    trail = _all_in_order(trail, like.trail, placed, 2)
     windows = like.sliding
     if windows is not None:
         windows = rows(arrays["sliding"], 1).view(windows.dtype)

@@ -165,6 +165,8 @@ class Cache:
     layers."""
     sliding_window: int = static(default=0)
     """The last tokens that sliding-window layers see, the query's included."""
+    head_order: tuple[tuple[int, ...], ...] | None = static(default=None)
+    """The model's own kv heads at the places of the head caches (`ModelConfig.head_order`); None: as they are."""
 
     @property
     def page_size(self) -> int:

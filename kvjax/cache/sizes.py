@@ -178,6 +178,8 @@ class Layout:
     """The last tokens that they see."""
     sliding_slots: int = 0
     """The tokens that they have room for."""
+    head_order: tuple[tuple[int, ...], ...] | None = None
+    """As in `Cache`."""
 
     @property
     def entry_bytes(self) -> int:
@@ -235,7 +237,7 @@ def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h
         windows = jnp.zeros(shape, layout.stored, out_sharding=P(None, BATCH, HEADS, None, None))
     return Cache(
         pages_, layer_cache, seen, trail, window=layout.window, limit=layout.limit, sliding=windows,
-        sliding_window=layout.sliding_window,
+        sliding_window=layout.sliding_window, head_order=layout.head_order,
     )  # fmt: skip
 
 

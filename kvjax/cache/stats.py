@@ -59,6 +59,8 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
         sequences = whole_number("stats", "sequences", sequences, most=cache.seen.shape[0])
     seen = on_host(cache.seen)[:sequences]
     length = on_host(cache.layers.length)[:, :sequences]
+    if cache.head_order is not None:
+        length = np.take_along_axis(length, np.argsort(cache.head_order)[:, None], 2)
     ring = np.minimum(seen, cache.window - 1)[None, :, None]
     pool, (layers, _, heads) = cache.pages.pool, length.shape
     full = layers * heads * entry_bytes(pool.shape[-1] // 2, cache.pages.dtype, int8=False)

@@ -74,6 +74,7 @@ def sizes_of(config: ModelConfig) -> dict[str, Any]:
         "sliding_layers": len(config.sliding_layers),
         "sliding_window": config.sliding_window,
         "int8": config.int8_entries,
+        "head_order": config.head_order,
     }
 
 
@@ -119,6 +120,7 @@ def layout_for(
     sliding_window: int = 0,
     windows: int = 0,
     int8: bool = False,
+    head_order: tuple[tuple[int, ...], ...] | None = None,
 ) -> Layout:
     """Return the shape of a cache, for the current mesh.
 
@@ -133,6 +135,7 @@ def layout_for(
         sliding_layers, sliding_window: the layers with a sliding window, and the tokens that they see.
         windows: sequences whose windows are kept at a time, if they are more than `batch`.
         int8: True for int8 entries.
+        head_order: that of `ModelConfig`.
 
     Raises:
         UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
@@ -207,7 +210,7 @@ def layout_for(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
         page_size=page_size, pages=size, dtype=dtype, stored=stored, int8=int8,
         bounds=None if policy.selection is None else bounds, planes=planes, limit=limit,
-        sliding_layers=sliding_layers, sliding_window=sliding_window, sliding_slots=slots,
+        sliding_layers=sliding_layers, sliding_window=sliding_window, sliding_slots=slots, head_order=head_order,
     )  # fmt: skip
 
 

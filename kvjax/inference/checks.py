@@ -124,6 +124,11 @@ def check_fits(cache: Cache, model: Decoder, policy: CompiledPolicy) -> None:
     wanted = (c.num_full_layers, c.num_kv_heads, c.head_dim)
     if made_for != wanted:
         raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
+    if cache.head_order != c.head_order:
+        raise UserError(
+            "the cache has its kv heads at other places than the model: a model and its copy in an LLM may differ in "
+            "this; save the cache with the one that it was made with, and load it with the other"
+        )
     windows = 0 if cache.sliding is None else cache.sliding.shape[0], cache.sliding_window
     if windows != (len(c.sliding_layers), c.sliding_window):
         raise UserError(

@@ -184,7 +184,7 @@ def compacted(
     """Return the cache after one compaction, marked if a score is NaN (`kvjax.cache.checks`). No head cache may retain
     more than `entries` entries. over, ties: of `kvjax.topk.top`; causal: of `Stored`."""
     ring = ring_pages(cache.window, cache.page_size)
-    heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
+    heads = jax.sharding.reshard(jnp.asarray(model.config.own_heads), P(None, HEADS))
 
     rotation = model.config.rotation()
 
@@ -194,7 +194,7 @@ def compacted(
         found = scores(
             eviction, output, pages, layers, trail, seen, head, quota, rotation, entries, cache.window, causal
         )
-        chosen = compaction.choose(found, layers.length, quota, over, ties)
+        chosen = compaction.choose(found, layers.length, quota, over, ties, model.config.head_order)
         known = compaction.known(found, layers.length, quota)
         pages, layers = compaction.moved(pages, layers, chosen, ring)
         return if_finite(pages, known), layers
@@ -253,7 +253,7 @@ def scores(
     layers: LayerCache,
     trail: Trail,
     seen: Int[Array, " b"],
-    head: Int[Array, " k"],
+    head: Int[Array, "l k"],
     quota: Quota,
     rotation: tuple[Float[np.ndarray, "l pairs"], Float[np.ndarray, " l"]],
     entries: int,
@@ -269,7 +269,7 @@ def scores(
     ring = ring_pages(window, pages.pool.shape[1])
 
     def one(index, xs):
-        method, layer, remembered, weights, count, since, (frequencies, rope_scale) = xs
+        method, layer, remembered, weights, head, count, since, (frequencies, rope_scale) = xs
         place = compaction.places(layer.length, entries)
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
         k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
@@ -285,6 +285,5 @@ def scores(
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)
 
-    return lax.scan(one, jnp.int32(0), (eviction, layers, trail, output, quota.count, quota.since, rotation))[
-        1
-    ]
+    xs = eviction, layers, trail, output, head, quota.count, quota.since, rotation
+    return lax.scan(one, jnp.int32(0), xs)[1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int
 
 from kvjax.errors import LARGEST_INT, UserError, shown, warn
 from kvjax.models import fp8
@@ -139,6 +139,9 @@ class ModelConfig:
     """Inputs that share a scale of 8-bit weights; 0: all of them do."""
     kv_cache_dtype: str | None = None
     """"int8": the cache holds int8 entries; None: in the dtype of activations."""
+    head_order: tuple[tuple[int, ...], ...] | None = dataclasses.field(default=None, repr=False)
+    """For each layer with full attention, the model's own KV heads in the order of their places
+    (`kvjax.inference.placement`); None: their own order."""
     tied: bool = False
     """True if the output head is the embedding table."""
     model_type: str = "llama"
@@ -228,6 +231,12 @@ class ModelConfig:
     def full_layers(self) -> tuple[int, ...]:
         """The layers with full attention: those that have retained entries, and that policies see."""
         return tuple(layer for layer, slides in enumerate(self.slides) if not slides)
+
+    @property
+    def own_heads(self) -> Int[np.ndarray, "l k"]:
+        """The model's own KV head at each place, for each layer with full attention."""
+        plain = np.tile(np.arange(self.num_kv_heads, dtype=np.int32), (self.num_full_layers, 1))
+        return plain if self.head_order is None else np.array(self.head_order, np.int32)
 
     @property
     def num_full_layers(self) -> int:

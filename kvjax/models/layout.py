@@ -5,16 +5,20 @@ by side; gate and up in alternating blocks of columns. A mesh that splits KV hea
 column, so one layout serves every mesh. Files, exports and fingerprints know only the model's own arrays.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import reshard
 from jaxtyping import Array, Int, Shaped
 
+from kvjax.mesh import P
 from kvjax.models.config import ModelConfig
 
 FUSED = {
@@ -26,6 +30,8 @@ FUSED = {
     "gate_up_bias": ("gate_bias", "up_bias"),
 }
 """Arrays of a decoder's layers that hold several of the model's own."""
+GROUPED = {"qkv": -1, "qkv_bias": -1, "qkv_scale": -1, "o": -2, "o_scale": -2, "sinks": -1}
+"""The axis along which arrays of a decoder's layers have the groups of KV heads one after another."""
 SCALE = "_scale"
 """The end of the names of the scales of matrices in 8 bits."""
 EXPERTS_OWN = "gate", "up", "down"
@@ -152,7 +158,10 @@ class OwnArray:
     @property
     def value(self) -> Array:
         """The own array itself."""
-        return unfuse(self.path, self.stored, self.config).get(self.part, self.stored).reshape(self.shape)
+        stored = self.stored
+        if self.part and self.config.head_order is not None:
+            stored = reordered(self.path, stored, self.config, np.argsort(self.config.own_heads, axis=1))
+        return unfuse(self.path, stored, self.config).get(self.part, stored).reshape(self.shape)
 
     def places(self, points: Int[np.ndarray, "axes p"]) -> Int[np.ndarray, "stored_axes p"]:
         """Return the places of its points in the decoder's array."""
@@ -160,5 +169,51 @@ class OwnArray:
             return points
         columns = unfuse(self.path, np.arange(self.stored.shape[-1]), self.config)[self.part]
         row, output = np.divmod(np.ravel_multi_index(tuple(points[1:]), self.shape[1:]), len(columns))
-        place = points[0], row, columns[output]
-        return np.stack(place if self.stored.ndim == 3 else place[::2])
+        place = [points[0], row, columns[output]]
+        place = place if self.stored.ndim == 3 else place[::2]
+        if self.config.head_order is not None and (axis := group_axis(self.path, self.stored, self.config)):
+            size = self.stored.shape[axis] // self.config.num_kv_heads
+            group, rest = np.divmod(place[axis], size)
+            place[axis] = (
+                np.argsort(every_layer(self.config, self.config.own_heads))[points[0], group] * size + rest
+            )
+        return np.stack(place)
+
+
+def group_axis(path: str, x: Any, config: ModelConfig) -> int | None:
+    """Return the axis of one of a decoder's arrays that the groups of KV heads divide; None: there is none."""
+    axis = GROUPED.get(path)
+    return None if axis is None or x.shape[axis] % config.num_kv_heads else axis
+
+
+def every_layer(config: ModelConfig, order: Int[np.ndarray, "l k"]) -> Int[np.ndarray, "layers k"]:
+    """Return an order of KV heads for all layers, those with sliding windows included, whose heads have their own."""
+    found = np.tile(np.arange(config.num_kv_heads, dtype=np.int32), (config.num_layers, 1))
+    found[list(config.full_layers)] = order
+    return found
+
+
+def reordered(
+    path: str, x: Shaped[Array, "layers ..."], config: ModelConfig, order: Int[np.ndarray, "l k"]
+) -> Shaped[Array, "layers ..."]:
+    """Return one of a decoder's arrays with the groups of KV heads in another order: at each place the one that is now
+    at `order`."""
+    if (axis := group_axis(path, x, config)) is None:
+        return x
+    return _reordered(x, jnp.asarray(every_layer(config, order)), axis)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _reordered(
+    x: Shaped[Array, "layers ..."], order: Int[Array, "layers k"], axis: int
+) -> Shaped[Array, "layers ..."]:
+    spec = P(*jax.typeof(x).sharding.spec.partitions[1:])
+
+    def one(_, xs):
+        # a device has the whole of one layer's array at a time
+        layer, order = xs
+        groups = jnp.moveaxis(reshard(layer, P()), axis, 0)
+        taken = groups.reshape(order.size, -1, *groups.shape[1:])[order].reshape(groups.shape)
+        return None, reshard(jnp.moveaxis(taken, 0, axis), spec)
+
+    return jax.lax.scan(one, None, (x, order))[1]

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, shown
-from kvjax.mesh import HEADS, adopt, put
+from kvjax.mesh import HEADS, adopt, on_host, put
 from kvjax.policies.admission.full import Full
 from kvjax.policies.base import (
     BIAS,
@@ -145,10 +145,12 @@ class CompiledPolicy:
     """The method that scores entries; None if nothing is compacted."""
 
 
-def compile_policy(policy: Policy, layers: int, kv_heads: int) -> CompiledPolicy:
+def compile_policy(
+    policy: Policy, layers: int, kv_heads: int, head_order: tuple[tuple[int, ...], ...] | None = None
+) -> CompiledPolicy:
     """Return the views of a policy for a model of so many layers and KV heads, on the current mesh. Raises UserError as
     `on_mesh` does."""
-    host = on_mesh(policy, layers, kv_heads)
+    host = on_mesh(policy, layers, kv_heads, head_order)
     eviction = host.eviction
     if eviction is not None:
         method = innermost(eviction)
@@ -169,16 +171,22 @@ def looks(eviction: Eviction | None) -> bool:
     return isinstance(innermost(eviction), Observer | TokenMetadata)
 
 
-def on_mesh(policy: Any, layers: int, kv_heads: int) -> Any:
+def on_mesh(
+    policy: Any, layers: int, kv_heads: int, head_order: tuple[tuple[int, ...], ...] | None = None
+) -> Any:
     """Return a policy, or a method, whose arrays are on the current mesh, for a model of so many layers and KV heads.
-    Numbers get a layer axis, and tables are split with the heads.
+    Numbers get a layer axis, and tables are split with the heads. head_order: that of `ModelConfig`.
 
     Raises UserError for another model's table and for a value that is no number.
     """
 
     def place(path: Any, given: Any) -> jax.Array:
-        if is_placed(given):
+        if is_placed(given) and head_order is None:
             return given if isinstance(given, Tracer) else adopt(given)
+        if is_placed(given) and given.shape[:2] != (layers, kv_heads):
+            return adopt(given)
+        if is_placed(given):
+            given = on_host(given)
         x, name = np.asarray(given), path[-1].name
         if x.dtype.kind in "OSU":
             raise UserError(
@@ -194,6 +202,9 @@ def on_mesh(policy: Any, layers: int, kv_heads: int) -> Any:
                 f"policy {policy.name}: {name} is made for {x.shape[0]} layers × {x.shape[1]} kv heads, the model has "
                 f"{layers} × {kv_heads}"
             )
-        return put(np.broadcast_to(x, (layers, kv_heads, *x.shape[2:])), None, HEADS)
+        x = np.broadcast_to(x, (layers, kv_heads, *x.shape[2:]))
+        if head_order is not None:
+            x = x[np.arange(layers)[:, None], np.array(head_order)]
+        return put(x, None, HEADS)
 
     return jax.tree_util.tree_map_with_path(place, policy)

@@ -184,7 +184,8 @@ class Policy:
             if method.made_for is not None:
                 method.made_for.check(method.label, model)
         with use_mesh(model):
-            return compile_policy(self, model.config.num_full_layers, model.config.num_kv_heads)
+            config = model.config
+            return compile_policy(self, config.num_full_layers, config.num_kv_heads, config.head_order)
 
     def check(self, config: Any) -> None:
         """Raise UserError if the policy is not for a model of this configuration (`num_full_layers`, `num_kv_heads`,

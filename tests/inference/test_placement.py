@@ -1,0 +1,124 @@
+"""Test that KV heads that change places between devices leave everything that a user sees as it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax import inference
+from kvjax.checkpoints.fingerprint import contents, fingerprint
+from kvjax.errors import UserError
+from kvjax.inference.placement import even_order, placed, with_placed_heads
+from kvjax.inference.saving import load_cache, save_cache
+from kvjax.llm import LLM
+from kvjax.mesh import make_mesh
+from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
+from tests.tiny_models import TRAINED, sliding_model, tiny_model
+
+pytestmark = pytest.mark.mesh
+
+RATES = np.random.default_rng(0).random((3, 4)) ** 3
+ORDER = (2, 0, 3, 1), (1, 3, 0, 2), (0, 1, 2, 3)
+ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in (40, 23)]
+POLICIES = {
+    "random": {"rates": RATES.astype(np.float32), "window": 6},
+    "snapkv": {"ratio": 0.4, "observed": 4, "adakv": {"over": "model"}},
+    "wgkv": {"tau": 0.5, "window": 6},
+    "head_pattern": {"pattern": np.arange(12).reshape(3, 4) % 3 == 0, "sink": 2, "window": 6},
+    "fast_kvzip": {"ratio": 0.5, "chunk": 16, "window": 5, "short": 0},
+    "kvpop": {"max_entries": 14, "sink": 2, "window": 6},
+    "quest": {"ratio": 0.5},
+    "h2o": {"entries": 24, "when": "every", "every": 8},
+    "random_eviction": {"ratio": 0.5},
+}
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_hold_about_the_same(devices):
+    entries = 1000 * np.random.default_rng(1).random((32, 8)) ** 4
+    order = even_order(entries, devices)
+    assert order is not None
+    found = np.take_along_axis(entries, np.array(order), 1).reshape(32, devices, -1).sum((0, 2))
+    assert found.max() < 1.02 * found.mean()
+    assert sorted(map(sorted, order)) == [list(range(8))] * 32
+
+
+@pytest.mark.parametrize("entries", [np.ones((3, 4)), np.tile([2.0, 1.0, 1.0, 2.0], (3, 1))])
+def test_heads_stay_where_no_place_is_better(entries):
+    assert even_order(entries, 2) is None
+
+
+@pytest.mark.parametrize("make", [tiny_model, sliding_model], ids=["full", "sliding"])
+def test_the_model_is_the_same(make):
+    with jax.set_mesh(make_mesh(tensor=2, sequence=2)):
+        model = make()
+        other = placed(model, ORDER)
+        assert fingerprint(other) == fingerprint(model)
+        assert contents(other) == contents(model)
+        own, same = model.own_arrays(), other.own_arrays()
+        assert own.keys() == same.keys()
+        for name, x in own.items():
+            np.testing.assert_array_equal(same[name].value, x.value)
+        call = jax.jit(lambda model: model.logits(model.hidden(jnp.asarray(ROWS[0][None]))))
+        np.testing.assert_allclose(call(other), call(model), atol=1e-5)
+        assert not np.array_equal(other.layers.qkv[...], model.layers.qkv[...])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x in ("random", "snapkv") else pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES],
+)
+def test_what_is_kept_said_and_saved_is_in_the_own_order(name, tmp_path):
+    found, sampling = [], SamplingParams(max_new_tokens=10, ignore_eos=True, stop_token_ids=[])
+    with jax.set_mesh(make_mesh(tensor=2, sequence=2)):
+        model = tiny_model()
+        both = {"own": model, "placed": placed(model, ORDER)}
+        for order, model in both.items():
+            trained = TRAINED[name](model) if name in TRAINED else {}
+            policy = make_policy({name: POLICIES[name] | trained}, model=model)
+            cache = inference.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=12)
+            save_cache(tmp_path / order, cache, model, policy)
+            said = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
+            found.append((said.tokens, caches.stats(cache).entries, policy))
+        (tokens, entries, _), (same, held, policy) = found
+        np.testing.assert_array_equal(same, tokens)
+        np.testing.assert_array_equal(held, entries)
+        # each reads what the other has saved
+        for model, other in zip(both.values(), ("placed", "own"), strict=True):
+            cache = load_cache(tmp_path / other, model, policy)
+            np.testing.assert_array_equal(caches.stats(cache).entries, entries)
+            said = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
+            np.testing.assert_array_equal(said.tokens, tokens)
+
+
+def test_a_model_is_placed_by_what_the_policy_expects():
+    uneven = np.tile([0.9, 0.9, 0.1, 0.1], (3, 1)).astype(np.float32)
+    with jax.set_mesh(make_mesh(tensor=2)):
+        model = tiny_model()
+        policy = make_policy({"random": {"rates": uneven, "window": 6}}, model=model)
+        order = with_placed_heads(model, policy).config.head_order
+        assert order is not None
+        assert all({*row[:2]} & {0, 1} and {*row[2:]} & {0, 1} for row in order)
+        assert with_placed_heads(model, make_policy("full", model=model)) is model
+    with jax.set_mesh(make_mesh(fsdp=2)):
+        assert with_placed_heads(tiny_model(), policy).config.head_order is None
+
+
+def test_a_cache_of_other_places_is_refused_in_one_line():
+    with jax.set_mesh(make_mesh(tensor=2)):
+        model = tiny_model()
+        cache = inference.prefill(model, ROWS)
+        with pytest.raises(UserError, match="^the cache has its kv heads at other places than the model"):
+            inference.generate(placed(model, ORDER), [[5], [6]], cache=cache)
+
+
+@pytest.mark.thorough
+def test_llm_answers_alike():
+    found = {}
+    for mesh in (make_mesh(), make_mesh(tensor=2)):
+        llm = LLM("builtin", "wgkv", gates="builtin", mesh=mesh)
+        (answer,) = llm.generate("import os\n" * 30, SamplingParams(max_new_tokens=12))
+        found[llm.model.config.head_order is None] = answer.tokens
+    assert found[True] == found[False]
