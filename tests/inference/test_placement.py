@@ -8,6 +8,7 @@ import pytest
 from kvjax import cache as caches
 from kvjax import inference
 from kvjax.checkpoints.fingerprint import contents, fingerprint
+from kvjax.engine import Engine
 from kvjax.errors import UserError
 from kvjax.inference.placement import even_order, placed, with_placed_heads
 from kvjax.inference.saving import load_cache, save_cache
@@ -104,6 +105,22 @@ def test_a_model_is_placed_by_what_the_policy_expects():
         assert with_placed_heads(model, make_policy("full", model=model)) is model
     with jax.set_mesh(make_mesh(fsdp=2)):
         assert with_placed_heads(tiny_model(), policy).config.head_order is None
+
+
+def test_an_engine_answers_alike():
+    found = []
+    with jax.set_mesh(make_mesh(tensor=2)):
+        own = tiny_model()
+        for model in (own, placed(own, ORDER)):
+            policy = make_policy({"random": POLICIES["random"]}, model=model)
+            engine = Engine(model, policy, slots=2, max_length=64)
+            sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, stop_token_ids=[])
+            requests = [one for row in (*ROWS, ROWS[0][:9]) for one in engine.submit(row, sampling)]
+            while engine.busy:
+                engine.step()
+            assert engine.stats.running == 0
+            found.append([request.tokens for request in requests])
+    assert found[0] == found[1]
 
 
 def test_a_cache_of_other_places_is_refused_in_one_line():
