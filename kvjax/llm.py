@@ -69,8 +69,9 @@ class LLM:
         gates: the policy's trained parameters: a folder, a file of the method's authors, or the hub id of either
             (`Jang-Hyun/Fast-KVzip`).
         tokenizer: by default the model's own; needed beside a model that was loaded before.
-        mesh: from `kvjax.make_mesh`; by default one device. With a loaded model, mesh, dtype, weights, kv_cache_dtype
-            and max_length are the model's and are refused here.
+        mesh: from `kvjax.make_mesh`; by default one device. Where it splits kv heads that keep different amounts, these
+            are placed so that devices hold the same. With a loaded model, mesh, dtype, weights,
+            kv_cache_dtype and max_length are the model's and are refused here.
         dtype: float32, bfloat16 or float16; by default that of the weights.
         weights: "int8" or "fp8" to keep the layers' matrices in 8 bits, as in `kvjax.load_model`.
         kv_cache_dtype: "int8" to keep entries in 8 bits.

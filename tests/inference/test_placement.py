@@ -14,8 +14,12 @@ from kvjax.inference.placement import even_order, placed, with_placed_heads
 from kvjax.inference.saving import load_cache, save_cache
 from kvjax.llm import LLM
 from kvjax.mesh import make_mesh
-from kvjax.policies import make_policy
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.base import Eviction
+from kvjax.policies.budget import Ratio, Shares
+from kvjax.policies.schedule import Schedule
 from kvjax.sampling_params import SamplingParams
+from kvjax.struct import struct
 from tests.tiny_models import TRAINED, sliding_model, tiny_model
 
 pytestmark = pytest.mark.mesh
@@ -105,6 +109,30 @@ def test_a_model_is_placed_by_what_the_policy_expects():
         assert with_placed_heads(model, make_policy("full", model=model)) is model
     with jax.set_mesh(make_mesh(fsdp=2)):
         assert with_placed_heads(tiny_model(), policy).config.head_order is None
+
+
+@struct
+class Steps(Eviction):
+    """An eviction whose scores are equal for five entries in every head, of which all compete."""
+
+    name = "steps"
+
+    @property
+    def shares(self):
+        return Shares("model")
+
+    def score(self, state, stored):
+        return (stored.place // 5).astype(jnp.float32)
+
+
+def test_of_equal_scores_the_same_heads_keep_theirs():
+    policy, held = Policy(eviction=Steps(), schedule=Schedule(Ratio(0.4))), []
+    with jax.set_mesh(make_mesh(tensor=2)):
+        own = tiny_model()
+        for model in (own, placed(own, ORDER)):
+            held.append(caches.stats(inference.prefill(model, ROWS, policy=policy)).entries)
+    np.testing.assert_array_equal(held[1], held[0])
+    assert len(np.unique(held[0])) > 2, "heads share a step, and the first of them keep it"
 
 
 def test_an_engine_answers_alike():

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kvjax.cache import stats
 from kvjax.errors import UserError
+from kvjax.inference import prefill
 from kvjax.mesh import HEADS, make_mesh, use_mesh
+from kvjax.policies import make_policy
 from kvjax.policies.eviction.fast_kvzip import FORMS, SinkGate, load_gates, save_gates
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
 from tests.checkpoints.torch_files import Global, Numpy, write_torch
 from tests.policies.eviction.fast_kvzip.published import layer_arrays, write_published
-from tests.tiny_models import tiny_model
+from tests.tiny_models import sliding_model, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +160,14 @@ def test_the_authors_file_is_for_its_model(published, model):
     load_gates(file, model)
     with pytest.raises(UserError, match=r"= \(3, 4, 2, 32\), the model has \(2, 4, 2, 32\)"):
         load_gates(file, tiny_model(num_layers=2))
+
+
+def test_the_authors_gates_of_gemma_3_are_for_its_layers_with_full_attention(published):
+    model = sliding_model()
+    assert (model.config.num_layers, model.config.num_full_layers) == (7, 3)
+    policy = make_policy("fast_kvzip:ratio=0.5", model=model, gates=published[0])
+    cache = prefill(model, [np.arange(40)], policy=policy)
+    assert stats(cache).entries.shape == (3, 1, 4)
 
 
 @pytest.mark.parametrize(("name", "said"), [("q2_dim16_sink8", "sink8, its arrays are of sink16"), ("q4_dim16", "q4"),
