@@ -88,7 +88,7 @@ def not_utf8(begin: bytes, byte: int, at: int) -> str:
 def write_text(file: Path, text: str, *, new: bool = False) -> None:
     """Write beside `file` and move into place. `new`: raise FileExistsError if it is there, also if another process
     made it just now."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
         with partial.open("w", encoding="utf-8") as out:
             out.write(text)

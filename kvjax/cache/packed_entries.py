@@ -44,17 +44,25 @@ Order = Int[np.ndarray, "l k"] | None
 """For each layer, the heads in another order; None: as they are."""
 
 
-def own_order(cache: Cache) -> Order:
-    """Return, for each of the model's own kv heads, its place in the cache; None: they are in their own order."""
-    return None if cache.head_order is None else np.argsort(cache.head_order)
+def head_at_place(x: Any) -> Order:
+    """Return the model's own kv head at each place, of a cache or a model's configuration; None: each is at its own."""
+    return None if x.head_order is None else np.array(x.head_order)
+
+
+def place_of_head(x: Any) -> Order:
+    """Return the place of each of the model's own kv heads, of a cache or a model's configuration; None: its own."""
+    return None if x.head_order is None else np.argsort(x.head_order)
 
 
 def in_order(x: Shaped[np.ndarray, "..."], order: Order, layer: int, head: int) -> Shaped[np.ndarray, "..."]:
-    """Return an array with these axes of layers and heads, the heads in another order."""
+    """Return an array with these axes of layers and heads, the heads in another order. The heads may be query heads,
+    of which each kv head has the same number."""
     if order is None:
         return x
     x = np.moveaxis(x, (layer, head), (0, 1))
-    return np.moveaxis(x[np.arange(len(order))[:, None], order], (0, 1), (layer, head))
+    layers, heads = order.shape
+    groups = x.reshape(layers, heads, x.shape[1] // heads, *x.shape[2:])
+    return np.moveaxis(groups[np.arange(layers)[:, None], order].reshape(x.shape), (0, 1), (layer, head))
 
 
 def _all_in_order(arrays: Any, like: Any, order: Order, layer: int) -> Any:
@@ -100,7 +108,7 @@ def _small(layers: LayerCache) -> dict[str, Any]:
 def packed(cache: Cache) -> Arrays:
     """Return the contents of a cache, without the empty sequences that a mesh adds. Call it on the cache's mesh."""
     live = np.asarray(cache.seen) > 0
-    pages, order = cache.pages, own_order(cache)
+    pages, order = cache.pages, place_of_head(cache)
     layers = _all_in_order(jax.tree.map(np.asarray, cache.layers), cache.layers, order, 0)
     size, local = cache.page_size, pages.pool.shape[0] // len(np.asarray(pages.free_count))
     held = np.minimum(np.asarray(cache.seen), cache.window - 1)
@@ -134,7 +142,7 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     """
     batch, window, size = like.seen.shape[0], like.window, like.page_size
     shards = like.pages.free_count.shape[0]
-    local, order = like.pages.pool.shape[0] // shards, own_order(like)
+    local, order = like.pages.pool.shape[0] // shards, place_of_head(like)
 
     def rows(x: np.ndarray, axis: int, padding: int = 0) -> np.ndarray:
         """Return `x` padded with the empty sequences that the mesh adds."""
@@ -145,7 +153,7 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     seen, length = rows(arrays["seen"], 0), rows(arrays["length"], 1)
     need = pages_of(length, seen, window, size)
     columns, ring = like.layers.page_table.shape[-1], ring_pages(window, size)
-    placed = None if like.head_order is None else np.array(like.head_order)
+    placed = head_at_place(like)
     used = by_shard(in_order(need, placed, 0, 2)).reshape(shards, -1).sum(1)
     table = np.full((length.size, columns), local, np.int32)
     of_row, first = _shards_of_rows(length.shape, order), np.zeros(length.size, np.int64)

@@ -47,7 +47,7 @@ ACCELERATOR_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/d
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
     """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads, `sequence` tokens, and
-    `replica` what `tensor` does but for the cache."""
+    `replica` the MLP, experts and the vocabulary, beside `tensor`."""
 
     data: int = 1
     """Devices that split the batch."""

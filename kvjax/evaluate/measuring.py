@@ -222,6 +222,7 @@ def measure_together(
     contexts is read once, and compacted anew for each policy. Returns the measurements, policy after policy. If there
     are several, they have no reading speed, since the reading does all methods' work. Raises UserError for a policy
     that is `measured_alone`."""
+    assert model.config.head_order is None, "what is compiled twice below would be placed twice"
     methods = [own[0] for own in policies]
     for policy in methods:
         if measured_alone(policy):

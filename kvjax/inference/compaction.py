@@ -184,7 +184,7 @@ def compacted(
     """Return the cache after one compaction, marked if a score is NaN (`kvjax.cache.checks`). No head cache may retain
     more than `entries` entries. over, ties: of `kvjax.topk.top`; causal: of `Stored`."""
     ring = ring_pages(cache.window, cache.page_size)
-    heads = jax.sharding.reshard(jnp.asarray(model.config.own_heads), P(None, HEADS))
+    heads = jax.sharding.reshard(jnp.asarray(model.config.head_at_place), P(None, HEADS))
 
     rotation = model.config.rotation()
 

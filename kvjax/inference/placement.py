@@ -2,8 +2,8 @@
 
 A mesh splits the KV heads of every layer in their order. Those that keep much may then be on one device, and the pool
 of every device is as large as the fullest one's. Here whole groups (a KV head with its query heads) change places
-within their layers, once the weights are loaded. Nothing else of the programs changes: methods, statistics, saved
-caches, exports and fingerprints have the model's own order.
+within their layers, once the weights are loaded. What a user sees keeps the model's own order: policies, statistics,
+saved caches, exports and fingerprints.
 
 Placing evens memory over all layers. It does not even the time that devices wait for each other within one.
 """
@@ -26,22 +26,27 @@ GAIN = 0.01
 
 
 def with_placed_heads(model: Decoder, policy: Policy) -> Decoder:
-    """Return a model whose KV heads are placed so that the devices that split them hold about as many entries each, by
-    what the policy expects of a sequence as long as the model's context. Where that gains nothing it is the model."""
+    """Return the model with its KV heads placed so that the devices that split them hold about as many entries each, by
+    what the policy expects of a sequence as long as the model's context. The model's arrays are taken over. If nothing
+    is gained, or blocks of 8-bit weights are larger than a head's group, the model is returned as it is."""
     config = model.config
+    group = config.num_heads // config.num_kv_heads * config.head_dim
     with use_mesh(model):
         if (devices := axis_size(*HEADS)) == 1 or not config.num_full_layers:
             return model
+        if config.weight_block and group % config.weight_block:
+            return model
         expected = policy.expected_entries(config.longest, token_bytes(config, model.dtype))
-        order = even_order(np.broadcast_to(expected, config.own_heads.shape), devices)
+        order = even_order(np.broadcast_to(expected, config.head_at_place.shape), devices)
         return model if order is None else placed(model, order)
 
 
 def even_order(entries: Float[np.ndarray, "l k"], devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return the heads of each layer in the order of their places, so that the devices, of which each has as many heads
-    of every layer, hold about as many entries each. None: in their own order they do so already.
+    """Return an order of each layer's heads by which all devices hold about as many entries. A device has the same
+    number of heads in every layer: the first device has the first of the order. The result is None if that saves less
+    than `GAIN`.
 
-    entries: those that each head is expected to hold.
+    entries: the number of entries that each head is expected to hold.
     """
     layers, heads = entries.shape
     held, order = np.zeros(devices), np.zeros((layers, heads), int)
@@ -59,12 +64,13 @@ def even_order(entries: Float[np.ndarray, "l k"], devices: int) -> tuple[tuple[i
 
 
 def placed(model: Decoder, order: tuple[tuple[int, ...], ...]) -> Decoder:
-    """Return a model with its KV heads in this order (`ModelConfig.head_order`), on the current mesh."""
+    """Return the model with its KV heads in this order (`ModelConfig.head_order`), on the current mesh. The model's
+    arrays are taken over."""
     config = model.config
 
     def place(keys, x):
         path = jax.tree_util.keystr(keys, simple=True, separator=".").removesuffix(".value")
-        return reordered(path, x, config, np.array(order))
+        return reordered(path, x, config, np.array(order), consume=True)
 
     layers = jax.tree_util.tree_map_with_path(place, model.layers)
     own = jax.tree.map(lambda x: x, model)

@@ -23,7 +23,15 @@ import orbax.checkpoint as ocp
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.max_entries import POSITION
-from kvjax.cache.packed_entries import Arrays, in_order, own_order, packed, places, unpacked
+from kvjax.cache.packed_entries import (
+    Arrays,
+    head_at_place,
+    in_order,
+    packed,
+    place_of_head,
+    places,
+    unpacked,
+)
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, described_arrays, sealed
 from kvjax.cache.sliding import slots_for
 from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
@@ -36,7 +44,7 @@ from kvjax.inference.forward import drop_observation_state
 from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Method
-from kvjax.policies.compiled import CompiledPolicy
+from kvjax.policies.compiled import CompiledPolicy, by_head
 from kvjax.policies.eviction.wrapper import planes_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
@@ -192,8 +200,8 @@ def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
             while isinstance(method, Method):
                 for name, leaf in leaves_by_path(getattr(method, method.trained, ())).items():
                     x = np.asarray(leaf)
-                    if (order := own_order(cache)) is not None and x.shape[:2] == order.shape:
-                        x = in_order(x, order, 0, 1)
+                    if by_head(leaf):
+                        x = in_order(x, place_of_head(cache), 0, 1)
                     known.update(repr((name, x.shape, x.dtype.name)).encode() + x.tobytes())
                 method = getattr(method, "eviction", None)  # within a wrapper
             found[role] = known.hexdigest()[:16]
@@ -448,8 +456,7 @@ def _like(
     page_bytes += 2 * config.head_dim * bounds.itemsize * found["selects"]
     padded = np.pad(seen, (0, batch - len(seen)))
     rows = np.pad(length, ((0, 0), (0, batch - len(seen)), (0, 0)))
-    placed = None if config.head_order is None else np.array(config.head_order)
-    rows = in_order(rows, placed, 0, 2)
+    rows = in_order(rows, head_at_place(config), 0, 2)
     used = int(caches.shard_pages(rows, padded, window, page_size).max())
     pages, limit = caches.pool_size(used, page_bytes), None
     if capacity is not None:

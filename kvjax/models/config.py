@@ -233,10 +233,15 @@ class ModelConfig:
         return tuple(layer for layer, slides in enumerate(self.slides) if not slides)
 
     @property
-    def own_heads(self) -> Int[np.ndarray, "l k"]:
+    def head_at_place(self) -> Int[np.ndarray, "l k"]:
         """The model's own KV head at each place, for each layer with full attention."""
         plain = np.tile(np.arange(self.num_kv_heads, dtype=np.int32), (self.num_full_layers, 1))
         return plain if self.head_order is None else np.array(self.head_order, np.int32)
+
+    @property
+    def place_of_head(self) -> Int[np.ndarray, "l k"]:
+        """The place of each of the model's own KV heads: the inverse of `head_at_place`."""
+        return np.argsort(self.head_at_place).astype(np.int32)
 
     @property
     def num_full_layers(self) -> int:

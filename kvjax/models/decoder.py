@@ -298,8 +298,8 @@ def layer_body(
     rope = config.sliding_rope if slides and config.sliding_rope is not None else config.rope
     turned = cos_sin(rope, config.head_dim, position)
 
-    def own_heads(place):
-        return reshard(jnp.asarray(config.own_heads)[place], P(HEADS))
+    def placed(place):
+        return reshard(jnp.asarray(config.head_at_place)[place], P(HEADS))
 
     def angles(index):
         if not config.no_rope:
@@ -320,7 +320,7 @@ def layer_body(
             **layer.project(x, angles(index), stacked),
             position=position,
             layer=place,
-            head=heads if slides or config.head_order is None else own_heads(place),
+            head=heads if slides or config.head_order is None else placed(place),
             token=token,
         )
         o, carry, ys = attend(step, carry, own)

@@ -3,8 +3,8 @@
 Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
 Activations are split over the batch, and by tokens over `sequence`. Attention sees whole sequences, for the kv heads of
 its device: queries, keys and values are exchanged before it, and its outputs after it. Where tokens cannot be split,
-such as a single one, `sequence` splits what `tensor` does. `replica` splits the MLP alone, and attention is computed on
-each of its devices. Products accumulate in float32.
+such as a single one, `sequence` splits what `tensor` does. `replica` splits the MLP and, in attention for many tokens,
+the query heads of a kv head. Products accumulate in float32.
 """
 
 from collections.abc import Callable

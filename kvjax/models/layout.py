@@ -5,7 +5,6 @@ by side; gate and up in alternating blocks of columns. A mesh that splits KV hea
 column, so one layout serves every mesh. Files, exports and fingerprints know only the model's own arrays.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -160,7 +159,7 @@ class OwnArray:
         """The own array itself."""
         stored = self.stored
         if self.part and self.config.head_order is not None:
-            stored = reordered(self.path, stored, self.config, np.argsort(self.config.own_heads, axis=1))
+            stored = reordered(self.path, stored, self.config, self.config.place_of_head)
         return unfuse(self.path, stored, self.config).get(self.part, stored).reshape(self.shape)
 
     def places(self, points: Int[np.ndarray, "axes p"]) -> Int[np.ndarray, "stored_axes p"]:
@@ -174,16 +173,19 @@ class OwnArray:
         if self.config.head_order is not None and (axis := group_axis(self.path, self.stored, self.config)):
             size = self.stored.shape[axis] // self.config.num_kv_heads
             group, rest = np.divmod(place[axis], size)
-            place[axis] = (
-                np.argsort(every_layer(self.config, self.config.own_heads))[points[0], group] * size + rest
-            )
+            place[axis] = every_layer(self.config, self.config.place_of_head)[points[0], group] * size + rest
         return np.stack(place)
 
 
 def group_axis(path: str, x: Any, config: ModelConfig) -> int | None:
-    """Return the axis of one of a decoder's arrays that the groups of KV heads divide; None: there is none."""
+    """Return the axis of one of a decoder's arrays along which the groups of KV heads lie; None: there is none."""
     axis = GROUPED.get(path)
-    return None if axis is None or x.shape[axis] % config.num_kv_heads else axis
+    if axis is None or x.shape[axis] == 1:  # the scales of matrices with one for all inputs
+        return None
+    assert x.shape[axis] % config.num_kv_heads == 0, (
+        "blocks of weights that groups of heads share are not placed"
+    )
+    return axis
 
 
 def every_layer(config: ModelConfig, order: Int[np.ndarray, "l k"]) -> Int[np.ndarray, "layers k"]:
@@ -194,17 +196,22 @@ def every_layer(config: ModelConfig, order: Int[np.ndarray, "l k"]) -> Int[np.nd
 
 
 def reordered(
-    path: str, x: Shaped[Array, "layers ..."], config: ModelConfig, order: Int[np.ndarray, "l k"]
+    path: str,
+    x: Shaped[Array, "layers ..."],
+    config: ModelConfig,
+    order: Int[np.ndarray, "l k"],
+    *,
+    consume: bool = False,
 ) -> Shaped[Array, "layers ..."]:
     """Return one of a decoder's arrays with the groups of KV heads in another order: at each place the one that is now
-    at `order`."""
+    at `order`. consume: take over the array's memory."""
     if (axis := group_axis(path, x, config)) is None:
         return x
-    return _reordered(x, jnp.asarray(every_layer(config, order)), axis)
+    call = _consumed if consume else _reordered
+    return call(x, jnp.asarray(every_layer(config, order)), axis)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _reordered(
+def _layer_by_layer(
     x: Shaped[Array, "layers ..."], order: Int[Array, "layers k"], axis: int
 ) -> Shaped[Array, "layers ..."]:
     spec = P(*jax.typeof(x).sharding.spec.partitions[1:])
@@ -217,3 +224,7 @@ def _reordered(
         return None, reshard(jnp.moveaxis(taken, 0, axis), spec)
 
     return jax.lax.scan(one, None, (x, order))[1]
+
+
+_reordered = jax.jit(_layer_by_layer, static_argnums=2)
+_consumed = jax.jit(_layer_by_layer, static_argnums=2, donate_argnums=0)

@@ -18,7 +18,7 @@ from kvjax.models.config import ModelConfig, config_json
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import copy_tokenizer
 from kvjax.models.json_file import write_json
-from kvjax.models.layout import parts_of, unfuse
+from kvjax.models.layout import parts_of, reordered, unfuse
 from kvjax.models.names import TOP, by_expert, by_path, layer_name
 from kvjax.models.tensor_files import INDEX, SINGLE
 
@@ -107,6 +107,9 @@ def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
     top = {TOP[path]: on_host(x) for path, x in leaves.items() if path in TOP}
     yield {name: x[: model.config.vocab_size] if x.ndim == 2 else x for name, x in top.items()}
     layers = {path: x for path, x in leaves.items() if path not in TOP}
+    if model.config.head_order is not None:
+        order = model.config.place_of_head
+        layers = {path: reordered(path, x, model.config, order) for path, x in layers.items()}
     for index in range(model.config.num_layers):
         layer = _take_layer(layers, np.int32(index), model.config)
         rows: dict[str, list[np.ndarray]] = {}

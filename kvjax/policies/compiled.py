@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jax.sharding import reshard
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.errors import UserError, shown
-from kvjax.mesh import HEADS, adopt, on_host, put
+from kvjax.mesh import HEADS, P, adopt, put
 from kvjax.policies.admission.full import Full
 from kvjax.policies.base import (
     BIAS,
@@ -181,12 +182,9 @@ def on_mesh(
     """
 
     def place(path: Any, given: Any) -> jax.Array:
-        if is_placed(given) and head_order is None:
-            return given if isinstance(given, Tracer) else adopt(given)
-        if is_placed(given) and given.shape[:2] != (layers, kv_heads):
-            return adopt(given)
         if is_placed(given):
-            given = on_host(given)
+            given = given if isinstance(given, Tracer) else adopt(given)
+            return given if order is None or not by_head(given) else _in_places(given, order)
         x, name = np.asarray(given), path[-1].name
         if x.dtype.kind in "OSU":
             raise UserError(
@@ -203,8 +201,20 @@ def on_mesh(
                 f"{layers} × {kv_heads}"
             )
         x = np.broadcast_to(x, (layers, kv_heads, *x.shape[2:]))
-        if head_order is not None:
-            x = x[np.arange(layers)[:, None], np.array(head_order)]
-        return put(x, None, HEADS)
+        return put(x if order is None else x[np.arange(layers)[:, None], order], None, HEADS)
 
+    order = None if head_order is None else np.array(head_order, np.int32)
     return jax.tree_util.tree_map_with_path(place, policy)
+
+
+def by_head(x: jax.Array) -> bool:
+    """Return True if an array on a mesh has a layer axis and then one of KV heads, which the mesh splits."""
+    spec = [*jax.typeof(x).sharding.spec, None, None]
+    return spec[1] == HEADS
+
+
+@jax.jit
+def _in_places(x: Shaped[Array, "l k ..."], order: Int[Array, "l k"]) -> Shaped[Array, "l k ..."]:
+    """Return an array by head with the KV heads in another order."""
+    whole = reshard(x, P())[jnp.arange(len(order))[:, None], order]
+    return reshard(whole, jax.typeof(x).sharding.spec)

@@ -232,7 +232,7 @@ class Recipe(abc.ABC):
         for holds, name, expected, value in self.rules():
             if not holds:
                 raise UserError(f"{name} must be {expected}, got {value}")
-        if self.share.count > 1 and self.kept is None:
+        if self.shard is not None and self.share and self.kept is None:
             raise UserError(
                 f"--shard {self.shard} is for what a run computes before its first update, in a folder that all see: "
                 "give fast_kvzip --targets ./FOLDER, or kvpop --teacher FOLDER"

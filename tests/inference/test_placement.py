@@ -4,23 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from kvjax import cache as caches
 from kvjax import inference
 from kvjax.checkpoints.fingerprint import contents, fingerprint
 from kvjax.engine import Engine
 from kvjax.errors import UserError
-from kvjax.inference.placement import even_order, placed, with_placed_heads
+from kvjax.inference import placement
+from kvjax.inference.placement import even_order, with_placed_heads
 from kvjax.inference.saving import load_cache, save_cache
 from kvjax.llm import LLM
 from kvjax.mesh import make_mesh
+from kvjax.models import load_model, save_model
+from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.base import Eviction
 from kvjax.policies.budget import Ratio, Shares
 from kvjax.policies.schedule import Schedule
 from kvjax.sampling_params import SamplingParams
 from kvjax.struct import struct
-from tests.tiny_models import TRAINED, sliding_model, tiny_model
+from tests.tiny_models import TRAINED, sliding_model, tiny_config, tiny_model
 
 pytestmark = pytest.mark.mesh
 
@@ -37,7 +41,13 @@ POLICIES = {
     "quest": {"ratio": 0.5},
     "h2o": {"entries": 24, "when": "every", "every": 8},
     "random_eviction": {"ratio": 0.5},
+    "expected_attention": {"entries": 24, "when": "every", "every": 8},
 }
+
+
+def placed(model, order):
+    """Return a copy of a model whose KV heads have this order."""
+    return placement.placed(jax.tree.map(jnp.copy, model), order)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -56,7 +66,7 @@ def test_heads_stay_where_no_place_is_better(entries):
 
 
 @pytest.mark.parametrize("make", [tiny_model, sliding_model], ids=["full", "sliding"])
-def test_the_model_is_the_same(make):
+def test_the_model_is_the_same(make, tmp_path):
     with jax.set_mesh(make_mesh(tensor=2, sequence=2)):
         model = make()
         other = placed(model, ORDER)
@@ -69,6 +79,9 @@ def test_the_model_is_the_same(make):
         call = jax.jit(lambda model: model.logits(model.hidden(jnp.asarray(ROWS[0][None]))))
         np.testing.assert_allclose(call(other), call(model), atol=1e-5)
         assert not np.array_equal(other.layers.qkv[...], model.layers.qkv[...])
+        if make is tiny_model:
+            save_model(other, tmp_path / "saved")
+            assert contents(load_model(tmp_path / "saved")) == contents(model)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +116,10 @@ def test_a_model_is_placed_by_what_the_policy_expects():
     with jax.set_mesh(make_mesh(tensor=2)):
         model = tiny_model()
         policy = make_policy({"random": {"rates": uneven, "window": 6}}, model=model)
+        assert with_placed_heads(model, make_policy("full", model=model)) is model
         order = with_placed_heads(model, policy).config.head_order
         assert order is not None
         assert all({*row[:2]} & {0, 1} and {*row[2:]} & {0, 1} for row in order)
-        assert with_placed_heads(model, make_policy("full", model=model)) is model
     with jax.set_mesh(make_mesh(fsdp=2)):
         assert with_placed_heads(tiny_model(), policy).config.head_order is None
 
@@ -149,6 +162,20 @@ def test_an_engine_answers_alike():
             assert engine.stats.running == 0
             found.append([request.tokens for request in requests])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("head_dim", "stays"), [(64, True), (128, False)])
+def test_heads_that_share_a_block_of_8_bit_weights_stay(head_dim, stays):
+    sizes = {"num_heads": 4, "head_dim": head_dim, "width": 256, "mlp_width": 256}
+    config = tiny_config(**sizes, weights="fp8", weight_block=128)
+    uneven = np.tile([0.9, 0.9, 0.1, 0.1], (3, 1)).astype(np.float32)
+    with jax.set_mesh(make_mesh(tensor=2)):
+        model = Decoder(config, rngs=nnx.Rngs(0))
+        policy = make_policy({"random": {"rates": uneven, "window": 6}}, model=model)
+        call = jax.jit(lambda model: model.logits(model.hidden(jnp.asarray(ROWS[0][None]))))
+        before, other = call(model), with_placed_heads(model, policy)
+        assert (other is model) == stays
+        np.testing.assert_allclose(call(other), before, atol=1e-5)
 
 
 def test_a_cache_of_other_places_is_refused_in_one_line():
