@@ -80,7 +80,7 @@ def scored(model, policy, prompts):
         cache = new_cache(model, compiled, prompts, 0, PAGE, None)
         quota = compaction.quota(compiled.host, cache, [len(x) for x in prompts])
         cache, _ = feed(model, compiled.host, compiled.read, cache, prompts, CHUNK)
-        heads = jax.sharding.reshard(jnp.arange(4), P(HEADS))
+        heads = jax.sharding.reshard(jnp.asarray(model.config.head_at_place), P(None, HEADS))
         output = {"values": gather(model.layers.o[...], "fsdp")}
 
         def local(eviction, output, pages, layers, trail, seen, *others):
