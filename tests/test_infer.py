@@ -96,6 +96,7 @@ def test_throughput_is_that_of_equal_answers(tmp_path):
         assert row["decode_tokens_per_s"] > 0
 
 
+@pytest.mark.thorough
 def test_weights_in_eight_bits_are_compared_with_float32(tmp_path):
     (tmp_path / "text.txt").write_text("def main():\n    return [x for x in range(10)]\n" * 40)
     sizes = ["--pieces", "2", "--length", "64", "--prompt", "16", "--new-tokens", "4", "--repeats", "1"]

@@ -329,6 +329,7 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
     assert not watch.compiled
 
 
+@pytest.mark.thorough
 def test_int8_entries_keep_their_scales_when_methods_share_a_reading(texts):
     model = tiny_model(qk_norm=False, kv_cache_dtype="int8")
     samples, manner = [continuation(text) for text in texts[:1]], Manner()

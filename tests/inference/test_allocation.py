@@ -255,6 +255,7 @@ def test_a_pool_follows_each_sequence(model, exact, window):
         assert sizes.full_bytes <= sizes.bytes
 
 
+@pytest.mark.thorough
 def test_an_answer_that_is_compacted_has_a_pool_for_its_budget(model, exact):
     """The pool stays within this bound however long the answer gets."""
     policy = make_policy("h2o:entries=24,when=every,every=8", model=model)

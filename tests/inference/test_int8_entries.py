@@ -67,8 +67,7 @@ def test_logits_are_near_those_of_float_entries(model, int8, tokens, name):
     "name",
     [
         "h2o",
-        "kvzip",
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("r_kv", "fast_kvzip", "snapkv")),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("kvzip", "r_kv", "fast_kvzip", "snapkv")),
     ],
 )
 def test_evictions_score_the_stored_entries(model, int8, name):

@@ -148,6 +148,7 @@ def test_of_equal_scores_the_same_heads_keep_theirs():
     assert len(np.unique(held[0])) > 2, "heads share a step, and the first of them keep it"
 
 
+@pytest.mark.thorough
 def test_an_engine_answers_alike():
     found = []
     with jax.set_mesh(make_mesh(tensor=2)):
