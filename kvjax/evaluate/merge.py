@@ -39,7 +39,8 @@ def merge(config: EvaluateConfig) -> list[Result]:
     contexts: dict[tuple[str, int], str] = {}
     for folder, own in zip(folders, settings, strict=True):
         _check(folder, own, settings[0], config)
-        found |= read_results(folder / RESULTS)
+        if (folder / RESULTS).exists():  # else there was no work for the shard
+            found |= read_results(folder / RESULTS)
     for one in found.values():
         if contexts.setdefault((one.task, one.context), one.contexts) != one.contexts:
             raise UserError(

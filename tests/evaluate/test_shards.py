@@ -57,6 +57,10 @@ def test_merged_shards_are_the_evaluation(evaluated, copied):
             r"results are missing, the first of them full at 1 on needle, 126 tokens",
         ),
         (
+            lambda folder: (folder / "shard-0-of-2" / "results.jsonl").unlink(),
+            r"results are missing, the first of them full at 1 on needle, 126 tokens",
+        ),
+        (
             lambda folder: (folder / "shard-1-of-2" / "settings.json").write_text("{}"),
             "shard-1-of-2 was measured with other settings than the rest",
         ),
