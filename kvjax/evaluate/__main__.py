@@ -127,7 +127,9 @@ def _evaluate(config: EvaluateConfig, mesh: "Mesh", command: str) -> None:
             evaluation.run(results, progress)
         if config.shard is None:
             print(printable(report(config, list(results.finished.values()), command)))
-    what = "results.jsonl, report.md and the pictures are" if config.shard is None else "results.jsonl is"
+    what = "results.jsonl, report.md and the pictures are"
+    if config.shard is not None:
+        what = "results.jsonl is" if wanted else "no result falls to this shard; its settings are"
     print(f"\n{what} in {config.out}")
 
 
