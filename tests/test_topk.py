@@ -131,7 +131,7 @@ def test_a_threshold_takes_or_leaves_all_of_one_score(over, ties, split, case):
 
 
 def test_the_worked_examples_of_two_thresholds():
-    """Of ten scores at .3, two are above the third best. Of two heads with twelve entries and four places each, the
+    """At .3 two of ten scores are above the third best. Where two heads have twelve entries and four places each, the
     four lowest entries are dropped."""
     mesh = make_mesh()
 

@@ -171,7 +171,7 @@ class Recipe(abc.ABC):
 
     @property
     def share(self) -> Shard:
-        """What `shard` says; all of the work if it says nothing."""
+        """The share of the work that `shard` names; without it, all of the work."""
         return WHOLE if self.shard is None else Shard.parse(self.shard)
 
     @property
@@ -232,11 +232,13 @@ class Recipe(abc.ABC):
         for holds, name, expected, value in self.rules():
             if not holds:
                 raise UserError(f"{name} must be {expected}, got {value}")
-        if self.shard is not None and self.share and self.kept is None:
-            raise UserError(
-                f"--shard {self.shard} is for what a run computes before its first update, in a folder that all see: "
-                "give fast_kvzip --targets ./FOLDER, or kvpop --teacher FOLDER"
-            )
+        if self.shard is not None:
+            Shard.parse(self.shard)
+            if self.kept is None:
+                raise UserError(
+                    f"--shard {self.shard} is for what a run computes before its first update, in a folder that all "
+                    "see: give fast_kvzip --targets ./FOLDER, or kvpop --teacher FOLDER"
+                )
         if not self.lengths or self.lengths[0] < 1 or sorted(set(self.lengths)) != list(self.lengths):
             raise UserError(f"--lengths must be one or more lengths, rising, got {list(self.lengths)}")
         for length in self.lengths if self.unit == "sequences" else ():
