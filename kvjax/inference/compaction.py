@@ -201,14 +201,37 @@ def compacted(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
-    output = {"values": model.layers.o, "scale": model.layers.o_scale}
-    output = {name: gathered(x, HEADS) for name, x in output.items() if x is not None}
-    if model.config.sliding_layers:
-        output = jax.tree.map(lambda x: x[np.array(model.config.full_layers, np.int32)], output)
-    arguments = whole, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
+    arguments = (
+        whole,
+        output_projections(model),
+        cache.pages,
+        cache.layers,
+        cache.trail,
+        cache.seen,
+        heads,
+        quota,
+    )
     pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)
     seen = cache.seen - jnp.where(quota.due, quota.dropped, 0)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen)
+
+
+def output_projections(model: Decoder) -> dict[str, Shaped[Array, "l _ d"]]:
+    """Return the output projections of the layers with full attention, split by heads alone: values [l (n h) d] and, if
+    they have 8 bits, their scales."""
+    found = {"values": model.layers.o, "scale": model.layers.o_scale}
+    found = {name: gathered(x, HEADS) for name, x in found.items() if x is not None}
+    if model.config.sliding_layers:
+        found = jax.tree.map(lambda x: x[np.array(model.config.full_layers, np.int32)], found)
+    return found
+
+
+def by_head(projection: dict[str, Shaped[Array, "_ d"]], like: Float[Array, "..."]) -> Float[Array, "n h d"]:
+    """Return one layer of `output_projections`, by query head, for entries `like` these [… h]."""
+    weight = projection["values"]
+    if "scale" in projection:
+        weight = dequantised(**projection, dtype=like.dtype)
+    return weight.reshape(-1, like.shape[-1], weight.shape[-1])
 
 
 compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over", "ties", "causal"))
@@ -263,7 +286,7 @@ def scores(
     """Return the method's scores of the last `entries` entries of each head cache, aligned with the right end. On one
     shard.
 
-    `output`: the output projections, values [l (n h) d] and, if they have 8 bits, their scales. `trail`: by layer,
+    `output`: `output_projections`. `trail`: by layer,
     oldest token first. `rotation`: `ModelConfig.rotation`. `causal`: of `Stored`.
     """
     ring = ring_pages(window, pages.pool.shape[1])
@@ -274,14 +297,13 @@ def scores(
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
         k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
         planes = {name: x[at] for name, x in pages.planes.items()}
-        weight = dequantised(**weights, dtype=k.dtype) if "scale" in weights else weights["values"]
-        weight = weight.reshape(-1, k.shape[-1], weight.shape[-1])
         eligible = compaction.eligible_entries(layer.length, since, entries, quota)
         forced = compaction.forced_entries(layer.length, eligible, quota)
         stored = Stored(
             k=k, v=v, place=place, scored=(place >= 0) & (place >= since[..., None]), eligible=eligible,
-            forced=forced, count=count, seen=seen, output=weight, frequencies=frequencies, rope_scale=rope_scale,
-            layer=index, head=head, causal=causal, planes=planes, trail=remembered,
+            forced=forced, count=count, seen=seen, output=by_head(weights, k),
+            frequencies=frequencies, rope_scale=rope_scale, layer=index, head=head, causal=causal,
+            planes=planes, trail=remembered,
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)
 

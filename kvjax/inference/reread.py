@@ -8,13 +8,14 @@ from collections.abc import Generator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from kvjax.cache import Cache, LayerCache, Pages, check_finite
 from kvjax.cache.compaction import addresses
 from kvjax.cache.planes import placed
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.checks import check_length
+from kvjax.inference.compaction import by_head, output_projections
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, padded, positions
 from kvjax.inference.sliding import sliding
@@ -127,13 +128,13 @@ def one_pass(
     number of places for the prompts' first entries."""
 
     def attend(step, planes, xs):
-        (layer, view, eviction), step = xs, step.without_padding()
+        (layer, view, eviction, output), step = xs, step.without_padding()
         o, _, _, _ = cached_attention(
             view, step, cache.pages, layer,
             seen=cache.seen, valid=valid, write=False, implementation=implementation,
         )  # fmt: skip
         pages = dataclasses.replace(cache.pages, planes=planes)
-        return o, _looked_at(eviction, step, pages, layer, valid, spans, first), None
+        return o, _looked_at(eviction, step, pages, layer, output, valid, spans, first), None
 
     position = positions(cache.seen, valid, tokens.shape[1])
     x, planes, *_ = scan_layers(
@@ -142,7 +143,7 @@ def one_pass(
         position,
         attend,
         cache.pages.planes,
-        (cache.layers, view, eviction),
+        (cache.layers, view, eviction, output_projections(model)),
         slide=sliding(cache, valid, implementation),
         token=tokens,
         frozen=True,
@@ -156,13 +157,14 @@ def _looked_at(
     step: Step,
     pages: Pages,
     layer: LayerCache,
+    output: dict[str, Shaped[Array, "_ d"]],
     valid: Int[Array, " b"],
     spans: Spans,
     first: int,
 ) -> Planes:
     """Return the entry metadata after a pass's tokens have looked at one layer's entries."""
 
-    def local(eviction, step, pages, layer, valid, spans):
+    def local(eviction, step, pages, layer, output, valid, spans):
         own = spans.start[:, None] + jnp.arange(step.q.shape[2])
         begin = jnp.broadcast_to(jnp.arange(first), (own.shape[0], first))
         exists = jnp.concatenate([begin < spans.first[:, None], own < spans.stop[:, None]], 1)
@@ -170,8 +172,8 @@ def _looked_at(
         place = jnp.broadcast_to(place, (*layer.length.shape, place.shape[2]))
         # all is stored, so there is no local window, and a token's place is its position
         at = addresses(layer, place, pages.pool.shape[1], 0)
-        k = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)[0]
-        numbers = eviction.reread(step, Passage(k, exists, first, valid))
+        k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
+        numbers = eviction.reread(step, Passage(k, v, exists, first, valid, by_head(output, k)))
         end = layer.page_table.shape[-1] * pages.pool.shape[1]
         place = jnp.where(exists[:, None], place, end)
         return pages.planes | {
@@ -181,4 +183,4 @@ def _looked_at(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, pages.planes)
     whole = gather(eviction, "data", "fsdp")
-    return jax.shard_map(local, out_specs=specs)(whole, step, pages, layer, valid, spans)
+    return jax.shard_map(local, out_specs=specs)(whole, step, pages, layer, output, valid, spans)

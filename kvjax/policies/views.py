@@ -154,10 +154,14 @@ class Passage:
     start of the sequence, then those of the pass's own part of it."""
 
     k: Float[Array, "b k s h"]
-    """Keys as they were written, after RoPE; unspecified where there is no entry."""
+    """Keys as they were written, after RoPE. Keys and values are unspecified where there is no entry."""
+    v: Float[Array, "b k s h"]
+    """Values as they were written."""
     exists: Bool[Array, "b s"]
     """True for places that hold an entry."""
     first: int = static()
     """The number of places for the start of the sequence."""
     valid: Int[Array, " b"]
     """The number of the pass's tokens that are real, by sequence; 0: the sequence has no such pass."""
+    output: Float[Array, "n h d"]
+    """The output projection of these query heads."""

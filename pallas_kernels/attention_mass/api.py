@@ -31,6 +31,8 @@ def attention_mass(
     offset: int | None = 0,
     valid: Bool[Array, "b k s"] | None = None,
     lse: Float[Array, "b n t"] | None = None,
+    query_factor: Float[Array, "b n t"] | None = None,
+    key_factor: Float[Array, "b n s"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b k s"]:
     """Return the attention `p_ij = exp(q_i·k_j / sqrt(h) - lse_i)` that each key receives, reduced to one number.
@@ -40,7 +42,8 @@ def attention_mass(
     `I >= j + offset`. Query head `x` reads kv head `x // (n / k)`. No gradient flows.
 
     This serves KVPOP's target (App. D: "logsumexp" and "max", offset = window, lse of the sparse pass), KVzip's score
-    (eq. 2 and 3: "max" and "max", `valid` for the chunk and the keys that may share its softmax), the observation
+    (eq. 2 and 3: "max" and "max", `valid` for the chunk and the keys that may share its softmax), KVzip+'s (the same
+    with factors 1/‖h_i‖ of the queries and ‖W_O v_j‖ of the keys), the observation
     windows of SnapKV and OracleKV (eq. 2) and H2O's statistic ("sum" and "mean").
 
     Args:
@@ -53,6 +56,8 @@ def attention_mass(
         lse: each query's log-sum-exp, possibly over other keys than these, so that p may exceed 1. -inf: the query
             counts for nothing. None: it is computed over the valid keys that the query counts; the offset must then be
             0 or None.
+        query_factor: positive factors of each query's p. None: 1.
+        key_factor: factors, at least 0, of what `over` gives for each query head and key. None: 1.
         implementation: "xla", "tpu" or "gpu" (blocks of queries and keys, in one pass, or two if lse is not given), or
             "reference" (dense). None: the backend's own.
 
@@ -64,11 +69,12 @@ def attention_mass(
             over, group or implementation, a dtype, head_dim or group of query heads that a kernel does not take.
     """
     call = choose(IMPLEMENTATIONS, implementation, "attention_mass")
-    _check(q, k, over, group, offset, valid, lse)
-    q, k, valid, lse = alike(*map(_constant, (q, k, valid, lse)))
+    _check(q, k, over, group, offset, valid, lse, query_factor, key_factor)
+    arrays = q, k, valid, lse, query_factor, key_factor
+    q, k, valid, lse, query_factor, key_factor = alike(*map(_constant, arrays))
     if 0 in q.shape[:3] or not k.shape[2]:
         return jnp.full_like(k[..., 0], -jnp.inf if over == "logsumexp" else 0, jnp.float32)
-    return call(q, k, valid, lse, over, group, offset)
+    return call(q, k, valid, lse, query_factor, key_factor, over, group, offset)
 
 
 def paged_attention_mass(
@@ -135,7 +141,7 @@ def _constant(x):
     return None if x is None else lax.stop_gradient(x)
 
 
-def _check(q, k, over, group, offset, valid, lse):
+def _check(q, k, over, group, offset, valid, lse, query_factor, key_factor):
     for name, value, known in (
         ("over", over, ("logsumexp", "max", "sum")),
         ("group", group, ("max", "mean", "sum")),
@@ -160,7 +166,13 @@ def _check(q, k, over, group, offset, valid, lse):
         raise ValueError(
             f"attention_mass: offset {offset} needs lse, which is computed for offset 0 or None only"
         )
-    for name, x, shape in (("valid", valid, (b, heads, s)), ("lse", lse, (b, n, t))):
+    shapes = {
+        "valid": (valid, (b, heads, s)),
+        "lse": (lse, (b, n, t)),
+        "query_factor": (query_factor, (b, n, t)),
+        "key_factor": (key_factor, (b, n, s)),
+    }
+    for name, (x, shape) in shapes.items():
         if x is not None and x.shape != shape:
             raise ValueError(
                 f"attention_mass: {name} is {x.shape}, but q {q.shape} and k {k.shape} need {shape}"

@@ -25,10 +25,10 @@ PROGRAMS = 512
 """Programs that fill a device: four for each of some 130 multiprocessors."""
 
 
-def gpu(q, k, valid, lse, over, group, offset, interpret=None):
+def gpu(q, k, valid, lse, query_factor, key_factor, over, group, offset, interpret=None):
     require_attention("attention_mass", "gpu", q)
     call = functools.partial(log_mass, interpret=gpu_interpret(interpret))
-    return mass(call, q, k, valid, lse, over, group, offset)
+    return mass(call, q, k, valid, lse, query_factor, key_factor, over, group, offset)
 
 
 def tile_sizes(resident: int, streamed: int, head_dim: int, itemsize: int) -> tuple[int, int]:

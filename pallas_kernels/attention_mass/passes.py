@@ -79,7 +79,7 @@ The result is -inf for a row that counts nothing.
 """
 
 
-def mass(log_mass: LogMass, q, k, valid, lse, over, group, offset):
+def mass(log_mass: LogMass, q, k, valid, lse, query_factor, key_factor, over, group, offset):
     """Compute the whole op with the pass `log_mass`; the other arguments are those of an implementation."""
     b, n, t, h = q.shape
     heads, s = k.shape[1:3]
@@ -91,9 +91,12 @@ def mass(log_mass: LogMass, q, k, valid, lse, over, group, offset):
     else:
         lse = lse.reshape(b * heads, g, t).astype(jnp.float32)
         q = jnp.where((lse > -jnp.inf)[..., None], q, 0)
-    column = Column(jnp.where(lse > -jnp.inf, -lse, MASKED), choose=False)
+    addend = -lse if query_factor is None else jnp.log(query_factor.reshape(lse.shape)) - lse
+    column = Column(jnp.where(lse > -jnp.inf, addend, MASKED), choose=False)
     span = Span(t, start=None if offset is None else offset + t - s)
     log = log_mass(keys, q, column, span, over == "max").reshape(b, heads, g, s)
+    if key_factor is not None:
+        log += jnp.log(key_factor.reshape(log.shape))
     log = log.max(2) if group == "max" else jax.nn.logsumexp(log, 2)
     if group == "mean":
         log -= jnp.log(g)

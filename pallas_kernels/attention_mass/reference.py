@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def reference(q, k, valid, lse, over, group, offset):
+def reference(q, k, valid, lse, query_factor, key_factor, over, group, offset):
     b, n, t, h = q.shape
     heads, s = k.shape[1:3]
     exact = jnp.promote_types(q.dtype, jnp.float32)
@@ -20,7 +20,11 @@ def reference(q, k, valid, lse, over, group, offset):
     lse = jax.nn.logsumexp(x, -1) if lse is None else lse.reshape(x.shape[:4])
     seen = jnp.isfinite(lse)[..., None]
     x = jnp.where(seen, x - jnp.where(seen, lse[..., None], 0), -jnp.inf)
+    if query_factor is not None:
+        x += jnp.log(query_factor.reshape(x.shape[:4]))[..., None]
     log = x.max(3) if over == "max" else jax.nn.logsumexp(x, 3)
+    if key_factor is not None:
+        log += jnp.log(key_factor.reshape(log.shape))
     log = {
         "max": log.max(2),
         "mean": jax.nn.logsumexp(log, 2) - jnp.log(n // heads),

@@ -32,10 +32,10 @@ ROWS = 32
 product of the next rows runs meanwhile."""
 
 
-def tpu(q, k, valid, lse, over, group, offset, interpret=None):
+def tpu(q, k, valid, lse, query_factor, key_factor, over, group, offset, interpret=None):
     require_attention("attention_mass", "tpu", q)
     call = functools.partial(log_mass, interpret=tpu_interpret(interpret))
-    return mass(call, q, k, valid, lse, over, group, offset)
+    return mass(call, q, k, valid, lse, query_factor, key_factor, over, group, offset)
 
 
 def tile_sizes(resident: int, streamed: int, streamed_bytes: int) -> tuple[int, int]:

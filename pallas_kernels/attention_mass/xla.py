@@ -11,8 +11,8 @@ RESIDENT, STREAMED = 256, 1024
 """Most resident rows, and streamed rows of all heads together, of a tile: its logits stay in a core's cache."""
 
 
-def xla(q, k, valid, lse, over, group, offset):
-    return mass(log_mass, q, k, valid, lse, over, group, offset)
+def xla(q, k, valid, lse, query_factor, key_factor, over, group, offset):
+    return mass(log_mass, q, k, valid, lse, query_factor, key_factor, over, group, offset)
 
 
 def log_mass(resident, streamed, column, span, maximum):

@@ -1,6 +1,8 @@
 """Tests of chunked eviction (PruLong, arXiv:2506.17121, Sec. 4.3), naive and patched, against the published
 formulas."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -33,9 +35,7 @@ def read(model, prompts, *, name="snapkv", **options):
 def chunk_score(c, start, stop):
     """Return SnapKV's score of the chunk [start, stop), over its own keys and those of the queries that follow it."""
     behind = c.q.shape[1] - stop
-    part = published.Captured(
-        *(x[:, start:] for x in (c.q, c.q_pre, c.k, c.v)), output=c.output, frequencies=c.frequencies
-    )
+    part = replace(c, **{name: getattr(c, name)[:, start:] for name in ("q", "k")})
     return published.snapkv(part, behind)[:, : stop - start]
 
 
@@ -69,7 +69,7 @@ def scores_of_chunk(name, c, start, stop, held, kept):
     """Return a chunk's scores [k s] by the published formulas, which score only its own keys. `held`: each head's
     earlier keys."""
     own = slice(start, stop)
-    part = published.Captured(c.q[:, own], c.q_pre[:, own], c.k[:, own], c.v[:, own], c.output, c.frequencies)
+    part = replace(c, **{name: getattr(c, name)[:, own] for name in ("q", "k")})
     place = np.arange(stop - start)
     if name == "keydiff":
         return published.keydiff(part)
@@ -87,11 +87,8 @@ def scores_of_chunk(name, c, start, stop, held, kept):
             score.append(mass[-len(place) :])
         return np.where(place >= len(place) - kept // 2, np.inf, np.stack(score))
     # the queries are all so far; a chunk that has no sinks gets them in front, and their scores are dropped
-    behind = published.Captured(
-        c.q[:, :stop], c.q_pre[:, :stop],
-        *(np.concatenate([x[:, : 4 * (start > 0)], x[:, own]], 1) for x in (c.k, c.v)),
-        output=c.output, frequencies=c.frequencies,
-    )  # fmt: skip
+    k, v = (np.concatenate([x[:, : 4 * (start > 0)], x[:, own]], 1) for x in (c.k, c.v))
+    behind = replace(c, q=c.q[:, :stop], q_pre=c.q_pre[:, :stop], k=k, v=v)
     score = published.expected_attention(behind)
     return score[:, 4:] if start else np.where(place < 4, np.inf, score)
 

@@ -124,6 +124,29 @@ def test_bfloat16(implementation, case):
     check(implementation, case, 0, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_factors_of_queries_and_of_keys(implementation):
+    """Keys with a factor of 0 receive nothing."""
+    q, k, valid, _ = tensors(SHAPES["chunk"], 3)
+    rng = np.random.default_rng(4)
+    of_queries = rng.uniform(0.1, 3, q.shape[:3]).astype(np.float32)
+    of_keys = rng.uniform(0, 3, (*q.shape[:2], k.shape[2])).astype(np.float32)
+    of_keys[..., ::7] = 0
+    call = functools.partial(
+        attention_mass, over="max", group="max", valid=valid, implementation=implementation
+    )
+    actual = jax.jit(call)(q, k, query_factor=jnp.asarray(of_queries), key_factor=jnp.asarray(of_keys))
+    b, _, t, h = q.shape
+    logits = np.einsum(
+        "bngth,bnsh->bngts", np.asarray(q, float).reshape(b, 2, -1, t, h), np.asarray(k, float)
+    )
+    counted = np.tril(np.ones(logits.shape[3:], bool), k.shape[2] - t) & np.asarray(valid)[:, :, None, None]
+    weights = np.exp(logits / math.sqrt(h)) * counted
+    p = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    p = (p * of_queries.reshape(b, 2, -1, t, 1)).max(3) * of_keys.reshape(b, 2, -1, k.shape[2])
+    np.testing.assert_allclose(actual, p.max(2), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("implementation", OTHERS)
 def test_probabilities_far_above_one_and_far_below(implementation):
     """The lse is that of another key set, so that p goes from e^-200 to e^200."""
@@ -253,16 +276,16 @@ def test_lowers_for_cuda(head_dim, dtype):
         assert lower_for_cuda(on_shards, q, k).count("xla.gpu.triton") == 2
 
 
-def late_by_one(q, k, valid, lse, over, group, offset):
-    return IMPLEMENTATIONS["xla"](q, k, valid, lse, over, group, offset + 1)
+def late_by_one(*args):
+    return IMPLEMENTATIONS["xla"](*args[:-1], args[-1] + 1)
 
 
-def query_too_many(q, k, valid, lse, over, group, offset):
-    return IMPLEMENTATIONS["xla"](q, k, valid, jnp.maximum(lse, -10), over, group, offset)
+def query_too_many(q, k, valid, lse, *args):
+    return IMPLEMENTATIONS["xla"](q, k, valid, jnp.maximum(lse, -10), *args)
 
 
-def heads_not_reduced(q, k, valid, lse, over, group, offset):
-    return IMPLEMENTATIONS["xla"](q[:, ::2], k, valid, lse[:, ::2], over, group, offset)
+def heads_not_reduced(q, k, valid, lse, *args):
+    return IMPLEMENTATIONS["xla"](q[:, ::2], k, valid, lse[:, ::2], *args)
 
 
 @pytest.mark.parametrize("bug", [late_by_one, query_too_many, heads_not_reduced])
@@ -286,6 +309,8 @@ def test_planted_bugs_are_noticed(monkeypatch, bug):
         ({"offset": 3}, "offset 3 needs lse"),
         ({"valid": jnp.zeros((1, 2, 4), bool)}, "valid is (1, 2, 4)"),
         ({"lse": jnp.zeros((1, 2, 5))}, "lse is (1, 2, 5)"),
+        ({"query_factor": jnp.zeros((1, 4, 4))}, "query_factor is (1, 4, 4)"),
+        ({"key_factor": jnp.zeros((1, 2, 5))}, "key_factor is (1, 2, 5)"),
         ({"implementation": "tpu"}, "head_dim 32, 64, 96, 128, 256, not 8"),
         (
             {"q": jnp.zeros((1, 4, 5, 32), jnp.float16), "k": jnp.zeros((1, 2, 5, 32), jnp.float16)}

@@ -47,13 +47,13 @@ def captured_prompts() -> list[list[Captured]]:
 @jax.jit
 def _captured(model, tokens):
     def attend(step, _, xs):
-        q, k, v = gather((step.q, step.k, step.v), *AXES)
+        hidden, q, k, v = gather((step.hidden, step.q, step.k, step.v), *AXES)
         group = q.shape[1] // k.shape[1]
         o = jax.nn.dot_product_attention(
             *(jnp.swapaxes(x, 1, 2) for x in (q, jnp.repeat(k, group, 1), jnp.repeat(v, group, 1))),
             is_causal=True,
         )
-        return jnp.swapaxes(o, 1, 2), None, (q, step.q_pre, k, v)
+        return jnp.swapaxes(o, 1, 2), None, (hidden[:, None], q, step.q_pre, k, v)
 
     position = jnp.arange(tokens.shape[1])[None]
     return scan_layers(model, model.embed_tokens(tokens), position, attend)[2]
@@ -68,7 +68,7 @@ def captured_layers(model, prompt) -> list[Captured]:
     output = np.asarray(own_values(model)["layers.o.value"], np.float64)
     frequencies = model.config.rotation()[0].astype(np.float64)
     return [
-        Captured(*(x[layer] for x in arrays), output[layer], frequencies[layer])
+        Captured(arrays[0][layer, 0], *(x[layer] for x in arrays[1:]), output[layer], frequencies[layer])
         for layer in range(len(output))
     ]
 

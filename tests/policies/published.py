@@ -8,8 +8,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Captured:
-    """Results of a layer's attention; frequencies: RoPE's radians per position; output: `[n h d]`."""
+    """Results of a layer's attention; hidden: its normed input `[t d]`; frequencies: RoPE's radians per position;
+    output: `[n h d]`."""
 
+    hidden: np.ndarray
     q: np.ndarray
     q_pre: np.ndarray
     k: np.ndarray
@@ -102,14 +104,21 @@ def r_kv(c: Captured, observed: int = 8, pool: int = 7, balance: float = 0.07) -
     return balance * np.pad(importance, ((0, 0), (0, observed))) - (1 - balance) * redundancy
 
 
-def kvzip(c: Captured, tokens: int, end: int, one: Any, queries: slice = slice(None)) -> np.ndarray:
+def kvzip(
+    c: Captured, tokens: int, end: int, one: Any, queries: slice = slice(None), plus: bool = False
+) -> np.ndarray:
     """Return the scores of a pass's part `[k s]`, by some of its queries, for a prompt of `tokens` tokens followed by a
-    pass that ends at `end`."""
+    pass that ends at `end`. plus: KVzip+."""
     seen = np.r_[: one.first, one.start : one.stop, tokens:end]
     own = end - tokens
     logits = np.einsum("nth,nsh->nts", c.q[:, tokens:end], np.repeat(c.k[:, seen], c.group, 0))
     visible = np.tril(np.ones((own, len(seen)), bool), len(seen) - own)
     p = softmax(np.where(visible, logits / np.sqrt(c.q.shape[-1]), -np.inf))
+    if plus:
+        added = np.linalg.norm(
+            np.einsum("nsh,nhd->nsd", np.repeat(c.v[:, seen], c.group, 0), c.output), axis=-1
+        )
+        p = p * added[:, None] / np.linalg.norm(c.hidden[tokens:end], axis=-1)[:, None]
     largest = p[:, queries, one.first : one.first + one.stop - one.start].max(1)
     return largest.reshape(len(c.k), c.group, -1).max(1)
 

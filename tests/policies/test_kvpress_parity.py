@@ -153,11 +153,16 @@ def test_oraclekv_with_the_question_for_guidance_is_snapkv_with_it_in_its_window
 
 
 @pytest.mark.parametrize(
-    ("family", "layerwise", "repeated"),
-    [("llama", False, 512), ("llama", True, 64), ("qwen3", False, 64)],
-    ids=["one part", "by layer", "four parts"],
+    ("family", "layerwise", "repeated", "plus"),
+    [
+        ("llama", False, 512, False),
+        ("llama", True, 64, False),
+        ("qwen3", False, 64, False),
+        ("qwen3", False, 64, True),
+    ],
+    ids=["one part", "by layer", "four parts", "KVzip+"],
 )
-def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated):
+def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated, plus):
     """The form is kvpress's: 4 sinks in place of the prefix, whose other two tokens are dropped first, and no space
     after the asking text."""
     twin, model = models[family]
@@ -171,11 +176,13 @@ def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated):
         "adakv": {"over": "layer" if layerwise else "model", "pinned": 0.0},
     }
     for ratio in (0.5, 0.25):
-        press = presses.KVzipPress(1 - ratio, layerwise=layerwise, chunk_size=repeated)
+        press = presses.KVzipPress(
+            1 - ratio, layerwise=layerwise, chunk_size=repeated, kvzip_plus_normalization=plus
+        )
         theirs = twins.press_context(twin, context, press)
         expected = twins.logits_after(twin, theirs.cache, context, QUESTION[:1])
         policy = make_policy(
-            {"kvzip": {"ratio": ratio, "sink": 4, "repeated": repeated, **own}},
+            {"kvzip": {"ratio": ratio, "sink": 4, "repeated": repeated, "plus": plus, **own}},
             model=model,
             tokenizer=tokenizer,
         )

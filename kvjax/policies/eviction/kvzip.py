@@ -1,21 +1,23 @@
 """KVzip (Kim et al., 2025, arXiv:2505.23416): the model needs the entries that it looks at while it repeats the
-context."""
+context. KVzip+ (Jégou and Jeblick, 2026, arXiv:2601.07891) weighs attention by what it adds to the residual stream."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.chat_template import around, opening
-from kvjax.errors import UserError, whole_number
+from kvjax.errors import UserError, one_of, whole_number
 from kvjax.policies.base import Eviction, Numbers, Pass, Reconstruction, State
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.texts import check_tokenizer, token_ids
 from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Passage, Step, Stored
-from kvjax.struct import assign, host, struct
+from kvjax.struct import assign, host, static, struct
 from pallas_kernels.attention_mass import attention_mass
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
@@ -54,12 +56,16 @@ class KVzip(Reconstruction, Eviction):
     sink: int | None = host(default=None)
     """The number of first entries that always stay and are looked at with each part, as in kvpress. They take places of
     the budget, and the rest of the prefix is dropped first. None: the whole prefix stays."""
+    plus: bool = static(default=False)
+    """True for KVzip+: an attention a_ij counts as a_ij · ‖W_O v_j‖ / ‖h_i‖, with the layer's normed input h (KVzap,
+    eq. 2). W_O is the part of a query head."""
     name = "kvzip"
 
     def __post_init__(self):
         for name, least in (("prefix", 0), ("repeated", 1), ("sink", 0)):
             if (number := getattr(self, name)) is not None or name == "repeated":
                 assign(self, **{name: whole_number(self.name, name, number, least)})
+        one_of(self.name, "plus", self.plus, (True, False))
         written: dict[str, tuple[int, ...]] = {}
         if self.tokenizer is not None:
             check_tokenizer(self.name, self.tokenizer)
@@ -118,11 +124,34 @@ class KVzip(Reconstruction, Eviction):
         k = jnp.concatenate([passage.k, step.k.astype(passage.k.dtype)], 2)
         known = jnp.concatenate([passage.exists, real], 1)[:, None]
         valid = jnp.broadcast_to(known, k.shape[:3])
-        score = attention_mass(q, k, over="max", group="max", valid=valid)[..., :entries]
+        of_query, of_key = _factors(step, passage, real) if self.plus else (None, None)
+        score = attention_mass(
+            q, k, over="max", group="max", valid=valid, query_factor=of_query, key_factor=of_key
+        )[..., :entries]
         return {"score": jnp.where(jnp.arange(entries) < passage.first, jnp.inf, score)}
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
         return stored.planes["score"]
+
+
+def _factors(
+    step: Step, passage: Passage, real: Bool[Array, "b t"]
+) -> tuple[Float[Array, "b n t"], Float[Array, "b n s"]]:
+    """Return the factors of KVzip+: 1/‖h_i‖ of the queries, and ‖W_O v_j‖ of the entries. The pass's own keys, whose
+    scores nobody reads, have 1."""
+    batch, heads, tokens = step.q.shape[:3]
+    norm = jnp.linalg.norm(step.hidden.astype(jnp.float32), axis=-1)
+    norm = jnp.where(real, norm, norm[:, :1])
+    kv_heads = passage.v.shape[1]
+    weight = rearrange(passage.output.astype(jnp.float32), "(k g) h d -> k g h d", k=kv_heads)
+    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    # ‖W v‖² = v · (W Wᵀ) v, which is far less work than W v, as a head is narrow and the model is wide
+    square = jnp.einsum("kghd,kgid->kghi", weight, weight, **exact)
+    v = jnp.where(passage.exists[:, None, :, None], passage.v, 0).astype(jnp.float32)
+    added = jnp.einsum("bkgsi,bksi->bkgs", jnp.einsum("bksh,kghi->bkgsi", v, square, **exact), v, **exact)
+    added = jnp.sqrt(jnp.maximum(added, 0)).reshape(batch, heads, -1)
+    of_query = jnp.broadcast_to(1 / norm[:, None], (batch, heads, tokens))
+    return of_query, jnp.concatenate([added, jnp.ones((batch, heads, tokens))], 2)
 
 
 def _texts(tokenizer: Any) -> dict[str, tuple[int, ...]]:

@@ -43,13 +43,13 @@ def plane(cache, lengths):
     return [own[:, b, :, :length] for b, length in enumerate(lengths)]
 
 
-def formula(model, row, one, queries=slice(None)):
+def formula(model, row, one, queries=slice(None), plus=False):
     """Return the scores of a pass's part by layer, `[l k s]`, computed with plain attention over the prompt followed by
     the pass."""
     behind = np.concatenate([row, one.tokens])
     layers = captured_layers(model, np.pad(behind, (0, LONGEST - len(behind))))
     end = len(behind)
-    return np.array([published.kvzip(c, row.size, end, one, queries) for c in layers])
+    return np.array([published.kvzip(c, row.size, end, one, queries, plus) for c in layers])
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,15 @@ def test_scores_are_the_published_ones(model, prompts, whole):
             asked_with += (expected > repeated + 1e-4).sum()
         assert (passes[0].start, passes[-1].stop) == (PREFIX, row.size)
     assert asked_with > 0
+
+
+def test_kvzip_plus_weighs_what_attention_adds(model, prompts):
+    """Scores are multiplied by the norms of the values' outputs and divided by those of the queries' inputs."""
+    cache = prefill(model, prompts, policy=keep(model, 1.0, plus=True), page_size=PAGE)
+    for row, found in zip(prompts, plane(cache, LENGTHS), strict=True):
+        for one in KVzip(**PARTS).passes(row):
+            expected = formula(model, row, one, plus=True)
+            np.testing.assert_allclose(found[..., one.start : one.stop], expected, rtol=1e-4, atol=1e-7)
 
 
 def test_kvpress_looks_at_sinks_in_place_of_the_prefix(model, prompts):
