@@ -16,6 +16,7 @@ from kvjax.models.loading import model_shapes
 from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import Scorer, Sizes
+from kvjax.policies.admission.kvzap import Surrogate
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 
@@ -86,6 +87,21 @@ def _sink_gates(sizes: tuple[int, ...], seed: int) -> SinkGate:
     return gates
 
 
+def tiny_surrogates(model: Decoder, seed: int = 1, *, hidden: int = 12) -> Surrogate:
+    """Return untrained surrogates of KVzap for `model`, scaled so that their predictions are spread around 0."""
+    config = model.config
+    with use_mesh(model):
+        return _surrogates((config.num_full_layers, config.num_kv_heads, config.width, hidden), seed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _surrogates(sizes: tuple[int, ...], seed: int) -> Surrogate:
+    gates = Surrogate(*sizes, rngs=nnx.Rngs(seed))
+    gates.w2[...] = gates.w2[...] * 10
+    gates.b2[...] = gates.b2[...] * 0
+    return gates
+
+
 def tiny_scorers(model: Decoder, seed: int = 1, **forms) -> Scorer:
     """Return untrained scorers of KVPOP for `model`, with random weights so that reads, writes, decays and scores
     depend on the tokens."""
@@ -130,6 +146,8 @@ def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
 TRAINED: dict[str, Callable[[Decoder], dict[str, Any]]] = {
     "wgkv": lambda model: {"gates": tiny_gates(model)},
     "fast_kvzip": lambda model: {"gates": tiny_sink_gates(model)},
+    "kvzap": lambda model: {"gates": tiny_surrogates(model)},
+    "kvzap_eviction": lambda model: {"gates": tiny_surrogates(model)},
     "kvpop": lambda model: {"scorers": tiny_scorers(model)},
 }
 """Arguments of the policies that need something trained."""

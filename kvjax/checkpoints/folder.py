@@ -22,6 +22,8 @@ from kvjax.mesh import AXES, gather, put, use_mesh
 from kvjax.struct import leaves_by_path
 
 WEIGHTS, DESCRIPTION = "gates.safetensors", "config.json"
+PUBLISHED = "model.safetensors"
+"""The file in place of weights in a folder that authors publish in the form of transformers (KVzap)."""
 LARGEST = 16 << 20
 """The most bytes of a description or a head pattern's table."""
 MOST = 1 << 20
@@ -47,8 +49,10 @@ def save_tree(folder: str | Path, tree: Any, description: dict[str, Any]) -> Non
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
-    """Return the object in `config.json`. Raises UserError if it cannot be read."""
-    return read_description(exported_files(folder)[1])
+    """Return the object in `config.json`. A folder in the form of transformers names its method as its `model_type`.
+    Raises UserError if it cannot be read."""
+    found = read_description(exported_files(folder)[1])
+    return {"method": found["model_type"]} | found if "model_type" in found else found
 
 
 def read_description(file: Path) -> dict[str, Any]:
@@ -136,7 +140,7 @@ def is_exported(folder: str | Path) -> bool:
 
 def weights_of(folder: Path) -> Path:
     """Return the file of a folder that holds what was trained: a pattern's table, or else parameters."""
-    return folder / TABLE if (folder / TABLE).is_file() else folder / WEIGHTS
+    return next((folder / name for name in (TABLE, PUBLISHED) if (folder / name).is_file()), folder / WEIGHTS)
 
 
 def exported_files(folder: str | Path) -> tuple[Path, Path]:

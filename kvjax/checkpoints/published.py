@@ -1,7 +1,7 @@
 """Published gates on the Hugging Face hub: which file of a repository is for a model.
 
 Jang-Hyun/Fast-KVzip has a folder a model, named as the model is in lower case, with one .pt file. Other repositories
-have an export of kvjax at their root, or files whose names begin with the model's.
+have an export of kvjax or KVzap's folder at their root, or files whose names begin with the model's.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.builtin import GATES
-from kvjax.checkpoints.folder import DESCRIPTION, TABLE, WEIGHTS, is_exported
+from kvjax.checkpoints.folder import DESCRIPTION, PUBLISHED, TABLE, WEIGHTS, is_exported
 from kvjax.errors import UserError
 from kvjax.hub import HUB_ID, fetch
 
@@ -32,7 +32,7 @@ def find_gates(gates: Any, model: str) -> Any:
     if not HUB_ID.fullmatch(hub_id) or ".." in inside.split("/"):
         return gates
     own = Path(model).name.lower().removesuffix(".gguf")
-    whole = f"{own}/*", f"{own}*.pt", WEIGHTS, TABLE, DESCRIPTION
+    whole = f"{own}/*", f"{own}*.pt", WEIGHTS, TABLE, PUBLISHED, DESCRIPTION
     patterns = (inside, f"{inside}/*") if inside else whole
     root = fetch(hub_id, patterns, "a folder or a file of gates")
     if inside:

@@ -33,8 +33,10 @@ def described(gates: str | Path) -> dict[str, Any]:
 
 
 def of_method(folders: Sequence[str], method: str) -> tuple[str, ...]:
-    """Return the folders (or files) whose gates belong to a method."""
-    return tuple(folder for folder in folders if described(folder).get("method") == method)
+    """Return the folders (or files) whose gates belong to a method. An eviction whose name ends in "_eviction" takes
+    those of the admission that the name begins with."""
+    owner = method.removesuffix("_eviction")
+    return tuple(folder for folder in folders if described(folder).get("method") == owner)
 
 
 def by_lambda(folders: Sequence[str]) -> dict[float, str]:

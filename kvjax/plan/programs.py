@@ -29,6 +29,7 @@ from kvjax.models.loading import parameter_dtype
 from kvjax.models.shapes import find_shape, fit_mesh
 from kvjax.plan.ahead import Job
 from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.kvzap import files as kvzap
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.policies.compiled import View, compile_policy
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
@@ -300,8 +301,8 @@ def check_serving(told: ServeConfig, config: ModelConfig) -> None:
 
 def completed(policy: str, config: ModelConfig, make: Make) -> Described:
     """Return the policy with everything that its methods need in addition to numbers: token ids for the texts of kvzip
-    and of guidance, and gates for wgkv and fast_kvzip, of the published sizes unless a folder or a file of gates is
-    named.
+    and of guidance, and gates for wgkv, fast_kvzip and kvzap, of the published sizes unless a folder or a file of
+    gates is named.
 
     Args:
         make: makes gates by a function without arguments.
@@ -344,5 +345,17 @@ def _write_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict
     return {"gates": gates, "window": given.get("window", WINDOW)} | rate
 
 
-BESIDE = {"kvzip": _texts, "fast_kvzip": _sink_gates, "wgkv": _write_gates}
+def _surrogates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    if "gates" in given:
+        return {}
+    return {"gates": make(kvzap.Sizes(config.num_full_layers, config.num_kv_heads, config.width, 512).make)}
+
+
+BESIDE = {
+    "kvzip": _texts,
+    "fast_kvzip": _sink_gates,
+    "wgkv": _write_gates,
+    "kvzap": _surrogates,
+    "kvzap_eviction": _surrogates,
+}
 """Methods that need more than numbers, and the functions that make it from the arguments that are given."""

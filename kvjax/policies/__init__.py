@@ -8,6 +8,7 @@ name, and their grammar. numbers: checked arrays. chance: reproducible random nu
 
 from kvjax.policies.admission.full import Full
 from kvjax.policies.admission.head_pattern import HeadPattern
+from kvjax.policies.admission.kvzap import KVzap
 from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
@@ -19,6 +20,7 @@ from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
+from kvjax.policies.eviction.kvzap import KVzapEviction
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.policies.eviction.oraclekv import OracleKV
 from kvjax.policies.eviction.protected import Protected
@@ -47,6 +49,8 @@ __all__ = [
     "Full",
     "HeadPattern",
     "KNorm",
+    "KVzap",
+    "KVzapEviction",
     "KVzip",
     "KeyDiff",
     "OracleKV",

@@ -13,6 +13,7 @@ from kvjax.plugins import POLICIES as PLUGINS
 from kvjax.policies.admission.full import Full
 from kvjax.policies.admission.head_pattern import HeadPattern
 from kvjax.policies.admission.kvpop import KVPOP
+from kvjax.policies.admission.kvzap import KVzap
 from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
@@ -24,6 +25,7 @@ from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
+from kvjax.policies.eviction.kvzap import KVzapEviction
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.policies.eviction.oraclekv import OracleKV
 from kvjax.policies.eviction.protected import Protected
@@ -40,6 +42,7 @@ ADMISSIONS: dict[str, type[Admission]] = {
     "wgkv": WGKV,
     "head_pattern": HeadPattern,
     "kvpop": KVPOP,
+    "kvzap": KVzap,
     "random": Random,
 }
 EVICTIONS: dict[str, type[Eviction]] = {
@@ -53,6 +56,7 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "fast_kvzip": FastKVzip,
     "r_kv": RKV,
     "kvzip": KVzip,
+    "kvzap_eviction": KVzapEviction,
     "random_eviction": RandomEviction,
 }
 WRAPPERS: dict[str, type[Wrapper]] = {

@@ -194,7 +194,8 @@ def prefix(tokenizer: Any, instruction: str) -> TokenRow:
     """Return the tokens before every context: the chat template's own with the instruction, or, without a template,
     those with which the tokenizer begins every text."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    ids = encode(tokenizer, f"{instruction}\n\n", "beginning") if has_template else opening(tokenizer)
+    text = f"{instruction}\n\n" if instruction else ""
+    ids = encode(tokenizer, text, "beginning") if has_template else opening(tokenizer)
     return np.asarray(ids, np.int32)
 
 

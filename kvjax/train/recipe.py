@@ -395,7 +395,7 @@ class Recipe(abc.ABC):
 
     def evaluate_options(self, folder: Path) -> Sequence[str]:
         """Return the options with which `kvjax.evaluate` compares the export in `folder` with other policies."""
-        return "--policies", "full", *self.rivals.values(), self.method, "--gates", str(folder)
+        return "--policies", "full", *self.rivals.values(), self.used_as, "--gates", str(folder)
 
     def use_options(self, folder: Path) -> Sequence[str]:
         """Return the options with which `kvjax.generate` uses the export in `folder` as `deploy` does."""

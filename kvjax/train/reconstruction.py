@@ -27,9 +27,12 @@ PIECE = 1024
 """The tokens of a call. A device holds their hidden states of all layers at once."""
 
 
-def repetition(tokenizer: Any, prefix: int) -> Policy:
-    """Return the policy whose scores are the targets. `prefix`: the number of tokens before every context."""
-    return Policy(eviction=KVzip(tokenizer=tokenizer, prefix=prefix), schedule=Schedule(Ratio(1.0)))
+def repetition(tokenizer: Any, prefix: int, *, plus: bool = False) -> Policy:
+    """Return the policy whose scores are the targets: KVzip, or KVzip+ with `plus`. `prefix`: the number of tokens
+    before every context."""
+    return Policy(
+        eviction=KVzip(tokenizer=tokenizer, prefix=prefix, plus=plus), schedule=Schedule(Ratio(1.0))
+    )
 
 
 def reconstruction(

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
 from kvjax.mesh import BATCH, HEADS, P
-from kvjax.policies.eviction.fast_kvzip import SinkGate
 
 CLIP = 1e-6
 """The minimum distance of predictions from 0 and 1."""
@@ -20,7 +20,7 @@ LAYER = "loss/"
 """The prefix of the names of the layers' losses."""
 
 
-def scores(gates: SinkGate, x: Float[Array, "b l ..."]) -> Float[Array, "l k b"]:
+def scores(gates: nnx.Module, x: Float[Array, "b l ..."]) -> Float[Array, "l k b"]:
     """Return the scores that the gates predict from the inputs of positions. Positions are split over the batch shards,
     and kv heads over the head shards."""
     if x.ndim == 3:

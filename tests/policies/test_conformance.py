@@ -29,6 +29,7 @@ POLICIES = {
     "wgkv": {"tau": 0.5, "window": 6},
     "head_pattern": {"pattern": RATES, "sparsity": 0.5, "sink": 1, "window": 6},
     "kvpop": {"max_entries": 14, "sink": 2, "window": 6},
+    "kvzap": {"threshold": 0.0, "window": 6},
     "random": {"rates": RATES, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
     "tova": {"ratio": 0.5},
@@ -40,6 +41,7 @@ POLICIES = {
     "r_kv": {"ratio": 0.5, "observed": 4},
     "oraclekv": dict(ratio=0.5, guidance=[9, 8, 7, 5]),
     "kvzip": dict(ratio=0.5, prefix=2, repeated=10, instruction=[9, 8], resumption=[9, 7, 5], tail=[4]),
+    "kvzap_eviction": {"ratio": 0.5},
     "random_eviction": {"ratio": 0.5},
     "quest": {"ratio": 0.5},
 }

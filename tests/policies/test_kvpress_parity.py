@@ -21,9 +21,10 @@ from tests.models.cases import LLAMA, QWEN3, write_folder
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 SKIPPED = "the parity extra is not installed (kvpress needs Python below 3.13)"
-pytest.importorskip("torch", reason=SKIPPED)
+torch = pytest.importorskip("torch", reason=SKIPPED)
 presses = pytest.importorskip("kvpress", reason=SKIPPED, exc_type=ImportError)
 twins = pytest.importorskip("tests.policies.kvpress_twin")
+kvzap = pytest.importorskip("kvpress.presses.kvzap_press")
 
 SIZES = {"vocab_size": 320, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES = {"llama": LLAMA | {"rope_theta": 1e4} | SIZES, "qwen3": QWEN3 | SIZES}
@@ -272,3 +273,25 @@ def test_budgets_are_not_rounded_twice():
     """A tenth of 200 is 20; kvpress computes 1 − 0.9 times 200, which is 19.999… in binary."""
     assert whole(Ratio(0.1).of(200, 1)) == 20
     assert presses.utils.compute_n_kept(200, 0.9) == 19
+
+
+@pytest.mark.parametrize("form", ["mlp", "linear"])
+def test_kvzap_keeps_the_same_entries(models, tmp_path, form):
+    """Attention over the prompt is dense. The newest 128 entries stay, and the others whose prediction reaches the
+    threshold."""
+    twin, model = models["qwen3"]
+    sizes = {"input_dim": model.config.width, "output_dim": 4, "n_modules": 4}
+    torch.manual_seed(0)
+    config = kvzap.KVzapConfig(hidden_dim=16 if form == "mlp" else None, **sizes)
+    surrogate = kvzap.KVzapModel(config).eval()
+    surrogate.save_pretrained(tmp_path)
+    press = presses.KVzapPress(model_type=form)
+    press.kvzap_model_name = f"nvidia/KVzap-{form}-{twin.config.name_or_path.split('/')[-1]}"
+    press.kvzap_model = surrogate
+    theirs = twins.press_context(twin, CONTEXT, presses.DMSPress(press, threshold=0.1))
+    policy = make_policy("kvzap_eviction:threshold=0.1", model=model, gates=str(tmp_path))
+    cache = prefill(model, [CONTEXT], policy=policy, max_new_tokens=1)
+    assert kept(cache, theirs.keys) == theirs.kept
+    assert any(128 < len(head) < len(CONTEXT) for layer in theirs.kept for head in layer)
+    expected = twins.logits_after(twin, theirs.cache, CONTEXT, QUESTION[:1])
+    close(logits_after(model, policy, cache, [QUESTION[:1]])[0], expected)

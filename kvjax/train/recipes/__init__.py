@@ -1,8 +1,9 @@
 """The training methods, one file each, by their names for `--method`.
 
-wgkv: write gates (WG-KV). fast_kvzip: gates on hidden states (Fast KVzip). kvpop: a whole model and its scorers
-(KVPOP). prulong, duo_attention: the kv heads that need the whole context (PruLong, DuoAttention). head_masks: the base
-class of these two.
+wgkv: write gates (WG-KV). fast_kvzip: gates on hidden states (Fast KVzip). kvzap: networks on hidden states (KVzap).
+kvzip_scores: the base class of these two. kvpop: a whole model and its scorers (KVPOP). prulong,
+duo_attention: the kv heads that need the whole context (PruLong, DuoAttention). head_masks: the base class of these
+two.
 """
 
 from kvjax.errors import UserError
@@ -12,6 +13,7 @@ from kvjax.train.recipe import Recipe
 RECIPES = {
     "wgkv": "kvjax.train.recipes.wgkv:WriteGates",
     "fast_kvzip": "kvjax.train.recipes.fast_kvzip:KVzipGates",
+    "kvzap": "kvjax.train.recipes.kvzap:Surrogates",
     "kvpop": "kvjax.train.recipes.kvpop:ConstantCache",
     "prulong": "kvjax.train.recipes.prulong:PruLong",
     "duo_attention": "kvjax.train.recipes.duo_attention:DuoAttention",

@@ -244,7 +244,7 @@ def test_what_a_run_leaves(whole, capsys):
 def test_what_contexts_are_read_behind_is_no_gates_to_evict(monkeypatch):
     """The prefix includes the chat template's system prompt and the instruction, in the prompts that have them."""
     tokenizer, recipe = smol_tokenizer(), KVzipGates()
-    monkeypatch.setattr("kvjax.train.recipes.fast_kvzip.load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr("kvjax.train.recipes.kvzip_scores.load_tokenizer", lambda model: tokenizer)
     model = tiny_model()
     policies = recipe.sweep(tiny_sink_gates(model), model, [])
     for text in ("", f"{recipe.instruction}\n\n"):

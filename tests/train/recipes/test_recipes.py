@@ -35,6 +35,7 @@ from tests.train.recipes.whole_model import WholeModel
 RECIPES = {
     "wgkv": {"window": 8, "lambda": 0.3, "lr": 1e-2},
     "fast_kvzip": {"contexts": 4, "targets": "disk", "dim": 4, "sinks": 4},
+    "kvzap": {"contexts": 4, "targets": "disk", "hidden": 6},
     "kvpop": {
         "phase": "sparsify",
         "uptrained": builtin_model("test_model"),
@@ -47,7 +48,7 @@ RECIPES = {
     "tests.probes.hidden_gate:HiddenGates": {"entries": 8, "every": 4},
     "tests.train.recipes.whole_model:WholeModel": {"window": 8},
 }
-USED = {"fast_kvzip": {"ratio": 0.3}}
+USED = {"fast_kvzip": {"ratio": 0.3}, "kvzap": {"ratio": 0.3}}
 """Arguments of their policies besides those of `deploy`, where they need a budget."""
 
 
@@ -248,7 +249,7 @@ def test_the_comparison_that_a_run_names_is_one_of_what_it_trained(method):
     if told[-1] == "head_pattern:gates=here":
         return
     assert told[-2:] == ("--gates", "here")
-    assert any(compared_of(text).takes_gates == method for text in told[1:-2] or POLICIES)
+    assert any(compared_of(text).takes_gates == made(method).used_as for text in told[1:-2] or POLICIES)
 
 
 def test_every_recipe_is_here():

@@ -1,0 +1,56 @@
+"""KVzap (Jégou and Jeblick, 2026, arXiv:2601.07891) as an eviction: a prompt is read whole, and the entries with the
+lowest predictions of KVzip+'s score leave at its end."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from kvjax.checkpoints.fingerprint import MadeFor
+from kvjax.policies.admission.kvzap.files import check_made_for
+from kvjax.policies.admission.kvzap.policy import WINDOW, opened
+from kvjax.policies.base import Eviction, Numbers, State, TokenMetadata
+from kvjax.policies.budget import Shares
+from kvjax.policies.schedule import Needs
+from kvjax.policies.views import Readout, Step, Stored
+from kvjax.struct import assign, remembered, struct
+
+
+@struct
+class KVzapEviction(TokenMetadata, Eviction):
+    """A surrogate's prediction of the logarithm of KVzip+'s score, which is stored with each entry. With `threshold` it
+    is what kvpress's DMSPress does with KVzapPress: attention over a prompt is dense, and the newest 128 entries stay.
+    With a ratio all layers and heads share the budget, as in KVzip. The gates are those of `kvzap`.
+    """
+
+    gates: Any = dataclasses.field(repr=False)
+    """The surrogate, or the folder to read it from."""
+    made_for: MadeFor | None = remembered()
+    """The model that the folder's gates were made for; None: it does not say."""
+    name = "kvzap_eviction"
+
+    def __post_init__(self):
+        gates, description = opened(self.name, self.gates)
+        assign(self, gates=gates, made_for=MadeFor.described(description))
+
+    def check(self, model: Any) -> None:
+        check_made_for(self.gates, model)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last=WINDOW)
+
+    @property
+    def shares(self) -> Shares:
+        return Shares(over="model")
+
+    @property
+    def planes(self) -> Mapping[str, str]:
+        return {"score": "float32"}
+
+    def numbers(self, state: State, step: Step, readout: Readout) -> Numbers:
+        return {"score": self.gates(step.hidden)}
+
+    def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
+        return stored.planes["score"]

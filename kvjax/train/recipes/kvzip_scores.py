@@ -1,0 +1,203 @@
+"""Gates that learn from KVzip's scores: contexts, features and targets of a frozen model, which Fast KVzip and KVzap
+share."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import grain
+import jax
+from jaxtyping import Array, Float
+
+from kvjax.checkpoints.fingerprint import MadeFor
+from kvjax.errors import UserError, shown
+from kvjax.mesh import AXES, gather
+from kvjax.models import load_tokenizer
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy
+from kvjax.train.batches import Rows
+from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, prefix, text_contexts
+from kvjax.train.data import Data, Open, draw_step_lengths
+from kvjax.train.features import HeldOut, Memory, Shards, batches, check_positions
+from kvjax.train.recipe import Recipe, Rule, Validation
+from kvjax.train.reconstruction import reconstruction, repetition
+from kvjax.train.targets import Teacher, collect, kind_of
+
+TARGETS = "targets"
+"""The folder of features and targets in the run's folder."""
+RATIOS = 0.2, 0.3, 0.4, 0.5
+"""The shares of entries that the rows of a report keep."""
+Batch = Mapping[str, Float[Array, "b l ..."]]
+"""The arrays of positions: `input` [b l d] or [b l k h], and `score` [b l k]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KVzipScores(Recipe):
+    """The base class of recipes whose gates learn the scores of contexts' tokens."""
+
+    instruction: str = "Given the context, answer to the following question or request without explanation."
+    """The text before each context in the user's turn, followed by an empty line. Only for models with a chat template.
+    It always stays in the cache."""
+    sequences: int = 5_000_000
+    """The total number of positions to train on. Repetitions count: the default makes 5,000 updates of 1,000."""
+    batch: int = 1000
+    """The number of positions of an update, the same ones for all layers, rounded up to a multiple of the mesh's
+    data × fsdp (times --accumulate)."""
+    lengths: tuple[int, ...] = (512,)
+    """The number of tokens of a context with its questions, for the built-in tasks. For text see --shortest to
+    --joins."""
+    shares: tuple[float, ...] = (1.0,)
+    """The relative number of contexts of each length, for the built-in tasks."""
+    contexts: int = 64
+    """The number of contexts, for the built-in tasks."""
+    shortest: int = 10_000
+    """The minimum number of tokens of a document, for text, by the data set's own count (`token_count`) if it has
+    one."""
+    longest: int = 30_000
+    """The upper limit of the tokens of a document, for text. Documents are shorter than this."""
+    joined: int = 100_000
+    """The minimum number of tokens of a context of joined documents, for text. Documents are joined by empty lines."""
+    single: int = 29
+    """The number of contexts that are one document, for text: the first documents of the data."""
+    joins: int = 5
+    """The number of contexts of joined documents, for text. They begin again with the first document."""
+    targets: str | None = None
+    """The place of features and targets. `disk`: the folder targets/ of the run, so that a resumed run computes no
+    context again. A folder (with a slash in its name): runs with the same model, contexts, --target and --inputs can
+    share it. `memory`: the memory of this process, so that a resumed run computes them again. By default memory for the
+    built-in tasks, else disk."""
+    ratio: float = 0.3
+    """The share of entries that the report's policy keeps. Gates are not trained for a certain share."""
+
+    exports: ClassVar[str] = "gates"
+    unit: ClassVar[str] = "positions"
+    plus: ClassVar[bool] = False
+    """True if the scores are KVzip+'s."""
+
+    @property
+    def learned(self) -> tuple[str, str]:
+        """The name of the target, and the gates' input, one of `kvjax.policies.eviction.fast_kvzip.INPUTS`."""
+        return "KVzip+" if self.plus else "reconstruction", "hidden"
+
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        for name, least in (("contexts", 1), ("shortest", 1), ("single", 0), ("joins", 0)):
+            yield getattr(self, name) >= least, f"--{name}", f"at least {least}", getattr(self, name)
+        yield self.longest > self.shortest, "--longest", f"above --shortest {self.shortest}", self.longest
+        yield self.joined > self.shortest, "--joined", f"above --shortest {self.shortest}", self.joined
+        yield self.single + self.joins > 0, "--single", "at least 1 where --joins is 0", self.single
+        yield 0 < self.ratio <= 1, "--ratio", "above 0 and at most 1", self.ratio
+
+    def check(self) -> None:
+        super().check()
+        where = self.targets
+        if where not in (None, "disk", "memory") and ("/" not in where or Path(where).expanduser().is_file()):
+            raise UserError(f"--targets must be disk, memory or a folder (./NAME), got {shown(where)}")
+
+    @property
+    def kept(self) -> Path | None:
+        return None if self.targets in (None, "disk", "memory") else Path(self.targets).expanduser()
+
+    @property
+    def most_tokens(self) -> int:
+        if self.data == "builtin":
+            return super().most_tokens
+        return self.longest + (self.joined if self.joins else 0)
+
+    def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        kind = kind_of(model, self.learned[1])
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in kind.arrays.items()}
+
+    def collect(self) -> Open:
+        contexts, held_out = self._contexts()
+        check_positions(sum(len(context.tokens) for context in contexts), self.rows)
+        return functools.partial(self._open, contexts, held_out)
+
+    def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
+        """Return the contexts to train on, and held-out sequences for the report."""
+        if self.data == "builtin":
+            own, others = (
+                draw_step_lengths(count, self.lengths, self.shares, self.seed).tolist()
+                for count in (self.contexts, self.validation)
+            )
+            return builtin_contexts(own, others, self.seed)
+        choice = Choice(self.shortest, self.longest, self.joined, self.single, self.joins)
+        words = {"tokenizer": load_tokenizer(self.model), "instruction": self.instruction}
+        return text_contexts(self.data, choice, self.validation, seed=self.seed, **words)
+
+    def _open(
+        self,
+        contexts: Sequence[Context],
+        held_out: Sequence[TokenRow],
+        model: Decoder,
+        rows: Rows,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> Data:
+        """Compute the missing features and targets, and begin to read them."""
+        target, inputs = self.learned
+        kind, sizes = kind_of(model, inputs), [len(context.tokens) for context in contexts]
+        where = self.targets or ("memory" if self.data == "builtin" else "disk")
+        store = Memory(kind, sizes)
+        if where != "memory":
+            store = Shards(self.kept or folder / TARGETS, kind, sizes, self._manifest(contexts, model))
+        missing = len(contexts) - len(store.finished)
+        say(
+            f"targets ({target}) of {len(contexts)} contexts, {sum(sizes):,} positions: {store.plan}, "
+            + (f"{missing} contexts to compute" if missing else "all are there")
+        )
+        collect(model, contexts, store, self._teacher(contexts), inputs, self.share)
+        if self.shard:
+            return Data(iter(grain.MapDataset.range(0).to_iter_dataset()), list(held_out))
+        features = store.read()
+        return Data(
+            batches(features, rows, self.steps, self.seed), list(held_out), held_rows=HeldOut(features)
+        )
+
+    def _teacher(self, contexts: Sequence[Context]) -> Teacher:
+        """Return the function that computes the scores of contexts."""
+        policy = repetition(load_tokenizer(self.model), len(contexts[0].prefix), plus=self.plus)
+        return functools.partial(reconstruction, policy=policy)
+
+    def _manifest(self, contexts: Sequence[Context], model: Decoder) -> dict[str, Any]:
+        """Return the values that features and targets depend on."""
+        target, inputs = self.learned
+        return {
+            "data": self.data,
+            "target": target,
+            "inputs": inputs,
+            "contexts": [context.digest for context in contexts],
+            **MadeFor.of(model, self.model).description,
+        }
+
+    @abc.abstractmethod
+    def save(self, folder: Path, gates: Any, description: dict[str, Any], validation: Validation) -> None:
+        """Write gates, which are whole, and their description to a folder. Called in the first process."""
+
+    def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
+        """Write `gates.safetensors` and `config.json`, which the method's policy reads."""
+        numbers = validation.numbers | {"positions": validation.sequences}
+        origin = {"model": self.model, "data": self.data, "validation": numbers}
+        trained = {
+            "sequences": self.sequences,
+            "batch": self.rows,
+            "seed": self.seed,
+            "lengths": list(self.lengths),
+        }
+        whole = gather(params, *AXES)
+        if jax.process_index() == 0:
+            self.save(folder, whole, self.own_options() | origin | trained, validation)
+
+    def use_options(self, folder: Path) -> Sequence[str]:
+        return "--policy", f"{self.used_as}:ratio={self.ratio:g}", "--gates", str(folder)
+
+    def sweep(self, params: Any, model: Decoder, held_out: Sequence[TokenRow]) -> Mapping[str, Policy]:
+        ratios = dict.fromkeys((self.ratio, *RATIOS))
+        return {f"ratio={x:g}": dataclasses.replace(self, ratio=x).deploy(params, model) for x in ratios}
+
+    def opening(self) -> list[int]:
+        """Return the token ids before every context. They stay in the cache of every prompt that begins with them."""
+        return prefix(load_tokenizer(self.model), self.instruction).tolist()
