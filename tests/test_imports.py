@@ -124,7 +124,7 @@ def test_the_cache_knows_no_policy_and_no_model():
 def test_a_method_writes_no_sharding():
     """Modules with parameters (gates and scorers) are exempt: each states next to a parameter how it is split."""
     placing = {"kvjax.mesh.put", "kvjax.mesh.P", "kvjax.mesh.BATCH", "jax.sharding.PartitionSpec"}
-    folders = "admission.wgkv", "admission.kvpop", "eviction.fast_kvzip"
+    folders = "admission.wgkv", "admission.kvpop", "admission.kvzap", "eviction.fast_kvzip"
     gates = tuple(f"kvjax.policies.{folder}." for folder in folders)
     for role in ("admission", "eviction", "selection"):
         for path in sources(f"kvjax/policies/{role}"):

@@ -158,6 +158,7 @@ LEAST = {
     "head_pattern": {"pattern": RATES, "window": 8, "sink": 2},
     "random": {"rates": RATES, "window": 8},
     "kvpop": {},
+    "kvzap": {"threshold": -4.0},
     "kvzip": {"ratio": 0.5, "instruction": [9], "resumption": [8]},
     "oraclekv": {"ratio": 0.5, "guidance": [9]},
     "quest": {"tokens": 32},

@@ -9,6 +9,7 @@ from flax import nnx
 
 from kvjax.mesh import use_mesh
 from kvjax.policies.admission.kvpop import Sizes
+from kvjax.policies.admission.kvzap import Surrogate
 from kvjax.policies.base import Admission, Observer
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
@@ -18,12 +19,15 @@ RATES = np.linspace(0, 1, 12).reshape(3, 4)
 with use_mesh():
     SINKS = SinkGate(3, 4, 2, 32, rngs=nnx.Rngs(0))
     SCORERS = Sizes(3, 4, 8).make()
+    SURROGATES = Surrogate(3, 4, 32, 6, rngs=nnx.Rngs(0))
 NEEDED = {
     "fast_kvzip": {"gates": SINKS},
     "wgkv": {"gates": "builtin"},
     "head_pattern": {"pattern": RATES, "sink": 1},
     "random": {"ratio": 0.5},
     "kvpop": {"scorers": SCORERS},
+    "kvzap": {"gates": SURROGATES, "threshold": -4.0},
+    "kvzap_eviction": {"gates": SURROGATES},
     "kvzip": {"instruction": [9], "resumption": [8]},
     "quest": {"tokens": 8},
 }

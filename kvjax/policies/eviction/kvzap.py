@@ -1,5 +1,5 @@
-"""KVzap (Jégou and Jeblick, 2026, arXiv:2601.07891) as an eviction: a prompt is read whole, and the entries with the
-lowest predictions of KVzip+'s score leave at its end."""
+"""KVzap (Jégou and Jeblick, 2026, arXiv:2601.07891) as an eviction: the entries of a whole prompt with the lowest
+predicted scores are dropped."""
 
 import dataclasses
 from collections.abc import Mapping
