@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kvjax.checkpoints.module import filled as filled_module
 from kvjax.mesh import use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -17,6 +18,7 @@ from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import Scorer, Sizes
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.policies.eviction import triattention
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 
 
@@ -108,6 +110,20 @@ def _scorers(sizes: Sizes, seed: int) -> Scorer:
     return scorers
 
 
+def tiny_statistics(model: Decoder, seed: int = 1) -> triattention.QueryStatistics:
+    """Return random statistics of queries for `model`."""
+    config, random = model.config, np.random.default_rng(seed)
+    sizes = config.num_full_layers, config.num_heads, config.head_dim
+    real, imaginary = random.standard_normal((2, *sizes[:2], config.head_dim // 2))
+    arrays = {
+        "real": real,
+        "imaginary": imaginary,
+        "length": np.hypot(real, imaginary) + random.random(real.shape),
+    }
+    with use_mesh(model):
+        return filled_module(lambda: triattention.QueryStatistics(*sizes), arrays, "statistics")
+
+
 def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
     """Return one policy of each kind for `model`."""
     rates = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -131,5 +147,6 @@ TRAINED: dict[str, Callable[[Decoder], dict[str, Any]]] = {
     "wgkv": lambda model: {"gates": tiny_gates(model)},
     "fast_kvzip": lambda model: {"gates": tiny_sink_gates(model)},
     "kvpop": lambda model: {"scorers": tiny_scorers(model)},
+    "triattention": lambda model: {"statistics": tiny_statistics(model)},
 }
 """Arguments of the policies that need something trained."""

@@ -31,6 +31,7 @@ from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
+from kvjax.policies.eviction.triattention import TriAttention
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.selection.quest import Quest
 
@@ -53,6 +54,7 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "fast_kvzip": FastKVzip,
     "r_kv": RKV,
     "kvzip": KVzip,
+    "triattention": TriAttention,
     "random_eviction": RandomEviction,
 }
 WRAPPERS: dict[str, type[Wrapper]] = {

@@ -11,6 +11,7 @@ from kvjax.mesh import use_mesh
 from kvjax.policies.admission.kvpop import Sizes
 from kvjax.policies.base import Admission, Observer
 from kvjax.policies.eviction.fast_kvzip import SinkGate
+from kvjax.policies.eviction.triattention import QueryStatistics
 from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
 from kvjax.policies.views import Shape
 
@@ -18,6 +19,7 @@ RATES = np.linspace(0, 1, 12).reshape(3, 4)
 with use_mesh():
     SINKS = SinkGate(3, 4, 2, 32, rngs=nnx.Rngs(0))
     SCORERS = Sizes(3, 4, 8).make()
+    STATISTICS = QueryStatistics(3, 8, 8)
 NEEDED = {
     "fast_kvzip": {"gates": SINKS},
     "wgkv": {"gates": "builtin"},
@@ -25,6 +27,7 @@ NEEDED = {
     "random": {"ratio": 0.5},
     "kvpop": {"scorers": SCORERS},
     "kvzip": {"instruction": [9], "resumption": [8]},
+    "triattention": {"statistics": STATISTICS},
     "quest": {"tokens": 8},
 }
 
