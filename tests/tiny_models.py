@@ -18,7 +18,7 @@ from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import Scorer, Sizes
 from kvjax.policies.admission.wgkv import WriteGate
-from kvjax.policies.eviction import triattention
+from kvjax.policies.eviction import triattention, trimkv
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 
 
@@ -124,6 +124,19 @@ def tiny_statistics(model: Decoder, seed: int = 1) -> triattention.QueryStatisti
         return filled_module(lambda: triattention.QueryStatistics(*sizes), arrays, "statistics")
 
 
+def tiny_retention_gates(model: Decoder, form: str = "rg", seed: int = 1) -> trimkv.RetentionGate:
+    """Return random gates of TrimKV for `model`, most of whose β are above 0.9."""
+    config, random = model.config, np.random.default_rng(seed)
+    width = 2 * config.num_kv_heads * config.head_dim if form in trimkv.OF_KEYS else config.width
+    sizes = trimkv.Sizes(form, config.num_full_layers, config.num_kv_heads, width, 6)
+    arrays = {
+        name: 0.3 * random.standard_normal((sizes.layers, *shape)) for name, shape in sizes.shapes.items()
+    }
+    arrays["b_out"] += 4
+    with use_mesh(model):
+        return filled_module(lambda: trimkv.RetentionGate(sizes), arrays, "gates")
+
+
 def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
     """Return one policy of each kind for `model`."""
     rates = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -148,5 +161,6 @@ TRAINED: dict[str, Callable[[Decoder], dict[str, Any]]] = {
     "fast_kvzip": lambda model: {"gates": tiny_sink_gates(model)},
     "kvpop": lambda model: {"scorers": tiny_scorers(model)},
     "triattention": lambda model: {"statistics": tiny_statistics(model)},
+    "trimkv": lambda model: {"gates": tiny_retention_gates(model)},
 }
 """Arguments of the policies that need something trained."""

@@ -1,7 +1,8 @@
 """Published gates on the Hugging Face hub: which file of a repository is for a model.
 
-Jang-Hyun/Fast-KVzip has a folder a model, named as the model is in lower case, with one .pt file. Other repositories
-have an export of kvjax at their root, or files whose names begin with the model's.
+Jang-Hyun/Fast-KVzip has a folder a model, named as the model is in lower case, with one .pt file. TrimKV's repositories
+have a file of one name each. Other repositories have an export of kvjax at their root, or files whose names begin with
+the model's.
 """
 
 import os
@@ -12,6 +13,9 @@ from kvjax.builtin import GATES
 from kvjax.checkpoints.folder import DESCRIPTION, TABLE, WEIGHTS, is_exported
 from kvjax.errors import UserError
 from kvjax.hub import HUB_ID, fetch
+
+TRIMKV = "trimkv_weights.pth"
+"""The file with TrimKV's gates in its authors' repositories, which have one a model."""
 
 
 def find_gates(gates: Any, model: str) -> Any:
@@ -32,7 +36,7 @@ def find_gates(gates: Any, model: str) -> Any:
     if not HUB_ID.fullmatch(hub_id) or ".." in inside.split("/"):
         return gates
     own = Path(model).name.lower().removesuffix(".gguf")
-    whole = f"{own}/*", f"{own}*.pt", WEIGHTS, TABLE, DESCRIPTION
+    whole = f"{own}/*", f"{own}*.pt", TRIMKV, WEIGHTS, TABLE, DESCRIPTION
     patterns = (inside, f"{inside}/*") if inside else whole
     root = fetch(hub_id, patterns, "a folder or a file of gates")
     if inside:
@@ -41,6 +45,8 @@ def find_gates(gates: Any, model: str) -> Any:
         return str(root / inside)
     if is_exported(root):
         return str(root)
+    if (root / TRIMKV).is_file():
+        return str(root / TRIMKV)
     folder = root / own
     if folder.is_dir() and is_exported(folder):
         return str(folder)

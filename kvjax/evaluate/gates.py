@@ -13,8 +13,10 @@ from kvjax.errors import UserError
 from kvjax.evaluate.compared import Compared, answers_contests, compared_of
 from kvjax.evaluate.config import ANSWERING, POLICIES, EvaluateConfig
 from kvjax.policies.admission.wgkv import files as wgkv
+from kvjax.policies.eviction import trimkv
 from kvjax.policies.eviction.fast_kvzip import files as fast_kvzip
 from kvjax.policies.eviction.triattention import TriAttention
+from kvjax.policies.eviction.trimkv import TrimKV
 from kvjax.policies.registry import is_method
 
 LEARNED = "prulong", "duo_attention"
@@ -32,6 +34,8 @@ def described(gates: str | Path) -> dict[str, Any]:
         return {"method": fast_kvzip.METHOD} | fast_kvzip.gate_sizes(gates)._asdict()
     if "stats" in names:
         return {"method": TriAttention.name}
+    if any(trimkv.PREFIX.fullmatch(name) for name in names):
+        return {"method": TrimKV.name}
     return {"method": "wgkv"} | wgkv.gate_sizes(gates)._asdict() | wgkv.PUBLISHED
 
 

@@ -27,6 +27,7 @@ from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.eviction.triattention import TriAttention
+from kvjax.policies.eviction.trimkv import TrimKV
 from kvjax.policies.make import make_policy
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import POLICIES
@@ -65,5 +66,6 @@ __all__ = [
     "Threshold",
     "TriAttention",
     "Trigger",
+    "TrimKV",
     "make_policy",
 ]

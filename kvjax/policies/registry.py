@@ -32,6 +32,7 @@ from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.eviction.triattention import TriAttention
+from kvjax.policies.eviction.trimkv import TrimKV
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.selection.quest import Quest
 
@@ -55,6 +56,7 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "r_kv": RKV,
     "kvzip": KVzip,
     "triattention": TriAttention,
+    "trimkv": TrimKV,
     "random_eviction": RandomEviction,
 }
 WRAPPERS: dict[str, type[Wrapper]] = {
