@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kvjax.checkpoints.module import filled as filled_module
 from kvjax.mesh import use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -18,6 +19,7 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import Scorer, Sizes
 from kvjax.policies.admission.kvzap import Surrogate
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.policies.eviction import triattention, trimkv
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 
 
@@ -124,6 +126,33 @@ def _scorers(sizes: Sizes, seed: int) -> Scorer:
     return scorers
 
 
+def tiny_statistics(model: Decoder, seed: int = 1) -> triattention.QueryStatistics:
+    """Return random statistics of queries for `model`."""
+    config, random = model.config, np.random.default_rng(seed)
+    sizes = config.num_full_layers, config.num_heads, config.head_dim
+    real, imaginary = random.standard_normal((2, *sizes[:2], config.head_dim // 2))
+    arrays = {
+        "real": real,
+        "imaginary": imaginary,
+        "length": np.hypot(real, imaginary) + random.random(real.shape),
+    }
+    with use_mesh(model):
+        return filled_module(lambda: triattention.QueryStatistics(*sizes), arrays, "statistics")
+
+
+def tiny_retention_gates(model: Decoder, form: str = "rg", seed: int = 1) -> trimkv.RetentionGate:
+    """Return random gates of TrimKV for `model`, most of whose β are above 0.9."""
+    config, random = model.config, np.random.default_rng(seed)
+    width = 2 * config.num_kv_heads * config.head_dim if form in trimkv.OF_KEYS else config.width
+    sizes = trimkv.Sizes(form, config.num_full_layers, config.num_kv_heads, width, 6)
+    arrays = {
+        name: 0.3 * random.standard_normal((sizes.layers, *shape)) for name, shape in sizes.shapes.items()
+    }
+    arrays["b_out"] += 4
+    with use_mesh(model):
+        return filled_module(lambda: trimkv.RetentionGate(sizes), arrays, "gates")
+
+
 def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
     """Return one policy of each kind for `model`."""
     rates = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -149,5 +178,7 @@ TRAINED: dict[str, Callable[[Decoder], dict[str, Any]]] = {
     "kvzap": lambda model: {"gates": tiny_surrogates(model)},
     "kvzap_eviction": lambda model: {"gates": tiny_surrogates(model)},
     "kvpop": lambda model: {"scorers": tiny_scorers(model)},
+    "triattention": lambda model: {"statistics": tiny_statistics(model)},
+    "trimkv": lambda model: {"gates": tiny_retention_gates(model)},
 }
 """Arguments of the policies that need something trained."""

@@ -1,7 +1,8 @@
 """Published gates on the Hugging Face hub: which file of a repository is for a model.
 
-Jang-Hyun/Fast-KVzip has a folder a model, named as the model is in lower case, with one .pt file. Other repositories
-have an export of kvjax or KVzap's folder at their root, or files whose names begin with the model's.
+Jang-Hyun/Fast-KVzip has a folder a model, named as the model is in lower case, with one .pt file. TrimKV's repositories
+have a file of one name each. Other repositories have an export of kvjax or KVzap's folder at their root, or files whose
+names begin with the model's.
 """
 
 import os
@@ -12,6 +13,9 @@ from kvjax.builtin import GATES
 from kvjax.checkpoints.folder import DESCRIPTION, PUBLISHED, TABLE, WEIGHTS, is_exported
 from kvjax.errors import UserError
 from kvjax.hub import HUB_ID, fetch
+
+TRIMKV = "trimkv_weights.pth"
+"""The file with TrimKV's gates in its authors' repositories, which have one a model."""
 
 
 def find_gates(gates: Any, model: str) -> Any:
@@ -32,13 +36,15 @@ def find_gates(gates: Any, model: str) -> Any:
     if not HUB_ID.fullmatch(hub_id) or ".." in inside.split("/"):
         return gates
     own = Path(model).name.lower().removesuffix(".gguf")
-    whole = f"{own}/*", f"{own}*.pt", WEIGHTS, TABLE, PUBLISHED, DESCRIPTION
+    whole = f"{own}/*", f"{own}*.pt", TRIMKV, WEIGHTS, TABLE, PUBLISHED, DESCRIPTION
     patterns = (inside, f"{inside}/*") if inside else whole
     root = fetch(hub_id, patterns, "a folder or a file of gates")
     if inside:
         if not (root / inside).exists():
             raise UserError(f"gates {gates}: {hub_id} has no {inside}")
         return str(root / inside)
+    if (root / TRIMKV).is_file():
+        return str(root / TRIMKV)
     if is_exported(root):
         return str(root)
     folder = root / own

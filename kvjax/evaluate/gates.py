@@ -13,7 +13,10 @@ from kvjax.errors import UserError
 from kvjax.evaluate.compared import Compared, answers_contests, compared_of
 from kvjax.evaluate.config import ANSWERING, POLICIES, EvaluateConfig
 from kvjax.policies.admission.wgkv import files as wgkv
+from kvjax.policies.eviction import trimkv
 from kvjax.policies.eviction.fast_kvzip import files as fast_kvzip
+from kvjax.policies.eviction.triattention import TriAttention
+from kvjax.policies.eviction.trimkv import TrimKV
 from kvjax.policies.registry import is_method
 
 LEARNED = "prulong", "duo_attention"
@@ -26,9 +29,13 @@ def described(gates: str | Path) -> dict[str, Any]:
     if not is_torch_file(gates):
         return describe(gates)
     with TorchFile(gates) as opened:
-        layered = isinstance(opened.content, dict) and "module" in opened.content
-    if layered:
+        names = [str(name) for name in opened.content] if isinstance(opened.content, dict) else []
+    if "module" in names:
         return {"method": fast_kvzip.METHOD} | fast_kvzip.gate_sizes(gates)._asdict()
+    if "stats" in names:
+        return {"method": TriAttention.name}
+    if any(trimkv.PREFIX.fullmatch(name) for name in names):
+        return {"method": TrimKV.name}
     return {"method": "wgkv"} | wgkv.gate_sizes(gates)._asdict() | wgkv.PUBLISHED
 
 

@@ -308,4 +308,4 @@ def scores(
         return index + 1, method.score(layer.state.eviction, stored)
 
     xs = eviction, layers, trail, output, head, quota.count, quota.since, rotation
-    return lax.scan(one, jnp.int32(0), xs)[1]
+    return eviction.over_layers(lax.scan(one, jnp.int32(0), xs)[1])

@@ -28,6 +28,8 @@ from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
+from kvjax.policies.eviction.triattention import TriAttention
+from kvjax.policies.eviction.trimkv import TrimKV
 from kvjax.policies.make import make_policy
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import POLICIES
@@ -66,6 +68,8 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "Threshold",
+    "TriAttention",
     "Trigger",
+    "TrimKV",
     "make_policy",
 ]

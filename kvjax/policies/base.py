@@ -79,6 +79,11 @@ class Eviction(Method, abc.ABC):
         """Return the score of each entry; a higher score stays. `state` is the memory of an `Observer`, else ()."""
         ...
 
+    def over_layers(self, scores: Float[Array, "l b k s"]) -> Float[Array, "l b k s"]:
+        """Return the scores that decide, given those of all layers, aligned with each head cache's newest entry. By
+        default they are the same."""
+        return scores
+
     @property
     def needs(self) -> Needs:
         """The entries that always stay whatever their scores, and the number of last tokens whose queries score."""

@@ -33,6 +33,8 @@ from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
+from kvjax.policies.eviction.triattention import TriAttention
+from kvjax.policies.eviction.trimkv import TrimKV
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.selection.quest import Quest
 
@@ -57,6 +59,8 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "r_kv": RKV,
     "kvzip": KVzip,
     "kvzap_eviction": KVzapEviction,
+    "triattention": TriAttention,
+    "trimkv": TrimKV,
     "random_eviction": RandomEviction,
 }
 WRAPPERS: dict[str, type[Wrapper]] = {

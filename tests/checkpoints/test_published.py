@@ -9,6 +9,7 @@ from kvjax.errors import UserError
 FILES = {
     "Jang-Hyun/Fast-KVzip": ["qwen3-8b/q4_dim16_sink16.pt", "qwen3-14b/q5_dim16_sink16.pt"],
     "someone/write-gates": ["llama-3.1-8b-0.04.pt", "llama-3.1-8b-0.32.pt", "qwen3-4b-0.04.pt"],
+    "ngocbh/TrimKV-Qwen3-4B-Math": ["config.json", "trimkv_weights.pth"],
     "someone/export": ["config.json", "gates.safetensors"],
     "someone/exports": ["qwen3-8b/config.json", "qwen3-8b/gates.safetensors"],
 }
@@ -42,6 +43,7 @@ def hub(tmp_path, monkeypatch):
             "Llama-3.1-8B",
             "someone/write-gates/llama-3.1-8b-0.32.pt",
         ),
+        ("ngocbh/TrimKV-Qwen3-4B-Math", "Qwen/Qwen3-4B", "ngocbh/TrimKV-Qwen3-4B-Math/trimkv_weights.pth"),
         ("someone/export", "whatever", "someone/export"),
         ("someone/exports", "Qwen/Qwen3-8B", "someone/exports/qwen3-8b"),
     ],

@@ -41,6 +41,8 @@ POLICIES = {
     "quest": {"ratio": 0.5},
     "h2o": {"entries": 24, "when": "every", "every": 8},
     "random_eviction": {"ratio": 0.5},
+    "triattention": {"entries": 24, "every": 8, "layers": "own"},
+    "trimkv": {"entries": 24, "every": 8},
     "expected_attention": {"entries": 24, "when": "every", "every": 8},
 }
 

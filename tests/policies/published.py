@@ -146,6 +146,29 @@ def expected_attention(c: Captured, sink: int = 4, future: int = 512, values: bo
     return np.pad(score, ((0, 0), (sink, 0)))
 
 
+def triattention(
+    k: np.ndarray,
+    position: np.ndarray,
+    mean: np.ndarray,
+    length: np.ndarray,
+    frequencies: np.ndarray,
+    tokens: int,
+) -> np.ndarray:
+    """Return TriAttention's scores `[s]` of one kv head's keys `[s h]`, from a group's statistics `[g h/2]`, after so
+    many tokens. Keys are turned back by their positions, and every distance is looked at, as in the authors' code."""
+    turned = len(frequencies)
+    halves = [*np.split(k[:, : 2 * turned], 2, 1), *np.split(k[:, 2 * turned :], 2, 1)]
+    omega = np.pad(frequencies, (0, k.shape[1] // 2 - turned))
+    k = np.hstack(halves[::2]) + 1j * np.hstack(halves[1::2])
+    relative = mean[:, None] * np.conj(k * np.exp(-1j * position[:, None] * omega))
+    offsets = 2 ** np.arange(17)
+    distance = (tokens - position)[:, None] + offsets
+    phase = distance[..., None] * omega + np.angle(relative)[:, :, None]
+    score = (np.abs(relative)[:, :, None] * np.cos(phase)).sum(-1).mean(-1)
+    score += ((length - np.abs(mean))[:, None] * np.abs(k)).sum(-1)
+    return ((score - score.mean(1, keepdims=True)) / score.std(1, keepdims=True)).max(0)
+
+
 def critical(c: Captured, score: np.ndarray, forced: np.ndarray, kept: int, share: float = 0.5) -> np.ndarray:
     """Return the scores of CriticalKV's second stage, infinite where the first stage already keeps the entry."""
     v = np.repeat(c.v, c.group, 0)

@@ -1,9 +1,9 @@
-"""Steps of random content."""
+"""Steps of random content, and stored keys."""
 
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.policies.views import Shape, Step
+from kvjax.policies.views import Shape, Step, Stored
 
 
 def step(positions, layer=0, heads=4, seed=0):
@@ -31,3 +31,17 @@ def whole(step):
     real."""
     b, t = step.position.shape
     return jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
+
+
+def stored(k, frequencies, seen, *, scale=1.0, forced=None):
+    """Return the view of a layer that stores exactly these keys [k s h], with two query heads for each kv head."""
+    k = jnp.asarray(k, jnp.float32)[None]
+    every = jnp.ones(k.shape[:3], bool)
+    forced = ~every if forced is None else jnp.asarray(forced)[None]
+    return Stored(
+        k=k, v=k, place=jnp.broadcast_to(jnp.arange(k.shape[2]), every.shape), scored=every, eligible=every,
+        forced=forced, count=jnp.ones((1, 1), jnp.int32), seen=jnp.array([seen]),
+        output=jnp.zeros((2 * k.shape[1], k.shape[3], 4)), frequencies=jnp.asarray(frequencies, jnp.float32),
+        rope_scale=jnp.float32(scale), layer=jnp.int32(0), head=jnp.arange(k.shape[1]), planes={}, trail=(),
+        causal=True,
+    )  # fmt: skip

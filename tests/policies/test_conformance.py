@@ -43,6 +43,8 @@ POLICIES = {
     "kvzip": dict(ratio=0.5, prefix=2, repeated=10, instruction=[9, 8], resumption=[9, 7, 5], tail=[4]),
     "kvzap_eviction": {"ratio": 0.5},
     "random_eviction": {"ratio": 0.5},
+    "triattention": {"ratio": 0.5},
+    "trimkv": {"ratio": 0.5},
     "quest": {"ratio": 0.5},
 }
 """Arguments of the methods, by name."""

@@ -11,7 +11,10 @@ from kvjax.mesh import use_mesh
 from kvjax.policies.admission.kvpop import Sizes
 from kvjax.policies.admission.kvzap import Surrogate
 from kvjax.policies.base import Admission, Observer
+from kvjax.policies.eviction import trimkv
 from kvjax.policies.eviction.fast_kvzip import SinkGate
+from kvjax.policies.eviction.triattention import QueryStatistics
+from kvjax.policies.eviction.trimkv import RetentionGate
 from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
 from kvjax.policies.views import Shape
 
@@ -20,6 +23,8 @@ with use_mesh():
     SINKS = SinkGate(3, 4, 2, 32, rngs=nnx.Rngs(0))
     SCORERS = Sizes(3, 4, 8).make()
     SURROGATES = Surrogate(3, 4, 32, 6, rngs=nnx.Rngs(0))
+    STATISTICS = QueryStatistics(3, 8, 8)
+    RETENTION = RetentionGate(trimkv.Sizes("rg", 3, 4, 32, 6))
 NEEDED = {
     "fast_kvzip": {"gates": SINKS},
     "wgkv": {"gates": "builtin"},
@@ -29,6 +34,8 @@ NEEDED = {
     "kvzap": {"gates": SURROGATES, "threshold": -4.0},
     "kvzap_eviction": {"gates": SURROGATES},
     "kvzip": {"instruction": [9], "resumption": [8]},
+    "triattention": {"statistics": STATISTICS},
+    "trimkv": {"gates": RETENTION},
     "quest": {"tokens": 8},
 }
 
