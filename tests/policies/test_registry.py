@@ -1,6 +1,7 @@
 """Test every method by its registered name: it is made without a model, and a copy is alike."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from kvjax.policies.eviction import trimkv
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.policies.eviction.triattention import QueryStatistics
 from kvjax.policies.eviction.trimkv import RetentionGate
-from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
+from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS, WRAPPERS
 from kvjax.policies.views import Shape
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
@@ -64,3 +65,9 @@ def test_every_method_is_made_without_a_model_and_made_again_alike(name):
     for small, large in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
         assert large.size in (small.size, 2 * small.size)
         assert small.shape[0] == large.shape[0] == 3
+
+
+def test_the_reference_pages_have_every_method():
+    page = (Path(__file__).parents[2] / "docs/api/policies.md").read_text(encoding="utf-8")
+    for kind in (ADMISSIONS | EVICTIONS | WRAPPERS | SELECTIONS).values():
+        assert f"::: {kind.__module__}.{kind.__name__}\n" in page
