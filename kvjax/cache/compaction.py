@@ -137,7 +137,8 @@ def moved(
         stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
         return (stored, bounds), None
 
-    unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
+    # not those of other sequences that the pool may hold
+    unbounded = jax.tree.map(lambda bounds: bounds.at[table].set(jnp.inf, mode="drop"), pages.bounds)
     stored = pages.pool, pages.planes
     ((pool, planes), bounds), _ = lax.scan(move, (stored, unbounded), (layers, chosen))
     left = jnp.zeros(capacity, bool).at[jnp.where(given_up, table, capacity)].set(True, mode="drop")
