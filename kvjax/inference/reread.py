@@ -130,7 +130,7 @@ def one_pass(
         (layer, view, eviction), step = xs, step.without_padding()
         o, _, _, _ = cached_attention(
             view, step, cache.pages, layer,
-            seen=cache.seen, valid=valid, write=False, implementation=implementation,
+            seen=cache.seen, counted=cache.counted, valid=valid, write=False, implementation=implementation,
         )  # fmt: skip
         pages = dataclasses.replace(cache.pages, planes=planes)
         return o, _looked_at(eviction, step, pages, layer, valid, spans, first), None
