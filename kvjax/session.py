@@ -8,15 +8,16 @@ import numpy as np
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.chat_template import keeps_turns, templated, token_ids
-from kvjax.errors import UserError, check_unicode, named_arguments, shown, warn
+from kvjax.chat_template import PLACE, around, keeps_turns, templated, token_ids
+from kvjax.errors import UserError, check_unicode, named_arguments, shown, warn, whole_number
 from kvjax.inference.answers import stop_tokens_of, whole_answers
+from kvjax.inference.forward import drop_observation_state
 from kvjax.inference.generate import GREEDY, stream
 from kvjax.inference.prefill import extend, prefill
 from kvjax.inference.saving import read_cache, write_cache
 from kvjax.llm import LLM
 from kvjax.mesh import on_host, use_mesh
-from kvjax.models.chat import turns_end
+from kvjax.models.chat import content_span, difference, turns_end
 from kvjax.sampling_params import SamplingParams
 
 TURNS = "turns"
@@ -70,6 +71,10 @@ class Session:
         """The tokens that the next turn continues. The cache has read all of them but perhaps the last."""
         self._parts: list[str] = []
         """The text of the tokens, if these include the last answer: by turns the template's text and an answer."""
+        self._ends: list[int] = []
+        """The number of tokens up to the end of each part."""
+        self.dropped: list[int] = []
+        """The indices of the messages that were dropped from the cache."""
         self._keeps_turns = keeps_turns(llm.tokenizer, **llm.chat_template_kwargs)
 
     @property
@@ -123,6 +128,14 @@ class Session:
         cache, read = self.cache, 0 if self.cache is None else int(on_host(self.cache.seen)[0])
         if read > end or tokens[:read] != self.tokens[:read]:
             cache, read = None, 0
+        if cache is None and self.dropped:
+            spans = [
+                content_span(llm.tokenizer, messages, x, **llm.chat_template_kwargs) for x in self.dropped
+            ]
+            read = max(last for _, last in spans)
+            cache = self._read(None, tokens[:read])
+            for span in spans:
+                cache = _without(cache, *span)
         if read < end and not self._keeps_turns:
             cache, read = self._read(cache, tokens[read:end]), end
         options = {"policy": llm.policy, "tokenizer": llm.tokenizer, "chunk": llm.chunk, "cache": cache}
@@ -137,10 +150,11 @@ class Session:
         answer, said = found.tokens[0].tolist(), found.texts[0]
         if self._keeps_turns or cache is None:
             self.cache, self.tokens = after, tokens + answer
-            before = self._parts if shown_before else []
+            before, ends = (self._parts, self._ends) if shown_before else ([], [])
             self._parts = [*before, whole[shown_before:], said]
+            self._ends = [*ends, len(tokens), len(self.tokens)]
         else:
-            self.cache, self.tokens, self._parts = cache, tokens[:read], []
+            self.cache, self.tokens, self._parts, self._ends = cache, tokens[:read], [], []
         self.messages = [*messages, {"role": "assistant", "content": said}]
         return said
 
@@ -161,7 +175,9 @@ class Session:
         llm, rows = self.llm, [np.asarray(new)]
         if cache is None:
             own = {"capacity": llm.capacity, "page_size": llm.page_size, "chunk": llm.chunk}
-            return prefill(llm.model, rows, policy=llm.policy, **own)
+            cache = prefill(llm.model, rows, policy=llm.policy, **own)
+            with use_mesh(llm.model):
+                return drop_observation_state(cache, llm.policy.compile(llm.model).decode)
         with use_mesh(llm.model):
             compiled = llm.policy.compile(llm.model)
             cache, _ = extend(llm.model, compiled, cache, rows, 0, llm.chunk, None)
@@ -172,13 +188,67 @@ class Session:
         """Return another conversation that begins as this one did so far. They share the cache of what was read, and
         neither changes the other."""
         other = copy.copy(self)
-        other.messages, other.tokens, other._parts = self.messages[:], self.tokens[:], self._parts[:]
+        for name in ("messages", "tokens", "dropped", "_parts", "_ends"):
+            setattr(other, name, getattr(self, name)[:])
         return other
+
+    @named_arguments(where="Session.drop")
+    def drop(self, turn: int) -> None:
+        """Drop a turn from the cache, such as a tool's output that is not needed any more. What was read after it stays
+        as it is, and later turns do not see it. Its pages are free, but for what a fork still holds. A turn that was
+        dropped before stays dropped, and the template goes on to show it.
+
+        Args:
+            turn: the index of its message in `messages`.
+
+        Raises:
+            UserError: no such turn, one that is not read yet, or one that `Cache.without` refuses.
+        """
+        cache = self._begun("drop")
+        turn = whole_number("Session.drop", "turn", turn, 0, len(self.messages) - 1)
+        if turn in self.dropped:
+            return
+        start, end = self._span(turn)
+        # the last token of an answer is read with the next turn
+        end = min(end, int(on_host(cache.seen)[0]))
+        self.cache = _without(cache, start, end)
+        self.dropped.append(turn)
+
+    def _span(self, turn: int) -> tuple[int, int]:
+        """Return the indices of the first token of a turn's text and of the one after the last."""
+        tokenizer, options = self.llm.tokenizer, self.llm.chat_template_kwargs
+        if not self._parts:
+            if turn == len(self.messages) - 1:
+                raise UserError(
+                    "Session.drop: the last answer is read with the next turn, as the template then shows it"
+                )
+            return content_span(tokenizer, self.messages[:-1], turn, **options)
+        if not self._ends:
+            raise UserError(
+                "Session.drop: an older kvjax saved the conversation, and not where its turns are"
+            )
+        # the user's first turn since the conversation was last read from its beginning
+        first = len(self.messages) - len(self._parts)
+        place = 2 * max(0, (turn - first) // 2)
+        user = first + place
+        begin, end = self._ends[place - 1] if place else 0, self._ends[place]
+        if turn > user:
+            return end, self._ends[place + 1]
+        part = self._parts[place]
+        if not self._templated:
+            return end - len(token_ids(tokenizer, part)), end
+        whole = templated(tokenizer, self.messages[: user + 1], **options)
+        other = [dict(one) for one in self.messages[: user + 1]]
+        other[turn]["content"] = PLACE
+        text = PLACE.join(around(tokenizer, other, **options))[len(whole) - len(part) :]
+        start, stop = difference(self.tokens[begin:end], token_ids(tokenizer, text))
+        return begin + start, begin + stop
 
     @named_arguments(where="Session.save")
     def save(self, path: str | Path) -> int:
         """Write it into a folder, for `load`. It returns and raises what `kvjax.save_cache` does."""
-        turns = {"messages": self.messages, "tokens": self.tokens, "parts": self._parts}
+        turns = {"messages": self.messages, "tokens": self.tokens, "parts": self._parts, "ends": self._ends}
+        turns |= {"dropped": self.dropped}
         cache = self._begun("save")
         return write_cache(path, cache, self.llm.model, self.llm.policy, {TURNS: turns})
 
@@ -203,7 +273,13 @@ class Session:
             raise UserError(f"{path}: damaged (turns is {shown(turns)})")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]
         session._parts = turns["parts"]
+        session._ends, session.dropped = turns.get("ends", []), turns.get("dropped", [])
         return session
+
+
+def _without(cache: Cache, start: int, end: int) -> Cache:
+    """Return a copy of a cache of one sequence without a span, which may be empty."""
+    return cache.without(0, start, end) if start < end else cache
 
 
 def _whole(turns: Any, seen: int, vocabulary: int) -> bool:
@@ -212,6 +288,11 @@ def _whole(turns: Any, seen: int, vocabulary: int) -> bool:
         texts = [x for message in turns["messages"] for x in (message["role"], message["content"])]
         tokens = turns["tokens"]
         whole = all(type(x) is int and 0 <= x < vocabulary for x in tokens) and len(tokens) >= seen
+        ends, dropped = turns.get("ends", []), turns.get("dropped", [])
+        # older files have neither
+        whole &= len(ends) in (0, len(turns["parts"])) and ends == sorted(ends)
+        whole &= all(type(x) is int and 0 <= x <= len(tokens) for x in ends)
+        whole &= all(type(x) is int and 0 <= x < len(turns["messages"]) for x in dropped)
         return whole and all(isinstance(x, str) for x in [*texts, *turns["parts"]])
     except (TypeError, KeyError):
         return False

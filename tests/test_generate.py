@@ -157,7 +157,10 @@ def test_gates_of_another_shape_are_refused_before_the_weights_are_read(monkeypa
             "full: window must be a whole number of at least 1, got 0",
         ),
         (["--prompt", "x" * 400, "--capacity", "32"], "policy full needs at least"),
-        (["--prompt", "x", "--policy", "full:sink=4"], "full has no argument 'sink'; it has window"),
+        (
+            ["--prompt", "x", "--policy", "full:sink=4"],
+            "full has no argument 'sink'; it has window, positions",
+        ),
         (["--prompt", "x", "--policy", "full:window=8,window=9"], "full: got window twice"),
     ],
 )

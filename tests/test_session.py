@@ -102,6 +102,65 @@ def test_forks_share_a_beginning_and_nothing_else(llm):
     assert alone.say(SAID[2], SHORT) == theirs
 
 
+@pytest.fixture(scope="module")
+def dropping(model, tokenizer):
+    """Return an LLM whose caches know the positions of entries."""
+    return LLM(model, make_policy("full:window=6,positions=true"), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_turn_that_is_dropped_is_not_seen_by_later_ones(dropping, turn):
+    """Turns are the messages: of the system, of the user and answers. A fork still sees it."""
+    session = Session(dropping, system="Brief.")
+    session.say(SAID[0], LETTERS)
+    session.say(SAID[1], SHORT)
+    other, before = session.fork(), session.stats
+    text = session.messages[turn]["content"]
+    ids = dropping.tokenizer(text)["input_ids"]
+    start = next(i for i in range(len(session.tokens)) if session.tokens[i : i + len(ids)] == ids)
+    session.drop(turn)
+    session.drop(turn)
+    assert session.stats.entries.max() == before.entries.max() - len(text)
+    assert session.stats.pages < before.pages or len(text) < 16
+    want = other.cache.without(0, start, start + len(text))
+    asked = [np.array(session.tokens[-1:])]
+    greedy = SamplingParams(max_new_tokens=2, logprobs=0)
+    one, two, three = (
+        generate(dropping.model, asked, greedy, policy=dropping.policy, cache=x).logprobs[0].chosen
+        for x in (session.cache, want, other.cache)
+    )
+    np.testing.assert_array_equal(one, two)
+    assert (one != three).any()
+    assert session.fork().say(SAID[2], SHORT) == session.say(SAID[2], SHORT)
+
+
+def test_what_was_dropped_stays_dropped(dropping, tmp_path, monkeypatch):
+    """This holds in a conversation that was saved, and where a template has it read again."""
+    session = Session(dropping)
+    session.say(SAID[0], SHORT)
+    session.drop(0)
+    session.save(tmp_path)
+    loaded = Session.load(tmp_path, dropping)
+    assert loaded.say(SAID[1], SHORT) == session.fork().say(SAID[1], SHORT)
+    # a template that changes what was read
+    loaded.messages[1]["content"] = "Nobody."
+    loaded.say(SAID[2], SHORT)
+    assert loaded.dropped == [0]
+    assert loaded.stats.entries.max() == loaded.stats.tokens - len(SAID[0])
+
+
+def test_turns_are_dropped_where_thoughts_are_cut(model, thinking):
+    session = Session(LLM(model, tokenizer=thinking))
+    session.say(SAID[0], SHORT)
+    with pytest.raises(UserError, match="the last answer is read with the next turn"):
+        session.drop(1)
+    session.messages[1]["content"] = "<think>\nhm\n</think>\n\nYes."
+    session.say(SAID[1], SHORT)
+    session.drop(0)
+    session.drop(1)
+    assert session.stats.entries.max() == session.stats.tokens - len(f"{SAID[0]}Yes.")
+
+
 def test_a_saved_conversation_goes_on(llm, tmp_path):
     session = Session(llm, system="Brief.")
     session.say(SAID[0], SHORT)
@@ -270,6 +329,8 @@ def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, mon
     for what in (lambda: session.save(tmp_path), lambda: session.stats):
         with pytest.raises(UserError, match="nothing was said yet"):
             what()
+    with pytest.raises(UserError, match=r"Session\.drop: nothing was said yet"):
+        session.drop(0)
     with pytest.raises(UserError, match="has no argument 'max_new_tokens'"):
         session.say("a", max_new_tokens=3)
     with pytest.raises(UserError, match="sampling must be one SamplingParams with n=1, got 3"):
@@ -281,6 +342,11 @@ def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, mon
     save_cache(tmp_path / "cache", prefill(model, [[1, 2, 3]], policy=policy), model, policy)
     with pytest.raises(UserError, match="a cache that is no conversation"):
         Session.load(tmp_path / "cache", llm)
+    session.say(SAID[0], SHORT)
+    with pytest.raises(UserError, match=r"Session\.drop: turn must be a whole number of at most 1, got 2"):
+        session.drop(2)
+    with pytest.raises(UserError, match="does not know the positions of its entries"):
+        session.drop(0)
     with pytest.warns(UserWarning, match="compacts the first turn alone"):
         Session(LLM(model, "snapkv:ratio=0.5", tokenizer=tokenizer))
     # a warning is an error: a policy that looks only at the stored entries works, too

@@ -11,8 +11,9 @@ host and on disk.
 from kvjax.cache.branches import copy_shared_pages, selected
 from kvjax.cache.checks import check, check_alive, check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.compaction import Quota
+from kvjax.cache.dropping import Span, drop
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
-from kvjax.cache.max_entries import PRIORITY, Turnover, ends, standings, swap_worst
+from kvjax.cache.max_entries import POSITION, PRIORITY, Turnover, ends, standings, swap_worst
 from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, default_page_size, entry_bytes, ring_pages
 from kvjax.cache.ring import (
     Reserved,
@@ -47,6 +48,7 @@ from kvjax.cache.stats import Stats, stats
 __all__ = [
     "MARGIN",
     "MAX_ENTRIES_PLANES",
+    "POSITION",
     "PRIORITY",
     "SCALE",
     "Cache",
@@ -56,6 +58,7 @@ __all__ = [
     "Pages",
     "Quota",
     "Reserved",
+    "Span",
     "Stats",
     "Turnover",
     "capacity_like",
@@ -66,6 +69,7 @@ __all__ = [
     "copy_shared_pages",
     "default_page_size",
     "device_bytes",
+    "drop",
     "empty",
     "ends",
     "entry_bytes",

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.cache.pages import Cache, LayerCache, Pages, ring_pages
 from kvjax.mesh import BATCH, SHARDS, P
@@ -21,9 +21,10 @@ def selected(cache: Cache, index: Int[Array, " n"]) -> Cache:
     """Return a cache whose sequence i is a fork of sequence `index[i]`, counted within its own batch shard, or empty
     where that is negative. Pages that no sequence holds any more are free. `cache` stays as it is, and the result
     shares the memory of its pool: pass it to `copy_shared_pages` before anything is written to it."""
-    layers, seen, trail, sliding, held = _selected(cache, index)
+    layers, seen, (trail, origin, hidden), sliding, held = _selected(cache, index)
     pages = dataclasses.replace(cache.pages, free=held[0], free_count=held[1], others=held[2])
-    return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail, sliding=sliding)
+    own = {"seen": seen, "origin": jnp.minimum(origin, seen), "trail": trail}
+    return dataclasses.replace(cache, pages=pages, layers=layers, sliding=sliding, hidden=hidden, **own)
 
 
 @jax.jit
@@ -33,7 +34,7 @@ def _selected(cache, index):
     def local(*rows):
         return branched_rows(*rows, pages=pages)
 
-    small = cache.layers, cache.seen, cache.trail, cache.sliding
+    small = cache.layers, cache.seen, (cache.trail, cache.origin, cache.hidden), cache.sliding
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, small)
     specs = *specs, (P(SHARDS), P(SHARDS), P(SHARDS))
     return jax.shard_map(local, out_specs=specs)(*small, jax.sharding.reshard(index, P(BATCH)))
@@ -51,7 +52,7 @@ def branched_rows(
     LayerCache, Int[Array, " n"], Any, Any, tuple[Int[Array, " p"], Int[Array, " 1"], Int[Array, " p"]]
 ]:
     """Return a shard's state of the sequences that `index` names, given its number of pages, and its free list, the
-    count of that, and how many head caches hold each page beside the first."""
+    count of that, and how many head caches hold each page beside the first. `trail`: any arrays `[b …]`."""
 
     def of(x: Array, axis: int) -> Array:
         return jnp.take(x, jnp.maximum(index, 0), axis)
@@ -114,3 +115,23 @@ def with_copies(pages: Pages, layers: LayerCache, ring: int, newest: int | None)
     count = pages.free_count - leaves.sum(dtype=jnp.int32)
     beside = {"bounds": bounds, "planes": planes, "others": others, "free_count": count}
     return dataclasses.replace(pages, pool=pool, **beside), dataclasses.replace(layers, page_table=table)
+
+
+def with_own(
+    pages: Pages, table: Int[Array, "l b k c"], wanted: Bool[Array, "l b k c"]
+) -> tuple[Pages, Int[Array, "l b k c"]]:
+    """Return a shard's pages and the page table of head caches, of which no two share a page, with copies of those
+    pages in the `wanted` columns that other head caches hold, too. If the pool has too few pages for them, the free
+    count is negative."""
+    assert pages.others is not None
+    none = pages.pool.shape[0]
+    page = jnp.where(wanted, table, none)
+    leaves = (page < none) & (pages.others.at[page].get(mode="clip") > 0)
+    at = pages.free_count[0] - jnp.cumsum(leaves.reshape(-1), dtype=jnp.int32).reshape(leaves.shape)
+    fresh = jnp.where(leaves & (at >= 0), pages.free[jnp.maximum(at, 0)], none)
+    contents = {"pool": pages.pool, "bounds": pages.bounds, "planes": pages.planes}
+    contents = jax.tree.map(lambda x: x.at[fresh].set(x.at[page].get(mode="clip"), mode="drop"), contents)
+    others = pages.others.at[jnp.where(leaves, page, none)].add(-1, mode="drop")
+    count = pages.free_count - leaves.sum(dtype=jnp.int32)
+    pages = dataclasses.replace(pages, others=others, free_count=count, **contents)
+    return pages, jnp.where(leaves, fresh, table)

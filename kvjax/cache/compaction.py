@@ -121,7 +121,7 @@ def moved(
     length = chosen.sum(-1, dtype=jnp.int32)
     column = jnp.arange(layers.page_table.shape[-1]) - ring
     begin, stop = (-(-x // page_size)[..., None] for x in (length, layers.length))
-    given_up, table, count = (column >= begin) & (column < stop), layers.page_table, pages.free_count
+    given_up, table = (column >= begin) & (column < stop), layers.page_table
 
     def move(carry, xs):
         (stored, bounds), (layer, chosen) = carry, xs
@@ -137,15 +137,25 @@ def moved(
         stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
         return (stored, bounds), None
 
-    unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
+    # not those of other sequences that the pool may hold
+    unbounded = jax.tree.map(lambda bounds: bounds.at[table].set(jnp.inf, mode="drop"), pages.bounds)
     stored = pages.pool, pages.planes
     ((pool, planes), bounds), _ = lax.scan(move, (stored, unbounded), (layers, chosen))
+    pages = dataclasses.replace(pages, pool=pool, bounds=bounds, planes=planes)
+    pages, table = released(pages, table, given_up)
+    return pages, dataclasses.replace(layers, page_table=table, length=length)
+
+
+def released(
+    pages: Pages, table: Int[Array, "l b k c"], given_up: Bool[Array, "l b k c"]
+) -> tuple[Pages, Int[Array, "l b k c"]]:
+    """Return the pages and the page table after the pages in some of its columns were freed. No other head cache may
+    hold them."""
+    capacity, count = pages.pool.shape[0], pages.free_count
     left = jnp.zeros(capacity, bool).at[jnp.where(given_up, table, capacity)].set(True, mode="drop")
     # a debt must stay negative, or the host would not see it
     freed = left & (count >= 0)
     at = jnp.where(freed, count + jnp.cumsum(freed, dtype=jnp.int32) - 1, capacity)
     free = pages.free.at[at].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop")
-    table = jnp.where(given_up, capacity, table)
-    count = count + freed.sum(dtype=jnp.int32)
-    pages = Pages(pool, free, count, pages.dtype, bounds, planes, pages.others)
-    return pages, dataclasses.replace(layers, page_table=table, length=length)
+    pages = dataclasses.replace(pages, free=free, free_count=count + freed.sum(dtype=jnp.int32))
+    return pages, jnp.where(given_up, capacity, table)

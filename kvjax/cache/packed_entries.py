@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from kvjax.cache.max_entries import POSITION
 from kvjax.cache.pages import SCALE, Cache, LayerCache, ring_pages
 from kvjax.cache.sizes import by_shard, pages_of, table_tokens
-from kvjax.cache.sliding import slots_for
+from kvjax.cache.sliding import position_of_slot, slots_for
 from kvjax.mesh import HEADS, axis_size, batch_shards, put
 from kvjax.struct import changed, leaves_by_path
 from pallas_kernels.int8_entries import scales
@@ -21,7 +22,9 @@ Arrays = dict[str, np.ndarray]
 """The arrays of a packed cache, by name. "entries" and "ring" [n kv] hold the retained entries and the local windows of
 all head caches (layer, sequence, kv head) one after another, the window's oldest token first. "plane.…" [n] hold the
 metadata of the retained entries. "length" [l b k], "seen" [b], "priority", "numbers.…" and "state.…" [l b …] and
-"trail.…" [b …] are as in the cache, as is "key_scale" if there is one, and "sliding" with slots for its tokens."""
+"trail.…" [b …] are as in the cache, as is "key_scale" if there is one, and "sliding" with slots for its tokens.
+"origin" [b] and "hidden" [b s] are there if tokens of windows were dropped."""
+ORIGIN, HIDDEN = "origin", "hidden"
 
 
 class Places(NamedTuple):
@@ -107,19 +110,21 @@ def _small(layers: LayerCache) -> dict[str, Any]:
 
 def packed(cache: Cache) -> Arrays:
     """Return the contents of a cache, without the empty sequences that a mesh adds. Call it on the cache's mesh."""
-    live = np.asarray(cache.seen) > 0
+    live, counted = np.asarray(cache.seen) > 0, np.asarray(cache.counted)
     pages, order = cache.pages, place_of_head(cache)
     layers = _all_in_order(jax.tree.map(np.asarray, cache.layers), cache.layers, order, 0)
     size, local = cache.page_size, pages.pool.shape[0] // len(np.asarray(pages.free_count))
-    held = np.minimum(np.asarray(cache.seen), cache.window - 1)
+    held = np.minimum(counted, cache.window - 1)
     held = np.broadcast_to(held[None, :, None], layers.length.shape)
     stored, ring = places(layers.length), places(held)
     columns = ring_pages(cache.window, size)
     at = _addresses(layers.page_table, columns + stored.place // size, stored, size, local, order)
-    slots = _slots(ring, np.asarray(cache.seen), held, cache.window)
+    slots = _slots(ring, counted, held, cache.window)
     in_ring = _addresses(layers.page_table, slots.place // size, slots, size, local, order)
     pool = _as_floats(np.asarray(pages.pool), pages.dtype)
     found = {"entries": pool[at], "ring": pool[in_ring], "seen": np.asarray(cache.seen)[live]}
+    if (origin := np.asarray(cache.origin)[live]).any():
+        found[ORIGIN] = origin
     found |= {f"plane.{name}": np.asarray(x)[at] for name, x in pages.planes.items()}
     found |= {name: x[:, live] for name, x in leaves_by_path(_small(layers)).items()}
     trail = _all_in_order(jax.tree.map(np.asarray, cache.trail), cache.trail, order, 2)
@@ -127,6 +132,8 @@ def packed(cache: Cache) -> Arrays:
     if cache.sliding is not None:
         slots = slots_for(cache.sliding_window, table_tokens(int(found["seen"].max())))
         found["sliding"] = _as_floats(np.asarray(cache.sliding), pages.dtype)[:, live, :, :slots]
+        if cache.hidden is not None and (hidden := np.asarray(cache.hidden)[live, :slots]).any():
+            found[HIDDEN] = hidden
     return found | leaves_by_path({"trail": trail})
 
 
@@ -151,7 +158,9 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
         return np.pad(x, more, constant_values=padding)
 
     seen, length = rows(arrays["seen"], 0), rows(arrays["length"], 1)
-    need = pages_of(length, seen, window, size)
+    origin = rows(arrays[ORIGIN], 0) if ORIGIN in arrays else np.zeros_like(seen)
+    counted = seen - origin
+    need = pages_of(length, counted, window, size)
     columns, ring = like.layers.page_table.shape[-1], ring_pages(window, size)
     placed = head_at_place(like)
     used = by_shard(in_order(need, placed, 0, 2)).reshape(shards, -1).sum(1)
@@ -166,8 +175,8 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
         table[at.row, start + at.place] = first[at.row] + part * flat[at.row, 0] + at.place
     table = table.reshape(*length.shape, columns)
 
-    held = np.broadcast_to(np.minimum(seen, window - 1)[None, :, None], length.shape)
-    stored, slots = places(length), _slots(places(held), seen, held, window)
+    held = np.broadcast_to(np.minimum(counted, window - 1)[None, :, None], length.shape)
+    stored, slots = places(length), _slots(places(held), counted, held, window)
     at = _addresses(table, ring + stored.place // size, stored, size, local, order)
     in_ring = _addresses(table, slots.place // size, slots, size, local, order)
     pool = np.zeros(like.pages.pool.shape, arrays["entries"].dtype)
@@ -195,6 +204,10 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     )  # fmt: skip
     small = _small(like.layers)
     names = leaves_by_path(small)
+    if (name := f"numbers.{POSITION}") in names and name not in arrays:
+        # older files do not have them, nor drops
+        by_slot = position_of_slot(window - 1, window - 1, arrays["seen"])[None, :, None]
+        arrays = arrays | {name: np.broadcast_to(by_slot, arrays["priority"].shape)}
     padded = [rows(arrays[name], 1, int(name == "key_scale")) for name in names]
     small = jax.tree.unflatten(jax.tree.structure(small), padded)
     layers = changed(like.layers, page_table=table, **small)
@@ -206,7 +219,11 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     windows = like.sliding
     if windows is not None:
         windows = rows(arrays["sliding"], 1).view(windows.dtype)
-    whole = changed(like, pages=pages, layers=layers, seen=seen, trail=trail, sliding=windows)
+    hidden = like.hidden
+    if hidden is not None:
+        hidden = rows(arrays[HIDDEN], 0) if HIDDEN in arrays else np.zeros(hidden.shape, bool)
+    small = {"seen": seen, "origin": origin, "trail": trail, "sliding": windows, "hidden": hidden}
+    whole = changed(like, pages=pages, layers=layers, **small)
     return jax.tree.map(_put, whole, like)
 
 

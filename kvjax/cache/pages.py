@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int8, Int32, Shaped, UInt16
+from jaxtyping import Array, Bool, Float, Int, Int8, Int32, Shaped, UInt16
 
+from kvjax.errors import named_arguments
 from kvjax.struct import short, static, struct
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import target
@@ -153,7 +154,10 @@ class Cache:
     layers: LayerCache
     """State of the head caches of each layer with full attention, `[l …]`."""
     seen: Int[Array, " b"]
-    """The number of tokens of each sequence so far."""
+    """The number of tokens of each sequence so far, dropped ones included: the position of the next token."""
+    origin: Int[Array, " b"]
+    """The number of tokens that the local window does not count: 0, and more once tokens of the window were dropped
+    (`kvjax.cache.dropping`)."""
     trail: Any
     """Observation buffers, in the pytree that the eviction defines (`kvjax.cache.trail`)."""
     window: int = static()
@@ -163,10 +167,19 @@ class Cache:
     sliding: Shaped[Array, "l b k s kv"] | None = None
     """The windows of sliding-window layers (`kvjax.cache.sliding`), which have no pages. None: there are no such
     layers."""
+    hidden: Bool[Array, "b s"] | None = None
+    """True for slots of `sliding` whose tokens were dropped. None: no layer has a window, or no token was ever dropped
+    from it."""
     sliding_window: int = static(default=0)
     """The last tokens that sliding-window layers see, the query's included."""
     head_order: tuple[tuple[int, ...], ...] | None = static(default=None)
     """The model's own kv heads at the places of the head caches (`ModelConfig.head_order`); None: as they are."""
+
+    @property
+    def counted(self) -> Int[Array, " b"]:
+        """The number of tokens of each sequence that the local window counts. The last `window − 1` of them are in
+        it."""
+        return self.seen - self.origin
 
     @property
     def page_size(self) -> int:
@@ -186,6 +199,28 @@ class Cache:
     def columns(self) -> int:
         """The pages that a head cache's table has columns for, without those of the local window."""
         return self.layers.page_table.shape[-1] - ring_pages(self.window, self.page_size)
+
+    @named_arguments(where="Cache.without")
+    def without(self, sequence: int, start: int, end: int) -> "Cache":
+        """Return a copy without some tokens of a sequence, whose pages are free (`kvjax.cache.dropping`).
+
+        Tokens that are read later do not see them, and go on at the position where they would. The cache itself stays
+        as it is.
+
+        Args:
+            sequence: the index of the sequence.
+            start: the position of the span's first token.
+            end: the position after its last one. The span may have tokens that were dropped or evicted before.
+
+        Raises:
+            UserError: no such sequence or span, entries whose positions are not known, tokens that an eviction still
+                observes, or tokens of the local window that an admission has not rated yet.
+            CapacityError: the cache is of forks, and the stated capacity has no pages for copies of those that they
+                share.
+        """
+        from kvjax.cache.dropping import without
+
+        return without(self, sequence, start, end)
 
     def __repr__(self) -> str:
         """Return its sizes in one line."""

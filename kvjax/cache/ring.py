@@ -6,6 +6,9 @@ entries. Both take pages as they fill: `push` takes them itself, and for single 
 layers at once. When the pool runs out, nothing is overwritten: the free count becomes negative.
 
 With `max_entries` (`kvjax.cache.max_entries`) a token may take the place of a stored one.
+
+`seen` is the number of tokens that the window counts (`Cache.counted`). It differs from the next token's position once
+tokens of the window were dropped.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.cache.max_entries import POSITION, PRIORITY, Turnover
+from kvjax.cache.max_entries import PRIORITY, Turnover
 from kvjax.cache.pages import SCALE, LayerCache, Pages, ring_pages, with_keys
 from kvjax.cache.planes import appended, in_front, placed
 from kvjax.errors import UserError
@@ -111,19 +114,17 @@ def push(
         for name, new in numbers.items()
     }
     table = layer.page_table[..., ring_pages(window, page_size) :]
-    position = jnp.broadcast_to((seen[:, None] - slots + jnp.arange(tokens))[:, None], stays.shape)
-    written = numbers | ({POSITION: position} if POSITION in pages.planes else {})
     if turnover.gone is None:
         planes = {
             name: appended(
                 pages.planes[name], table, had, in_front(x[..., :tokens], stays), layer.length - had
             )
-            for name, x in written.items()
+            for name, x in numbers.items()
         }
     else:
-        written |= {PRIORITY: priority}
         planes = {
-            name: placed(pages.planes[name], table, place, x[..., :tokens]) for name, x in written.items()
+            name: placed(pages.planes[name], table, place, x[..., :tokens])
+            for name, x in (numbers | {PRIORITY: priority}).items()
         }
     column = ring_pages(window, page_size) + place // page_size
     column = jnp.minimum(column, layer.page_table.shape[-1] - 1)
@@ -321,8 +322,7 @@ def push_one(
     slot, table = seen % max(slots, 1), layer.page_table[..., ring_pages(window, page_size) :]
     place = jnp.where(at.stays, at.place, table.shape[-1] * page_size)[..., None]
     moved = {name: layer.numbers[name][b, :, slot][..., None] for name in numbers} if slots else dict(numbers)
-    position = jnp.broadcast_to((seen - slots)[:, None, None], place.shape)
-    moved |= {name: x for name, x in ((PRIORITY, oldest), (POSITION, position)) if name in pages.planes}
+    moved |= {PRIORITY: oldest} if PRIORITY in pages.planes else {}
     planes = {name: placed(pages.planes[name], table, place, x) for name, x in moved.items()}
     if pages.int8 and slots:
         end = jnp.where(valid > 0, slot, _ring_end(window, page_size))[:, None, None]

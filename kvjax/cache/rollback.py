@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.max_entries import PLANES
 from kvjax.cache.pages import Cache, LayerCache, ring_pages
@@ -34,6 +34,8 @@ class Mark:
     """The whole pool, with `max_entries`; else None."""
     sliding: Shaped[Array, "l b k s kv"] | None
     """The windows of sliding-window layers."""
+    hidden: Bool[Array, "b s"] | None
+    """The mask of their dropped tokens."""
 
 
 @jax.jit
@@ -49,7 +51,7 @@ def marked(cache: Cache) -> Mark:
     held = None if capped else jax.shard_map(rings, out_specs=spec)(pages.pool, cache.layers.page_table)
     mark = Mark(
         cache.layers, cache.seen, cache.trail, pages.free, pages.free_count, pages.bounds, pages.planes, held,
-        pages.pool if capped else None, cache.sliding,
+        pages.pool if capped else None, cache.sliding, cache.hidden,
     )  # fmt: skip
     return jax.tree.map(jnp.copy, mark)
 
@@ -62,7 +64,7 @@ def taken_back(cache: Cache, mark: Mark) -> Cache:
         pool = _with_rings(cache.pages.pool, mark.layers.page_table, mark.rings)
     beside = {"free": mark.free, "free_count": mark.free_count, "bounds": mark.bounds, "planes": mark.planes}
     pages = dataclasses.replace(cache.pages, pool=pool, **beside)
-    small = {name: getattr(mark, name) for name in ("layers", "seen", "trail", "sliding")}
+    small = {name: getattr(mark, name) for name in ("layers", "seen", "trail", "sliding", "hidden")}
     return dataclasses.replace(cache, pages=pages, **small)
 
 

@@ -1,4 +1,5 @@
-"""The description of a saved cache, `cache.json`, which holds a digest of itself."""
+"""The description of a saved cache, `cache.json`, which holds a digest of itself, and checks of the arrays that it
+describes."""
 
 import hashlib
 import json
@@ -9,6 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvjax.cache.max_entries import POSITION
+from kvjax.cache.packed_entries import ORIGIN, Arrays, places
 from kvjax.cache.pages import SCALE
 from kvjax.errors import LARGEST_INT, UserError, shown
 
@@ -77,6 +82,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "selects": lambda x: type(x) is bool,
     "planes": lambda x: _named(x, _dtype),
     "tokens": lambda x: _listed(x, lambda n: _count(n, 1, LARGEST_INT // 2)) and len(x) > 0,
+    "origin": lambda x: x is None or _listed(x, _count),  # only where tokens of the window were dropped
     "held": lambda x: (
         _listed(x, lambda row: _listed(row, _count) and 0 < len(row) == len(x[0])) and len(x) > 0
     ),
@@ -124,9 +130,10 @@ def describe_cache(path: str | Path) -> dict[str, Any]:
     for name, fits in FIELDS.items():
         if not fits(found.get(name)):
             raise UserError(f"{file}: damaged ({name} is {shown(found.get(name))})")
-    least, most = (
-        sum(min(n, slots) for n in found["tokens"]) for slots in (found["window"] - 1, LARGEST_INT)
-    )
+    counted, tokens, slots = counted_tokens(found), found["tokens"], found["window"] - 1
+    if len(counted) != len(tokens) or min(counted) < 0:
+        raise UserError(f"{file}: damaged (origin is {shown(found['origin'])})")
+    least, most = sum(min(n, slots) for n in counted), sum(tokens)
     if not all(least <= held <= most for row in found["held"] for held in row):
         raise UserError(
             f"{file}: damaged (held is {shown(found['held'])}, expected {least} to {most} of each head)"
@@ -143,29 +150,76 @@ def describe_cache(path: str | Path) -> dict[str, Any]:
     return found
 
 
+def counted_tokens(found: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of each sequence that its local window counts (`Cache.counted`)."""
+    tokens, origin = found["tokens"], found.get("origin")
+    return tokens if origin is None else [n - o for n, o in zip(tokens, origin, strict=False)]
+
+
 def described_arrays(found: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:
     """Return the shapes and dtypes that the arrays must have, given the description's tokens, layers and heads. Those
     of the methods' memories are not included: they depend on the policy."""
     layers, heads, sequences, slots = (
         len(found["held"]), len(found["held"][0]), len(found["tokens"]), found["window"] - 1,
     )  # fmt: skip
-    ring = sum(min(tokens, slots) for tokens in found["tokens"]) * layers * heads
+    ring = sum(min(tokens, slots) for tokens in counted_tokens(found)) * layers * heads
     stored = sum(map(sum, found["held"])) - ring
     width = found["arrays"]["entries"]["shape"][-1:]
     by_slot = [layers, sequences, heads, slots]
     planes, int8 = found["planes"].items(), SCALE in found["planes"]
     dtype = "int8" if int8 else found["dtype"]
     key_scale = {"key_scale": ([layers, sequences, heads, width[0] // 2], "float32")} if int8 else {}
-    return key_scale | {
-        "entries": ([stored, *width], dtype),
-        "ring": ([ring, *width], dtype),
-        "seen": ([sequences], "int32"),
-        "length": ([layers, sequences, heads], "int32"),
-        "priority": (by_slot, "float32"),
-        **{f"plane.{name}": ([stored], dtype) for name, dtype in planes},
-        **{
-            f"numbers.{name}": (by_slot, dtype)
-            for name, dtype in planes
-            if f"numbers.{name}" in found["arrays"]
-        },
-    }
+    origin = {} if found.get("origin") is None else {"origin": ([sequences], "int32")}
+    return (
+        key_scale
+        | origin
+        | {
+            "entries": ([stored, *width], dtype),
+            "ring": ([ring, *width], dtype),
+            "seen": ([sequences], "int32"),
+            "length": ([layers, sequences, heads], "int32"),
+            "priority": (by_slot, "float32"),
+            **{f"plane.{name}": ([stored], dtype) for name, dtype in planes},
+            **{
+                f"numbers.{name}": (by_slot, dtype)
+                for name, dtype in planes
+                if f"numbers.{name}" in found["arrays"]
+            },
+        }
+    )
+
+
+def check_lengths(path: Path, found: Mapping[str, Any], arrays: Arrays) -> None:
+    """Refuse tokens and lengths that are not those of the description, or that no cache has."""
+    seen, length, slots = arrays["seen"], arrays["length"], found["window"] - 1
+    beyond = np.maximum(seen.astype(np.int64) - slots, 0)[:, None]
+    origin = arrays[ORIGIN].tolist() if ORIGIN in arrays else None
+    held = (length.astype(np.int64) + np.minimum(counted_tokens(found), slots)[:, None]).sum(1)
+    missing = found["policy"] == "full" and POSITION not in found["planes"] and (length < beyond).any()
+    other = (seen.tolist(), origin) != (found["tokens"], found.get("origin"))
+    if other or (length < 0).any() or (length > beyond).any() or missing:
+        raise UserError(f"{path}: damaged, its rows have other lengths than its tokens allow")
+    if held.tolist() != found["held"]:
+        raise UserError(f"{path}: damaged, its rows have other lengths than {DESCRIPTION} says")
+
+
+def check_numbers(path: Path, arrays: Arrays, window: int) -> None:
+    """Refuse numbers that are not finite, and positions that no entry has. A priority may be infinite, or NaN in the
+    window, where it is not known yet; a method's state may be -inf."""
+    for name, x in arrays.items():
+        if x.dtype.kind not in "fV":
+            continue
+        x = x.astype(np.float32)
+        wrong = ~np.isfinite(x)
+        if name.startswith("state"):
+            wrong &= ~np.isneginf(x)
+        elif name.startswith(("priority", "numbers.", "plane.")):
+            wrong = np.isnan(x) & (name != "priority")
+        if wrong.any():
+            raise UserError(f"{path}: damaged, its {name} is not finite")
+    if (position := arrays.get(f"plane.{POSITION}")) is not None:
+        row = places(arrays["length"]).row
+        heads = arrays["length"].shape[2]
+        sequence = row // heads % len(arrays["seen"])
+        if ((position < 0) | (position > (arrays["seen"] - window)[sequence])).any():
+            raise UserError(f"{path}: damaged, an entry has a position that its sequence has not")

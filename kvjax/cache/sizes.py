@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
+from kvjax.cache.max_entries import POSITION, PRIORITY
 from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, entry_bytes, ring_pages
 from kvjax.cache.sliding import grown
 from kvjax.errors import UserError, byte_size, whole_number
@@ -120,7 +120,8 @@ def _share(capacity: str) -> float:
 def pages_of(
     length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
 ) -> np.ndarray:
-    """Return the pages of each head cache's local window and of its retained entries [l b k 2]."""
+    """Return the pages of each head cache's local window and of its retained entries [l b k 2]. `seen`: the tokens that
+    the window counts (`Cache.counted`)."""
     rings = ring_pages(np.minimum(seen + 1, window), page_size)
     rings = np.broadcast_to(rings[None, :, None], length.shape)
     return np.stack([rings, -(-length // page_size)], -1)
@@ -136,7 +137,8 @@ def by_shard(x: Int[np.ndarray, "l b k *r"]) -> Int[np.ndarray, "shards rows *r"
 def shard_pages(
     length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
 ) -> Int[np.ndarray, " shards"]:
-    """Return the pages of each shard's head caches, given their retained entries and their sequences' tokens."""
+    """Return the pages of each shard's head caches, given their retained entries and the tokens that their sequences'
+    windows count (`Cache.counted`)."""
     return by_shard(pages_of(length, seen, window, page_size)).sum((1, 2))
 
 
@@ -216,7 +218,7 @@ def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h
     numbers = {
         name: jnp.zeros((layers, batch, heads, slots), dtype, out_sharding=rows)
         for name, dtype in kinds.items()
-        if name not in MAX_ENTRIES_PLANES
+        if name != PRIORITY
     }
     layer_cache = LayerCache(
         page_table=table,
@@ -231,13 +233,15 @@ def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h
         layer_cache = dataclasses.replace(layer_cache, key_scale=key_scale)
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
-    windows = None
+    windows, hidden = None, None
     if layout.sliding_layers:
         shape = layout.sliding_layers, batch, heads, layout.sliding_slots, width
         windows = jnp.zeros(shape, layout.stored, out_sharding=P(None, BATCH, HEADS, None, None))
+        if POSITION in kinds:  # tokens may be dropped
+            hidden = jnp.zeros((batch, layout.sliding_slots), bool, out_sharding=P(BATCH, None))
     return Cache(
-        pages_, layer_cache, seen, trail, window=layout.window, limit=layout.limit, sliding=windows,
-        sliding_window=layout.sliding_window, head_order=layout.head_order,
+        pages_, layer_cache, seen, jnp.zeros_like(seen), trail, window=layout.window, limit=layout.limit,
+        sliding=windows, hidden=hidden, sliding_window=layout.sliding_window, head_order=layout.head_order,
     )  # fmt: skip
 
 
@@ -270,7 +274,9 @@ def resize(cache: Cache, pages: int, columns: int = 0, tokens: int = 0) -> Cache
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(local, out_specs=specs)(cache.pages, cache.layers)
-    windows = cache.sliding
+    windows, hidden = cache.sliding, cache.hidden
     if windows is not None:
         windows = grown(windows, cache.sliding_window, tokens)
-    return dataclasses.replace(cache, pages=new_pages, layers=new_layers, sliding=windows)
+        if hidden is not None:
+            hidden = jnp.pad(hidden, ((0, 0), (0, windows.shape[3] - hidden.shape[1])))
+    return dataclasses.replace(cache, pages=new_pages, layers=new_layers, sliding=windows, hidden=hidden)

@@ -7,6 +7,7 @@ are fewer while no sequence is longer. All layers of a token are written at once
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.bits import as_bits, as_floats
@@ -56,17 +57,40 @@ def as_pages(
 
 def written(
     windows: Shaped[Array, "l b k s kv"],
+    hidden: Bool[Array, "b s"] | None,
     new: Float[Array, "l b k n kv"],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     window: int,
-) -> Shaped[Array, "l b k s kv"]:
-    """Return the windows with the newest of a call's first `valid` tokens (`kvjax.cache.trail.newest`), before which
-    there were `seen`."""
-    slots = turns(windows, window)
+) -> tuple[Shaped[Array, "l b k s kv"], Bool[Array, "b s"] | None]:
+    """Return the windows, and the mask of their dropped tokens, with the newest of a call's first `valid` tokens
+    (`kvjax.cache.trail.newest`), before which there were `seen`."""
+    slots, row = turns(windows, window), jnp.arange(len(seen))[:, None]
     index = jnp.arange(new.shape[3]) + jnp.maximum(valid - slots, 0)[:, None]
     slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % slots, windows.shape[3])
     new = as_bits(new) if windows.dtype == jnp.uint16 else new.astype(windows.dtype)
-    return windows.at[:, jnp.arange(len(seen))[:, None], :, slot].set(
-        jnp.moveaxis(new, (1, 3), (0, 1)), mode="drop"
-    )
+    windows = windows.at[:, row, :, slot].set(jnp.moveaxis(new, (1, 3), (0, 1)), mode="drop")
+    return windows, None if hidden is None else hidden.at[row, slot].set(False, mode="drop")
+
+
+def in_order(
+    hidden: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"], seen: Int[Array, " b"], window: int
+) -> Bool[Array, "b r"]:
+    """Return the mask of dropped tokens in the order of `recent`."""
+    slots = turns(windows, window)
+    return jnp.take_along_axis(hidden, (seen[:, None] + jnp.arange(slots)) % slots, 1)
+
+
+def bias(hidden: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"]) -> Float[Array, "p page"]:
+    """Return what is added to the logits of the entries of `as_pages`: −inf for dropped tokens."""
+    of_slot = jnp.where(hidden, -jnp.inf, 0.0).astype(jnp.float32)[None, :, None]
+    return jnp.broadcast_to(of_slot, windows.shape[:4]).reshape(-1, PAGE)
+
+
+def position_of_slot(
+    slots: int, taking_turns: int, seen: Int[np.ndarray, " b"]
+) -> Int[np.ndarray, "b slots"]:
+    """Return the position of the token in each slot, of which the first `taking_turns` take turns. It is negative where
+    there is none."""
+    newest = seen[:, None] - 1
+    return newest - (newest - np.arange(slots)) % max(taking_turns, 1)

@@ -18,7 +18,7 @@ class Stats:
 
     entries: Int[np.ndarray, "l b k"]
     tokens: Int[np.ndarray, " b"]
-    """Tokens seen so far."""
+    """Tokens seen so far, dropped ones included."""
     pages: int
     """Pages in use by these sequences; with forks by all of them, each page once."""
     pool_pages: int
@@ -61,7 +61,8 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     length = on_host(cache.layers.length)[:, :sequences]
     if cache.head_order is not None:
         length = np.take_along_axis(length, np.argsort(cache.head_order)[:, None], 2)
-    ring = np.minimum(seen, cache.window - 1)[None, :, None]
+    counted = seen - on_host(cache.origin)[:sequences]
+    ring = np.minimum(counted, cache.window - 1)[None, :, None]
     pool, (layers, _, heads) = cache.pages.pool, length.shape
     full = layers * heads * entry_bytes(pool.shape[-1] // 2, cache.pages.dtype, int8=False)
     pages = (-(-length // cache.page_size) + -(-ring // cache.page_size)).sum()

@@ -25,7 +25,7 @@ from kvjax.engine.forks import Fork, Forks
 from kvjax.engine.pages import PageCounts
 from kvjax.engine.pool import Outside, Pool
 from kvjax.engine.reader import Reader
-from kvjax.engine.request import Constraint, Request
+from kvjax.engine.request import Constraint, Request, Spans, check_spans
 from kvjax.engine.slots import Paused, Slots
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference.allocation import layout_for, sizes_of
@@ -162,6 +162,8 @@ class Engine:
         score: bool = False,
         kept: int | None = None,
         expected: int | None = None,
+        dropped: Spans = (),
+        dropped_at: int = 0,
     ) -> list[Request]:
         """Queue a prompt: a text, token ids or a chat. Returns a request for each of its n answers.
 
@@ -174,10 +176,15 @@ class Engine:
                 chat template that renders earlier turns differently (`kvjax.models.chat.turns_end`).
             expected: tokens that an answer is expected to have, for which pages must be free when it begins; None: all
                 that it may have. An answer that grows beyond it may be paused.
+            dropped: spans of the prompt's tokens that leave the cache, from one index to another. What is read from
+                then on does not see them. Later prompts that begin with this one drop them, too, or read it again.
+            dropped_at: the number of tokens that are read before that happens. If an earlier prompt has read more, it
+                happens before anything else is read.
 
         Raises:
             UserError: a prompt that is empty or no prompt, or longer with its answer than `max_length`; a context that
-                was not read; `score` under a policy that decides after the prompt was read.
+                was not read; `score` under a policy that decides after the prompt was read; `dropped` under one that
+                does not know positions or does not decide token by token.
             CapacityError: it is expected not to fit into the pool, even alone.
         """
         sampling, before = sampling or SamplingParams(), np.zeros(0, np.int32)
@@ -201,6 +208,10 @@ class Engine:
                 f"a prompt of {row.size} tokens and an answer of {sampling.max_new_tokens} are longer than max_length="
                 f"{self.max_length}"
             )
+        if dropped:
+            if context is not None or score:
+                raise UserError("nothing is dropped from a context, and from a prompt that is scored")
+            check_spans(host, self._pool.knows_positions, dropped, dropped_at, row.size)
         _, own = stop_tokens_of(sampling.stop, self._tokenizer)
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *own)))
         sampling = dataclasses.replace(sampling, stop_token_ids=stops)
@@ -211,7 +222,7 @@ class Engine:
                 Request(
                     row, sampling, number, self._arrivals, ends, self._tokenizer,
                     None if constraint is None else constraint(), context, row.size if kept is None else kept,
-                    scores=score, expected=expected,
+                    dropped=dropped, dropped_at=dropped_at, scores=score, expected=expected,
                 )
             )
             for number in range(sampling.n)
@@ -294,8 +305,9 @@ class Engine:
         pages of the fork that it continues do not count."""
         if fork is None:
             return max(self._counted.while_read(prompt), self._counted.at_end(most))
-        length, seen = on_host(fork.row.layers.length), on_host(fork.row.seen)
-        return self._counted.copied(length, seen) + self._counted.more(length, seen, most - seen)
+        length, counted = on_host(fork.row.layers.length), on_host(fork.row.counted)
+        more = self._counted.more(length, counted, most - on_host(fork.row.seen))
+        return self._counted.copied(length, counted) + more
 
     def forget(self, context: str | None = None) -> None:
         """Free the pages of a context; its prompts end if they were not read yet. None frees those of all ends of
@@ -369,6 +381,9 @@ class Engine:
             self.forget()
         if context is not None:
             self.forget(context)
+        if host.schedule is None and self._pool.knows_positions and most > 1:
+            self._try([0, 0], plain, dropped=((0, 1),), dropped_at=1)
+            self.forget()
         self._counted.reset()
 
     def _try(self, prompt: Any, sampling: SamplingParams, *, pausing: bool = False, **options: Any) -> None:
@@ -431,14 +446,14 @@ class Engine:
         if self._policy.host.compacts_answers and not self._pool.is_counted:
             # that block may free pages: the free count and the lengths must be of the same time
             self._slots.look_at_block()
-        parts = [(self._slots.length, self._slots.seen, self._slots.more(tokens))]
+        parts = [(self._slots.length, self._slots.counted, self._slots.more(tokens))]
         if self._reader.request is not None:
             parts.append((*self._reader.sizes, np.array([read])))
         if other is not None:
             parts.append((*other.sizes, np.array([tokens])))
             pages += self._counted.held(*other.sizes)
-        length, seen, more = zip(*parts, strict=True)
-        need = self._counted.more(np.concatenate(length, 1), np.concatenate(seen), np.concatenate(more))
+        length, counted, more = zip(*parts, strict=True)
+        need = self._counted.more(np.concatenate(length, 1), np.concatenate(counted), np.concatenate(more))
         return self._forks.make_room(need + pages, keep)
 
     def _affordable(self) -> int:
@@ -481,8 +496,9 @@ class Engine:
             self._slots.join(request, self._pool.copy_in(outside))
         elif alone:
             self._paused.pop(0)
-            length, seen = outside.sizes
-            request.end("capacity", length, int(seen[0]), self._pool.layout.window)
+            length, counted = outside.sizes
+            local = min(int(counted[0]), self._pool.layout.window - 1)
+            request.end("capacity", length, local, int(outside.row.seen[0]))
 
     # ---- prompts
 
@@ -491,7 +507,7 @@ class Engine:
         request = self._reader.request or self._begun()
         if request is None:
             return
-        if not self._fits(read=self._reader.tokens):
+        if not self._fits(read=self._reader.tokens, pages=self._reader.copied):
             if not self._slots.running and not self._paused:
                 request.finish_reason = "capacity"
                 self._reader.drop()
@@ -519,7 +535,7 @@ class Engine:
         elif request.reads or request.scores:
             fork = None
         else:
-            fork = self._forks.longest(request.prompt)
+            fork = self._forks.longest(request.prompt, request.dropped)
         fits = self._fits(pages=growth + self._need(request.prompt.size, request.likely, fork), keep=fork)
         if running and not fits:
             return None

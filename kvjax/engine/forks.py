@@ -7,7 +7,7 @@ from jaxtyping import Array, Int
 
 from kvjax.engine.pages import PageCounts
 from kvjax.engine.pool import Pool
-from kvjax.engine.request import Request
+from kvjax.engine.request import Request, Spans
 from kvjax.engine.rows import Row
 from kvjax.mesh import on_host
 
@@ -23,6 +23,8 @@ class Fork(NamedTuple):
     """Logits after the last token, [1 v]."""
     pages: int
     """The number of pages that it holds, shared ones included."""
+    dropped: Spans = ()
+    """The tokens that were dropped."""
 
 
 class Forks:
@@ -38,10 +40,10 @@ class Forks:
     def __len__(self) -> int:
         return len(self._unnamed) + len(self.named)
 
-    def keep(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array) -> None:
-        """Keep a fork of a sequence, if the pool has pages for it."""
+    def keep(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array, dropped: Spans = ()) -> None:
+        """Keep a fork of a sequence, without the tokens that were dropped, if the pool has pages for it."""
         if (own := self.copy(row)) is not None:
-            self._unnamed.append(self._made(tokens, own, logits))
+            self._unnamed.append(self._made(tokens, own, logits)._replace(dropped=dropped))
         if len(self._unnamed) > self._most:
             self._drop(self._unnamed[0])
 
@@ -52,7 +54,7 @@ class Forks:
         request.finish_reason = "stop"
 
     def _made(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array) -> Fork:
-        pages = self._counted.held(on_host(row.layers.length), on_host(row.seen))
+        pages = self._counted.held(on_host(row.layers.length), on_host(row.counted))
         return Fork(tokens, row, logits, pages)
 
     @property
@@ -60,17 +62,24 @@ class Forks:
         """Pages of the named forks."""
         return sum(fork.pages for fork in self.named.values())
 
-    def longest(self, prompt: Int[np.ndarray, " t"]) -> Fork | None:
-        """Return the longest unnamed fork with whose tokens a prompt begins."""
-        fits = [x for x in self._unnamed if np.array_equal(x.tokens, prompt[: x.tokens.size])]
-        found = max(fits, key=lambda fork: fork.tokens.size, default=None)
+    def longest(self, prompt: Int[np.ndarray, " t"], dropped: Spans = ()) -> Fork | None:
+        """Return the longest unnamed fork with whose tokens a prompt begins, and of which nothing was dropped but what
+        is to be dropped. One that has read the whole prompt must have dropped it all."""
+        fits = [
+            fork
+            for fork in self._unnamed
+            if np.array_equal(fork.tokens, prompt[: fork.tokens.size])
+            and {*fork.dropped} <= {*dropped}
+            and (fork.tokens.size < prompt.size or len(fork.dropped) == len(dropped))
+        ]
+        found = max(fits, key=lambda fork: (fork.tokens.size, len(fork.dropped)), default=None)
         if found is not None:
             self._unnamed = [*(x for x in self._unnamed if x is not found), found]
         return found
 
     def copy(self, row: Row) -> Row | None:
         """Return a fork of a sequence; None where the pool has no pages for it."""
-        need = self._counted.copied(on_host(row.layers.length), on_host(row.seen))
+        need = self._counted.copied(on_host(row.layers.length), on_host(row.counted))
         return self._pool.fork(row) if need <= self._pool.free else None
 
     def make_room(self, pages: int, keep: Fork | None = None) -> bool:

@@ -12,7 +12,8 @@ MEASURED = 0.2
 
 
 class PageCounts:
-    """Counts pages of a pool, on the shard that has the most of them in use."""
+    """Counts pages of a pool, on the shard that has the most of them in use. `seen`: the tokens that the windows of
+    sequences count (`Cache.counted`)."""
 
     def __init__(self, policy: Policy, layout: Layout):
         self._policy, self._layout = policy, layout

@@ -2,6 +2,7 @@
 that is on its way."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Cache, Layout, not_finite, ring_pages
+from kvjax.cache import POSITION, Cache, Layout, Span, drop, not_finite, ring_pages
 from kvjax.engine.rows import (
     Contents,
     Row,
@@ -49,8 +50,8 @@ class Outside(NamedTuple):
 
     @property
     def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
-        """Retained entries of its heads, and tokens."""
-        return np.asarray(self.row.layers.length), np.asarray(self.row.seen)
+        """Retained entries of its heads, and tokens that its window counts."""
+        return np.asarray(self.row.layers.length), np.asarray(self.row.counted)
 
 
 class After(NamedTuple):
@@ -89,6 +90,11 @@ class Pool:
         if self._free is None:
             self._free = self._count(self._pages.free_count)
         return self._free
+
+    @property
+    def knows_positions(self) -> bool:
+        """True if the positions of entries are known, so that spans can be dropped."""
+        return POSITION in self._pages.planes
 
     @property
     def is_counted(self) -> bool:
@@ -180,6 +186,22 @@ class Pool:
         self._pages, new = forked(self._pages, row, ring, self._policy.host.rewritten)
         self._changed()
         return new
+
+    def without(self, row: Row, spans: Sequence[tuple[int, int]]) -> Row:
+        """Return a sequence without the tokens of these spans, from one position to another. `shared` pages must be
+        free."""
+        cache = self.alone(row, continues=True)
+        for start, end in spans:
+            cache = drop(cache, Span(0, start, end))
+        return self.keep(cache)
+
+    def shared(self, row: Row) -> int:
+        """Return how many pages of a sequence others hold, too, on the device with most of them."""
+        assert self._pages.others is not None
+        others = on_host(self._pages.others).reshape(axis_size(*SHARDS), -1)
+        table = on_host(row.layers.page_table)
+        by_shard = np.split(table, len(others), 2)
+        return max(int((np.append(x, 0)[one] > 0).sum()) for x, one in zip(others, by_shard, strict=True))
 
     def drop(self, row: Row) -> Row:
         """Free the pages of a sequence. Returns an empty one."""

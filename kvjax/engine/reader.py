@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 from kvjax.engine.forks import Fork, Forks
 from kvjax.engine.pages import PageCounts
 from kvjax.engine.pool import Pool
-from kvjax.engine.request import Request
+from kvjax.engine.request import Request, Spans
 from kvjax.engine.rows import Row
 from kvjax.inference.prefill import Steps, next_step, reading
 from kvjax.inference.scoring import scoring
@@ -48,15 +48,24 @@ class Reader:
         self.request: Request | None = None
         """The request whose prompt is being read."""
         self._row: Row
-        self._parts: Iterator[Int[np.ndarray, " _"]]
+        self._parts: Iterator[tuple[Int[np.ndarray, " _"], Spans]]
+        self._spans: Spans = ()
+        """The tokens that are dropped before the next step."""
+        self._dropped: Spans = ()
+        """The tokens that the sequence has dropped."""
         self._steps: Steps
         self._left = 0
         self._continues = False
 
     @property
     def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
-        """Retained entries of the sequence's heads, and tokens."""
-        return on_host(self._row.layers.length), on_host(self._row.seen)
+        """Retained entries of the sequence's heads, and tokens that its window counts."""
+        return on_host(self._row.layers.length), on_host(self._row.counted)
+
+    @property
+    def copied(self) -> int:
+        """The most pages that the next step copies, since it moves entries in pages that others hold, too."""
+        return self._pool.shared(self._row) if self._spans else 0
 
     @property
     def tokens(self) -> int:
@@ -89,14 +98,22 @@ class Reader:
             row is not None,
         )
         kept = self.reuses and not request.scores and request.kept > start
-        middle = request.kept if kept else prompt.size
-        self._parts = iter([x for x in (prompt[start:middle], prompt[middle:]) if x.size])
+        self._dropped = () if row is None or fork is None else fork.dropped
+        spans = tuple(x for x in request.dropped if x not in self._dropped)
+        dropped_at = max(start, request.dropped_at) if spans else start
+        cuts = {dropped_at, request.kept} if kept else {dropped_at}
+        ends = sorted({x for x in cuts if x > start} | {prompt.size})
+        begins = [start, *ends]
+        self._parts = iter(
+            (prompt[begin:end], spans if begin == dropped_at else ())
+            for begin, end in zip(begins, ends, strict=False)
+        )
         self._next_part()
         return None
 
     def _next_part(self) -> bool:
         """Begin with the next part of the prompt, if there is one."""
-        part = next(self._parts, None)
+        part, self._spans = next(self._parts, (None, ()))
         if part is not None:
             self._steps = self._steps_of(part)
             self._left = part.size
@@ -116,16 +133,20 @@ class Reader:
         free."""
         request = self.request
         assert request is not None
+        if self._spans:
+            self._row = self._pool.without(self._row, self._spans)
+            self._spans, self._dropped = (), request.dropped
         size = self._size
         cache, after = next_step(self._steps, self._pool.alone(self._row, continues=self._continues))
         self._row, self._left = self._pool.keep(cache), max(0, self._left - size)
         if after is None:
             return None
         self._row, self._continues = self._pool.decoding(cache), True
-        length, seen = self.sizes
-        self._counted.measure(length, int(seen[0]))
-        if self.reuses and not request.reads and not request.scores and seen[0] == request.kept:
-            self._forks.keep(request.prompt[: request.kept], self._row, after)
+        length, seen = on_host(self._row.layers.length), int(on_host(self._row.seen)[0])
+        if not self._dropped:
+            self._counted.measure(length, seen)
+        if self.reuses and not request.reads and not request.scores and seen == request.kept:
+            self._forks.keep(request.prompt[: request.kept], self._row, after, self._dropped)
         if self._next_part():
             return None
         self.request = None

@@ -7,10 +7,14 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int
 
+from kvjax.errors import UserError, shown
 from kvjax.inference.answers import AnswerLogprobs, LiveText, cut, stop_tokens_of
+from kvjax.policies.policy import Policy
 from kvjax.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "capacity", "abort"]
+Spans = tuple[tuple[int, int], ...]
+"""Spans of a sequence's tokens: the positions of the first token and of the one after the last."""
 
 
 @runtime_checkable
@@ -51,6 +55,10 @@ class Request:
     """Name of the context that the prompt continues, or of the one that is read."""
     kept: int = 0
     """The number of the prompt's tokens after which later prompts may continue."""
+    dropped: Spans = ()
+    """The prompt's tokens that leave the cache once the first `dropped_at` of its tokens are read."""
+    dropped_at: int = 0
+    """The number of tokens that are read before anything is dropped, at least up to the last of `dropped`."""
     reads: bool = False
     """True if a context is read, and nothing is answered."""
     scores: bool = False
@@ -127,9 +135,26 @@ class Request:
         """Return the answer's tokens, without the stop token that ended it."""
         return self.tokens[:-1] if self.tokens and self.tokens[-1] in self.ends else self.tokens
 
-    def end(self, reason: FinishReason, length: Int[np.ndarray, "..."], seen: int, window: int) -> None:
+    def end(self, reason: FinishReason, length: Int[np.ndarray, "..."], local: int, seen: int) -> None:
         """Record why it ended, and the share of a full cache that its cache held then: `length` retained entries of
-        each head, of `seen` tokens."""
+        each head and `local` tokens of the window, of `seen` tokens."""
         self.finish_reason = reason
         if length.size:
-            self.kv_ratio = float((length.mean() + min(seen, window - 1)) / max(1, seen))
+            self.kv_ratio = float((length.mean() + local) / max(1, seen))
+
+
+def check_spans(policy: Policy, knows_positions: bool, dropped: Spans, dropped_at: int, tokens: int) -> None:
+    """Refuse spans that a prompt of so many tokens does not have, or that the policy cannot drop. knows_positions: True
+    if the positions of entries are known. Raises UserError."""
+    if policy.schedule is not None or policy.max_entries is not None:
+        raise UserError(
+            f"policy {policy.name} does not decide token by token, so that conversations are read again: leave out "
+            "what is to be dropped"
+        )
+    if not knows_positions:
+        raise UserError(
+            f"policy {policy.name} does not know the positions of its entries, of which some are to be dropped: start "
+            "with a policy that keeps them, such as full:positions=true"
+        )
+    if not all(0 <= start < end <= dropped_at for start, end in dropped) or dropped_at >= tokens:
+        raise UserError(f"no such spans of the first {dropped_at} of {tokens} tokens: {shown(dropped)}")

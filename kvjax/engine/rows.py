@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import Cache, LayerCache, Layout, Pages
 from kvjax.inference.allocation import laid_out
@@ -24,9 +25,16 @@ class Row(NamedTuple):
     seen: Int[Array, " 1"]
     trail: Any
     sliding: Any
+    origin: Int[Array, " 1"]
+    hidden: Bool[Array, "1 s"] | None
+
+    @property
+    def counted(self) -> Int[Array, " 1"] | Int[np.ndarray, " 1"]:
+        """As of `Cache`."""
+        return self.seen - self.origin
 
 
-AXES = 1, 0, 0, 1
+AXES = 1, 0, 0, 1, 0, 0
 """The axis of the sequences in the arrays of each of a row's parts."""
 
 
@@ -36,7 +44,7 @@ Contents = dict[str, Shaped[Array, "n ..."] | dict[str, Shaped[Array, "n ..."]] 
 
 def row_of(cache: Cache) -> Row:
     """Return what a cache of one sequence has in addition to its pages."""
-    return Row(cache.layers, cache.seen, cache.trail, cache.sliding)
+    return Row(cache.layers, cache.seen, cache.trail, cache.sliding, cache.origin, cache.hidden)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -132,7 +140,7 @@ def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
         empty = dataclasses.replace(
             row.layers, page_table=jnp.full_like(table, none), length=jnp.zeros_like(row.layers.length)
         )
-        row = row._replace(layers=empty, seen=jnp.zeros_like(row.seen))
+        row = row._replace(layers=empty, seen=jnp.zeros_like(row.seen), origin=jnp.zeros_like(row.origin))
         return dataclasses.replace(pages, free=free, free_count=count, bounds=bounds, others=others), row
 
     return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)

@@ -61,6 +61,7 @@ class Slots:
         """Retained entries of each head cache."""
         self.seen = np.zeros(self._count, np.int64)
         """Tokens of each sequence."""
+        self._origin = np.zeros(self._count, np.int64)
         self._made = np.zeros(self._count, np.int32)
 
     @property
@@ -83,6 +84,11 @@ class Slots:
         """The slots without an answer."""
         return [slot for slot, one in enumerate(self._requests) if one is None]
 
+    @property
+    def counted(self) -> Int[np.ndarray, " b"]:
+        """Tokens of each sequence that its window counts (`Cache.counted`)."""
+        return self.seen - self._origin
+
     def more(self, tokens: int) -> Int[np.ndarray, " b"]:
         """Return how many more tokens than `seen` each slot may have, once each that runs has decoded `tokens` more."""
         more = np.zeros(self._count, np.int64)
@@ -95,8 +101,8 @@ class Slots:
 
     def held(self, counted: PageCounts, slot: int) -> int:
         """Return the most pages that a slot's sequence may have after the block that is on its way."""
-        length, seen = self.length[:, [slot]], self.seen[[slot]]
-        return counted.held(length, seen) + counted.more(length, seen, self.more(0)[[slot]])
+        length, own = self.length[:, [slot]], self.counted[[slot]]
+        return counted.held(length, own) + counted.more(length, own, self.more(0)[[slot]])
 
     # ---- coming and going
 
@@ -111,8 +117,9 @@ class Slots:
             self.join(request, row)
             return
         # its stop text may have left no token to go on after
-        length, seen = on_host(row.layers.length), int(on_host(row.seen)[0])
-        request.end(request.finish_reason, length, seen, self._pool.layout.window)
+        length, seen, counted = map(on_host, (row.layers.length, row.seen, row.counted))
+        local = min(int(counted[0]), self._pool.layout.window - 1)
+        request.end(request.finish_reason, length, local, int(seen[0]))
         self._pool.drop(row)
 
     def join(self, request: Request, row: Row) -> None:
@@ -124,14 +131,15 @@ class Slots:
         self._running = self._with(self._running, slot, True)
         self._requests[slot], self._made[slot] = request, len(request.tokens)
         self.length[:, slot] = on_host(row.layers.length)[:, 0]
-        self.seen[slot] = int(on_host(row.seen)[0])
+        self.seen[slot], self._origin[slot] = int(on_host(row.seen)[0]), int(on_host(row.origin)[0])
         self._sampler, self._token_counts = sampler_of(self._model.config, self.running, self._count)
 
     def end(self, slot: int, reason: FinishReason) -> None:
         """End the answer of a slot, and free its pages."""
         request = self._requests[slot]
         assert request is not None
-        request.end(reason, self.length[:, slot], int(self.seen[slot]), self._pool.layout.window)
+        local = min(int(self.counted[slot]), self._pool.layout.window - 1)
+        request.end(reason, self.length[:, slot], local, int(self.seen[slot]))
         self._clear(slot)
 
     def pause(self, slot: int) -> Paused:
@@ -146,7 +154,7 @@ class Slots:
         self._pool.clear(slot)
         self._running = self._with(self._running, slot, False)
         self._requests[slot] = None
-        self.length[:, slot], self.seen[slot], self._made[slot] = 0, 0, 0
+        self.length[:, slot], self.seen[slot], self._origin[slot], self._made[slot] = 0, 0, 0, 0
 
     def _with(self, x: Array, slot: int, value: int) -> Array:
         """Return the numbers of all slots with another one for this slot."""

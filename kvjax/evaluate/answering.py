@@ -104,7 +104,7 @@ def answer(
                 # a step costs the same however many of its rows are done
                 pace.add(len(questions) * STEPS, seconds, watch.compiled)
             before = [_put_rows(len(stopped), rows, on_host(x)) for x in before]
-            log_steps(before, count=STEPS, window=cache.window, sequences=len(questions))
+            log_steps(before, cache, count=STEPS, sequences=len(questions))
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
                 stopped[row] |= question.stops and bool(
@@ -151,7 +151,8 @@ def _take_rows(
         return put(np.take(on_host(x), rows, axis), *x.sharding.spec)
 
     layers, windows = jax.tree.map(partial(of, axis=1), (cache.layers, cache.sliding))
-    return dataclasses.replace(cache, layers=layers, seen=of(cache.seen, 0), sliding=windows), of(last, 0)
+    small = jax.tree.map(partial(of, axis=0), {x: getattr(cache, x) for x in ("seen", "origin", "hidden")})
+    return dataclasses.replace(cache, layers=layers, sliding=windows, **small), of(last, 0)
 
 
 def _put_rows(

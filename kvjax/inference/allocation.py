@@ -297,7 +297,7 @@ def more_pages(
 
     expected: retained entries that each head cache is expected to have then; None: all that it may have.
     """
-    length, seen, slots = on_host(cache.layers.length), on_host(cache.seen), cache.window - 1
+    length, seen, slots = on_host(cache.layers.length), on_host(cache.counted), cache.window - 1
     leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
     longer = length + leaving[:, None]
     if policy.max_entries is not None:
@@ -330,7 +330,7 @@ def copied_pages(policy: Policy, cache: Cache) -> int:
     if (newest := policy.rewritten) is not None:
         # whole pages before the newest entries are only read
         written = written - np.maximum(written - newest, 0) // cache.page_size * cache.page_size
-    copied = shard_pages(written, on_host(cache.seen), cache.window, cache.page_size)
+    copied = shard_pages(written, on_host(cache.counted), cache.window, cache.page_size)
     return int(np.minimum(copied, shared).max())
 
 

@@ -85,6 +85,7 @@ def cached_attention(
     layer: caches.LayerCache,
     *,
     seen: Int[Array, " b"],
+    counted: Int[Array, " b"],
     valid: Int[Array, " b"],
     write: bool = True,
     implementation: str | None = None,
@@ -95,13 +96,13 @@ def cached_attention(
     A token sees exactly {j : i − j < window} ∪ {j kept}. A token that comes alone reads only those pages of kept
     entries that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are
     padding, whose output is meaningless and which leaves no trace. Before a single token is written, pages must be
-    reserved for it (`kvjax.cache.reserve`).
+    reserved for it (`kvjax.cache.reserve`). `counted`: `Cache.counted`.
     """
     window = view.window
 
-    def local(view, step, pages, layer, seen, valid):
+    def local(view, step, pages, layer, seen, counted, valid):
         if (back := view.admission.revisits) is not None:
-            step = _revisiting(step, pages, layer, seen, back, window)
+            step = _revisiting(step, pages, layer, counted, back, window)
         admitting, priority, delay = view.admission.score(layer.state.admission, step, seen, valid)
         observing = layer.state.eviction
         if view.observer is not None:
@@ -109,16 +110,16 @@ def cached_attention(
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
         if (tokens := step.q.shape[2]) == 1:
-            layer, priority = caches.slot_priority(layer, seen, priority, valid, delay)
+            layer, priority = caches.slot_priority(layer, counted, priority, valid, delay)
         else:
-            priority = caches.ring_priority(layer, seen, priority, valid, delay)
+            priority = caches.ring_priority(layer, counted, priority, valid, delay)
         # a priority that is NaN is a fault of the method, and marks the cache
-        leaving = caches.leaving(seen, valid, tokens, window)[:, None]
+        leaving = caches.leaving(counted, valid, tokens, window)[:, None]
         pages = caches.if_finite(pages, ~(leaving & jnp.isnan(priority[..., :tokens])))
         # ask the cache, not the policy: the method that wrote the bias may be gone
         bias = view.bias(states, step) if BIAS in pages.planes else None
-        arguments = view, step, pages, layer, priority, bias, seen, valid, implementation
-        found = _decode(*arguments, write) if tokens == 1 else _prefill(*arguments)
+        arguments = view, step, pages, layer, priority, bias, counted, valid, implementation
+        found = _decode(*arguments, seen, write) if tokens == 1 else _prefill(*arguments)
         o, lse = with_sink(found.o, found.lse, step.sink)
         if not write:
             return o, lse, pages, layer
@@ -128,6 +129,8 @@ def cached_attention(
             lse, valid, pages.pool, table, layer.length, found.chosen, scale, layer.key_scale, pages.dtype
         )
         numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
+        if caches.POSITION in pages.planes:
+            numbers |= {caches.POSITION: jnp.broadcast_to(step.position[:, None], step.k.shape[:3])}
         pages, layer = found.push(numbers)
         # the pool as it is now, since the one before would have to be kept, too
         readout = dataclasses.replace(readout, pool=pages.pool, scale=pages.planes.get(caches.SCALE))
@@ -136,7 +139,9 @@ def cached_attention(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(view, "data", "fsdp")
-    return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(whole, step, pages, layer, seen, valid)
+    return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(
+        whole, step, pages, layer, seen, counted, valid
+    )
 
 
 def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:
@@ -170,6 +175,7 @@ def _decode(
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     implementation: str | None,
+    tokens: Int[Array, " b"],
     write: bool,
 ) -> Attended:
     """Attend from one token, which sees everything that is stored and reads the pages that the selection chooses."""
@@ -180,7 +186,7 @@ def _decode(
         bounds = pages.bounds.at[layer.page_table[..., ring:]].get(mode="clip")
         chosen = view.selection.select(
             step.q, bounds, layer.length, layer=step.layer,
-            local=jnp.minimum(seen + 1, window), seen=seen + 1, page_size=page_size,
+            local=jnp.minimum(seen + 1, window), seen=tokens + 1, page_size=page_size,
         )  # fmt: skip
     (q, k), scale = _scaled(step, layer), pages.planes.get(caches.SCALE)
     stored = q, pages.pool, layer.page_table, layer.length, jnp.minimum(seen, window - 1)
@@ -296,9 +302,9 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
     wanted = jnp.concatenate([held.exists, keep.wanted(priority)], -1)
     standing = jnp.concatenate([held.priority, priority], -1)
     exists = jnp.concatenate([held.exists, jnp.broadcast_to(exists, (*k.shape[:2], k.shape[2]))], -1)
-    # later than whatever is stored
-    position = jnp.broadcast_to(seen[:, None, None] - window + 1 + jnp.arange(k.shape[2]), k.shape[:3])
-    position = jnp.concatenate([held.position, position], -1)
+    new = jnp.broadcast_to(step.position[:, None], step.k.shape[:3])
+    position = [held.position, caches.in_order(layer.numbers[caches.POSITION], seen), new]
+    position = jnp.concatenate(position, -1)
     # append a dummy query, so that the mask also tells what survives the call
     wanted, standing, exists, position = (
         jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (wanted, standing, exists, position)

@@ -42,21 +42,24 @@ def log_call(cache: Cache, rows: Sequence[Int[np.ndarray, " _"]]) -> None:
     """Log that `rows` are about to be run over `cache`, if a log is open."""
     if (log := _open_log.get()) is not None:
         tokens = np.array([row.size for row in rows])
-        _add(log, on_host(cache.layers.length), on_host(cache.seen), cache.window, tokens)
+        seen, origin = on_host(cache.seen), on_host(cache.origin)
+        _add(log, on_host(cache.layers.length), seen, origin, cache.window, tokens)
 
 
 def log_steps(
-    before: Sequence[Shaped[Array | np.ndarray, "..."]], *, count: int, window: int, sequences: int
+    before: Sequence[Shaped[Array | np.ndarray, "..."]], cache: Cache, *, count: int, sequences: int
 ) -> None:
-    """Log the first `count` decoded tokens, if a log is open. `before`: as `decode` returns it."""
+    """Log the first `count` decoded tokens, if a log is open. `before`: as `decode` returns it, with `cache`."""
     if (log := _open_log.get()) is not None:
+        origin = on_host(cache.origin)
         for length, seen, running in zip(*(on_host(x)[:count] for x in before), strict=True):
-            _add(log, length, seen, window, running[:sequences].astype(np.int32))
+            _add(log, length, seen, origin, cache.window, running[:sequences].astype(np.int32))
 
 
-def _add(log: list[Call], length, seen, window, tokens) -> None:
+def _add(log: list[Call], length, seen, origin, window, tokens) -> None:
     sequences = len(tokens)
     seen = seen[:sequences].copy()  # the cache is donated
     if log and (len(log[0].tokens) != sequences or not seen.any()):
         raise UserError("a footprint log is of one batch of sequences: open another one for others")
-    log.append(Call(length[:, :sequences].mean((0, 2)) + np.minimum(seen, window - 1), seen, tokens))
+    local = np.minimum(seen - origin[:sequences], window - 1)
+    log.append(Call(length[:, :sequences].mean((0, 2)) + local, seen, tokens))

@@ -77,9 +77,9 @@ def forward(
         layers = dataclasses.replace(layers, key_scale=cache.layers.key_scale)
         if reserved is not None:
             pages, layers = settle(cache, pages, layers, reserved)
-        windows = with_windows(cache, entries, valid)
+        windows, hidden = with_windows(cache, entries, valid)
         cache = dataclasses.replace(
-            cache, pages=pages, layers=layers, seen=seen, trail=trail, sliding=windows
+            cache, pages=pages, layers=layers, seen=seen, trail=trail, sliding=windows, hidden=hidden
         )
     hidden = model.norm(x)
     return caches.check_finite(cache, hidden, position >= 0), hidden, captured
@@ -92,7 +92,7 @@ def reserve(cache: Cache, valid: Int[Array, " b"]) -> tuple[Cache, caches.Reserv
         return caches.reserve(pages, layers, seen, valid, cache.window)
 
     specs = _specs(cache.layers), P(None, None, BATCH, HEADS)
-    arguments = cache.pages, cache.layers, cache.seen, valid
+    arguments = cache.pages, cache.layers, cache.counted, valid
     layers, reserved = jax.shard_map(local, out_specs=specs)(*arguments)
     return dataclasses.replace(cache, layers=layers), reserved
 
@@ -126,7 +126,7 @@ def attending(
         (layer, view), step = xs, step.without_padding()
         o, lse, pages, layer = cached_attention(
             view, step, pages if write else cache.pages, layer,
-            seen=cache.seen, valid=valid, write=write, implementation=implementation,
+            seen=cache.seen, counted=cache.counted, valid=valid, write=write, implementation=implementation,
         )  # fmt: skip
         found = {"lse": lse, "state": layer.state}
         own = [name for name in capture if name != "trail"]
@@ -200,9 +200,7 @@ def drop_observation_state(cache: Cache, later: View) -> Cache:
     """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
     it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
     that only differ in an eviction whose work is done then run one program."""
-    lasting = {*later.planes, BIAS, caches.SCALE}
-    if caches.PRIORITY in cache.pages.planes:
-        lasting |= {*MAX_ENTRIES_PLANES}
+    lasting = {*later.planes, BIAS, caches.SCALE, *MAX_ENTRIES_PLANES}
     numbers, planes = (
         {name: plane for name, plane in x.items() if name in lasting}
         for x in (cache.layers.numbers, cache.pages.planes)

@@ -131,7 +131,7 @@ def one_pass(
         (layer, view, eviction, output), step = xs, step.without_padding()
         o, _, _, _ = cached_attention(
             view, step, cache.pages, layer,
-            seen=cache.seen, valid=valid, write=False, implementation=implementation,
+            seen=cache.seen, counted=cache.counted, valid=valid, write=False, implementation=implementation,
         )  # fmt: skip
         pages = dataclasses.replace(cache.pages, planes=planes)
         return o, _looked_at(eviction, step, pages, layer, output, valid, spans, first), None

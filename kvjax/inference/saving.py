@@ -22,17 +22,26 @@ import orbax.checkpoint as ocp
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
-from kvjax.cache.max_entries import POSITION
 from kvjax.cache.packed_entries import (
+    HIDDEN,
+    ORIGIN,
     Arrays,
     head_at_place,
     in_order,
     packed,
     place_of_head,
-    places,
     unpacked,
 )
-from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, described_arrays, sealed
+from kvjax.cache.saved import (
+    DESCRIPTION,
+    FORMAT,
+    check_lengths,
+    check_numbers,
+    counted_tokens,
+    describe_cache,
+    described_arrays,
+    sealed,
+)
 from kvjax.cache.sliding import slots_for
 from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
 from kvjax.checkpoints.orbax import check_room, export
@@ -176,6 +185,7 @@ def _described(cache: Cache, model: Decoder, policy: CompiledPolicy, arrays: Arr
         "selects": cache.pages.bounds is not None,
         "planes": {name: x.dtype.name for name, x in cache.pages.planes.items() if f"plane.{name}" in arrays},
         "tokens": arrays["seen"].tolist(),
+        "origin": arrays[ORIGIN].tolist() if ORIGIN in arrays else None,
         "held": held.entries.sum(1).tolist(),
         "trained": _trained(policy, cache),
         "bytes": sum(x.nbytes for x in arrays.values()),
@@ -296,8 +306,8 @@ def read_cache(
                 arrays = _read(path, found, wanted)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-        _check_lengths(path, found, arrays)
-        _check_numbers(path, arrays, found["window"])
+        check_lengths(path, found, arrays)
+        check_numbers(path, arrays, found["window"])
         size = found["page_size"] if page_size is None else page_size
         size = page_size_of(compiled.host, size, int8=model.config.int8_entries)
         like = _like(path, found, model, compiled, arrays, size, capacity)
@@ -335,7 +345,10 @@ def _wanted(
     if wrong := [x for x, own in found["planes"].items() if np.dtype(known.get(x, own)).name != own]:
         raise UserError(f"{path / DESCRIPTION}: damaged (plane {wrong[0]} is {found['planes'][wrong[0]]})")
     wanted = {name: jax.ShapeDtypeStruct(*x) for name, x in described_arrays(found).items()}
-    for name in set(found["planes"]) - set(caches.MAX_ENTRIES_PLANES):
+    planes = set(found["planes"]) - {caches.PRIORITY}
+    # older files have no positions of the local window's tokens
+    planes -= {caches.POSITION} - {x.removeprefix("numbers.") for x in found["arrays"]}
+    for name in planes:
         wanted[f"numbers.{name}"] = jax.ShapeDtypeStruct(wanted["priority"].shape, found["planes"][name])
     shape = Shape(
         len(found["tokens"]),
@@ -361,6 +374,8 @@ def _wanted(
             2 * config.head_dim,
         )
         wanted["sliding"] = jax.ShapeDtypeStruct(shape, dtype)
+        if HIDDEN in found["arrays"] and caches.POSITION in found["planes"]:
+            wanted[HIDDEN] = jax.ShapeDtypeStruct((len(found["tokens"]), slots), np.bool_)
     wanted |= memories
     own = {name: (tuple(x["shape"]), x["dtype"]) for name, x in found["arrays"].items()}
     needed = {name: (x.shape, np.dtype(x.dtype).name) for name, x in wanted.items()}
@@ -402,40 +417,6 @@ def _read(path: Path, found: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDt
     return arrays
 
 
-def _check_lengths(path: Path, found: Mapping[str, Any], arrays: Arrays) -> None:
-    """Refuse tokens and lengths that are not those of the description, or that no cache has."""
-    seen, length = arrays["seen"], arrays["length"]
-    beyond = np.maximum(seen.astype(np.int64) - (found["window"] - 1), 0)[:, None]
-    held = (length.astype(np.int64) + np.minimum(seen, found["window"] - 1)[:, None]).sum(1)
-    missing = found["policy"] == "full" and (length < beyond).any()
-    if seen.tolist() != found["tokens"] or (length < 0).any() or (length > beyond).any() or missing:
-        raise UserError(f"{path}: damaged, its rows have other lengths than its tokens allow")
-    if held.tolist() != found["held"]:
-        raise UserError(f"{path}: damaged, its rows have other lengths than {DESCRIPTION} says")
-
-
-def _check_numbers(path: Path, arrays: Arrays, window: int) -> None:
-    """Refuse numbers that are not finite, and positions that no entry has. A priority may be infinite, or NaN in the
-    window, where it is not known yet; a method's state may be -inf."""
-    for name, x in arrays.items():
-        if x.dtype.kind not in "fV":
-            continue
-        x = x.astype(np.float32)
-        wrong = ~np.isfinite(x)
-        if name.startswith("state"):
-            wrong &= ~np.isneginf(x)
-        elif name.startswith(("priority", "numbers.", "plane.")):
-            wrong = np.isnan(x) & (name != "priority")
-        if wrong.any():
-            raise UserError(f"{path}: damaged, its {name} is not finite")
-    if (position := arrays.get(f"plane.{POSITION}")) is not None:
-        row = places(arrays["length"]).row
-        heads = arrays["length"].shape[2]
-        sequence = row // heads % len(arrays["seen"])
-        if ((position < 0) | (position > (arrays["seen"] - window)[sequence])).any():
-            raise UserError(f"{path}: damaged, an entry has a position that its sequence has not")
-
-
 def _like(
     path: Path,
     found: Mapping[str, Any],
@@ -457,7 +438,8 @@ def _like(
     padded = np.pad(seen, (0, batch - len(seen)))
     rows = np.pad(length, ((0, 0), (0, batch - len(seen)), (0, 0)))
     rows = in_order(rows, head_at_place(config), 0, 2)
-    used = int(caches.shard_pages(rows, padded, window, page_size).max())
+    counted = np.pad(counted_tokens(found), (0, batch - len(seen)))
+    used = int(caches.shard_pages(rows, counted, window, page_size).max())
     pages, limit = caches.pool_size(used, page_bytes), None
     if capacity is not None:
         local = rows.size // axis_size(*SHARDS)

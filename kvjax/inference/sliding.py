@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import Cache
-from kvjax.cache.sliding import as_pages, recent, turns, written
+from kvjax.cache.sliding import as_pages, bias, in_order, recent, turns, written
 from kvjax.cache.trail import newest
 from kvjax.mesh import BATCH, HEADS, P
 from kvjax.models.decoder import Attend
@@ -25,18 +25,24 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
     ys are the newest entries [b k n 2h], for `with_windows`."""
     window, dtype = cache.sliding_window, cache.pages.dtype
 
-    def local(step: Step, windows, seen, valid):
+    def local(step: Step, windows, hidden, seen, valid):
         kv = jnp.concatenate([step.k, step.v], -1)
         if step.q.shape[2] == 1:
             pool, table = as_pages(windows, step.layer)
             held, nothing = jnp.minimum(seen, turns(windows, window)), jnp.zeros(table.shape[:2], jnp.int32)
-            o, lse = paged_decode(
-                step.q, pool, table, nothing, held,
-                ring_pages=table.shape[2], new=(step.k, step.v), implementation=implementation,
-            )  # fmt: skip
+            options = {"new": (step.k, step.v), "implementation": implementation}
+            if hidden is None:
+                o, lse = paged_decode(
+                    step.q, pool, table, nothing, held, ring_pages=table.shape[2], **options
+                )
+            else:  # entries of ring pages have no bias
+                length = jnp.broadcast_to(held[:, None], table.shape[:2])
+                o, lse = paged_decode(step.q, pool, table, length, bias=bias(hidden, windows), **options)
             return with_sink(o, lse, step.sink)[0], kv
         old, exists = recent(windows, step.layer, seen, window, dtype)
         k, v = jnp.split(jnp.concatenate([old.astype(step.k.dtype), kv], 2), 2, -1)
+        if hidden is not None:
+            exists &= ~in_order(hidden, windows, seen, window)
         exists = jnp.pad(exists, ((0, 0), (0, kv.shape[2])), constant_values=True)
         end = ends(jnp.zeros(k.shape[:3], bool), window)
         # what is in a slot that was never written may be anything
@@ -46,7 +52,8 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
 
     def attend(step: Step, carry: Any, xs: None):
         step = step.without_padding()
-        o, new = jax.shard_map(local, out_specs=(SPLIT, SPLIT))(step, cache.sliding, cache.seen, valid)
+        stored = cache.sliding, cache.hidden, cache.seen
+        o, new = jax.shard_map(local, out_specs=(SPLIT, SPLIT))(step, *stored, valid)
         return o, carry, new
 
     return attend
@@ -54,13 +61,13 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
 
 def with_windows(
     cache: Cache, new: Float[Array, "l b k n kv"] | None, valid: Int[Array, " b"]
-) -> Shaped[Array, "l b k s kv"] | None:
-    """Return the cache's windows with the newest entries of a call."""
+) -> tuple[Shaped[Array, "l b k s kv"] | None, Bool[Array, "b s"] | None]:
+    """Return the cache's windows with the newest entries of a call, and the mask of their dropped tokens."""
     if new is None:
-        return cache.sliding
+        return cache.sliding, cache.hidden
 
-    def local(windows, new, seen, valid):
-        return written(windows, new, seen, valid, cache.sliding_window)
+    def local(windows, hidden, new, seen, valid):
+        return written(windows, hidden, new, seen, valid, cache.sliding_window)
 
-    spec = P(None, BATCH, HEADS)
-    return jax.shard_map(local, out_specs=spec)(cache.sliding, new, cache.seen, valid)
+    specs = P(None, BATCH, HEADS), P(BATCH)
+    return jax.shard_map(local, out_specs=specs)(cache.sliding, cache.hidden, new, cache.seen, valid)

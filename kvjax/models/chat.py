@@ -1,7 +1,7 @@
 """Prompts as a model's tokens: token ids as they are, texts and chat messages through the tokenizer's chat template
 where it has one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -109,11 +109,40 @@ def encode(tokenizer: Any, prompt: Any, part: Part = "whole", /, **options: Any)
     return token_ids(tokenizer, templated(tokenizer, messages, **options))
 
 
+def content_span(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], index: int, /, **options: Any
+) -> tuple[int, int]:
+    """Return the indices, among the tokens that the chat template makes of messages, of the first token that shows a
+    message's content and of the one after the last. A token with text of the template, too, counts as content.
+
+    Raises UserError if the template does not show the content exactly once.
+    """
+    other = [dict(one) for one in messages]
+    other[index]["content"] = PLACE
+    whole = templated(tokenizer, [dict(one) for one in messages], **options)
+    placed = PLACE.join(around(tokenizer, other, **options))
+    return difference(token_ids(tokenizer, whole), token_ids(tokenizer, placed))
+
+
+def difference(one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
+    """Return the span of one row of tokens that is not as in another, between the first and the last tokens that they
+    have in common."""
+    start = common(one, other)
+    return start, len(one) - common(one[start:][::-1], other[start:][::-1])
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first tokens two rows have in common."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
 def turns_end(tokenizer: Any, prompt: Any, /, **options: Any) -> int:
     """Return how many of the first tokens of `encode` do not depend on the generation prompt, which is what a template
     shows after the last turn where the model is to answer."""
     both = [encode(tokenizer, prompt, "whole", **options, add_generation_prompt=x) for x in (True, False)]
-    return next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+    return common(*both)
 
 
 def is_chat(prompt: Any) -> bool:

@@ -286,7 +286,7 @@ def _parts(model: Any, policy: Any, cache: Any, *rest: Any) -> dict[str, Any]:
         WEIGHTS: model,
         "policy": policy,
         POOL: cache.pages,
-        TABLES: (cache.layers, cache.seen),
+        TABLES: (cache.layers, cache.seen, cache.origin),
         "batch": rest,
     }
 

@@ -7,7 +7,7 @@
 
 `snapkv:ratio=0.25,adakv` is SnapKV within AdaKV. Of several wrappers the first is innermost. As a mapping, in Python or
 YAML, it is `{"snapkv": {"ratio": 0.25, "adakv": {}}}`. An eviction's part also takes its budget, its trigger and its
-guidance, and an admission's part takes the window.
+guidance, and an admission's part takes the window. Either takes `positions` (`Policy.positions`).
 """
 
 import dataclasses
@@ -234,7 +234,7 @@ class _Part:
     own: dict[str, Any]
     """The method's own arguments."""
     words: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The policy's arguments in this part: those of `SCHEDULE`, or the window."""
+    """The policy's arguments in this part: those of `SCHEDULE`, or the window, and `positions`."""
     wrappers: tuple["_Part", ...] = ()
     """The wrappers, innermost first."""
 
@@ -303,9 +303,9 @@ def _part(name: Any, arguments: Any) -> _Part:
         raise UserError(f"{name} wraps an eviction: write it among its arguments, snapkv:{name}")
     evicts, words = role(kind) == "eviction", ()
     if evicts:
-        words = SCHEDULE
-    elif is_method(kind) and role(kind) == "admission" and not getattr(kind, "owns_window", False):
-        words = ("window",)
+        words = (*SCHEDULE, "positions")
+    elif is_method(kind) and role(kind) == "admission":
+        words = ("positions",) if getattr(kind, "owns_window", False) else ("window", "positions")
     part = _Part(name, kind, {})
     known = list(
         dict.fromkeys([*(x.name for x in arguments_of(kind)), *words, *(WRAPPERS if evicts else ())])
@@ -406,4 +406,5 @@ def _evicting(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]
     usual = eviction.usual_trigger
     own = told.get("when", usual.when) == usual.when
     trigger = dataclasses.replace(usual, **told) if own else Trigger(**told)
-    return {"eviction": eviction, "schedule": None if stated is None else Schedule(stated, trigger)}
+    made = {"eviction": eviction, "schedule": None if stated is None else Schedule(stated, trigger)}
+    return made | {name: x for name, x in words.items() if name == "positions"}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.errors import UserError, shown, whole_number
+from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.mesh import on_host, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.base import Admission, Eviction, LateMetadata, Method, Selection
@@ -51,6 +51,9 @@ class Policy:
     """The eviction's budget and trigger. An eviction needs a schedule."""
     selection: Selection | None = None
     """The method that chooses the pages that a decoded token reads; None: it reads all."""
+    positions: bool = static(default=False)
+    """True: every retained entry has its position as entry metadata, 4 bytes, so that spans of tokens can be dropped
+    (`Cache.without`)."""
     name: str = dataclasses.field(default="", repr=False, metadata={"static": True})
     """The policy's name in reports; by default the names of its methods."""
 
@@ -67,6 +70,7 @@ class Policy:
         name = self.name or "+".join(label for label in methods if label != "full") or "full"
         window = self.admission.window if self.window is None else self.window
         assign(self, name=name)
+        one_of(name, "positions", self.positions, (True, False))
         if window is None:
             raise UserError(f"{name} needs window: how many of the last tokens are always visible")
         assign(self, window=whole_number(name, "window", window))
@@ -213,8 +217,9 @@ class Policy:
 
     @property
     def planes(self) -> dict[str, str]:
-        """The names and dtypes of the methods' entry metadata."""
-        return {**self.admission.planes, **planes_of(self.eviction)}
+        """The names and dtypes of the entry metadata."""
+        own = {"position": "int32"} if self.positions else {}
+        return {**self.admission.planes, **planes_of(self.eviction), **own}
 
     @property
     def max_entries(self) -> int | None:

@@ -19,9 +19,9 @@ from starlette.routing import Route
 from kvjax.chat_template import around, keeps_turns, templated, token_ids
 from kvjax.engine import Constraint, Engine, Request
 from kvjax.errors import UserError, check_unicode, shown
-from kvjax.models.chat import encode, token_rows, turns_end
+from kvjax.models.chat import content_span, encode, token_rows, turns_end
 from kvjax.serve.answer_parser import AnswerParser
-from kvjax.serve.body import Asked, read_chat, read_completion, read_message
+from kvjax.serve.body import DROP, Asked, read_chat, read_completion, read_message
 from kvjax.serve.metrics import Metrics
 from kvjax.serve.reply import ChatChoice, Choice, Reply, event, usage
 from kvjax.serve.worker import Answer, Failed, Update, Worker
@@ -106,8 +106,8 @@ class Server:
         body = await self._body(call)
         asked = read_chat(body)
         with self._entered(asked.n) as leave:
-            row, kept, begun = await run_in_threadpool(self._chat_prompt, asked)
-            answers = await self._submit(asked, [row], kept)
+            row, begun, options = await run_in_threadpool(self._chat_prompt, asked)
+            answers = await self._submit(asked, [row], **options)
             names = None if asked.tools is None else asked.tools.names
             calls = None if asked.tools is None or asked.tools.several else 1
             choices = [
@@ -156,6 +156,8 @@ class Server:
             raise UserError("a context is read from a prompt or from messages, one of the two")
         if isinstance(messages, list):
             prompt = [read_message(one) for one in messages]
+            if any(one.pop(DROP, False) for one in prompt):
+                raise UserError("a context is read whole: leave out the messages that are to be dropped")
         with self._entered(1):
             (row,) = await run_in_threadpool(
                 token_rows, [prompt], self._vocabulary, self._tokenizer, "beginning"
@@ -263,28 +265,44 @@ class Server:
             stack.callback(leave)
             yield stack
 
-    def _chat_prompt(self, asked: Asked) -> tuple[list[int], int | None, bool]:
-        """Return the tokens of a chat's prompt, how many of them later prompts may begin with, and whether it ends
-        where the model thinks."""
+    def _chat_prompt(self, asked: Asked) -> tuple[list[int], bool, dict[str, Any]]:
+        """Return the tokens of a chat's prompt, whether it ends where the model thinks, and options of `Engine.submit`:
+        how many tokens later prompts may begin with, and which are dropped."""
         if asked.context is not None:
             (message, *others) = asked.messages
-            if others or message["role"] != "user" or asked.tools is not None:
+            if others or message["role"] != "user" or asked.tools is not None or asked.dropped:
                 raise UserError(
-                    "with a context, messages must be one message of the user, which continues it, without tools"
+                    "with a context, messages must be one message of the user, which continues it, without tools and "
+                    "drop"
                 )
             row = encode(self._tokenizer, message["content"], "end", **asked.template)
             has_template = getattr(self._tokenizer, "chat_template", None)
             after = around(self._tokenizer, **asked.template)[1] if has_template else ""
-            return row, None, _thinks_after(after)
+            return row, _thinks_after(after), {}
         if not getattr(self._tokenizer, "chat_template", None):
             raise UserError("the model has no chat template: use /v1/completions")
         tools = None if asked.tools is None else asked.tools.definitions
         options = {"tools": tools, **asked.template}
         text = templated(self._tokenizer, asked.messages, **options)
-        row, begun, kept = token_ids(self._tokenizer, text), _thinks_after(text), None
+        row, made = token_ids(self._tokenizer, text), {}
         if not keeps_turns(self._tokenizer, **options):
-            kept = turns_end(self._tokenizer, asked.messages, **options)
-        return row, kept, begun
+            made["kept"] = turns_end(self._tokenizer, asked.messages, **options)
+        if asked.dropped:
+            made |= self._dropped(asked, options)
+        return row, _thinks_after(text), made
+
+    def _dropped(self, asked: Asked, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the spans of the messages that are dropped, and when this happens: once the last answer is read, so
+        that it has seen them."""
+
+        def span(index: int) -> tuple[int, int]:
+            return content_span(self._tokenizer, asked.messages, index, **options)
+
+        spans = tuple((start, end) for start, end in map(span, asked.dropped) if start < end)
+        roles = [one["role"] for one in asked.messages]
+        after = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else len(roles)
+        read = span(after)[0] if after < len(roles) else 0
+        return {"dropped": spans, "dropped_at": max([read, *(end for _, end in spans)])}
 
     def _text_prompt(self, prompt: str | list[int], asked: Asked) -> list[int]:
         if not isinstance(prompt, str):
@@ -294,8 +312,9 @@ class Server:
             return encode(self._tokenizer, prompt, "end")
         return token_ids(self._tokenizer, prompt, add_special_tokens=True)
 
-    async def _submit(self, asked: Asked, rows: list[list[int]], kept: int | None = None) -> list[Answer]:
-        """Return the answers to all prompts, the n of a prompt one after another."""
+    async def _submit(self, asked: Asked, rows: list[list[int]], **own: Any) -> list[Answer]:
+        """Return the answers to all prompts, the n of a prompt one after another. own: further options of
+        `Engine.submit`."""
         constraint = None
         if asked.schema is not None:
             if self._grammar is None:
@@ -310,8 +329,7 @@ class Server:
                 "context": asked.context,
                 "constraint": constraint,
                 "score": asked.scores,
-                "kept": kept,
-            }
+            } | own
             try:
                 for row in rows:
                     most = (

@@ -1,5 +1,5 @@
-"""Requests, read from their JSON bodies. The names are OpenAI's; those that OpenAI's API does not have are vLLM's, and
-`context` is ours."""
+"""Requests, read from their JSON bodies. The names are OpenAI's; those that OpenAI's API does not have are vLLM's.
+`context`, and `drop` of a message, are ours."""
 
 import dataclasses
 import json
@@ -64,6 +64,8 @@ NAMED = "properties", "patternProperties", "dependentSchemas"
 """Keys whose values are schemas by name."""
 DATA = "const", "enum", "default", "examples"
 """Keys whose values are no schemas."""
+DROP = "drop"
+"""The field of a message whose content is to leave the cache."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -154,6 +156,8 @@ class Asked:
     """True if the prompts' own tokens are scored, too."""
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Messages, if it is a chat."""
+    dropped: list[int] = dataclasses.field(default_factory=list)
+    """The indices of the messages whose content leaves the cache."""
     tools: Tools | None = None
     schema: Any = None
     """The JSON schema of the answer, if it has one."""
@@ -187,9 +191,11 @@ def read_chat(body: Any) -> Asked:
             schema = tools.call
         except RecursionError:
             raise UserError("the parameters of the tools are nested too deeply") from None
+    read = [read_message(one) for one in messages]
+    dropped = [index for index, one in enumerate(read) if one.pop(DROP, False)]
     return Asked(
         **_shared(body, most, (body.get("top_logprobs") or 0) if wanted else None),
-        messages=[read_message(one) for one in messages], tools=tools, schema=schema, template=template,
+        messages=read, dropped=dropped, tools=tools, schema=schema, template=template,
     )  # fmt: skip
 
 
@@ -301,6 +307,7 @@ def read_message(message: Any) -> dict[str, Any]:
         if len(texts) < len(content):
             raise UserError(f"a message's content must be text, got parts of another kind: {shown(content)}")
         content = "".join(texts)
+    one_of("a message", DROP, message.get(DROP, False), (True, False))
     calls = message.get("tool_calls")
     if content is None and role == "assistant":
         content = message.get("refusal") or ""

@@ -49,7 +49,8 @@ def branched(cache, index, newest):
     layers, seen, trail, _, (free, count, others) = rows
     pages = dataclasses.replace(cache.pages, free=free, free_count=count, others=others)
     pages, layers = with_copies(pages, layers, RING, newest)
-    return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
+    rest = {"seen": seen, "origin": jnp.zeros_like(seen), "trail": trail}
+    return dataclasses.replace(cache, pages=pages, layers=layers, **rest)
 
 
 def saved(cache, alive):

@@ -1,6 +1,7 @@
 """Tests of compaction's bookkeeping: pages and head caches against lists, after any sequence of writes and
 evictions."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -31,7 +32,7 @@ ENTRIES = CALLS * TOKENS
 @partial(jax.jit, static_argnames="ring")
 def moved(cache, kept, ring):
     pages, layers = compaction.moved(cache.pages, cache.layers, kept[None], ring)
-    return caches.Cache(pages, layers, cache.seen, cache.trail, cache.window, cache.limit)
+    return caches.Cache(pages, layers, cache.seen, cache.origin, cache.trail, cache.window, cache.limit)
 
 
 wanted = st.lists(st.booleans(), min_size=BATCH * HEADS * TOKENS, max_size=BATCH * HEADS * TOKENS)
@@ -61,6 +62,24 @@ def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
                 lists.kept[b][k] = [token for token, stays in zip(row, mask, strict=True) if stays]
         assert_bounds_are_those_of_the_keys(cache)
         holds_exactly(cache, lists, window)
+
+
+def test_a_sequence_that_is_compacted_alone_leaves_others_of_the_pool_as_they_are():
+    """The engine compacts one prompt while other answers run. Here none of its entries stays."""
+    _, cache = started(5, CALLS * TOKENS + 5)
+    lists, wanted, valid = Lists(5), np.ones((BATCH, HEADS, TOKENS), bool), [TOKENS, TOKENS]
+    for _ in range(3):
+        cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), 5)
+        lists.push(valid, wanted)
+    alone, none = jax.tree.map(lambda x: x[:, :1], cache.layers), jnp.zeros((1, 1, HEADS, ENTRIES), bool)
+    pages, alone = jax.jit(compaction.moved, static_argnums=3)(
+        cache.pages, alone, none, caches.ring_pages(5, PAGE)
+    )
+    layers = jax.tree.map(lambda x, new: x.at[:, :1].set(new), cache.layers, alone)
+    cache = dataclasses.replace(cache, pages=pages, layers=layers)
+    lists.kept[0] = [[] for _ in range(HEADS)]
+    assert_bounds_are_those_of_the_keys(cache)
+    holds_exactly(cache, lists, 5)
 
 
 def test_what_competes_is_neither_old_nor_among_the_newest_that_are_passed_over():

@@ -1,5 +1,6 @@
 """Requests that come and go in any order get the answers that they would get alone, and leave nothing behind."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ from kvjax.cache import CapacityError
 from kvjax.engine import Engine
 from kvjax.engine.pages import PageCounts
 from kvjax.errors import UserError
-from kvjax.inference import generate, prefill, reread
+from kvjax.inference import generate, prefill, reread, stream
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.sampling_params import SamplingParams
@@ -382,6 +383,61 @@ def test_a_prompt_goes_on_from_the_end_that_an_earlier_one_kept(policy):
     assert [request.tokens for request in found] == alone(engine(policy), questions)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "random:ratio=0.4,window=8,positions=true",
+        pytest.param("full:positions=true", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_conversation_goes_on_without_what_it_drops(policy):
+    """Earlier prompts saw it, and later ones do not, whether they drop it or go on from where it was dropped. Those
+    that do not drop it go on from the earlier ones."""
+    served, short = engine(policy), SamplingParams(max_new_tokens=6, ignore_eos=True)
+    made = make_policy(policy, model=model())
+    first = np.random.default_rng(7).integers(0, 256, 36).tolist()
+    second, spans = [*first, *range(10, 20)], ((5, 20), (30, 34))
+
+    def wanted(*steps, end):
+        """Return the answer to a prompt whose spans are dropped once so many of its tokens were read."""
+        cache, read = None, 0
+        for (start, stop), at in steps:
+            if at > read:
+                part = [end[read:at]]
+                if cache is None:
+                    cache = prefill(model(), part, policy=made, page_size=4)
+                else:
+                    blocks = stream(
+                        model(), part, dataclasses.replace(short, max_new_tokens=1), policy=made, cache=cache
+                    )
+                    cache = next(blocks).cache
+                read = at
+            cache = cache.without(0, start, stop)
+        return generate(model(), [end[read:]], short, policy=made, cache=cache).tokens[0].tolist()
+
+    def said(prompt, **options):
+        (request,) = served.submit(prompt, short, **options)
+        while request.finish_reason is None:
+            served.step()
+        return request.tokens, request.cached
+
+    whole = said(first)[0]
+    pages = served.stats.pages
+    # the tokens up to 40 still see the span
+    third = [*second, 7, 8]
+    assert said(second, dropped=spans[:1], dropped_at=40) == (wanted((spans[0], 40), end=second), 36)
+    assert said(second, dropped=spans[:1], dropped_at=40)[1] == 46
+    both = wanted((spans[0], 40), (spans[1], 46), end=third)
+    assert said(third, dropped=spans, dropped_at=34) == (both, 46)
+    assert said(third)[1] == 36
+    assert said(first) == (whole, 36)
+    assert served.stats.pages > pages
+    served.forget()
+    # read at once, what is dropped is seen up to where the prompt says
+    assert said(second, dropped=spans[:1], dropped_at=40) == (wanted((spans[0], 40), end=second), 0)
+    run(served)
+
+
 @pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "h2o:entries=24,when=position,every=8"])
 def test_a_context_is_read_and_asked_by_its_name(policy):
     """This holds also where the end of the context decides what is kept of it. Each question is asked as if it were the
@@ -450,7 +506,16 @@ def test_a_constraint_says_which_tokens_come_and_leaves_other_answers_alone():
     assert together == alone(served, questions)
 
 
-@pytest.mark.parametrize("policy", ["full", pytest.param("snapkv:ratio=0.5", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full",
+        *(
+            pytest.param(x, marks=pytest.mark.thorough)
+            for x in ("snapkv:ratio=0.5", "full:window=8,positions=true")
+        ),
+    ],
+)
 def test_warmed_up_it_compiles_nothing_more(policy, caplog):
     served = engine(policy, slots=5, chunk=64)
     questions = [
@@ -472,6 +537,9 @@ def test_warmed_up_it_compiles_nothing_more(policy, caplog):
         requests += served.submit("Say it.", ended, constraint=lambda: Cycle("abc"))
         if policy == "full":
             requests += served.submit("Say it, do.", ended, score=True)
+        if "positions" in policy:
+            dropped = {"dropped": ((3, 40), (50, 55)), "dropped_at": 60}
+            requests += served.submit([5] * 9 + [7] * 60, questions[-1][1], **dropped)
         for _ in range(10):
             served.step()
         with use_mesh(model()):
@@ -532,6 +600,20 @@ def test_what_cannot_be_served_is_refused_in_a_line():
         served.submit([])
     with pytest.raises(UserError, match="compacts while it decodes: .* when=position"):
         engine("knorm:entries=16,when=overflow")
+    one = {"dropped": ((0, 3),), "dropped_at": 3}
+    for policy, options, said in (
+        ("full", one, "full does not know the positions of its entries"),
+        ("knorm:ratio=0.5,positions=true", one, "knorm does not decide token by token"),
+        (
+            "full:positions=true",
+            one | {"dropped": ((2, 2),)},
+            r"no such spans of the first 3 of 9 tokens: \(\(2, 2\),\)",
+        ),
+        ("full:positions=true", one | {"dropped_at": 9}, "no such spans of the first 9 of 9 tokens"),
+        ("full:positions=true", one | {"score": True}, "nothing is dropped from .* a prompt that is scored"),
+    ):
+        with pytest.raises(UserError, match=said):
+            engine(policy).submit([1] * 9, SamplingParams(max_new_tokens=5), **options)
     with jax.set_mesh(make_mesh(data=2)):
         split = tiny_model(vocab_size=64, qk_norm=False)
     with pytest.raises(UserError, match="the mesh may split heads alone"):

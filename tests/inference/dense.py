@@ -14,13 +14,24 @@ from kvjax.policies.compiled import on_mesh
 from tests.policies.steps import shape_of
 
 
-def stored(priority, keep, window):
+def has_left(gone, window):
+    """Return which tokens have left the window for each query, [b t + 1 t]. After each token, its last `window − 1`
+    are in it of those that are there, which are not `gone` for that token's query (in the same form)."""
+    index = jnp.arange(gone.shape[-1])
+    there = (index <= index[:, None]) & ~gone[:, :-1]
+    later = there.sum(-1, keepdims=True) - jnp.cumsum(there, -1)
+    left = (later >= window - 1) & (index <= index[:, None])
+    return jnp.pad(jnp.cumsum(left, 1) > 0, ((0, 0), (1, 0), (0, 0)))
+
+
+def stored(priority, keep, window, left=None):
     """Return which tokens are retained for each query and after the last one, [b k t + 1 t], from the `priority` [b k
-    t] of each token. Every token is compared with every other."""
+    t] of each token. Every token is compared with every other. left: those that have left the window."""
     t = priority.shape[-1]
     wanted = priority >= keep.threshold
-    left = jnp.arange(t + 1)[:, None] - jnp.arange(t) >= window
-    competing = left & wanted[:, :, None]
+    if left is None:
+        left = has_left(jnp.zeros((1, t + 1, t), bool), window)
+    competing = left[:, None] & wanted[:, :, None]
     if keep.max_entries is None:
         return competing
     mine, other = priority[..., :, None], priority[..., None, :]
@@ -29,41 +40,56 @@ def stored(priority, keep, window):
     return competing & (ahead < jnp.broadcast_to(keep.max_entries, priority.shape[1])[:, None, None])
 
 
+def attention(step, seen, bias=None):
+    """Return dense attention over the tokens that each query has `seen` [b k|1 t t], with a bias for each logit."""
+    q, k, v = gather((step.q, step.k, step.v), *AXES)
+    group = q.shape[1] // k.shape[1]
+    k, v, seen = (jnp.repeat(x, group if x.shape[1] > 1 else q.shape[1], 1) for x in (k, v, seen))
+    s = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(k.shape[-1])
+    s = s if bias is None else s + jnp.repeat(bias, group, 1)
+    p = jax.nn.softmax(jnp.where(seen, s, -1e30), -1)
+    o = jnp.einsum("bnts,bnsh->bnth", p, v)
+    return jax.sharding.reshard(o, jax.typeof(step.q).sharding.spec)
+
+
 @functools.partial(jax.jit, static_argnames="window")
-def _dense_logits(model, admission, tokens, window):
+def _dense_logits(model, admission, tokens, gone, window):
+    left, t = has_left(gone, window), tokens.shape[1]
+    age, gone = jnp.arange(t)[:, None] - jnp.arange(t), gone[:, None]
+
     def attend(step, _, admission):
-        b, t = step.position.shape
+        b = step.position.shape[0]
         state = admission.init(shape_of(step))
         _, priority, delay = admission.score(state, step, jnp.zeros(b, jnp.int32), jnp.full(b, t))
-        q, k, v, priority, keep = gather((step.q, step.k, step.v, priority, admission.keep()), *AXES)
+        priority, keep = gather((priority, admission.keep()), *AXES)
         # none of the last tokens, whose priorities are not known yet, has left the window
         priority = jnp.roll(priority, -delay, -1).at[..., t - delay :].set(-jnp.inf)
-        held = stored(priority, keep, window)
-        age = jnp.arange(t)[:, None] - jnp.arange(t)
-        seen = (age >= 0) & ((age < window) | held[:, :, :t])
-        k, v, seen = (jnp.repeat(x, q.shape[1] // k.shape[1], 1) for x in (k, v, seen))
-        s = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(k.shape[-1])
+        held, bias = stored(priority, keep, window, left) & ~gone, None
+        seen = (age >= 0) & ((~left[:, None] & ~gone)[:, :, :t] | held[:, :, :t])
         if BIAS in admission.planes:
-            bias = jnp.repeat(gather(admission.bias(state, step), *AXES), q.shape[1] // step.k.shape[1], 1)
-            s += jnp.where(age >= window, bias[:, :, None], 0)
-        p = jax.nn.softmax(jnp.where(seen, s, -1e30), -1)
-        o = jnp.einsum("bnts,bnsh->bnth", p, v)
-        return jax.sharding.reshard(o, jax.typeof(step.q).sharding.spec), None, held[:, :, t]
+            bias = gather(admission.bias(state, step), *AXES)
+            bias = jnp.where(left[:, None, :t], bias[:, :, None], 0)
+        return attention(step, seen, bias), None, held[:, :, t]
 
-    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    admission = gather(admission, "data", "fsdp")
-    x, _, kept, _ = scan_layers(
-        model, model.embed_tokens(tokens), position, attend, xs=admission, token=tokens
-    )
+    def slide(step, carry, _):
+        seen = (age >= 0) & (age < model.config.sliding_window) & ~gone[:, :, :t]
+        return attention(step, seen), carry, None
+
+    position = jnp.broadcast_to(jnp.arange(t), tokens.shape)
+    admission, x = gather(admission, "data", "fsdp"), model.embed_tokens(tokens)
+    x, _, kept, _ = scan_layers(model, x, position, attend, xs=admission, slide=slide, token=tokens)
     return model.logits(model.norm(x)), kept
 
 
-def dense_logits(model, policy, tokens):
+def dense_logits(model, policy, tokens, gone=None):
     """Return every token's logits with the mask {i − j < window} ∪ {j retained}, where retained tokens have biases, and
-    which tokens are retained at the end [l b k t]."""
+    which tokens are retained at the end [l b k t]. gone: tokens that were dropped when each query came, and at last,
+    [b t + 1 t]; of the others, the window counts those that are there."""
+    size = tokens.shape[1]
+    gone = np.zeros((len(tokens), size + 1, size), bool) if gone is None else gone
     with use_mesh(model):
         admission = on_mesh(policy.admission, model.config.num_full_layers, model.config.num_kv_heads)
-        found = _dense_logits(model, admission, jnp.asarray(tokens, jnp.int32), policy.window)
+        found = _dense_logits(model, admission, jnp.asarray(tokens, jnp.int32), gone, policy.window)
         return tuple(map(np.asarray, found))
 
 
@@ -72,13 +98,13 @@ PLACES, POOL = 192, 4096
 
 
 @jax.jit
-def _logits_over(model, tables, lengths, seen, pool, biases, window, ring, token):
+def _logits_over(model, tables, lengths, seen, counted, pool, biases, window, ring, token):
     def attend(step, _, layer):
         q, k, v = gather((step.q, step.k, step.v), *AXES)
         table, length = layer
         entries = pool[table]
         place = jnp.arange(entries.shape[2])
-        exists = (place < jnp.minimum(seen, window - 1)[:, None, None]) & (place < ring)
+        exists = (place < jnp.minimum(counted, window - 1)[:, None, None]) & (place < ring)
         exists |= (place >= ring) & (place < ring + length[..., None])
         s, last = (jnp.einsum("bkgh,bksh->bkgs", grouped(q, k), x) for x in (entries[..., : k.shape[-1]], k))
         s += jnp.where(place < ring, 0, biases[table])[:, :, None] * np.sqrt(k.shape[-1])
@@ -112,6 +138,7 @@ def logits_over_what_is_stored(model, cache, token):
             np.pad(table, [(0, 0)] * 3 + [(0, PLACES - table.shape[-1])]),
             np.asarray(cache.layers.length),
             np.asarray(cache.seen),
+            np.asarray(cache.counted),
             np.pad(pool, [(0, POOL - len(pool)), (0, 0)]),
             np.pad(biases, (0, POOL - len(biases))),
             cache.window,

@@ -43,8 +43,10 @@ def test_what_is_stored_and_what_is_new_are_rounded_once():
         pages, layer = cache.pages, jax.tree.map(lambda x: x[0], cache.layers)
         attend = jax.jit(functools.partial(cached_attention, policy.read, implementation="xla"))
         two, five = (jnp.full_like(cache.seen, n) for n in (2, 5))
-        _, _, pages, layer = attend(step_of([1] * 5), pages, layer, seen=cache.seen, valid=two)
-        o, _, _, _ = attend(step_of([1 + 2 / 256] * 3 + [1] * 2), pages, layer, seen=two, valid=five)
+        none = {"seen": cache.seen, "counted": cache.seen}
+        _, _, pages, layer = attend(step_of([1] * 5), pages, layer, **none, valid=two)
+        after = {"seen": two, "counted": two}
+        o, _, _, _ = attend(step_of([1 + 2 / 256] * 3 + [1] * 2), pages, layer, **after, valid=five)
     assert o.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(o, np.float32)[0, 0, -1], 1)
 
@@ -134,4 +136,4 @@ def fake_step(tokens):
 
 def attend_only(view, pages, layers, step):
     rows = jnp.zeros(1, jnp.int32, out_sharding=P(BATCH))
-    return cached_attention(view, step, pages, layers, seen=rows, valid=rows + 1)
+    return cached_attention(view, step, pages, layers, seen=rows, counted=rows, valid=rows + 1)

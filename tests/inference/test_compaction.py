@@ -35,7 +35,7 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
         def attend(found, pages, xs):
             own, view = xs
             o, _, pages, own = cached_attention(
-                view, found, pages, own, seen=cache.seen, valid=jnp.ones(1, jnp.int32)
+                view, found, pages, own, seen=cache.seen, counted=cache.seen, valid=jnp.ones(1, jnp.int32)
             )
             return o, pages, (found.q, found.k, found.v, o)
 

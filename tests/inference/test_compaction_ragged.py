@@ -50,7 +50,9 @@ def questions_over(model, policy, cache, lengths=QUESTIONS):
 def asked(model, view, cache, valid, *, tokens):
     def attend(step, pages, xs):
         layer, view = xs
-        o, _, pages, layer = cached_attention(view, step, pages, layer, seen=cache.seen, valid=valid)
+        o, _, pages, layer = cached_attention(
+            view, step, pages, layer, seen=cache.seen, counted=cache.seen, valid=valid
+        )
         return o, pages, (step.q, step.k, step.v, o)
 
     index = jnp.arange(tokens)

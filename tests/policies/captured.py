@@ -108,7 +108,7 @@ def pages_are_whole(cache):
     has no more pages than it needs, neither for retained entries nor for its local window."""
     length, ring = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
-    rings = caches.ring_pages(np.minimum(np.asarray(cache.seen) + 1, cache.window), PAGE)
+    rings = caches.ring_pages(np.minimum(np.asarray(cache.counted) + 1, cache.window), PAGE)
     column, used = np.arange(table.shape[-1]), []
     for row in np.ndindex(length.shape):
         mine = (column < rings[row[1]]) | ((column >= ring) & (column < ring - (-length[row] // PAGE)))

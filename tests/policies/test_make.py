@@ -240,8 +240,8 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
 
 BUDGETS = "ratio, entries, size, threshold"
 OF_SNAPKV = (
-    f"it has observed, pool, pooling, group, {BUDGETS}, when, chunk, every, drop, observers, guidance, adakv, "
-    "pyramidkv, critical_kv, protected"
+    f"it has observed, pool, pooling, group, {BUDGETS}, when, chunk, every, drop, observers, guidance, positions, "
+    "adakv, pyramidkv, critical_kv, protected"
 )
 
 
@@ -263,7 +263,7 @@ OF_SNAPKV = (
         ("tova:ratio=0.5,adakv.beta=4", "adakv has no argument 'beta'; it has over, pinned"),
         ("tova:ratio=0.5,adakv.over=row", "budget: over is one of head, layer, model, got 'row'"),
         ("quest:tokenz=5", "quest has no argument 'tokenz'; it has tokens, ratio, skip; the nearest: tokens"),
-        ("full:ratio=0.5", "full has no argument 'ratio'; it has window"),
+        ("full:ratio=0.5", "full has no argument 'ratio'; it has window, positions"),
         ("snapkv:window=32,ratio=0.5", "snapkv has no argument 'window': it is the admission's, full:window=32+snapkv"),
         ("adakv:ratio=0.5", "adakv wraps an eviction: write it among its arguments, snapkv:adakv"),
         ("wgkv:adakv", "adakv wraps an eviction, which wgkv is not: write snapkv:adakv"),

@@ -115,6 +115,47 @@ def test_answers_are_those_of_generate(served):
     assert text.choices[0].text == want.texts[0]
 
 
+def test_messages_that_are_dropped_are_found(served):
+    """They are dropped where the first message after the last answer begins, so that the answer has seen them."""
+    roles = ("system", "user", "assistant", "tool", "assistant", "user")
+    messages = [{"role": role, "content": f"Text of {role}, {i}."} for i, role in enumerate(roles)]
+    messages[0]["drop"] = False
+    messages[3]["drop"] = True
+    asked = read_chat({"messages": messages})
+    row, _, options = served.server._chat_prompt(asked)
+    tokenizer, ((start, end),) = byte_tokenizer(), options["dropped"]
+    assert tokenizer.decode(row[start:end]) == "Text of tool, 3."
+    assert tokenizer.decode(row[options["dropped_at"] :]).startswith("Text of user, 5.")
+    plain = [{"role": one["role"], "content": one["content"]} for one in messages]
+    assert row == tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
+    messages[5]["drop"] = True
+    options = served.server._chat_prompt(read_chat({"messages": messages}))[2]
+    assert options["dropped_at"] == options["dropped"][1][1]
+
+
+@pytest.mark.thorough
+def test_a_tools_output_leaves_the_cache():
+    with running("full:positions=true") as server:
+        client, output = server.client(), "Many lines. " * 8
+        messages = [
+            *said("Read it."),
+            {"role": "assistant", "content": "Yes."},
+            {"role": "tool", "content": output},
+        ]
+        options = {"model": NAME, "max_tokens": 6, "temperature": 0}
+        first = client.chat.completions.create(messages=messages, **options)
+        messages += [{"role": "assistant", "content": "Done."}, *said("And?")]
+        seen = client.chat.completions.create(messages=messages, **options)
+        messages[2]["drop"] = True
+        dropped = client.chat.completions.create(messages=messages, **options)
+        assert seen.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens
+        assert dropped.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens
+        assert dropped.choices[0].message != seen.choices[0].message
+        messages += [{"role": "assistant", "content": "That."}, *said("What?")]
+        third = client.chat.completions.create(messages=messages, **options)
+        assert third.usage.prompt_tokens_details.cached_tokens == dropped.usage.prompt_tokens
+
+
 def test_usage_counts_prompts_once_and_says_what_was_read_before(served):
     client = served.client()
     text = "A conversation that nobody had before."
@@ -212,6 +253,8 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
         ({"messages": hello, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
         ({"messages": hello, "min_tokens": 3}, "min_tokens is only taken as 0, got 3"),
         ({"messages": hello, "context": "a", "tools": [TOOL]}, "without tools"),
+        ({"messages": [hello[0] | {"drop": 1}]}, "a message: drop is one of True, False, got 1"),
+        ({"messages": [hello[0] | {"drop": True}]}, "full does not know the positions of its entries"),
         ({"messages": hello, "n": 100}, "100 answers are more than the 67 that may run and wait"),
     ]  # fmt: skip
     for body, message in wrong:
@@ -234,6 +277,7 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
     for body, message in (
         ({"name": "\ud800", "prompt": "x"}, "must be Unicode text"),
         ({"name": "a", "prompt": "x", "messages": hello}, "one of the two"),
+        ({"name": "a", "messages": [hello[0] | {"drop": True}]}, "a context is read whole"),
     ):
         status, found = served.refused("/v1/contexts", body)
         assert (status, message in found) == (400, True), (body, found)

@@ -111,7 +111,9 @@ def decoded(model, view, cache, token):
 
     def attend(step, pages, xs):
         layer, view = xs
-        o, _, pages, layer = cached_attention(view, step, pages, layer, seen=cache.seen, valid=one)
+        o, _, pages, layer = cached_attention(
+            view, step, pages, layer, seen=cache.seen, counted=cache.seen, valid=one
+        )
         return o, pages, (layer, (step.q, step.k, step.v, o))
 
     one = jnp.ones_like(cache.seen)

@@ -1,0 +1,276 @@
+"""Dropping a span: the tokens from one position to another leave a sequence, and their pages are freed.
+
+The other tokens keep their keys, which have their positions in them, and tokens to come go on at the old position. From
+then on no token sees the span. What methods know of it, such as H2O's attention sums and KVPOP's memory, stays.
+
+Retained entries are found by their positions, which are entry metadata (`Policy.positions`). A cache in which every
+head cache retains all tokens gets this metadata with its first drop, since places are positions until then.
+
+Tokens of the local window that stay are moved together, and the window counts from the oldest of them on
+(`Cache.origin`). It then fills again: it always holds the last tokens that there are, and those before the span leave
+it later than they would have. Sliding-window layers see by position, as their models do: a mask hides the slots of
+dropped tokens until others take them (`Cache.hidden`).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from kvjax.cache.branches import with_own
+from kvjax.cache.checks import check_alive, free_counts
+from kvjax.cache.compaction import moved, places, released
+from kvjax.cache.max_entries import POSITION
+from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, ring_pages
+from kvjax.cache.sizes import CapacityError, pages_of, pool_size, resize, worth_shrinking
+from kvjax.cache.sliding import position_of_slot, turns
+from kvjax.errors import UserError, whole_number
+from kvjax.mesh import BATCH, HEADS, SHARDS, P, batch_shards, on_host, put, use_mesh
+from kvjax.struct import struct
+
+_copy = jax.jit(resize, static_argnums=1)
+
+
+class Span(NamedTuple):
+    """Tokens of a sequence."""
+
+    sequence: int
+    """The index of the sequence."""
+    start: int
+    """The position of the first token."""
+    end: int
+    """The position after the last token."""
+
+
+def without(cache: Cache, sequence: int, start: int, end: int) -> Cache:
+    """Return what `Cache.without` does."""
+    check_alive("without", cache)
+    with use_mesh(cache):
+        span = checked_span(cache, sequence, start, end)
+        pages = cache.pages.pool.shape[0]
+        have, page_bytes = pages // cache.pages.free_count.shape[0], cache.pages.nbytes // pages
+        need = have - int(free_counts(cache).min())
+        if cache.pages.others is not None:
+            row = on_host(cache.layers.length)[:, [span.sequence]], on_host(cache.counted)[[span.sequence]]
+            need += int(pages_of(*row, cache.window, cache.page_size).sum())
+        size = max(have, pool_size(need, page_bytes))
+        size = size if cache.limit is None else max(have, min(size, cache.limit))
+        cache = drop(_copy(with_positions(cache), size), span)
+        free = int(free_counts(cache).min())
+        if free < 0:
+            raise CapacityError(
+                f"without: forks share pages, and the pool of {size} pages a device has {-free} too few for copies of "
+                "them: give a larger capacity"
+            )
+        fewer = pool_size(size - free, page_bytes)
+        shrinks = cache.limit is None and worth_shrinking(size, fewer, page_bytes)
+        return _copy(cache, fewer) if shrinks else cache
+
+
+def checked_span(cache: Cache, sequence: int, start: int, end: int) -> Span:
+    """Return the span. Raises UserError for one that the sequence does not have or that is still observed."""
+    seen = on_host(cache.seen)
+    sequence = whole_number("without", "sequence", sequence, 0, len(seen) - 1)
+    tokens = int(seen[sequence])
+    if not tokens:
+        raise UserError(f"without: sequence {sequence} is empty")
+    start = whole_number("without", "start", start, 0, tokens - 1)
+    end = whole_number("without", "end", end, start + 1, tokens)
+    observed = max((x.shape[1] for x in jax.tree.leaves(cache.trail)), default=0)
+    if end > tokens - observed and observed:
+        raise UserError(
+            f"without: the eviction observes the last {observed} of {tokens} tokens: end must be at most "
+            f"{max(0, tokens - observed)}, got {end}"
+        )
+    return Span(sequence, start, end)
+
+
+def with_positions(cache: Cache) -> Cache:
+    """Return the cache, with the positions of its entries. Raises UserError if they are not known."""
+    if POSITION in cache.pages.planes:
+        return cache
+    slots, length, seen = cache.window - 1, on_host(cache.layers.length), on_host(cache.seen)
+    if (length != np.maximum(seen - slots, 0)[:, None]).any():
+        raise UserError(
+            "without: the cache does not know the positions of its entries, some of which are gone: make it with a "
+            "policy that keeps them, such as wgkv:positions=true"
+        )
+    numbers = position_of_slot(slots, slots, seen).astype(np.int32)[None, :, None]
+    numbers = np.broadcast_to(numbers, (*length.shape, slots))
+    numbers = cache.layers.numbers | {POSITION: put(numbers, None, BATCH, HEADS, None)}
+    planes = cache.pages.planes | {POSITION: _places_as_positions(cache)}
+    hidden = cache.hidden
+    if cache.sliding is not None:
+        hidden = put(np.zeros((len(seen), cache.sliding.shape[3]), bool), BATCH, None)
+    return dataclasses.replace(
+        cache,
+        pages=dataclasses.replace(cache.pages, planes=planes),
+        layers=dataclasses.replace(cache.layers, numbers=numbers),
+        hidden=hidden,
+    )
+
+
+@jax.jit
+def _places_as_positions(cache: Cache) -> Int[Array, "p page"]:
+    ring = ring_pages(cache.window, cache.page_size)
+
+    def local(pool, table):
+        columns, (capacity, size, _) = table.shape[-1] - ring, pool.shape
+        place = jnp.arange(columns * size, dtype=jnp.int32).reshape(columns, size)
+        place = jnp.broadcast_to(place, (*table.shape[:-1], columns, size))
+        return jnp.zeros((capacity, size), jnp.int32).at[table[..., ring:]].set(place, mode="drop")
+
+    return jax.shard_map(local, out_specs=P(SHARDS, None))(cache.pages.pool, cache.layers.page_table)
+
+
+@struct
+class _Window:
+    """The tokens of a sequence's local window that stay."""
+
+    source: Int[Array, " r"]
+    """The present slot of the token that comes to each slot."""
+    left: Int[Array, ""]
+    """The number of tokens that stay. They come to the first slots, the oldest first."""
+    counted: Int[Array, ""]
+    """The number of tokens that the window counted before."""
+    moves: Bool[Array, ""]
+    """True if a token leaves."""
+
+
+def _window(cache: Cache, span: Span) -> _Window:
+    """Return what happens to the local window. Raises UserError for a window with tokens before the span of which an
+    admission may not know yet whether they stay: it would take them for others."""
+    slots, counted = cache.window - 1, int(on_host(cache.counted)[span.sequence])
+    number = position_of_slot(slots, slots, np.array([counted]))[0]
+    there = number >= 0
+    # all layers and heads have the same; without layers there is no window
+    position = on_host(cache.layers.numbers[POSITION])[:, span.sequence].max((0, 1), initial=-1)
+    gone = there & (span.start <= position) & (position < span.end)
+    stays = there & ~gone
+    before = there & (position < span.end)
+    unrated = np.isnan(on_host(cache.layers.priority)[:, span.sequence]).any((0, 1))
+    if gone.any() and (stays & before).any() and (unrated & before).any():
+        last = int(position[before & stays].max())
+        raise UserError(
+            f"without: the admission has not rated tokens up to {span.end - 1} yet, and those before the span up to "
+            f"{last} are in the local window: drop it once they have left the window, or with them"
+        )
+    order = np.argsort(np.where(stays, number, np.iinfo(np.int64).max), kind="stable")
+    source = order if gone.any() else np.arange(slots)
+    left, counted = (put(np.int32(x)) for x in (stays.sum(), counted))
+    return _Window(put(source.astype(np.int32)), left, counted, put(np.bool_(gone.any())))
+
+
+def drop(cache: Cache, span: Span) -> Cache:
+    """Return the cache (donated), which has positions, without a span. Pages of the sequence that other head caches
+    hold, too, are copied where its entries move. If there are too few free ones for that, the free count is
+    negative."""
+    window, origin, hidden = _window(cache, span), on_host(cache.origin).copy(), cache.hidden
+    if window.moves:
+        origin[span.sequence] = on_host(cache.seen)[span.sequence] - int(window.left)
+    if hidden is not None:
+        assert cache.sliding is not None
+        slots, seen = cache.sliding.shape[3], on_host(cache.seen)[[span.sequence]]
+        position = position_of_slot(slots, turns(cache.sliding, cache.sliding_window), seen)[0]
+        mask = on_host(hidden).copy()
+        mask[span.sequence] |= (position >= max(span.start, 0)) & (position < span.end)
+        hidden = put(mask, BATCH, None)
+    own = len(origin) // batch_shards()
+    row = np.full(batch_shards(), -1, np.int32)
+    row[span.sequence // own] = span.sequence % own
+    bounds = (put(np.int32(x)) for x in (span.start, span.end))
+    pages, layers = _dropped(cache.pages, cache.layers, put(row, BATCH), *bounds, window, window=cache.window)
+    return dataclasses.replace(cache, pages=pages, layers=layers, origin=put(origin, BATCH), hidden=hidden)
+
+
+@jax.jit(donate_argnums=(0, 1), static_argnames="window")
+def _dropped(
+    pages: Pages,
+    layers: LayerCache,
+    row: Int[Array, " shards"],
+    start: Int[Array, ""],
+    end: Int[Array, ""],
+    kept: _Window,
+    *,
+    window: int,
+) -> tuple[Pages, LayerCache]:
+    """Return pages and layers after a drop. row: the index of the sequence within each batch shard, negative in those
+    that do not have it."""
+
+    def local(pages, layers, row, start, end, kept):
+        at, own = jnp.maximum(row[0], 0), row[0] >= 0
+        one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, 1, 1), layers)
+        pages, one = _without_entries(pages, one, own, start, end, kept.moves, window)
+        if window > 1:
+            pages, one = _with_window(pages, one, own, kept, window)
+        put_back = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, at, 1)  # noqa: E731
+        return pages, jax.tree.map(put_back, layers, one)
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layers))
+    return jax.shard_map(local, out_specs=specs)(pages, layers, row, start, end, kept)
+
+
+def _without_entries(
+    pages: Pages,
+    layers: LayerCache,
+    own: Bool[Array, ""],
+    start: Int[Array, ""],
+    end: Int[Array, ""],
+    window_moves: Bool[Array, ""],
+    window: int,
+) -> tuple[Pages, LayerCache]:
+    """Return a shard's pages and one sequence without its retained entries of the span, and with pages of its own
+    wherever something moves. own: True in the shards that have the sequence."""
+    page_size, table = pages.pool.shape[1], layers.page_table
+    ring = ring_pages(window, page_size)
+    column = jnp.arange(table.shape[-1])
+    if entries := (table.shape[-1] - ring) * page_size:
+        place = places(layers.length, entries)
+        by_place = pages.planes[POSITION].at[table[..., ring:]].get(mode="clip").reshape(place.shape)
+        position = jnp.take_along_axis(by_place, jnp.maximum(place, 0), -1)
+        gone = own & (place >= 0) & (position >= start) & (position < end)
+        first = jnp.where(gone, place, entries).min(-1)
+    else:
+        gone, first = jnp.zeros((*layers.length.shape, 0), bool), jnp.zeros_like(layers.length)
+    if pages.others is not None:
+        moves = jnp.where(column < ring, own & window_moves, column >= ring + first[..., None] // page_size)
+        pages, table = with_own(pages, table, moves)
+        layers = dataclasses.replace(layers, page_table=table)
+    if not entries:
+        return pages, layers
+    return moved(pages, layers, (place >= 0) & ~gone, ring)
+
+
+def _with_window(
+    pages: Pages, layers: LayerCache, own: Bool[Array, ""], kept: _Window, window: int
+) -> tuple[Pages, LayerCache]:
+    """Return a shard's pages and one sequence with the tokens of its local window that stay in the first slots."""
+    capacity, page_size, _ = pages.pool.shape
+    slot = jnp.arange(window - 1)
+    stays = own & (slot < kept.left)
+    stored = pages.pool, pages.planes.get(SCALE)
+
+    def move(stored, table):
+        old, new = (jnp.take(table, x // page_size, -1) for x in (kept.source, slot))
+        new = jnp.where(stays, new, capacity)
+        read = old, jnp.broadcast_to(kept.source % page_size, old.shape)
+        write = new, jnp.broadcast_to(slot % page_size, new.shape)
+        return jax.tree.map(lambda x: x.at[write].set(x.at[read].get(mode="clip"), mode="drop"), stored), None
+
+    (pool, scale), _ = lax.scan(move, stored, layers.page_table)
+    planes = pages.planes if scale is None else pages.planes | {SCALE: scale}
+    column = jnp.arange(layers.page_table.shape[-1])
+    had, has = (ring_pages(jnp.minimum(x + 1, window), page_size) for x in (kept.counted, kept.left))
+    given_up = jnp.broadcast_to(own & (column >= has) & (column < had), layers.page_table.shape)
+    pages, table = released(dataclasses.replace(pages, pool=pool, planes=planes), layers.page_table, given_up)
+
+    def by_slot(x):
+        return jnp.where(own, jnp.take(x, kept.source, -1), x)
+
+    priority = jnp.where(own & (slot >= kept.left), jnp.nan, by_slot(layers.priority))
+    numbers = {name: by_slot(x) for name, x in layers.numbers.items()}
+    return pages, dataclasses.replace(layers, page_table=table, priority=priority, numbers=numbers)
