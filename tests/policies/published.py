@@ -171,10 +171,35 @@ def triattention(
 
 def critical(c: Captured, score: np.ndarray, forced: np.ndarray, kept: int, share: float = 0.5) -> np.ndarray:
     """Return the scores of CriticalKV's second stage, infinite where the first stage already keeps the entry."""
-    v = np.repeat(c.v, c.group, 0)
-    norm = over_group(np.abs(np.einsum("nsh,nhd->nsd", v, c.output)).sum(-1), c.group)
     first = best(np.where(forced, np.inf, score), int(share * kept))
-    return np.where(first, np.inf, (score + 1e-4) * norm)
+    return np.where(first, np.inf, (score + 1e-4) * output_norm(c))
+
+
+def output_norm(c: Captured) -> np.ndarray:
+    added = np.einsum("nsh,nhd->nsd", np.repeat(c.v, c.group, 0), c.output)
+    return over_group(np.abs(added).sum(-1), c.group)
+
+
+def defensive(c: Captured, observed: int, places: np.ndarray, pool: int = 5) -> np.ndarray:
+    """Return DefensiveKV's scores. places: the most entries of each head's first stage `[k]`."""
+    p = attention(c)[:, -observed:, :-observed]
+    smooth = np.lib.stride_tricks.sliding_window_view(
+        np.pad(p, ((0, 0), (0, 0), (pool // 2, pool // 2))), pool, -1
+    )
+    smooth = smooth.mean(-1)
+    smooth *= p.sum(-1, keepdims=True) / smooth.sum(-1, keepdims=True)
+    risk = smooth.reshape(len(c.k), -1, smooth.shape[-1]).max(1)
+    risk = np.maximum(risk, risk.mean(-1, keepdims=True))
+    norm = output_norm(c)[:, :-observed]
+    score = risk * norm / norm.sum(0)
+    mean = over_group(p.mean(1), c.group)
+    beta = mean[:, -observed:].sum(-1).mean()
+    first = np.zeros(score.shape, bool)
+    for head, (row, most) in enumerate(zip(mean, places, strict=True)):
+        order = np.argsort(-row)
+        reached = np.cumsum(row[order]) / row.sum()
+        first[head, order[: min(np.argmax(reached >= 0.9 - beta), most)]] = True
+    return np.pad(np.where(first, score.max(), score), ((0, 0), (0, observed)))
 
 
 def best(score: np.ndarray, count: int) -> np.ndarray:
