@@ -16,6 +16,7 @@ from kvjax.policies.budget import Entries, Ratio, Size, Threshold
 from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.defensive_kv import DefensiveKV
+from kvjax.policies.eviction.dropkv import DropKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from kvjax.policies.eviction.h2o import H2O
@@ -47,6 +48,7 @@ __all__ = [
     "Adaptive",
     "CriticalKV",
     "DefensiveKV",
+    "DropKV",
     "Entries",
     "ExpectedAttention",
     "FastKVzip",

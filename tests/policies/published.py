@@ -69,6 +69,20 @@ def snapkv_of_stored(
     return around.max(-1) if pooling == "max" else around.mean(-1)
 
 
+def dropkv(c: Captured, observed: int, pool: int, pooling: str) -> np.ndarray:
+    """Return DropKV's scores, by dropping one entry after another."""
+    p, v = attention(c)[:, -observed:], np.repeat(c.v, c.group, 0)
+    output, change = p @ v, np.zeros((len(v), v.shape[1]))
+    for entry in range(v.shape[1]):
+        left = np.delete(p, entry, -1)
+        total = left.sum(-1, keepdims=True)
+        moved = left / total @ np.delete(v, entry, 1) - output
+        change[:, entry] = ((moved * total / (total + 1e-6)) ** 2).sum((1, 2))
+    padded = np.pad(over_group(change, c.group), ((0, 0), (pool // 2, pool // 2)))
+    around = np.lib.stride_tricks.sliding_window_view(padded, pool, -1)
+    return around.max(-1) if pooling == "max" else around.mean(-1)
+
+
 def tova(c: Captured) -> np.ndarray:
     return np.repeat(attention(c)[:, -1].mean(0, keepdims=True), len(c.k), 0)
 
