@@ -15,6 +15,8 @@ from kvjax.policies.admission.wgkv import WGKV
 from kvjax.policies.budget import Entries, Ratio, Size, Threshold
 from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.critical_kv import CriticalKV
+from kvjax.policies.eviction.defensive_kv import DefensiveKV
+from kvjax.policies.eviction.dropkv import DropKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from kvjax.policies.eviction.h2o import H2O
@@ -45,6 +47,8 @@ __all__ = [
     "WGKV",
     "Adaptive",
     "CriticalKV",
+    "DefensiveKV",
+    "DropKV",
     "Entries",
     "ExpectedAttention",
     "FastKVzip",

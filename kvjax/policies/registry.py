@@ -20,6 +20,8 @@ from kvjax.policies.admission.wgkv import WGKV
 from kvjax.policies.base import Admission, Eviction, Method, Selection
 from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.critical_kv import CriticalKV
+from kvjax.policies.eviction.defensive_kv import DefensiveKV
+from kvjax.policies.eviction.dropkv import DropKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from kvjax.policies.eviction.h2o import H2O
@@ -50,6 +52,8 @@ ADMISSIONS: dict[str, type[Admission]] = {
 EVICTIONS: dict[str, type[Eviction]] = {
     "snapkv": SnapKV,
     "oraclekv": OracleKV,
+    "defensive_kv": DefensiveKV,
+    "dropkv": DropKV,
     "tova": TOVA,
     "keydiff": KeyDiff,
     "knorm": KNorm,

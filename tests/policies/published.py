@@ -69,6 +69,20 @@ def snapkv_of_stored(
     return around.max(-1) if pooling == "max" else around.mean(-1)
 
 
+def dropkv(c: Captured, observed: int, pool: int, pooling: str) -> np.ndarray:
+    """Return DropKV's scores, by dropping one entry after another."""
+    p, v = attention(c)[:, -observed:], np.repeat(c.v, c.group, 0)
+    output, change = p @ v, np.zeros((len(v), v.shape[1]))
+    for entry in range(v.shape[1]):
+        left = np.delete(p, entry, -1)
+        total = left.sum(-1, keepdims=True)
+        moved = left / total @ np.delete(v, entry, 1) - output
+        change[:, entry] = ((moved * total / (total + 1e-6)) ** 2).sum((1, 2))
+    padded = np.pad(over_group(change, c.group), ((0, 0), (pool // 2, pool // 2)))
+    around = np.lib.stride_tricks.sliding_window_view(padded, pool, -1)
+    return around.max(-1) if pooling == "max" else around.mean(-1)
+
+
 def tova(c: Captured) -> np.ndarray:
     return np.repeat(attention(c)[:, -1].mean(0, keepdims=True), len(c.k), 0)
 
@@ -171,10 +185,35 @@ def triattention(
 
 def critical(c: Captured, score: np.ndarray, forced: np.ndarray, kept: int, share: float = 0.5) -> np.ndarray:
     """Return the scores of CriticalKV's second stage, infinite where the first stage already keeps the entry."""
-    v = np.repeat(c.v, c.group, 0)
-    norm = over_group(np.abs(np.einsum("nsh,nhd->nsd", v, c.output)).sum(-1), c.group)
     first = best(np.where(forced, np.inf, score), int(share * kept))
-    return np.where(first, np.inf, (score + 1e-4) * norm)
+    return np.where(first, np.inf, (score + 1e-4) * output_norm(c))
+
+
+def output_norm(c: Captured) -> np.ndarray:
+    added = np.einsum("nsh,nhd->nsd", np.repeat(c.v, c.group, 0), c.output)
+    return over_group(np.abs(added).sum(-1), c.group)
+
+
+def defensive(c: Captured, observed: int, places: np.ndarray, pool: int = 5) -> np.ndarray:
+    """Return DefensiveKV's scores. places: the most entries of each head's first stage `[k]`."""
+    p = attention(c)[:, -observed:, :-observed]
+    smooth = np.lib.stride_tricks.sliding_window_view(
+        np.pad(p, ((0, 0), (0, 0), (pool // 2, pool // 2))), pool, -1
+    )
+    smooth = smooth.mean(-1)
+    smooth *= p.sum(-1, keepdims=True) / smooth.sum(-1, keepdims=True)
+    risk = smooth.reshape(len(c.k), -1, smooth.shape[-1]).max(1)
+    risk = np.maximum(risk, risk.mean(-1, keepdims=True))
+    norm = output_norm(c)[:, :-observed]
+    score = risk * norm / norm.sum(0)
+    mean = over_group(p.mean(1), c.group)
+    beta = mean[:, -observed:].sum(-1).mean()
+    first = np.zeros(score.shape, bool)
+    for head, (row, most) in enumerate(zip(mean, places, strict=True)):
+        order = np.argsort(-row)
+        reached = np.cumsum(row[order]) / row.sum()
+        first[head, order[: min(np.argmax(reached >= 0.9 - beta), most)]] = True
+    return np.pad(np.where(first, score.max(), score), ((0, 0), (0, observed)))
 
 
 def best(score: np.ndarray, count: int) -> np.ndarray:

@@ -32,6 +32,8 @@ POLICIES = {
     "kvzap": {"threshold": 0.0, "window": 6},
     "random": {"rates": RATES, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
+    "defensive_kv": {"ratio": 0.5, "observed": 4},
+    "dropkv": {"ratio": 0.5, "observed": 4},
     "tova": {"ratio": 0.5},
     "keydiff": {"ratio": 0.5},
     "knorm": {"ratio": 0.5},

@@ -45,7 +45,7 @@ class CriticalKV(Wrapper):
         places = jnp.maximum(1, (stored.count * self.first_stage).astype(jnp.int32))
         places = jnp.minimum(places, stored.count)
         pinned = top(ranked[None], stored.eligible[None], places[None], "head")[0]
-        return jnp.where(pinned, jnp.inf, (score + self.epsilon) * _output_norm(stored))
+        return jnp.where(pinned, jnp.inf, (score + self.epsilon) * output_norm(stored))
 
 
 def _without_values(eviction: Eviction) -> Eviction:
@@ -56,7 +56,8 @@ def _without_values(eviction: Eviction) -> Eviction:
     return eviction.without_values if isinstance(eviction, ValueWeighted) else eviction
 
 
-def _output_norm(stored: Stored) -> Float[Array, "b k s"]:
+def output_norm(stored: Stored) -> Float[Array, "b k s"]:
+    """Return the mean over a group's query heads of ‖W_O v‖₁ for each entry."""
     heads = stored.v.shape[1]
     weights = rearrange(stored.output, "(k g) h d -> g k h d", k=heads)
 

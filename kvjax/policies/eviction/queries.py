@@ -46,39 +46,46 @@ def attention(stored: Stored) -> Float[Array, "b k s"]:
     return attention_mass(q, stored.k, over="sum", group="mean", offset=offset, valid=stored.scored)
 
 
-def total(
+REDUCE = {"sum": (0.0, jnp.add, jnp.sum), "max": (-jnp.inf, jnp.maximum, jnp.max)}
+
+
+def over_queries(
     stored: Stored,
     weigh: Callable[[Float[Array, "b k g w s"]], Float[Array, "b k w s"]],
+    reduce: str = "sum",
     block: int = 8,
 ) -> Float[Array, "b k s"]:
     """Return the sum over the last queries of what `weigh` makes of their logits, which are −inf where a query sees
-    nothing. For methods that combine a group's query heads query by query; `block` queries are processed at a time."""
+    nothing; with "max" the largest of it. For methods that combine a group's query heads query by query; `block`
+    queries are processed at a time."""
     q = rearrange(stored.trail.astype(stored.k.dtype), "b (k g) w h -> w b k g h", k=stored.k.shape[1])
     window, entries = len(q), stored.k.shape[2]
     block = math.gcd(window, block)
     index = jnp.arange(entries)
+    start, merge, within = REDUCE[reduce]
 
-    def some(sum_, inputs):
+    def some(found, inputs):
         q, newest = inputs
         logits = jnp.einsum("wbkgh,bksh->bkgws", q, stored.k, preferred_element_type=jnp.float32)
         visible = stored.scored[:, :, None, None]
         if stored.causal:
             visible &= index <= newest[:, None]
         logits = jnp.where(visible, logits * q.shape[-1] ** -0.5, -jnp.inf)
-        return sum_ + weigh(logits).sum(2), None
+        return merge(found, within(weigh(logits), axis=2)), None
 
     newest = entries - window + jnp.arange(window)
     blocks = q.reshape(-1, block, *q.shape[1:]), newest.reshape(-1, block)
-    zero = jnp.zeros_like(stored.k[..., 0], jnp.float32)
-    return lax.scan(some, zero, blocks)[0]
+    return lax.scan(some, jnp.full_like(stored.k[..., 0], start, jnp.float32), blocks)[0]
 
 
 POOLING = {"average": (0.0, lax.add), "max": (-jnp.inf, lax.max)}
 
 
-def pooled(x: Float[Array, "b k s"], size: int, how: str = "average") -> Float[Array, "b k s"]:
+def pooled(x: Float[Array, "*r s"], size: int, how: str = "average") -> Float[Array, "*r s"]:
     """Return the average over `size` neighbours, with zeros beyond the edges, or with "max" the largest of them."""
     start, reduce = POOLING[how]
     around = (size - 1) // 2, size // 2
-    found = lax.reduce_window(x, start, reduce, (1, 1, size), (1, 1, 1), ((0, 0), (0, 0), around))
+    others = (1,) * (x.ndim - 1)
+    padding = (*((0, 0) for _ in others), around)
+    found = lax.reduce_window(x, start, reduce, (*others, size), (*others, 1), padding)
     return found / size if how == "average" else found

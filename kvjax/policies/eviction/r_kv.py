@@ -66,7 +66,7 @@ class RKV(queries.LastQueries):
         def importance(logits):
             return jax.nn.softmax(jnp.where(seen[:, :, None], logits.max(2), -jnp.inf), -1)
 
-        mean = queries.total(stored, importance) / self.observed
+        mean = queries.over_queries(stored, importance) / self.observed
         return self.balance * queries.pooled(mean, self.pool, "max") - (1 - self.balance) * self._redundancy(
             stored
         )

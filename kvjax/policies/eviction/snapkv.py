@@ -42,7 +42,7 @@ class SnapKV(queries.LastQueries):
         if self.group == "mean":
             mass = queries.attention(stored) / observed
         else:
-            mass = queries.total(stored, _largest) / observed
+            mass = queries.over_queries(stored, _largest) / observed
         if stored.causal:
             mass = jnp.where(jnp.arange(mass.shape[-1]) < mass.shape[-1] - observed, mass, 0)
         return queries.pooled(mass, self.pool, self.pooling)

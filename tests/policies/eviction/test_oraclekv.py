@@ -292,7 +292,8 @@ def test_the_published_texts_are_here():
     [
         (
             {"name": "knorm", "guidance": GUIDANCE},
-            "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, tova, r_kv)",
+            "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, defensive_kv, dropkv, "
+            "tova, r_kv)",
         ),
         ({"guidance": 5}, "guidance is a text or token ids, at least one, got 5"),
         ({"guidance": ["a"]}, "guidance is a text or token ids, at least one, got ['a']"),
