@@ -37,7 +37,8 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.checkpoints.folder import describe, load_arrays, save_exported
 
     arrays, description = load_arrays(config.run / "gates"), describe(config.run / "gates")
-    told = {"model": config.model, "data": config.data}
+    paths = {name: None for name in ("targets", "init_") if name in description}
+    told = {"model": config.model, "data": config.data} | paths
     if (made_for := MadeFor.described(description)) is not None:
         told |= dataclasses.replace(made_for, model=config.model).description
     halved = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
