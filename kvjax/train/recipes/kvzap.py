@@ -1,5 +1,5 @@
-"""KVzap: a small network per layer predicts the logarithm of KVzip+'s scores from hidden states (arXiv:2601.07891,
-Sec. 3.2 and App. A)."""
+"""KVzap: a small network per layer predicts the logarithm of KVzip+'s scores from hidden states (arXiv:2601.07891;
+kvzap/train.py of NVIDIA/kvpress)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -99,9 +99,7 @@ class Surrogates(KVzipScores):
 
     def remark(self, validation: Validation) -> str:
         found = _correlation(*(validation.by_sequence[name] for name in ("predicted", "target")))
-        return (
-            f"squared correlation with the targets, mean over heads: {found:.3f} (the paper has 0.63 to 0.77)"
-        )
+        return f"squared correlation with the targets, mean over heads: {found:.3f}"
 
     def save(
         self, folder: Path, gates: Surrogate, description: dict[str, Any], validation: Validation

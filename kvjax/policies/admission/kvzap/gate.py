@@ -15,8 +15,8 @@ EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.f
 
 
 class Surrogate(nnx.Module):
-    """One network per layer with an output for each kv head (KVzap, Sec. 3.2): two layers with an exact GELU, or one
-    linear layer.
+    """One network per layer with an output for each kv head: two layers with an exact GELU, or one linear layer
+    (kvpress/presses/kvzap_press.py).
 
     Arrays are float32, with layers as the first axis. Outputs are sharded by kv head; the `hidden` units, which all
     heads share, are not. They are initialised as torch linear layers, U(±1/√fan_in).

@@ -18,7 +18,7 @@ from kvjax.policies.views import Step
 from kvjax.struct import assign, host, remembered, struct
 
 WINDOW = 128
-"""The number of last tokens that are always visible (KVzap, Sec. 3.3)."""
+"""The number of last tokens that are always visible (kvpress/presses/dms_press.py)."""
 
 
 def opened(name: str, gates: Any) -> tuple[Surrogate, dict[str, Any]]:
