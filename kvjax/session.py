@@ -72,14 +72,19 @@ class Session:
         self._parts: list[str] = []
         """The text of the tokens, if these include the last answer: by turns the template's text and an answer."""
         self._ends: list[int] = []
-        """The number of tokens up to the end of each part."""
-        self.dropped: list[int] = []
-        """The indices of the messages that were dropped from the cache."""
+        """The number of tokens up to the end of each part. There are fewer if an older kvjax saved the conversation."""
+        self._dropped: dict[int, dict[str, str]] = {}
+        """Copies of the messages that were dropped from the cache, by index."""
         self._keeps_turns = keeps_turns(llm.tokenizer, **llm.chat_template_kwargs)
 
     @property
     def _templated(self) -> bool:
         return bool(getattr(self.llm.tokenizer, "chat_template", None))
+
+    @property
+    def dropped(self) -> list[int]:
+        """The indices of the messages that were dropped from the cache and have not been changed since."""
+        return [index for index, one in self._dropped.items() if self.messages[index : index + 1] == [one]]
 
     @property
     def stats(self) -> Stats:
@@ -116,7 +121,10 @@ class Session:
         whole = "".join(self._parts) + text
         if self._templated:
             whole = templated(llm.tokenizer, messages, **llm.chat_template_kwargs)
-        shown_before = self._shown_before(whole) if self._keeps_turns else 0
+        dropped = {index: self._dropped[index] for index in self.dropped}
+        # the cache lacks a text that is to be seen now; without a template the messages do not make the text
+        lacks = self._templated and dropped != self._dropped
+        shown_before = self._shown_before(whole) if self._keeps_turns and not lacks else 0
         if self._parts and not shown_before:
             self._keeps_turns = False
         begins = not (self._templated or shown_before)
@@ -126,16 +134,11 @@ class Session:
         if not self._keeps_turns:
             end = min(end, turns_end(llm.tokenizer, messages, **llm.chat_template_kwargs))
         cache, read = self.cache, 0 if self.cache is None else int(on_host(self.cache.seen)[0])
-        if read > end or tokens[:read] != self.tokens[:read]:
+        if lacks or read > end or tokens[:read] != self.tokens[:read]:
             cache, read = None, 0
-        if cache is None and self.dropped:
-            spans = [
-                content_span(llm.tokenizer, messages, x, **llm.chat_template_kwargs) for x in self.dropped
-            ]
-            read = max(last for _, last in spans)
-            cache = self._read(None, tokens[:read])
-            for span in spans:
-                cache = _without(cache, *span)
+        if cache is None and dropped:
+            cache, read, kept = self._read_again(messages, tokens, list(dropped))
+            dropped = {index: dropped[index] for index in kept}
         if read < end and not self._keeps_turns:
             cache, read = self._read(cache, tokens[read:end]), end
         options = {"policy": llm.policy, "tokenizer": llm.tokenizer, "chunk": llm.chunk, "cache": cache}
@@ -152,10 +155,10 @@ class Session:
             self.cache, self.tokens = after, tokens + answer
             before, ends = (self._parts, self._ends) if shown_before else ([], [])
             self._parts = [*before, whole[shown_before:], said]
-            self._ends = [*ends, len(tokens), len(self.tokens)]
+            self._ends = [*ends, len(tokens), len(self.tokens)] if len(ends) == len(before) else []
         else:
             self.cache, self.tokens, self._parts, self._ends = cache, tokens[:read], [], []
-        self.messages = [*messages, {"role": "assistant", "content": said}]
+        self.messages, self._dropped = [*messages, {"role": "assistant", "content": said}], dropped
         return said
 
     def _shown_before(self, whole: str) -> int:
@@ -184,12 +187,41 @@ class Session:
             caches.check(cache, llm.policy.name)
         return cache
 
+    def _read_again(
+        self, messages: list[dict[str, str]], tokens: list[int], dropped: list[int]
+    ) -> tuple[Cache | None, int, list[int]]:
+        """Return a new cache, None if it is empty, that has read a chat's tokens up to the end of the last dropped
+        message, the number of these tokens, and the messages that could be dropped again."""
+        spans: dict[int, tuple[int, int]] = {}
+
+        def kept(index: int, error: UserError) -> None:
+            warn(f"Session.say: message {index} was read again and not dropped: {error}", stacklevel=5)
+
+        for index in dropped:
+            try:
+                spans[index] = content_span(
+                    self.llm.tokenizer, messages, tokens, index, **self.llm.chat_template_kwargs
+                )
+            except UserError as error:
+                kept(index, error)
+        read = min(max((end for _, end in spans.values()), default=0), len(tokens) - 1)
+        if not read:
+            return None, 0, list(spans)
+        cache = self._read(None, tokens[:read])
+        for index, (start, end) in list(spans.items()):
+            try:
+                cache = _without(cache, start, min(end, read))
+            except UserError as error:
+                kept(index, error)
+                del spans[index]
+        return cache, read, list(spans)
+
     def fork(self) -> "Session":
         """Return another conversation that begins as this one did so far. They share the cache of what was read, and
         neither changes the other."""
         other = copy.copy(self)
-        for name in ("messages", "tokens", "dropped", "_parts", "_ends"):
-            setattr(other, name, getattr(self, name)[:])
+        for name in ("messages", "tokens", "_dropped", "_parts", "_ends"):
+            setattr(other, name, copy.copy(getattr(self, name)))
         return other
 
     @named_arguments(where="Session.drop")
@@ -212,7 +244,7 @@ class Session:
         # the last token of an answer is read with the next turn
         end = min(end, int(on_host(cache.seen)[0]))
         self.cache = _without(cache, start, end)
-        self.dropped.append(turn)
+        self._dropped[turn] = dict(self.messages[turn])
 
     def _span(self, turn: int) -> tuple[int, int]:
         """Return the indices of the first token of a turn's text and of the one after the last."""
@@ -222,8 +254,10 @@ class Session:
                 raise UserError(
                     "Session.drop: the last answer is read with the next turn, as the template then shows it"
                 )
-            return content_span(tokenizer, self.messages[:-1], turn, **options)
-        if not self._ends:
+            read = self.messages[:-1]
+            tokens = token_ids(tokenizer, templated(tokenizer, read, **options))
+            return content_span(tokenizer, read, tokens, turn, **options)
+        if len(self._ends) != len(self._parts):
             raise UserError(
                 "Session.drop: an older kvjax saved the conversation, and not where its turns are"
             )
@@ -272,8 +306,8 @@ class Session:
         if not _whole(turns, int(on_host(cache.seen)[0]), llm.model.config.vocab_size):
             raise UserError(f"{path}: damaged (turns is {shown(turns)})")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]
-        session._parts = turns["parts"]
-        session._ends, session.dropped = turns.get("ends", []), turns.get("dropped", [])
+        session._parts, session._ends = turns["parts"], turns.get("ends", [])
+        session._dropped = {index: dict(session.messages[index]) for index in turns.get("dropped", [])}
         return session
 
 
@@ -285,14 +319,14 @@ def _without(cache: Cache, start: int, end: int) -> Cache:
 def _whole(turns: Any, seen: int, vocabulary: int) -> bool:
     """Return True if saved turns are those of a conversation of which `seen` tokens were read."""
     try:
-        texts = [x for message in turns["messages"] for x in (message["role"], message["content"])]
-        tokens = turns["tokens"]
-        whole = all(type(x) is int and 0 <= x < vocabulary for x in tokens) and len(tokens) >= seen
-        ends, dropped = turns.get("ends", []), turns.get("dropped", [])
+        messages, tokens, parts = turns["messages"], turns["tokens"], turns["parts"]
         # older files have neither
-        whole &= len(ends) in (0, len(turns["parts"])) and ends == sorted(ends)
-        whole &= all(type(x) is int and 0 <= x <= len(tokens) for x in ends)
-        whole &= all(type(x) is int and 0 <= x < len(turns["messages"]) for x in dropped)
-        return whole and all(isinstance(x, str) for x in [*texts, *turns["parts"]])
+        ends, dropped = turns.get("ends", []), turns.get("dropped", [])
+        whole = all(isinstance(x, list) for x in (messages, tokens, parts, ends, dropped))
+        texts = [x for message in messages for x in (message["role"], message["content"])]
+        whole &= all(type(x) is int and 0 <= x < vocabulary for x in tokens) and len(tokens) >= seen
+        whole &= all(type(x) is int and 0 <= x <= len(tokens) for x in ends) and ends == sorted(ends)
+        whole &= all(type(x) is int and 0 <= x < len(messages) for x in dropped)
+        return whole and all(isinstance(x, str) for x in [*texts, *parts])
     except (TypeError, KeyError):
         return False

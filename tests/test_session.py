@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import jaxtyping
 import numpy as np
 import pytest
 
+from kvjax.cache import Cache
 from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.errors import UserError
 from kvjax.inference import allocation, generate, prefill, stream
@@ -149,6 +151,64 @@ def test_what_was_dropped_stays_dropped(dropping, tmp_path, monkeypatch):
     assert loaded.stats.entries.max() == loaded.stats.tokens - len(SAID[0])
 
 
+@pytest.mark.parametrize("text", [SAID[1], "What now?"])
+@pytest.mark.parametrize("turn", [2, 3])
+def test_messages_that_were_changed_are_seen_again(dropping, turn, text):
+    """The question that is answered is seen, too, if it is the same as one that was dropped."""
+    session = Session(dropping)
+    session.say(SAID[0], SHORT)
+    session.say(SAID[1], SHORT)
+    session.drop(0)
+    session.drop(turn)
+    del session.messages[2:]
+    session.say(text, SHORT)
+    assert session.dropped == [0]
+    assert session.stats.entries.max() == session.stats.tokens - len(SAID[0])
+
+
+def test_the_question_is_seen_where_thoughts_are_cut(model, thinking):
+    """The cache ends with the user's turn, and so could be continued."""
+    llm = LLM(model, tokenizer=thinking)
+    session = Session(llm)
+    session.say(SAID[0], LETTERS)
+    session.say(SAID[1], LETTERS)
+    session.drop(2)
+    del session.messages[2:]
+    answer = session.say(SAID[1], LETTERS)
+    assert session.dropped == []
+    assert llm.generate(session.messages[:-1], LETTERS)[0].text == answer
+
+
+def test_what_cannot_be_dropped_again_is_seen_again(model, dropping, monkeypatch):
+    tokenizer = byte_tokenizer()
+    session = Session(LLM(model, dropping.policy, tokenizer=tokenizer))
+    session.say(SAID[0], SHORT)
+    session.drop(0)
+    other = session.fork()
+    # templates that change what was read
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ bos", "!{{ bos")
+    monkeypatch.setattr(Cache, "without", Mock(side_effect=UserError("not yet")))
+    with pytest.warns(UserWarning, match="message 0 was read again and not dropped: not yet$"):
+        session.say(SAID[1], SHORT)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ m['c", "{{ m['content'] }}{{ m['c")
+    with pytest.warns(UserWarning, match="message 0 was read again and not dropped: .* exactly once$"):
+        other.say(SAID[1], SHORT)
+    for one in (session, other):
+        assert one.dropped == []
+        assert one.stats.entries.max() == one.stats.tokens
+
+
+def test_nothing_of_a_beginning_without_text_is_dropped_again(model, dropping):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | trim }}\n{% endfor %}"
+    session = Session(LLM(model, dropping.policy, tokenizer=tokenizer))
+    session.say(" ", SHORT)
+    session.drop(0)
+    session.messages[1]["content"] = "Nobody."
+    session.say(SAID[1], SHORT)
+    assert session.dropped == [0]
+
+
 def test_turns_are_dropped_where_thoughts_are_cut(model, thinking):
     session = Session(LLM(model, tokenizer=thinking))
     session.say(SAID[0], SHORT)
@@ -166,13 +226,38 @@ def test_a_saved_conversation_goes_on(llm, tmp_path):
     session.say(SAID[0], SHORT)
     session.save(tmp_path)
     loaded = Session.load(tmp_path, llm)
-    found = describe_cache(tmp_path)
-    found["turns"]["tokens"][0] = "first"
-    (tmp_path / DESCRIPTION).write_text(json.dumps(found | {"sha256": sealed(found)}))
-    with pytest.raises(UserError, match="damaged .turns is"):
-        Session.load(tmp_path, llm)
+    turns = describe_cache(tmp_path)["turns"]
+    for damage in ({"tokens": ["first", *session.tokens[1:]]}, {"dropped": {}}, {"dropped": ""}):
+        write_turns(tmp_path, turns | damage)
+        with pytest.raises(UserError, match="damaged .turns is"):
+            Session.load(tmp_path, llm)
     assert loaded.messages == session.messages
     assert loaded.say(SAID[1], SHORT) == session.say(SAID[1], SHORT)
+
+
+def write_turns(path, turns):
+    """Replace the conversation of a saved cache."""
+    found = describe_cache(path) | {"turns": turns}
+    (path / DESCRIPTION).write_text(json.dumps(found | {"sha256": sealed(found)}))
+
+
+def test_a_conversation_of_an_older_kvjax_goes_on(dropping, tmp_path):
+    """It does not say where its turns end, which is known once it is read again."""
+    session = Session(dropping)
+    session.say(SAID[0], SHORT)
+    session.save(tmp_path)
+    turns = describe_cache(tmp_path)["turns"]
+    write_turns(tmp_path, {name: turns[name] for name in ("messages", "tokens", "parts")})
+    for text in SAID[1:]:
+        session = Session.load(tmp_path, dropping)
+        session.say(text, SHORT)
+        with pytest.raises(UserError, match="an older kvjax saved the conversation"):
+            session.drop(2)
+        session.save(tmp_path)
+    session.messages[1]["content"] = "Nobody."
+    session.say(SAID[0], SHORT)
+    session.drop(2)
+    assert session.stats.entries.max() == session.stats.tokens - len(SAID[1])
 
 
 def test_an_answer_that_ends_by_itself_is_closed_by_the_template(tokenizer):

@@ -103,14 +103,10 @@ def with_positions(cache: Cache) -> Cache:
     numbers = np.broadcast_to(numbers, (*length.shape, slots))
     numbers = cache.layers.numbers | {POSITION: put(numbers, None, BATCH, HEADS, None)}
     planes = cache.pages.planes | {POSITION: _places_as_positions(cache)}
-    hidden = cache.hidden
-    if cache.sliding is not None:
-        hidden = put(np.zeros((len(seen), cache.sliding.shape[3]), bool), BATCH, None)
     return dataclasses.replace(
         cache,
         pages=dataclasses.replace(cache.pages, planes=planes),
         layers=dataclasses.replace(cache.layers, numbers=numbers),
-        hidden=hidden,
     )
 
 
@@ -172,12 +168,11 @@ def drop(cache: Cache, span: Span) -> Cache:
     window, origin, hidden = _window(cache, span), on_host(cache.origin).copy(), cache.hidden
     if window.moves:
         origin[span.sequence] = on_host(cache.seen)[span.sequence] - int(window.left)
-    if hidden is not None:
-        assert cache.sliding is not None
+    if cache.sliding is not None:
         slots, seen = cache.sliding.shape[3], on_host(cache.seen)[[span.sequence]]
         position = position_of_slot(slots, turns(cache.sliding, cache.sliding_window), seen)[0]
-        mask = on_host(hidden).copy()
-        mask[span.sequence] |= (position >= max(span.start, 0)) & (position < span.end)
+        mask = np.zeros((len(origin), slots), bool) if hidden is None else on_host(hidden).copy()
+        mask[span.sequence] |= (position >= span.start) & (position < span.end)
         hidden = put(mask, BATCH, None)
     own = len(origin) // batch_shards()
     row = np.full(batch_shards(), -1, np.int32)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.max_entries import POSITION, PRIORITY
+from kvjax.cache.max_entries import PRIORITY
 from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, entry_bytes, ring_pages
 from kvjax.cache.sliding import grown
 from kvjax.errors import UserError, byte_size, whole_number
@@ -182,6 +182,8 @@ class Layout:
     """The tokens that they have room for."""
     head_order: tuple[tuple[int, ...], ...] | None = None
     """As in `Cache`."""
+    masks_windows: bool = False
+    """True if the sliding windows have a mask of dropped tokens from the first (`Cache.hidden`)."""
 
     @property
     def entry_bytes(self) -> int:
@@ -237,7 +239,7 @@ def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h
     if layout.sliding_layers:
         shape = layout.sliding_layers, batch, heads, layout.sliding_slots, width
         windows = jnp.zeros(shape, layout.stored, out_sharding=P(None, BATCH, HEADS, None, None))
-        if POSITION in kinds:  # tokens may be dropped
+        if layout.masks_windows:
             hidden = jnp.zeros((batch, layout.sliding_slots), bool, out_sharding=P(BATCH, None))
     return Cache(
         pages_, layer_cache, seen, jnp.zeros_like(seen), trail, window=layout.window, limit=layout.limit,

@@ -82,7 +82,7 @@ def in_order(
 
 
 def bias(hidden: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"]) -> Float[Array, "p page"]:
-    """Return what is added to the logits of the entries of `as_pages`: −inf for dropped tokens."""
+    """Return what is added to the logits of the entries of `as_pages`, of all layers: −inf for dropped tokens."""
     of_slot = jnp.where(hidden, -jnp.inf, 0.0).astype(jnp.float32)[None, :, None]
     return jnp.broadcast_to(of_slot, windows.shape[:4]).reshape(-1, PAGE)
 

@@ -140,7 +140,9 @@ def is_exported(folder: str | Path) -> bool:
 
 def weights_of(folder: Path) -> Path:
     """Return the file of a folder that holds what was trained: a pattern's table, or else parameters."""
-    return next((folder / name for name in (TABLE, PUBLISHED) if (folder / name).is_file()), folder / WEIGHTS)
+    return next(
+        (folder / name for name in (TABLE, WEIGHTS, PUBLISHED) if (folder / name).is_file()), folder / WEIGHTS
+    )
 
 
 def exported_files(folder: str | Path) -> tuple[Path, Path]:

@@ -36,7 +36,9 @@ def find_gates(gates: Any, model: str) -> Any:
     if not HUB_ID.fullmatch(hub_id) or ".." in inside.split("/"):
         return gates
     own = Path(model).name.lower().removesuffix(".gguf")
-    whole = f"{own}/*", f"{own}*.pt", TRIMKV, WEIGHTS, TABLE, PUBLISHED, DESCRIPTION
+    whole = f"{own}/*", f"{own}*.pt", TRIMKV, WEIGHTS, TABLE, DESCRIPTION
+    if "kvzap" in name.lower():  # a model's weights have the same name
+        whole = *whole, PUBLISHED
     patterns = (inside, f"{inside}/*") if inside else whole
     root = fetch(hub_id, patterns, "a folder or a file of gates")
     if inside:

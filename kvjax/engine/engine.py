@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
 
 from kvjax.cache import CapacityError, device_bytes
 from kvjax.engine.drawing import check_space
@@ -25,7 +24,7 @@ from kvjax.engine.forks import Fork, Forks
 from kvjax.engine.pages import PageCounts
 from kvjax.engine.pool import Outside, Pool
 from kvjax.engine.reader import Reader
-from kvjax.engine.request import Constraint, Request, Spans, check_spans
+from kvjax.engine.request import Anything, Constraint, Request, merged_spans, refusal
 from kvjax.engine.slots import Paused, Slots
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference.allocation import layout_for, sizes_of
@@ -58,21 +57,6 @@ class EngineStats(NamedTuple):
     pages: int
     """Pages in use on the device that has the most of them in use."""
     pool_pages: int
-
-
-class _Anything:
-    """The constraint that allows every token."""
-
-    error = None
-
-    def __init__(self, vocabulary: int):
-        self._all = np.ones(vocabulary, bool)
-
-    def allowed(self) -> Bool[np.ndarray, " v"]:
-        return self._all
-
-    def take(self, token: int) -> None:
-        pass
 
 
 class Engine:
@@ -140,11 +124,11 @@ class Engine:
             group = config.num_heads // config.num_kv_heads
             self._pool = Pool(self._policy, layout, group, key_scale(model))
             self._slots = Slots(model, self._policy, self._pool, self.block)
-        self._counted = PageCounts(host, layout)
+        self._page_counts = PageCounts(host, layout)
         # windows of sliding-window layers are not shared: one more for each slot, and that of the prompt being read
         most = self.slots if config.sliding_layers else FORKS * self.slots
-        self._forks = Forks(self._pool, self._counted, most)
-        self._reader = Reader(model, self._policy, self._pool, self._forks, self._counted, self.chunk)
+        self._forks = Forks(self._pool, self._page_counts, most)
+        self._reader = Reader(model, self._policy, self._pool, self._forks, self._page_counts, self.chunk)
         self._waiting: collections.deque[Request] = collections.deque()
         self._paused: list[Paused] = []
         self._arrivals, self._crowded = 0, False
@@ -162,7 +146,7 @@ class Engine:
         score: bool = False,
         kept: int | None = None,
         expected: int | None = None,
-        dropped: Spans = (),
+        dropped: Any = (),
         dropped_at: int = 0,
     ) -> list[Request]:
         """Queue a prompt: a text, token ids or a chat. Returns a request for each of its n answers.
@@ -208,10 +192,12 @@ class Engine:
                 f"a prompt of {row.size} tokens and an answer of {sampling.max_new_tokens} are longer than max_length="
                 f"{self.max_length}"
             )
+        dropped, dropped_at = merged_spans(dropped, dropped_at, row.size)
         if dropped:
             if context is not None or score:
                 raise UserError("nothing is dropped from a context, and from a prompt that is scored")
-            check_spans(host, self._pool.knows_positions, dropped, dropped_at, row.size)
+            if refused := refusal(host, self._pool.knows_positions):
+                raise UserError(refused)
         _, own = stop_tokens_of(sampling.stop, self._tokenizer)
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *own)))
         sampling = dataclasses.replace(sampling, stop_token_ids=stops)
@@ -248,8 +234,8 @@ class Engine:
         layout, pages = self._pool.layout, self._pool.layout.pages
         full = np.full((layout.layers, 1, layout.kv_heads), max(0, tokens - layout.window + 1))
         with use_mesh(self._model):
-            each, read = self._counted.at_end(tokens), self._counted.while_read(tokens)
-            whole = self._counted.held(full, np.array([tokens]))
+            each, read = self._page_counts.at_end(tokens), self._page_counts.while_read(tokens)
+            whole = self._page_counts.held(full, np.array([tokens]))
         others = max(0, pages - read) // max(each, 1)
         return min(others + (read <= pages), pages // max(each, 1)), pages // max(whole, 1)
 
@@ -304,10 +290,10 @@ class Engine:
         """Return the pages that a prompt of so many tokens is expected to take, with its answer at `most` tokens. The
         pages of the fork that it continues do not count."""
         if fork is None:
-            return max(self._counted.while_read(prompt), self._counted.at_end(most))
+            return max(self._page_counts.while_read(prompt), self._page_counts.at_end(most))
         length, counted = on_host(fork.row.layers.length), on_host(fork.row.counted)
-        more = self._counted.more(length, counted, most - on_host(fork.row.seen))
-        return self._counted.copied(length, counted) + more
+        more = self._page_counts.more(length, counted, most - on_host(fork.row.seen))
+        return self._page_counts.copied(length, counted) + more
 
     def forget(self, context: str | None = None) -> None:
         """Free the pages of a context; its prompts end if they were not read yet. None frees those of all ends of
@@ -359,7 +345,7 @@ class Engine:
         vocabulary = self._model.config.vocab_size
         others: list[tuple[SamplingParams, Any]] = [(drawn, None)]
         if constrained:
-            others.append((drawn, lambda: _Anything(vocabulary)))
+            others.append((drawn, lambda: Anything(vocabulary)))
         context = None
         if not self._reader.reuses:
             self.read_context(context := "warm_up", [0])
@@ -381,10 +367,10 @@ class Engine:
             self.forget()
         if context is not None:
             self.forget(context)
-        if host.schedule is None and self._pool.knows_positions and most > 1:
+        if most > 1 and not refusal(host, self._pool.knows_positions):
             self._try([0, 0], plain, dropped=((0, 1),), dropped_at=1)
             self.forget()
-        self._counted.reset()
+        self._page_counts.reset()
 
     def _try(self, prompt: Any, sampling: SamplingParams, *, pausing: bool = False, **options: Any) -> None:
         """Answer a prompt, unless it does not fit."""
@@ -451,9 +437,11 @@ class Engine:
             parts.append((*self._reader.sizes, np.array([read])))
         if other is not None:
             parts.append((*other.sizes, np.array([tokens])))
-            pages += self._counted.held(*other.sizes)
+            pages += self._page_counts.held(*other.sizes)
         length, counted, more = zip(*parts, strict=True)
-        need = self._counted.more(np.concatenate(length, 1), np.concatenate(counted), np.concatenate(more))
+        need = self._page_counts.more(
+            np.concatenate(length, 1), np.concatenate(counted), np.concatenate(more)
+        )
         return self._forks.make_room(need + pages, keep)
 
     def _affordable(self) -> int:
@@ -507,7 +495,8 @@ class Engine:
         request = self._reader.request or self._begun()
         if request is None:
             return
-        if not self._fits(read=self._reader.tokens, pages=self._reader.copied):
+        # the first call may drop forks: pages that the prompt shared with them alone need no copies any more
+        if not any(self._fits(read=self._reader.tokens, pages=self._reader.copied) for _ in range(2)):
             if not self._slots.running and not self._paused:
                 request.finish_reason = "capacity"
                 self._reader.drop()
@@ -522,13 +511,13 @@ class Engine:
     def _begun(self) -> Request | None:
         """Begin with the next prompt, if there is a slot and its pages are expected to be free. Returns its request if
         it is to be read."""
-        running, counted = self._slots.running, self._counted
+        running, counts = self._slots.running, self._page_counts
         if not self._waiting or self._paused or (self._crowded and running):
             return None
         request = self._waiting[0]
         if not self._slots.vacant and not request.reads:
             return None
-        growth = sum(max(0, counted.at_end(one.likely) - self._slots.held(counted, i)) for i, one in running)
+        growth = sum(max(0, counts.at_end(one.likely) - self._slots.held(counts, i)) for i, one in running)
         named = None if request.reads else request.context
         if named is not None:
             fork = self._forks.named.get(named)

@@ -24,15 +24,15 @@ class Fork(NamedTuple):
     pages: int
     """The number of pages that it holds, shared ones included."""
     dropped: Spans = ()
-    """The tokens that were dropped."""
+    """The tokens that were dropped, as in `Request.dropped`."""
 
 
 class Forks:
     """The forks that are kept. Named ones stay until they are dropped. Of the others at most `most` stay, those that
     were used last, until their pages are needed."""
 
-    def __init__(self, pool: Pool, counted: PageCounts, most: int):
-        self._pool, self._counted, self._most = pool, counted, most
+    def __init__(self, pool: Pool, page_counts: PageCounts, most: int):
+        self._pool, self._page_counts, self._most = pool, page_counts, most
         # in the order of their last use
         self._unnamed: list[Fork] = []
         self.named: dict[str, Fork] = {}
@@ -54,7 +54,7 @@ class Forks:
         request.finish_reason = "stop"
 
     def _made(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array) -> Fork:
-        pages = self._counted.held(on_host(row.layers.length), on_host(row.counted))
+        pages = self._page_counts.held(on_host(row.layers.length), on_host(row.counted))
         return Fork(tokens, row, logits, pages)
 
     @property
@@ -69,17 +69,17 @@ class Forks:
             fork
             for fork in self._unnamed
             if np.array_equal(fork.tokens, prompt[: fork.tokens.size])
-            and {*fork.dropped} <= {*dropped}
-            and (fork.tokens.size < prompt.size or len(fork.dropped) == len(dropped))
+            and _within(fork.dropped, dropped)
+            and (fork.tokens.size < prompt.size or fork.dropped == dropped)
         ]
-        found = max(fits, key=lambda fork: (fork.tokens.size, len(fork.dropped)), default=None)
+        found = max(fits, key=lambda x: (x.tokens.size, sum(b - a for a, b in x.dropped)), default=None)
         if found is not None:
             self._unnamed = [*(x for x in self._unnamed if x is not found), found]
         return found
 
     def copy(self, row: Row) -> Row | None:
         """Return a fork of a sequence; None where the pool has no pages for it."""
-        need = self._counted.copied(on_host(row.layers.length), on_host(row.counted))
+        need = self._page_counts.copied(on_host(row.layers.length), on_host(row.counted))
         return self._pool.fork(row) if need <= self._pool.free else None
 
     def make_room(self, pages: int, keep: Fork | None = None) -> bool:
@@ -102,3 +102,8 @@ class Forks:
         """Free the pages of all forks without a name."""
         while self._unnamed:
             self._drop(self._unnamed[0])
+
+
+def _within(spans: Spans, others: Spans) -> bool:
+    """Return True if the others, of which no two touch, have all tokens of the spans."""
+    return all(any(first <= start and end <= last for first, last in others) for start, end in spans)

@@ -2,7 +2,6 @@
 that is on its way."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -187,19 +186,23 @@ class Pool:
         self._changed()
         return new
 
-    def without(self, row: Row, spans: Sequence[tuple[int, int]]) -> Row:
-        """Return a sequence without the tokens of these spans, from one position to another. `shared` pages must be
-        free."""
-        cache = self.alone(row, continues=True)
-        for start, end in spans:
-            cache = drop(cache, Span(0, start, end))
-        return self.keep(cache)
+    def without(self, row: Row, start: int, end: int) -> Row:
+        """Return a sequence without the tokens from one position to another. `shared` pages must be free. Raises
+        UserError, as `Cache.without` does, for tokens that cannot be dropped yet; the sequence then stays as it is."""
+        return self.keep(drop(self.alone(row, continues=True), Span(0, start, end)))
 
-    def shared(self, row: Row) -> int:
-        """Return how many pages of a sequence others hold, too, on the device with most of them."""
+    def shared(self, row: Row, start: int) -> int:
+        """Return how many pages of a sequence, at most, have entries from a position on and are held by others, too, on
+        the device with most of them."""
         assert self._pages.others is not None
         others = on_host(self._pages.others).reshape(axis_size(*SHARDS), -1)
+        window, page_size = self.layout.window, self.layout.page_size
+        length, seen, counted = map(on_host, (row.layers.length, row.seen, row.counted))
+        # the tokens that are not retained may all come before that position
+        gone = (seen - np.minimum(counted, window - 1))[:, None] - length
+        first = ring_pages(window, page_size) + np.clip(start - gone, 0, length) // page_size
         table = on_host(row.layers.page_table)
+        table = np.where(np.arange(table.shape[-1]) < first[..., None], self.layout.pages, table)
         by_shard = np.split(table, len(others), 2)
         return max(int((np.append(x, 0)[one] > 0).sum()) for x, one in zip(others, by_shard, strict=True))
 

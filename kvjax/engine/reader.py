@@ -10,6 +10,7 @@ from kvjax.engine.pages import PageCounts
 from kvjax.engine.pool import Pool
 from kvjax.engine.request import Request, Spans
 from kvjax.engine.rows import Row
+from kvjax.errors import UserError
 from kvjax.inference.prefill import Steps, next_step, reading
 from kvjax.inference.scoring import scoring
 from kvjax.mesh import on_host
@@ -32,15 +33,15 @@ class Reader:
         policy: CompiledPolicy,
         pool: Pool,
         forks: Forks,
-        counted: PageCounts,
+        page_counts: PageCounts,
         chunk: int,
     ):
-        self._model, self._policy, self._pool, self._forks, self._counted = (
+        self._model, self._policy, self._pool, self._forks, self._page_counts = (
             model,
             policy,
             pool,
             forks,
-            counted,
+            page_counts,
         )
         self._chunk = chunk
         self.reuses = policy.host.schedule is None
@@ -65,7 +66,7 @@ class Reader:
     @property
     def copied(self) -> int:
         """The most pages that the next step copies, since it moves entries in pages that others hold, too."""
-        return self._pool.shared(self._row) if self._spans else 0
+        return self._pool.shared(self._row, self._spans[0][0]) if self._spans else 0
 
     @property
     def tokens(self) -> int:
@@ -130,11 +131,17 @@ class Reader:
 
     def step(self) -> tuple[Row, Array] | None:
         """Read a piece. Returns the sequence and the logits after it once the whole prompt is read; the reader is then
-        free."""
+        free, as it is after a request that it ends since its tokens cannot be dropped yet."""
         request = self.request
         assert request is not None
         if self._spans:
-            self._row = self._pool.without(self._row, self._spans)
+            try:
+                for span in self._spans:
+                    self._row = self._pool.without(self._row, *span)
+            except UserError:
+                request.finish_reason = "abort"
+                self.drop()
+                return None
             self._spans, self._dropped = (), request.dropped
         size = self._size
         cache, after = next_step(self._steps, self._pool.alone(self._row, continues=self._continues))
@@ -144,7 +151,7 @@ class Reader:
         self._row, self._continues = self._pool.decoding(cache), True
         length, seen = on_host(self._row.layers.length), int(on_host(self._row.seen)[0])
         if not self._dropped:
-            self._counted.measure(length, seen)
+            self._page_counts.measure(length, seen)
         if self.reuses and not request.reads and not request.scores and seen == request.kept:
             self._forks.keep(request.prompt[: request.kept], self._row, after, self._dropped)
         if self._next_part():

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.errors import UserError, shown
+from kvjax.errors import UserError, shown, whole_number
 from kvjax.inference.answers import AnswerLogprobs, LiveText, cut, stop_tokens_of
 from kvjax.policies.policy import Policy
 from kvjax.sampling_params import SamplingParams
@@ -37,6 +37,21 @@ class Constraint(Protocol):
         ...
 
 
+class Anything:
+    """The constraint that allows every token."""
+
+    error = None
+
+    def __init__(self, vocabulary: int):
+        self._all = np.ones(vocabulary, bool)
+
+    def allowed(self) -> Bool[np.ndarray, " v"]:
+        return self._all
+
+    def take(self, token: int) -> None:
+        pass
+
+
 @dataclasses.dataclass(eq=False)
 class Request:
     """One answer to one prompt, made by `Engine.submit`, or the reading of a context that has a name."""
@@ -56,7 +71,8 @@ class Request:
     kept: int = 0
     """The number of the prompt's tokens after which later prompts may continue."""
     dropped: Spans = ()
-    """The prompt's tokens that leave the cache once the first `dropped_at` of its tokens are read."""
+    """The prompt's tokens that leave the cache once the first `dropped_at` of its tokens are read, in order. No two
+    spans touch."""
     dropped_at: int = 0
     """The number of tokens that are read before anything is dropped, at least up to the last of `dropped`."""
     reads: bool = False
@@ -77,7 +93,8 @@ class Request:
     tokenizer."""
     finish_reason: FinishReason | None = None
     """`stop`: a stop token or a stop text came, or a context is read. `length`: it has `max_new_tokens` tokens.
-    `capacity`: the pool has no page for its next token. `abort`: it was cancelled. None: it has not ended."""
+    `capacity`: the pool has no page for its next token. `abort`: it was cancelled, or what it drops cannot be dropped
+    yet (`Cache.without`). None: it has not ended."""
     cached: int = 0
     """Tokens of the prompt that an earlier prompt had read."""
     kv_ratio: float = 1.0
@@ -143,18 +160,42 @@ class Request:
             self.kv_ratio = float((length.mean() + local) / max(1, seen))
 
 
-def check_spans(policy: Policy, knows_positions: bool, dropped: Spans, dropped_at: int, tokens: int) -> None:
-    """Refuse spans that a prompt of so many tokens does not have, or that the policy cannot drop. knows_positions: True
-    if the positions of entries are known. Raises UserError."""
-    if policy.schedule is not None or policy.max_entries is not None:
-        raise UserError(
+def refusal(policy: Policy, knows_positions: bool) -> str:
+    """Return why spans cannot be dropped under a policy; empty if they can. knows_positions: True if the positions of
+    entries are known."""
+    decides_late = policy.schedule is not None or policy.admission.revisits is not None
+    if decides_late or policy.max_entries is not None:
+        return (
             f"policy {policy.name} does not decide token by token, so that conversations are read again: leave out "
             "what is to be dropped"
         )
     if not knows_positions:
-        raise UserError(
+        return (
             f"policy {policy.name} does not know the positions of its entries, of which some are to be dropped: start "
             "with a policy that keeps them, such as full:positions=true"
         )
-    if not all(0 <= start < end <= dropped_at for start, end in dropped) or dropped_at >= tokens:
-        raise UserError(f"no such spans of the first {dropped_at} of {tokens} tokens: {shown(dropped)}")
+    return ""
+
+
+def merged_spans(dropped: Any, dropped_at: int, tokens: int) -> tuple[Spans, int]:
+    """Return the spans in order, with those that touch merged, and the number of tokens after which they are dropped.
+    Raises UserError for spans that a prompt of so many tokens does not have."""
+    try:
+        bounds = [(start, end) for start, end in dropped]
+    except (TypeError, ValueError):
+        raise UserError(f"dropped must be spans (start, end), got {shown(dropped)}") from None
+    at = whole_number("Engine.submit", "dropped_at", dropped_at, 0)
+    spans = sorted(
+        (whole_number("Engine.submit", "dropped", start, 0), whole_number("Engine.submit", "dropped", end, 0))
+        for start, end in bounds
+    )
+    if spans and not (all(start < end <= at for start, end in spans) and at < tokens):
+        raise UserError(f"no such spans of the first {at} of {tokens} tokens: {shown(tuple(spans))}")
+    merged = spans[:1]
+    for start, end in spans[1:]:
+        first, last = merged[-1]
+        if start <= last:
+            merged[-1] = first, max(last, end)
+        else:
+            merged.append((start, end))
+    return tuple(merged), at

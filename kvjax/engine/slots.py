@@ -99,10 +99,10 @@ class Slots:
                 more[slot] += self._block.tokens  # pyright: ignore[reportOptionalMemberAccess]
         return more
 
-    def held(self, counted: PageCounts, slot: int) -> int:
+    def held(self, page_counts: PageCounts, slot: int) -> int:
         """Return the most pages that a slot's sequence may have after the block that is on its way."""
-        length, own = self.length[:, [slot]], self.counted[[slot]]
-        return counted.held(length, own) + counted.more(length, own, self.more(0)[[slot]])
+        length, counted = self.length[:, [slot]], self.counted[[slot]]
+        return page_counts.held(length, counted) + page_counts.more(length, counted, self.more(0)[[slot]])
 
     # ---- coming and going
 

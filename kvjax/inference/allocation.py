@@ -211,6 +211,7 @@ def layout_for(
         page_size=page_size, pages=size, dtype=dtype, stored=stored, int8=int8,
         bounds=None if policy.selection is None else bounds, planes=planes, limit=limit,
         sliding_layers=sliding_layers, sliding_window=sliding_window, sliding_slots=slots, head_order=head_order,
+        masks_windows=policy.positions,
     )  # fmt: skip
 
 

@@ -246,6 +246,7 @@ def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarra
     layers, _, heads = cache.layers.length.shape
     assert policy.schedule is not None
     seen = on_host(cache.seen)[:sequences]
-    allowed = policy.schedule.allowance(seen.tolist(), cache.entry_bytes) - np.minimum(seen, cache.window - 1)
+    in_window = np.minimum(on_host(cache.counted)[:sequences], cache.window - 1)
+    allowed = policy.schedule.allowance(seen.tolist(), cache.entry_bytes) - in_window
     stored = on_host(cache.layers.length)[:, :sequences].sum((0, 2))
     return stored - np.floor(layers * heads * np.maximum(allowed, 0)).astype(np.int64)

@@ -199,7 +199,8 @@ def memories(
 def drop_observation_state(cache: Cache, later: View) -> Cache:
     """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
     it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
-    that only differ in an eviction whose work is done then run one program."""
+    that only differ in an eviction whose work is done then run one program. Positions of entries stay, by which a span
+    may be dropped later."""
     lasting = {*later.planes, BIAS, caches.SCALE, *MAX_ENTRIES_PLANES}
     numbers, planes = (
         {name: plane for name, plane in x.items() if name in lasting}

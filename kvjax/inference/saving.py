@@ -468,6 +468,7 @@ def _like(
         tokens=tokens if most is None else max(min(tokens, most + window - 1), int(length.max()) + window - 1),
         page_size=page_size, pages=pages, dtype=dtype, stored=stored, bounds=bounds if found["selects"] else None,
         planes=tuple(planes.items()), limit=limit, sliding_slots=slots_for(config.sliding_window, tokens),
+        masks_windows=policy.host.positions or HIDDEN in found["arrays"],
     )  # fmt: skip
     group = config.num_heads // config.num_kv_heads
     like = jax.eval_shape(lambda: laid_out(policy.decode, layout, group))

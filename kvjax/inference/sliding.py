@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.cache import Cache
 from kvjax.cache.sliding import as_pages, bias, in_order, recent, turns, written
 from kvjax.cache.trail import newest
-from kvjax.mesh import BATCH, HEADS, P
+from kvjax.mesh import BATCH, HEADS, SHARDS, P
 from kvjax.models.decoder import Attend
 from kvjax.models.layers import attention_on_replicas
 from kvjax.policies.views import Step
@@ -25,7 +25,7 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
     ys are the newest entries [b k n 2h], for `with_windows`."""
     window, dtype = cache.sliding_window, cache.pages.dtype
 
-    def local(step: Step, windows, hidden, seen, valid):
+    def local(step: Step, windows, hidden, added, seen, valid):
         kv = jnp.concatenate([step.k, step.v], -1)
         if step.q.shape[2] == 1:
             pool, table = as_pages(windows, step.layer)
@@ -37,7 +37,7 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
                 )
             else:  # entries of ring pages have no bias
                 length = jnp.broadcast_to(held[:, None], table.shape[:2])
-                o, lse = paged_decode(step.q, pool, table, length, bias=bias(hidden, windows), **options)
+                o, lse = paged_decode(step.q, pool, table, length, bias=added, **options)
             return with_sink(o, lse, step.sink)[0], kv
         old, exists = recent(windows, step.layer, seen, window, dtype)
         k, v = jnp.split(jnp.concatenate([old.astype(step.k.dtype), kv], 2), 2, -1)
@@ -50,9 +50,13 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
         own = attention_on_replicas(step.q, k, v, end, window=window, implementation=implementation)
         return with_sink(*own, step.sink)[0], newest(kv, turns(windows, window), valid)
 
+    added = None
+    if cache.hidden is not None and cache.sliding is not None:  # once for all layers
+        added = jax.shard_map(bias, out_specs=P(SHARDS, None))(cache.hidden, cache.sliding)
+
     def attend(step: Step, carry: Any, xs: None):
         step = step.without_padding()
-        stored = cache.sliding, cache.hidden, cache.seen
+        stored = cache.sliding, cache.hidden, added, cache.seen
         o, new = jax.shard_map(local, out_specs=(SPLIT, SPLIT))(step, *stored, valid)
         return o, carry, new
 

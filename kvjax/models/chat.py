@@ -110,18 +110,22 @@ def encode(tokenizer: Any, prompt: Any, part: Part = "whole", /, **options: Any)
 
 
 def content_span(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], index: int, /, **options: Any
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tokens: Sequence[int],
+    index: int,
+    /,
+    **options: Any,
 ) -> tuple[int, int]:
-    """Return the indices, among the tokens that the chat template makes of messages, of the first token that shows a
-    message's content and of the one after the last. A token with text of the template, too, counts as content.
+    """Return the indices of the first token that shows a message's content and of the one after the last. `tokens` are
+    those that the chat template makes of all messages. A token with text of the template, too, counts as content.
 
     Raises UserError if the template does not show the content exactly once.
     """
     other = [dict(one) for one in messages]
     other[index]["content"] = PLACE
-    whole = templated(tokenizer, [dict(one) for one in messages], **options)
     placed = PLACE.join(around(tokenizer, other, **options))
-    return difference(token_ids(tokenizer, whole), token_ids(tokenizer, placed))
+    return difference(tokens, token_ids(tokenizer, placed))
 
 
 def difference(one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:

@@ -288,15 +288,15 @@ class Server:
         if not keeps_turns(self._tokenizer, **options):
             made["kept"] = turns_end(self._tokenizer, asked.messages, **options)
         if asked.dropped:
-            made |= self._dropped(asked, options)
+            made |= self._dropped(asked, row, options)
         return row, _thinks_after(text), made
 
-    def _dropped(self, asked: Asked, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the spans of the messages that are dropped, and when this happens: once the last answer is read, so
-        that it has seen them."""
+    def _dropped(self, asked: Asked, row: list[int], options: dict[str, Any]) -> dict[str, Any]:
+        """Return the spans, in a chat's tokens, of the messages that are dropped, and when this happens: once the last
+        answer is read, so that it has seen them."""
 
         def span(index: int) -> tuple[int, int]:
-            return content_span(self._tokenizer, asked.messages, index, **options)
+            return content_span(self._tokenizer, asked.messages, row, index, **options)
 
         spans = tuple((start, end) for start, end in map(span, asked.dropped) if start < end)
         roles = [one["role"] for one in asked.messages]

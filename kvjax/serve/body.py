@@ -193,6 +193,8 @@ def read_chat(body: Any) -> Asked:
             raise UserError("the parameters of the tools are nested too deeply") from None
     read = [read_message(one) for one in messages]
     dropped = [index for index, one in enumerate(read) if one.pop(DROP, False)]
+    if len(read) - 1 in dropped:
+        raise UserError("a message: drop is for one that a later message follows, and this is the last")
     return Asked(
         **_shared(body, most, (body.get("top_logprobs") or 0) if wanted else None),
         messages=read, dropped=dropped, tools=tools, schema=schema, template=template,

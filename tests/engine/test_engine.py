@@ -10,12 +10,13 @@ import pytest
 from kvjax.cache import CapacityError
 from kvjax.engine import Engine
 from kvjax.engine.pages import PageCounts
+from kvjax.engine.request import refusal
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill, reread, stream
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.sampling_params import SamplingParams
-from tests.inference.delayed import Delayed
+from tests.inference.delayed import Delayed, delayed
 from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_model
 
@@ -438,6 +439,76 @@ def test_a_conversation_goes_on_without_what_it_drops(policy):
     run(served)
 
 
+def test_a_drop_in_a_tight_pool_takes_no_page_that_is_not_free():
+    """A fork shares pages with the sequence that drops. It is dropped itself if there are too few pages for copies."""
+    served, short = (
+        engine("full:window=8,positions=true", capacity=36, slots=2),
+        SamplingParams(max_new_tokens=6),
+    )
+    pages, moved, copied = served.stats.pool_pages, 0, []
+
+    def said(prompt, **options):
+        nonlocal moved
+        (request,) = served.submit(prompt, dataclasses.replace(short, ignore_eos=True), **options)
+        while request.finish_reason is None:
+            served.step()
+            rows = [served._pool._slots, *(fork.row for fork in served._forks._unnamed)]
+            if served._reader.request is not None:
+                rows.append(served._reader._row)
+                with use_mesh(model()):
+                    copied.append(served._reader.copied)
+            held = np.unique(np.concatenate([np.asarray(row.layers.page_table).ravel() for row in rows]))
+            assert (held < pages).sum() == pages - int(np.asarray(served._pool._pages.free_count)[0])
+            np.testing.assert_array_equal(served._slots._origin, np.asarray(served._pool._slots.origin))
+            moved = max(moved, served._slots._origin.max())
+        assert request.finish_reason == "length"
+        return request.tokens, request.cached
+
+    first = np.random.default_rng(7).integers(0, 256, 40).tolist()
+    said(first)
+    dropped = {"dropped": ((9, 20), (42, 46)), "dropped_at": 46}
+    copied.clear()
+    answer, cached = said([*first, *range(10, 18)], **dropped)
+    # of the fork's 8 whole pages in each of 12 head caches, 2 are before the spans
+    assert (cached, copied[0]) == (40, 6 * 12)
+    assert moved
+    served.forget()
+    assert said([*first, *range(10, 18)], **dropped) == (answer, 0)
+    run(served)
+
+
+def test_forks_are_found_by_the_tokens_that_they_dropped():
+    served, short = (
+        engine("random:ratio=0.4,window=8,positions=true"),
+        SamplingParams(max_new_tokens=6, ignore_eos=True),
+    )
+    prompt = np.random.default_rng(7).integers(0, 256, 46).tolist()
+
+    def cached(prompt, *dropped):
+        (request,) = served.submit(prompt, short, dropped=dropped, dropped_at=40)
+        while request.finish_reason is None:
+            served.step()
+        return request.cached, request.dropped
+
+    assert cached(prompt, (2, 4)) == (0, ((2, 4),))
+    assert cached(prompt, [2, 5.0], np.array([2, 5])) == (0, ((2, 5),))
+    assert cached(prompt, (2, 5)) == (46, ((2, 5),))
+    assert cached(prompt, (2, 5), (8, 20)) == (0, ((2, 5), (8, 20)))
+    assert cached([*prompt, 7], (8, 12), (0, 4), (3, 5), (12, 20)) == (46, ((0, 5), (8, 20)))
+    run(served)
+
+
+def test_a_request_whose_tokens_cannot_be_dropped_yet_ends_alone():
+    """The admission rates a token two tokens later, and the window has tokens before the span."""
+    policy = Policy(Delayed(np.float32(1), None, delay=2), window=8, positions=True)
+    served, short = engine(policy, slots=2), SamplingParams(max_new_tokens=3, ignore_eos=True)
+    (other,) = served.submit([65] * 20, short)
+    (early,) = served.submit([66] * 20, short, dropped=((0, 2), (10, 12)), dropped_at=12)
+    (late,) = served.submit([66] * 20, short, dropped=((0, 2), (10, 12)), dropped_at=19)
+    run(served)
+    assert [one.finish_reason for one in (other, early, late)] == ["length", "abort", "length"]
+
+
 @pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.5", "h2o:entries=24,when=position,every=8"])
 def test_a_context_is_read_and_asked_by_its_name(policy):
     """This holds also where the end of the context decides what is kept of it. Each question is asked as if it were the
@@ -548,6 +619,14 @@ def test_warmed_up_it_compiles_nothing_more(policy, caplog):
         assert not compiled()
 
 
+def test_warming_up_drops_nothing_where_that_is_refused():
+    """The positions of entries are known with max_entries."""
+    served = engine(delayed(window=8, max_entries=9, delay=2), max_length=10)
+    assert served._pool.knows_positions
+    served.warm_up()
+    run(served)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["full", "random:ratio=0.4,window=8"])
 def test_two_thousand_requests_of_all_kinds(policy):
@@ -590,7 +669,7 @@ def test_on_a_mesh_that_splits_heads():
     assert run(served, submit(served, questions)) == want
 
 
-def test_what_cannot_be_served_is_refused_in_a_line():
+def test_what_cannot_be_served_is_refused_in_a_line(monkeypatch):
     served = engine(capacity=16)
     with pytest.raises(UserError, match=r"a prompt of 100 tokens and an answer of 50 .* max_length=128"):
         served.submit([1] * 100, SamplingParams(max_new_tokens=50))
@@ -611,9 +690,18 @@ def test_what_cannot_be_served_is_refused_in_a_line():
         ),
         ("full:positions=true", one | {"dropped_at": 9}, "no such spans of the first 9 of 9 tokens"),
         ("full:positions=true", one | {"score": True}, "nothing is dropped from .* a prompt that is scored"),
+        (
+            "full:positions=true",
+            one | {"dropped": (2, 5)},
+            r"dropped must be spans \(start, end\), got \(2, 5\)",
+        ),
+        ("full:positions=true", one | {"dropped": ((1, 2.5),)}, "dropped must be a whole number .*, got 2.5"),
     ):
         with pytest.raises(UserError, match=said):
             engine(policy).submit([1] * 9, SamplingParams(max_new_tokens=5), **options)
+    monkeypatch.setattr(Delayed, "revisits", 2)
+    late = Policy(Delayed(np.float32(1), None, delay=2), window=8, positions=True)
+    assert "does not decide token by token" in refusal(late, knows_positions=True)
     with jax.set_mesh(make_mesh(data=2)):
         split = tiny_model(vocab_size=64, qk_norm=False)
     with pytest.raises(UserError, match="the mesh may split heads alone"):

@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import pytest
 
+from kvjax import chat_template
 from kvjax.engine import Engine, Request
 from kvjax.inference import generate, logits
 from kvjax.sampling_params import SamplingParams
@@ -115,9 +116,10 @@ def test_answers_are_those_of_generate(served):
     assert text.choices[0].text == want.texts[0]
 
 
-def test_messages_that_are_dropped_are_found(served):
-    """They are dropped where the first message after the last answer begins, so that the answer has seen them."""
-    roles = ("system", "user", "assistant", "tool", "assistant", "user")
+def test_messages_that_are_dropped_are_found(served, monkeypatch):
+    """They are dropped where the first message after the last answer begins, so that the answer has seen them. The
+    chat's text is rendered once."""
+    roles = ("system", "user", "assistant", "tool", "assistant", "tool", "user")
     messages = [{"role": role, "content": f"Text of {role}, {i}."} for i, role in enumerate(roles)]
     messages[0]["drop"] = False
     messages[3]["drop"] = True
@@ -125,11 +127,16 @@ def test_messages_that_are_dropped_are_found(served):
     row, _, options = served.server._chat_prompt(asked)
     tokenizer, ((start, end),) = byte_tokenizer(), options["dropped"]
     assert tokenizer.decode(row[start:end]) == "Text of tool, 3."
-    assert tokenizer.decode(row[options["dropped_at"] :]).startswith("Text of user, 5.")
+    assert tokenizer.decode(row[options["dropped_at"] :]).startswith("Text of tool, 5.")
     plain = [{"role": one["role"], "content": one["content"]} for one in messages]
     assert row == tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
     messages[5]["drop"] = True
+    rendered, own = [], chat_template.render
+    monkeypatch.setattr(
+        chat_template, "render", lambda x, given: rendered.append(given["messages"]) or own(x, given)
+    )
     options = served.server._chat_prompt(read_chat({"messages": messages}))[2]
+    assert rendered.count(plain) == 1
     assert options["dropped_at"] == options["dropped"][1][1]
 
 
@@ -254,7 +261,8 @@ def test_what_is_wrong_with_a_request_is_said_in_a_line(served):
         ({"messages": hello, "min_tokens": 3}, "min_tokens is only taken as 0, got 3"),
         ({"messages": hello, "context": "a", "tools": [TOOL]}, "without tools"),
         ({"messages": [hello[0] | {"drop": 1}]}, "a message: drop is one of True, False, got 1"),
-        ({"messages": [hello[0] | {"drop": True}]}, "full does not know the positions of its entries"),
+        ({"messages": [hello[0] | {"drop": True}]}, "drop is for one that a later message follows"),
+        ({"messages": [hello[0] | {"drop": True}, *hello]}, "full does not know the positions of its entries"),
         ({"messages": hello, "n": 100}, "100 answers are more than the 67 that may run and wait"),
     ]  # fmt: skip
     for body, message in wrong:

@@ -45,7 +45,7 @@ class CriticalKV(Wrapper):
         places = jnp.maximum(1, (stored.count * self.first_stage).astype(jnp.int32))
         places = jnp.minimum(places, stored.count)
         pinned = top(ranked[None], stored.eligible[None], places[None], "head")[0]
-        return jnp.where(pinned, jnp.inf, (score + self.epsilon) * output_norm(stored))
+        return jnp.where(pinned, jnp.inf, (score + self.epsilon) * output_norm(stored.v, stored.output))
 
 
 def _without_values(eviction: Eviction) -> Eviction:
@@ -56,13 +56,13 @@ def _without_values(eviction: Eviction) -> Eviction:
     return eviction.without_values if isinstance(eviction, ValueWeighted) else eviction
 
 
-def output_norm(stored: Stored) -> Float[Array, "b k s"]:
+def output_norm(v: Float[Array, "b k s h"], output: Float[Array, "n h d"]) -> Float[Array, "b k s"]:
     """Return the mean over a group's query heads of ‖W_O v‖₁ for each entry."""
-    heads = stored.v.shape[1]
-    weights = rearrange(stored.output, "(k g) h d -> g k h d", k=heads)
+    weights = rearrange(output, "(k g) h d -> g k h d", k=v.shape[1])
 
     def head(weight):
-        out = jnp.einsum("bksh,khd->bksd", stored.v, weight, preferred_element_type=jnp.float32)
+        # float32 factors: on a CPU, XLA has no such product of bfloat16 numbers
+        out = jnp.einsum("bksh,khd->bksd", v.astype(jnp.float32), weight.astype(jnp.float32))
         return jnp.abs(out).sum(-1)
 
     # one head of a group at a time: the outputs of all of them at once would take too much memory

@@ -88,7 +88,7 @@ class DefensiveKV(queries.LastQueries, ValueWeighted):
         if not self.values:
             return risk
         # the values of places without an entry may be anything
-        norm = jnp.where(older, output_norm(stored), 0)
+        norm = jnp.where(older, output_norm(stored.v, stored.output), 0)
         score = risk * norm / jnp.maximum(lax.psum(norm.sum(1, keepdims=True), HEADS), TINY)
         mean = jnp.where(older, queries.attention(stored) / self.observed, 0)
         beta = lax.pmean(jnp.where(index >= end - self.observed, mean, 0).sum(-1).mean(1), HEADS)

@@ -57,8 +57,8 @@ class KVzip(Reconstruction, Eviction):
     """The number of first entries that always stay and are looked at with each part, as in kvpress. They take places of
     the budget, and the rest of the prefix is dropped first. None: the whole prefix stays."""
     plus: bool = static(default=False)
-    """True for KVzip+: an attention a_ij counts as a_ij · ‖W_O v_j‖ / ‖h_i‖, with the layer's normed input h and a query
-    head's part of W_O (kvpress/presses/kvzip_press.py)."""
+    """True for KVzip+: an attention a_ij counts as a_ij · ‖W_O v_j‖ / ‖h_i‖, with the layer's normed input h and the
+    part of W_O that belongs to a query head (kvpress/presses/kvzip_press.py)."""
     name = "kvzip"
 
     def __post_init__(self):

@@ -2,16 +2,18 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.inference import prefill
+from kvjax.mesh import use_mesh
 from kvjax.policies import CriticalKV, FastKVzip, Policy, Ratio, Schedule, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, entries
 from tests.policies.eviction.fast_kvzip import masked
 from tests.policies.eviction.kept_sets import RATIO, assert_published
-from tests.tiny_models import tiny_sink_gates
+from tests.tiny_models import filled, tiny_config, tiny_sink_gates
 
 
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
@@ -55,3 +57,12 @@ def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captu
     for layer, head in np.ndindex(3, 4):
         keys = captured[0][layer].k[head][stays[layer, head]]
         np.testing.assert_allclose(entries(cache, layer, 0, head), keys, atol=1e-4)
+
+
+def test_bfloat16_values_on_a_cpu():
+    """XLA has no product there of bfloat16 numbers in the form that an entry's output takes."""
+    with use_mesh():
+        model = filled(tiny_config(), jnp.bfloat16)
+    policy = make_policy("snapkv:ratio=0.5,observed=4,critical_kv", model=model)
+    cache = prefill(model, [np.arange(40)], policy=policy)
+    assert (np.asarray(cache.layers.length)[:, 0] == 20).all()

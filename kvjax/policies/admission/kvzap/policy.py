@@ -58,7 +58,8 @@ class KVzap(Admission):
         own = description.get("threshold")
         if own is None and self.threshold is None:
             raise UserError(f"{self.name}: these gates name no threshold, and none is given: for example −4")
-        threshold = real_array(self.name, "threshold", own if self.threshold is None else self.threshold)
+        own = None if own is None else real_array(self.name, "threshold", own)
+        threshold = own if self.threshold is None else real_array(self.name, "threshold", self.threshold)
         layers, kv_heads, _ = gates.shape
         rate = self.rate
         if rate is None and own is not None and threshold >= own:

@@ -109,6 +109,13 @@ def test_the_folders_threshold_and_rate_are_the_defaults(tmp_path, model):
         np.testing.assert_allclose(admission.rate, expected)
 
 
+@pytest.mark.parametrize("threshold", ["low", [1, 2], float("nan")])
+def test_a_folders_threshold_is_a_number(tmp_path, model, threshold):
+    save_gates(tmp_path, tiny_surrogates(model), {"threshold": threshold})
+    with pytest.raises(UserError, match="^kvzap: threshold must be a finite number"):
+        make_policy("kvzap:threshold=-4", model=model, gates=str(tmp_path))
+
+
 def test_a_published_folder_is_found_and_known_as_kvzaps(tmp_path, monkeypatch):
     write_published(tmp_path, None)
     monkeypatch.setattr("kvjax.checkpoints.published.fetch", lambda hub_id, patterns, what: tmp_path)
