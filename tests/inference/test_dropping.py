@@ -93,7 +93,7 @@ def test_from_the_drop_on_no_token_sees_the_span(model, name, span):
     pages_are_whole(other)
 
 
-@pytest.mark.parametrize("name", ["full", "wgkv"])
+@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.thorough), "wgkv"])
 def test_spans_may_follow_and_overlap_each_other(model, name):
     """Tokens before the first span are still in the window when the others are dropped."""
     policy = POLICIES[name](model)

@@ -69,6 +69,7 @@ CHUNKS = {"chunk": 16, "page_size": 8}
 """Options of the reference reading: in three chunks, of which the last is empty for one sequence."""
 LIKE_OTHERS = (
     "full", "streaming_llm", "wgkv", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "r_kv",
+    "kvzap", "kvzap_eviction", "defensive_kv", "dropkv",
     "random_eviction", "adakv", "pyramidkv", "critical_kv", "oraclekv", "max_entries", "bias",
 )  # fmt: skip
 """Policies whose steps other policies test, too; they run only in the thorough tests."""
