@@ -97,8 +97,8 @@ def interpreted(kernel, interpret) -> float:
     rng = np.random.default_rng(0)
     q, key = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in ((b, n, t, h), (b, k, s, h)))
     valid = jnp.asarray(rng.random((b, k, s)) < 0.8)
-    rest = valid, None, "logsumexp", "max", 0
+    rest = valid, None, None, None, "logsumexp", "max", 0
     expected = reference(q, key, *rest)
-    call = jax.jit(functools.partial(kernel.tpu, interpret=interpret), static_argnums=(4, 5, 6))
+    call = jax.jit(functools.partial(kernel.tpu, interpret=interpret), static_argnums=(6, 7, 8))
     actual = call(q, jnp.where(valid[..., None], key, jnp.nan), *rest)
     return float(jnp.abs(jnp.exp(actual) - jnp.exp(expected)).max())
