@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     @property
     def counted(self) -> Int[Array, " 1"] | Int[np.ndarray, " 1"]:
-        """As of `Cache`."""
+        """The number of tokens that the local window counts (`Cache.counted`)."""
         return self.seen - self.origin
 
 

@@ -110,10 +110,11 @@ def test_spans_may_follow_and_overlap_each_other(model, name):
     assert positions(cache) == lists(kept)
 
 
-def test_sliding_windows_hide_the_span_and_go_on_by_position(tmp_path):
-    """This holds for a cache that was saved, too."""
+@pytest.mark.parametrize("name", ["wgkv", pytest.param("full", marks=pytest.mark.thorough)])
+def test_sliding_windows_hide_the_span_and_go_on_by_position(tmp_path, name):
+    """This holds for a cache that was saved, too, and for one that knows positions only since the drop."""
     model = sliding_model()
-    policy, span = gated(model), (18, 22)
+    policy, span = POLICIES[name](model), (18, 22)
     other = fed(model, policy, None, 0, READ)[0].without(1, *span)
     save_cache(tmp_path, other, model, policy)
     loaded = load_cache(tmp_path, model, policy, capacity=LENGTH + WINDOW + PAGE)
