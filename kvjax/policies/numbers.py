@@ -11,6 +11,8 @@ from kvjax.errors import LARGEST_INT, UserError, real_number, shown, whole_numbe
 from kvjax.mesh import mesh_of
 
 NO_TABLE: np.ndarray = np.zeros(0)
+EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": np.float32}
+"""Options of a gate's products: sums in float32, and factors in float32 as they are."""
 
 
 def is_placed(value: Any) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.chat_template import around, opening
@@ -15,6 +14,7 @@ from kvjax.errors import UserError, one_of, whole_number
 from kvjax.policies.base import Eviction, Numbers, Pass, Reconstruction, State
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.texts import check_tokenizer, token_ids
+from kvjax.policies.numbers import EXACT
 from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Passage, Step, Stored
 from kvjax.struct import assign, host, static, struct
@@ -144,11 +144,10 @@ def _factors(
     norm = jnp.where(real, norm, norm[:, :1])
     kv_heads = passage.v.shape[1]
     weight = rearrange(passage.output.astype(jnp.float32), "(k g) h d -> k g h d", k=kv_heads)
-    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     # ‖W v‖² = v · (W Wᵀ) v, which is far less work than W v, as a head is narrow and the model is wide
-    square = jnp.einsum("kghd,kgid->kghi", weight, weight, **exact)
+    square = jnp.einsum("kghd,kgid->kghi", weight, weight, **EXACT)
     v = jnp.where(passage.exists[:, None, :, None], passage.v, 0).astype(jnp.float32)
-    added = jnp.einsum("bkgsi,bksi->bkgs", jnp.einsum("bksh,kghi->bkgsi", v, square, **exact), v, **exact)
+    added = jnp.einsum("bkgsi,bksi->bkgs", jnp.einsum("bksh,kghi->bkgsi", v, square, **EXACT), v, **EXACT)
     added = jnp.sqrt(jnp.maximum(added, 0)).reshape(batch, heads, -1)
     of_query = jnp.broadcast_to(1 / norm[:, None], (batch, heads, tokens))
     return of_query, jnp.concatenate([added, jnp.ones((batch, heads, tokens))], 2)

@@ -19,6 +19,7 @@ from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError, shown
 from kvjax.policies.base import Eviction, Numbers, TokenMetadata
 from kvjax.policies.budget import Shares
+from kvjax.policies.numbers import EXACT
 from kvjax.policies.trigger import Trigger
 from kvjax.policies.views import Readout, Step, Stored
 from kvjax.struct import assign, struct
@@ -54,7 +55,6 @@ OF_KEYS = "rg2", "rg3"
 """The forms whose input is the keys, after RoPE, and values of all kv heads."""
 PREFIX = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.retention_gate\.(.+)")
 """The pattern of names in the authors' files: the layer, and an array of its gate."""
-EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 
 
 class Sizes(NamedTuple):

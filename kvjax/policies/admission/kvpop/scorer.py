@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import UserError, one_of, whole_number
 from kvjax.mesh import HEADS
+from kvjax.policies.numbers import EXACT
 from pallas_kernels.mlstm import Memory, Normaliser, mlstm
 
-EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 FEATURES = "hedgehog", "none"
 NORMALISERS = "plain", "xlstm"
 GAMMA = 0.999, 0.999999

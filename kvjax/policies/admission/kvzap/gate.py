@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.mesh import HEADS
 from kvjax.policies.admission.wgkv.gate import gelu
-
-EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+from kvjax.policies.numbers import EXACT
 
 
 class Surrogate(nnx.Module):

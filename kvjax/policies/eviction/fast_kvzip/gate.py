@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import one_of, whole_number
 from kvjax.mesh import HEADS
+from kvjax.policies.numbers import EXACT
 from kvjax.policies.views import Step
 
 INPUTS = "hidden", "k", "k_pre"
 """The inputs that a gate may look at, by their names in `Step`."""
-EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 Input = Float[Array, "b t d"] | Float[Array, "b k t d"]
 Draw = Callable[..., nnx.Param]
 
