@@ -10,6 +10,7 @@ from kvjax.cache.packed_entries import packed, places
 from kvjax.errors import UserError
 from kvjax.inference import generate, load_cache, prefill, save_cache
 from kvjax.inference.allocation import empty_cache, sizes_of
+from kvjax.inference.eviction import _entries_over
 from kvjax.inference.key_scale import key_scale
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.policies import make_policy
@@ -241,6 +242,13 @@ def test_forks_go_on_where_their_windows_lost_tokens(model):
         forks = caches.selected(cache, put(np.array([1, 0], np.int32)))
     got = generate(model, questions[::-1], SHORT, policy=policy, cache=forks).tokens
     np.testing.assert_array_equal(got, want[::-1])
+
+
+def test_a_budget_counts_what_is_left_in_the_window(model):
+    policy = gated(model, knorm={"entries": 10, "when": "overflow"})
+    cache = fed(model, policy, None, 0, READ)[0].without(1, 18, 22)
+    held = caches.stats(cache).entries.sum((0, 2))
+    np.testing.assert_array_equal(_entries_over(policy, cache, 2), held - 3 * 4 * 10)
 
 
 @pytest.mark.parametrize(

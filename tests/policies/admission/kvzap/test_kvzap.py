@@ -118,8 +118,16 @@ def test_a_folders_threshold_is_a_number(tmp_path, model, threshold):
 
 def test_a_published_folder_is_found_and_known_as_kvzaps(tmp_path, monkeypatch):
     write_published(tmp_path, None)
-    monkeypatch.setattr("kvjax.checkpoints.published.fetch", lambda hub_id, patterns, what: tmp_path)
+    asked = []
+
+    def fetch(hub_id, patterns, what):
+        asked.append(patterns)
+        return tmp_path
+
+    monkeypatch.setattr("kvjax.checkpoints.published.fetch", fetch)
     assert find_gates("nvidia/KVzap-linear-Qwen3-8B", "Qwen/Qwen3-8B") == str(tmp_path)
+    find_gates("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")
+    assert ["model.safetensors" in patterns for patterns in asked] == [True, False], "not a model's weights"
     for method in ("kvzap", "kvzap_eviction"):
         assert of_method([str(tmp_path)], method) == (str(tmp_path),)
 
