@@ -57,14 +57,14 @@ def synthetic_caches(
         table[used], free = ids[:count], np.roll(ids, -count)
         put = functools.partial(jax.tree.map, lambda new, old: jax.device_put(new, old.sharding))
         pool, bounds = jax.jit(_entries, static_argnums=1)(jax.random.key(context), layout)
-        planes = {name: np.zeros((pages, page_size), dtype) for name, dtype in layout.planes}
+        metadata = {name: np.zeros((pages, page_size), dtype) for name, dtype in layout.metadata}
         stored = dataclasses.replace(
             cache.pages,
             pool=pool,
             free=free,
             free_count=np.array([pages - count], np.int32),
             bounds=bounds,
-            planes=planes,
+            metadata=metadata,
         )
         priority = rng.random(cache.layers.priority.shape, np.float32)
         layers = dataclasses.replace(

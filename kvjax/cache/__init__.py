@@ -2,8 +2,8 @@
 
 pages: the page pool, page tables and the cache as one pytree. ring: the local window, and how tokens enter and leave
 it. sizes: pool sizes, an empty cache, and copies with another pool. compaction: the choice of the entries that stay,
-and their move to the front. planes: entry metadata. trail: observation buffers. max_entries: head caches that keep
-their best entries. branches: sequences that share a context's pages. rollback: a cache as it was before. checks:
+and their move to the front. metadata: entry metadata. observations: observation buffers. max_entries: head caches that
+keep their best entries. branches: sequences that share a context's pages. rollback: a cache as it was before. checks:
 numbers that are not finite, and a pool that ran out. stats: the size of a cache. packed_entries, saved: a cache on the
 host and on disk.
 """
@@ -12,7 +12,7 @@ from kvjax.cache.branches import copy_shared_pages, selected
 from kvjax.cache.checks import check, check_alive, check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.compaction import Quota
 from kvjax.cache.dropping import Span, drop
-from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
+from kvjax.cache.max_entries import METADATA as MAX_ENTRIES_METADATA
 from kvjax.cache.max_entries import POSITION, PRIORITY, Turnover, ends, standings, swap_worst
 from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, default_page_size, entry_bytes, ring_pages
 from kvjax.cache.ring import (
@@ -47,7 +47,7 @@ from kvjax.cache.stats import Stats, stats
 
 __all__ = [
     "MARGIN",
-    "MAX_ENTRIES_PLANES",
+    "MAX_ENTRIES_METADATA",
     "POSITION",
     "PRIORITY",
     "SCALE",

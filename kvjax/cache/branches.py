@@ -21,9 +21,9 @@ def selected(cache: Cache, index: Int[Array, " n"]) -> Cache:
     """Return a cache whose sequence i is a fork of sequence `index[i]`, counted within its own batch shard, or empty
     where that is negative. Pages that no sequence holds any more are free. `cache` stays as it is, and the result
     shares the memory of its pool: pass it to `copy_shared_pages` before anything is written to it."""
-    layers, seen, (trail, origin, hidden), sliding, held = _selected(cache, index)
+    layers, seen, (observations, origin, hidden), sliding, held = _selected(cache, index)
     pages = dataclasses.replace(cache.pages, free=held[0], free_count=held[1], others=held[2])
-    own = {"seen": seen, "origin": jnp.minimum(origin, seen), "trail": trail}
+    own = {"seen": seen, "origin": jnp.minimum(origin, seen), "observations": observations}
     return dataclasses.replace(cache, pages=pages, layers=layers, sliding=sliding, hidden=hidden, **own)
 
 
@@ -34,7 +34,7 @@ def _selected(cache, index):
     def local(*rows):
         return branched_rows(*rows, pages=pages)
 
-    small = cache.layers, cache.seen, (cache.trail, cache.origin, cache.hidden), cache.sliding
+    small = cache.layers, cache.seen, (cache.observations, cache.origin, cache.hidden), cache.sliding
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, small)
     specs = *specs, (P(SHARDS), P(SHARDS), P(SHARDS))
     return jax.shard_map(local, out_specs=specs)(*small, jax.sharding.reshard(index, P(BATCH)))
@@ -43,7 +43,7 @@ def _selected(cache, index):
 def branched_rows(
     layers: LayerCache,
     seen: Int[Array, " b"],
-    trail: Any,
+    observations: Any,
     sliding: Any,
     index: Int[Array, " n"],
     *,
@@ -52,7 +52,7 @@ def branched_rows(
     LayerCache, Int[Array, " n"], Any, Any, tuple[Int[Array, " p"], Int[Array, " 1"], Int[Array, " p"]]
 ]:
     """Return a shard's state of the sequences that `index` names, given its number of pages, and its free list, the
-    count of that, and how many head caches hold each page beside the first. `trail`: any arrays `[b …]`."""
+    count of that, and how many head caches hold each page beside the first. `observations`: any arrays `[b …]`."""
 
     def of(x: Array, axis: int) -> Array:
         return jnp.take(x, jnp.maximum(index, 0), axis)
@@ -65,8 +65,11 @@ def branched_rows(
     free = jnp.argsort(owners > 0, stable=True).astype(jnp.int32)
     held = free, pages - (owners > 0).sum(dtype=jnp.int32)[None], jnp.maximum(owners - 1, 0)
     layers = dataclasses.replace(layers, page_table=table, length=length)
-    trail, sliding = jax.tree.map(lambda x: of(x, 0), trail), jax.tree.map(lambda x: of(x, 1), sliding)
-    return layers, jnp.where(exists, of(seen, 0), 0), trail, sliding, held
+    observations, sliding = (
+        jax.tree.map(lambda x: of(x, 0), observations),
+        jax.tree.map(lambda x: of(x, 1), sliding),
+    )
+    return layers, jnp.where(exists, of(seen, 0), 0), observations, sliding, held
 
 
 def copy_shared_pages(cache: Cache, newest: int | None) -> Cache:
@@ -108,12 +111,12 @@ def with_copies(pages: Pages, layers: LayerCache, ring: int, newest: int | None)
     # free pages still have the bounds of sequences that are gone, which would mix with those of new keys
     unheld = jnp.zeros(none, bool).at[pages.free].set(jnp.arange(none) < pages.free_count[0])
     bounds = jax.tree.map(lambda x: jnp.where(unheld[:, None], jnp.inf, x), pages.bounds)
-    pool, bounds, planes = jax.tree.map(copied, (pages.pool, bounds, pages.planes))
+    pool, bounds, metadata = jax.tree.map(copied, (pages.pool, bounds, pages.metadata))
     others = pages.others.at[jnp.where(leaves, page, none)].add(-1, mode="drop")
     l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
     table = table.at[l, b, k, jnp.where(leaves, column, columns)].set(fresh, mode="drop")
     count = pages.free_count - leaves.sum(dtype=jnp.int32)
-    beside = {"bounds": bounds, "planes": planes, "others": others, "free_count": count}
+    beside = {"bounds": bounds, "metadata": metadata, "others": others, "free_count": count}
     return dataclasses.replace(pages, pool=pool, **beside), dataclasses.replace(layers, page_table=table)
 
 
@@ -129,7 +132,7 @@ def with_own(
     leaves = (page < none) & (pages.others.at[page].get(mode="clip") > 0)
     at = pages.free_count[0] - jnp.cumsum(leaves.reshape(-1), dtype=jnp.int32).reshape(leaves.shape)
     fresh = jnp.where(leaves & (at >= 0), pages.free[jnp.maximum(at, 0)], none)
-    contents = {"pool": pages.pool, "bounds": pages.bounds, "planes": pages.planes}
+    contents = {"pool": pages.pool, "bounds": pages.bounds, "metadata": pages.metadata}
     contents = jax.tree.map(lambda x: x.at[fresh].set(x.at[page].get(mode="clip"), mode="drop"), contents)
     others = pages.others.at[jnp.where(leaves, page, none)].add(-1, mode="drop")
     count = pages.free_count - leaves.sum(dtype=jnp.int32)

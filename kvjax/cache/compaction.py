@@ -130,7 +130,7 @@ def moved(
         page, offset = addresses(layer, target, page_size, ring)
         source = addresses(layer, place, page_size, ring)
         if bounds is not None:
-            now = dataclasses.replace(pages, pool=stored[0], planes=stored[1])
+            now = dataclasses.replace(pages, pool=stored[0], metadata=stored[1])
             moved = now.entries(*source, layer.key_scale)
             bounds = with_keys(bounds, jnp.where(chosen, page, capacity), moved)
         page = jnp.where(chosen & ((page != source[0]) | (offset != source[1])), page, capacity)
@@ -139,9 +139,9 @@ def moved(
 
     # not those of other sequences that the pool may hold
     unbounded = jax.tree.map(lambda bounds: bounds.at[table].set(jnp.inf, mode="drop"), pages.bounds)
-    stored = pages.pool, pages.planes
-    ((pool, planes), bounds), _ = lax.scan(move, (stored, unbounded), (layers, chosen))
-    pages = dataclasses.replace(pages, pool=pool, bounds=bounds, planes=planes)
+    stored = pages.pool, pages.metadata
+    ((pool, metadata), bounds), _ = lax.scan(move, (stored, unbounded), (layers, chosen))
+    pages = dataclasses.replace(pages, pool=pool, bounds=bounds, metadata=metadata)
     pages, table = released(pages, table, given_up)
     return pages, dataclasses.replace(layers, page_table=table, length=length)
 

@@ -80,7 +80,7 @@ def checked_span(cache: Cache, sequence: int, start: int, end: int) -> Span:
         raise UserError(f"without: sequence {sequence} is empty")
     start = whole_number("without", "start", start, 0, tokens - 1)
     end = whole_number("without", "end", end, start + 1, tokens)
-    observed = max((x.shape[1] for x in jax.tree.leaves(cache.trail)), default=0)
+    observed = max((x.shape[1] for x in jax.tree.leaves(cache.observations)), default=0)
     if end > tokens - observed and observed:
         raise UserError(
             f"without: the eviction observes the last {observed} of {tokens} tokens: end must be at most "
@@ -91,7 +91,7 @@ def checked_span(cache: Cache, sequence: int, start: int, end: int) -> Span:
 
 def with_positions(cache: Cache) -> Cache:
     """Return the cache, with the positions of its entries. Raises UserError if they are not known."""
-    if POSITION in cache.pages.planes:
+    if POSITION in cache.pages.metadata:
         return cache
     slots, length, seen = cache.window - 1, on_host(cache.layers.length), on_host(cache.seen)
     if (length != np.maximum(seen - slots, 0)[:, None]).any():
@@ -102,10 +102,10 @@ def with_positions(cache: Cache) -> Cache:
     numbers = position_of_slot(slots, slots, seen).astype(np.int32)[None, :, None]
     numbers = np.broadcast_to(numbers, (*length.shape, slots))
     numbers = cache.layers.numbers | {POSITION: put(numbers, None, BATCH, HEADS, None)}
-    planes = cache.pages.planes | {POSITION: _places_as_positions(cache)}
+    metadata = cache.pages.metadata | {POSITION: _places_as_positions(cache)}
     return dataclasses.replace(
         cache,
-        pages=dataclasses.replace(cache.pages, planes=planes),
+        pages=dataclasses.replace(cache.pages, metadata=metadata),
         layers=dataclasses.replace(cache.layers, numbers=numbers),
     )
 
@@ -225,7 +225,7 @@ def _without_entries(
     column = jnp.arange(table.shape[-1])
     if entries := (table.shape[-1] - ring) * page_size:
         place = places(layers.length, entries)
-        by_place = pages.planes[POSITION].at[table[..., ring:]].get(mode="clip").reshape(place.shape)
+        by_place = pages.metadata[POSITION].at[table[..., ring:]].get(mode="clip").reshape(place.shape)
         position = jnp.take_along_axis(by_place, jnp.maximum(place, 0), -1)
         gone = own & (place >= 0) & (position >= start) & (position < end)
         first = jnp.where(gone, place, entries).min(-1)
@@ -247,7 +247,7 @@ def _with_window(
     capacity, page_size, _ = pages.pool.shape
     slot = jnp.arange(window - 1)
     stays = own & (slot < kept.left)
-    stored = pages.pool, pages.planes.get(SCALE)
+    stored = pages.pool, pages.metadata.get(SCALE)
 
     def move(stored, table):
         old, new = (jnp.take(table, x // page_size, -1) for x in (kept.source, slot))
@@ -257,11 +257,13 @@ def _with_window(
         return jax.tree.map(lambda x: x.at[write].set(x.at[read].get(mode="clip"), mode="drop"), stored), None
 
     (pool, scale), _ = lax.scan(move, stored, layers.page_table)
-    planes = pages.planes if scale is None else pages.planes | {SCALE: scale}
+    metadata = pages.metadata if scale is None else pages.metadata | {SCALE: scale}
     column = jnp.arange(layers.page_table.shape[-1])
     had, has = (ring_pages(jnp.minimum(x + 1, window), page_size) for x in (kept.counted, kept.left))
     given_up = jnp.broadcast_to(own & (column >= has) & (column < had), layers.page_table.shape)
-    pages, table = released(dataclasses.replace(pages, pool=pool, planes=planes), layers.page_table, given_up)
+    pages, table = released(
+        dataclasses.replace(pages, pool=pool, metadata=metadata), layers.page_table, given_up
+    )
 
     def by_slot(x):
         return jnp.where(own, jnp.take(x, kept.source, -1), x)

@@ -17,7 +17,7 @@ from pallas_kernels import vertical_slash as attention
 from pallas_kernels.running_topk import running_topk
 
 PRIORITY, POSITION = "priority", "position"
-PLANES = {PRIORITY: "float32", POSITION: "int32"}
+METADATA = {PRIORITY: "float32", POSITION: "int32"}
 """Names and dtypes of the entry metadata of such a cache."""
 
 
@@ -46,7 +46,7 @@ def standings(pages: Pages, layer: LayerCache, ring: int) -> Standing:
     table = layer.page_table[..., ring:]
     place = jnp.arange(table.shape[-1] * pages.pool.shape[1])
     priority, position = (
-        pages.planes[name].at[table].get(mode="clip").reshape(*table.shape[:2], -1)
+        pages.metadata[name].at[table].get(mode="clip").reshape(*table.shape[:2], -1)
         for name in (PRIORITY, POSITION)
     )
     return Standing(place < layer.length[..., None], priority, position)

@@ -20,9 +20,9 @@ from pallas_kernels.int8_entries import scales
 
 Arrays = dict[str, np.ndarray]
 """The arrays of a packed cache, by name. "entries" and "ring" [n kv] hold the retained entries and the local windows of
-all head caches (layer, sequence, kv head) one after another, the window's oldest token first. "plane.…" [n] hold the
+all head caches (layer, sequence, kv head) one after another, the window's oldest token first. "metadata.…" [n] hold the
 metadata of the retained entries. "length" [l b k], "seen" [b], "priority", "numbers.…" and "state.…" [l b …] and
-"trail.…" [b …] are as in the cache, as is "key_scale" if there is one, and "sliding" with slots for its tokens.
+"observations.…" [b …] are as in the cache, as is "key_scale" if there is one, and "sliding" with slots for its tokens.
 "origin" [b] and "hidden" [b s] are there if tokens of windows were dropped."""
 ORIGIN, HIDDEN = "origin", "hidden"
 
@@ -125,16 +125,16 @@ def packed(cache: Cache) -> Arrays:
     found = {"entries": pool[at], "ring": pool[in_ring], "seen": np.asarray(cache.seen)[live]}
     if (origin := np.asarray(cache.origin)[live]).any():
         found[ORIGIN] = origin
-    found |= {f"plane.{name}": np.asarray(x)[at] for name, x in pages.planes.items()}
+    found |= {f"metadata.{name}": np.asarray(x)[at] for name, x in pages.metadata.items()}
     found |= {name: x[:, live] for name, x in leaves_by_path(_small(layers)).items()}
-    trail = _all_in_order(jax.tree.map(np.asarray, cache.trail), cache.trail, order, 2)
-    trail = jax.tree.map(lambda x: _as_floats(x, pages.dtype)[live], trail)
+    observations = _all_in_order(jax.tree.map(np.asarray, cache.observations), cache.observations, order, 2)
+    observations = jax.tree.map(lambda x: _as_floats(x, pages.dtype)[live], observations)
     if cache.sliding is not None:
         slots = slots_for(cache.sliding_window, table_tokens(int(found["seen"].max())))
         found["sliding"] = _as_floats(np.asarray(cache.sliding), pages.dtype)[:, live, :, :slots]
         if cache.hidden is not None and (hidden := np.asarray(cache.hidden)[live, :slots]).any():
             found[HIDDEN] = hidden
-    return found | leaves_by_path({"trail": trail})
+    return found | leaves_by_path({"observations": observations})
 
 
 def _as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
@@ -181,18 +181,18 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     in_ring = _addresses(table, slots.place // size, slots, size, local, order)
     pool = np.zeros(like.pages.pool.shape, arrays["entries"].dtype)
     pool[at], pool[in_ring] = arrays["entries"], arrays["ring"]
-    planes = {}
-    for name, plane in like.pages.planes.items():
-        planes[name] = np.zeros(plane.shape, plane.dtype)
-        planes[name][at] = arrays[f"plane.{name}"]
+    metadata = {}
+    for name, field in like.pages.metadata.items():
+        metadata[name] = np.zeros(field.shape, field.dtype)
+        metadata[name][at] = arrays[f"metadata.{name}"]
     if like.pages.int8 and window > 1:
         by_slot = rows(arrays[f"numbers.{SCALE}"], 1).reshape(-1, window - 1)
-        planes[SCALE][in_ring] = by_slot[slots.row, slots.place]
+        metadata[SCALE][in_ring] = by_slot[slots.row, slots.place]
     bounds = like.pages.bounds
     if bounds is not None:
         bounds, k = np.full(bounds.shape, np.inf, bounds.dtype), arrays["entries"][:, : pool.shape[-1] // 2]
         if like.pages.int8:
-            of_key = scales(jnp.asarray(arrays[f"plane.{SCALE}"]))[0]
+            of_key = scales(jnp.asarray(arrays[f"metadata.{SCALE}"]))[0]
             of_head = rows(arrays["key_scale"], 1).reshape(-1, k.shape[-1])[stored.row]
             k = (k * np.asarray(of_key)[:, None] * of_head).astype(like.pages.dtype)
         k = k.astype(bounds.dtype)
@@ -200,7 +200,7 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     free = np.tile(np.arange(local, dtype=np.int32)[::-1], shards)
     pages = changed(
         like.pages, pool=pool.view(like.pages.pool.dtype), free=free, free_count=(local - used).astype(np.int32),
-        bounds=bounds, planes=planes,
+        bounds=bounds, metadata=metadata,
     )  # fmt: skip
     small = _small(like.layers)
     names = leaves_by_path(small)
@@ -212,17 +212,23 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     small = jax.tree.unflatten(jax.tree.structure(small), padded)
     layers = changed(like.layers, page_table=table, **small)
     layers = _all_in_order(layers, like.layers, placed, 0)
-    trail = leaves_by_path({"trail": like.trail})
-    trail = [rows(arrays[name], 0).view(x.dtype) for name, x in trail.items()]
-    trail = jax.tree.unflatten(jax.tree.structure(like.trail), trail)
-    trail = _all_in_order(trail, like.trail, placed, 2)
+    observations = leaves_by_path({"observations": like.observations})
+    observations = [rows(arrays[name], 0).view(x.dtype) for name, x in observations.items()]
+    observations = jax.tree.unflatten(jax.tree.structure(like.observations), observations)
+    observations = _all_in_order(observations, like.observations, placed, 2)
     windows = like.sliding
     if windows is not None:
         windows = rows(arrays["sliding"], 1).view(windows.dtype)
     hidden = like.hidden
     if hidden is not None:
         hidden = rows(arrays[HIDDEN], 0) if HIDDEN in arrays else np.zeros(hidden.shape, bool)
-    small = {"seen": seen, "origin": origin, "trail": trail, "sliding": windows, "hidden": hidden}
+    small = {
+        "seen": seen,
+        "origin": origin,
+        "observations": observations,
+        "sliding": windows,
+        "hidden": hidden,
+    }
     whole = changed(like, pages=pages, layers=layers, **small)
     return jax.tree.map(_put, whole, like)
 

@@ -30,7 +30,8 @@ INT8_TPU_PAGES = 32, 128
 """Tokens per page of int8 entries on a TPU. 32 is its smallest tile of int8 numbers. With 128 a page's scales fill one
 row of lanes; XLA would copy smaller rows before they are read."""
 SCALE = "scale"
-"""The plane with the scales of int8 entries (`pallas_kernels.int8_entries`), of those in local windows, too."""
+"""The name of the metadata field with the scales of int8 entries (`pallas_kernels.int8_entries`), including those in
+local windows."""
 
 
 def default_page_size(*, selects: bool, int8: bool = False) -> int:
@@ -74,8 +75,8 @@ class Pages:
     bounds: Float[Array, "p kv"] | None = None
     """Bounds of the keys k in each page of retained entries, for policies that select pages: the smallest components of
     k, followed by those of −k. They are infinite where there are no keys, and float32 where the pool holds bits."""
-    planes: dict[str, Shaped[Array, "p page"]] = dataclasses.field(default_factory=dict)
-    """The methods' own metadata of the retained entries, by name (`kvjax.cache.planes`)."""
+    metadata: dict[str, Shaped[Array, "p page"]] = dataclasses.field(default_factory=dict)
+    """The methods' own metadata of the retained entries, by name (`kvjax.cache.metadata`)."""
     others: Int[Array, " p"] | None = None
     """The number of head caches that hold each page in addition to the first (`kvjax.cache.branches`). None if no page
     is shared."""
@@ -84,7 +85,7 @@ class Pages:
         self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"], key_scale: KeyScale
     ) -> Float[Array, "b k s kv"]:
         """Return the entries at these places. key_scale: the layer's."""
-        scale = self.planes[SCALE][page, offset] if self.int8 else None
+        scale = self.metadata[SCALE][page, offset] if self.int8 else None
         return self.as_entries(self.pool[page, offset], scale, key_scale)
 
     def rows(self, page_table: Int[Array, "b k c"], key_scale: KeyScale) -> Float[Array, "b k s kv"]:
@@ -94,7 +95,7 @@ class Pages:
             found = x.at[page_table].get(mode="clip")
             return found.reshape(*page_table.shape[:2], -1, *x.shape[2:])
 
-        scale = gathered(self.planes[SCALE]) if self.int8 else None
+        scale = gathered(self.metadata[SCALE]) if self.int8 else None
         return self.as_entries(gathered(self.pool), scale, key_scale)
 
     def as_stored(
@@ -122,7 +123,7 @@ class Pages:
     @property
     def nbytes(self) -> int:
         """Bytes of the entries, their bounds and their metadata."""
-        return sum(x.nbytes for x in jax.tree.leaves((self.pool, self.bounds, self.planes)))
+        return sum(x.nbytes for x in jax.tree.leaves((self.pool, self.bounds, self.metadata)))
 
 
 @struct
@@ -137,7 +138,7 @@ class LayerCache:
     priority: Float[Array, "*l b k r"]
     """Priorities of the local window's tokens, by slot."""
     numbers: dict[str, Shaped[Array, "*l b k r"]]
-    """Metadata of the local window's tokens, by slot, as `Pages.planes` has it for retained entries."""
+    """Metadata of the local window's tokens, by slot, as `Pages.metadata` has it for retained entries."""
     state: Any
     """The methods' memories (`kvjax.policies.policy.States`)."""
     key_scale: Float[Array, "*l b k h"] | None = None
@@ -158,8 +159,8 @@ class Cache:
     origin: Int[Array, " b"]
     """The number of tokens that the local window does not count: 0, and more once tokens of the window were dropped
     (`kvjax.cache.dropping`)."""
-    trail: Any
-    """Observation buffers, in the pytree that the eviction defines (`kvjax.cache.trail`)."""
+    observations: Any
+    """Observation buffers, in the pytree that the eviction defines (`kvjax.cache.observations`)."""
     window: int = static()
     """The number of last tokens that are always visible, the query's included. The local window has one slot fewer."""
     limit: int | None = static(default=None)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.max_entries import PRIORITY, Turnover
+from kvjax.cache.metadata import appended, in_front, placed
 from kvjax.cache.pages import SCALE, LayerCache, Pages, ring_pages, with_keys
-from kvjax.cache.planes import appended, in_front, placed
 from kvjax.errors import UserError
 from pallas_kernels.paged_decode import Append
 
@@ -95,7 +95,7 @@ def push(
     """Write this call's first `valid` tokens of each sequence: they enter the local window, the oldest tokens leave it,
     and those of the leaving tokens that are kept become retained entries.
 
-    `priority` comes from `ring_priority`. `numbers` is the metadata of this call's tokens, for the planes that are
+    `priority` comes from `ring_priority`. `numbers` is the metadata of this call's tokens, for the fields that are
     written; it moves with the tokens.
     """
     batch, heads, tokens, _ = kv.shape
@@ -115,15 +115,15 @@ def push(
     }
     table = layer.page_table[..., ring_pages(window, page_size) :]
     if turnover.gone is None:
-        planes = {
+        metadata = {
             name: appended(
-                pages.planes[name], table, had, in_front(x[..., :tokens], stays), layer.length - had
+                pages.metadata[name], table, had, in_front(x[..., :tokens], stays), layer.length - had
             )
             for name, x in numbers.items()
         }
     else:
-        planes = {
-            name: placed(pages.planes[name], table, place, x[..., :tokens])
+        metadata = {
+            name: placed(pages.metadata[name], table, place, x[..., :tokens])
             for name, x in (numbers | {PRIORITY: priority}).items()
         }
     column = ring_pages(window, page_size) + place // page_size
@@ -148,8 +148,8 @@ def push(
     if scale is not None:
         place = jnp.where(entering >= 0, ring_slot, _ring_end(window, page_size))[:, None]
         new = jnp.take_along_axis(scale, token, 2)
-        planes[SCALE] = _in_ring(planes[SCALE], layer, jnp.broadcast_to(place, shape), new, window)
-    pages = dataclasses.replace(pages, pool=pool, bounds=bounds, planes=pages.planes | planes)
+        metadata[SCALE] = _in_ring(metadata[SCALE], layer, jnp.broadcast_to(place, shape), new, window)
+    pages = dataclasses.replace(pages, pool=pool, bounds=bounds, metadata=pages.metadata | metadata)
 
     now = seen + valid
     newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
@@ -165,15 +165,15 @@ def _ring_end(window: int, page_size: int) -> int:
 
 
 def _in_ring(
-    plane: Shaped[Array, "p page"],
+    field: Shaped[Array, "p page"],
     layer: LayerCache,
     slot: Int[Array, "b k r"],
     new: Shaped[Array, "b k r"],
     window: int,
 ) -> Shaped[Array, "p page"]:
-    """Return the plane with numbers of the local window's tokens written at these slots, past whose end they are
+    """Return the field with numbers of the local window's tokens written at these slots, past whose end they are
     dropped."""
-    return placed(plane, layer.page_table[..., : ring_pages(window, plane.shape[1])], slot, new)
+    return placed(field, layer.page_table[..., : ring_pages(window, field.shape[1])], slot, new)
 
 
 class Reserved(NamedTuple):
@@ -322,13 +322,13 @@ def push_one(
     slot, table = seen % max(slots, 1), layer.page_table[..., ring_pages(window, page_size) :]
     place = jnp.where(at.stays, at.place, table.shape[-1] * page_size)[..., None]
     moved = {name: layer.numbers[name][b, :, slot][..., None] for name in numbers} if slots else dict(numbers)
-    moved |= {PRIORITY: oldest} if PRIORITY in pages.planes else {}
-    planes = {name: placed(pages.planes[name], table, place, x) for name, x in moved.items()}
+    moved |= {PRIORITY: oldest} if PRIORITY in pages.metadata else {}
+    metadata = {name: placed(pages.metadata[name], table, place, x) for name, x in moved.items()}
     if pages.int8 and slots:
         end = jnp.where(valid > 0, slot, _ring_end(window, page_size))[:, None, None]
         own = jnp.broadcast_to(end, place.shape)
-        planes[SCALE] = _in_ring(planes[SCALE], layer, own, numbers[SCALE], window)
-    pages = dataclasses.replace(pages, planes=pages.planes | planes)
+        metadata[SCALE] = _in_ring(metadata[SCALE], layer, own, numbers[SCALE], window)
+    pages = dataclasses.replace(pages, metadata=pages.metadata | metadata)
     if pages.bounds is not None:
         kept = (at.append.moved if slots else at.append.slot)[..., None]
         page, offset = kept // page_size, kept % page_size

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.cache.max_entries import PLANES
+from kvjax.cache.max_entries import METADATA
 from kvjax.cache.pages import Cache, LayerCache, ring_pages
 from kvjax.mesh import BATCH, HEADS, P
 from kvjax.struct import struct
@@ -23,11 +23,11 @@ class Mark:
 
     layers: LayerCache
     seen: Int[Array, " b"]
-    trail: Any
+    observations: Any
     free: Int[Array, " p"]
     free_count: Int[Array, " shards"]
     bounds: Float[Array, "p kv"] | None
-    planes: dict[str, Shaped[Array, "p page"]]
+    metadata: dict[str, Shaped[Array, "p page"]]
     rings: Shaped[Array, "l b k r page kv"] | None
     """The pages of the local windows; None if `pool` holds them."""
     pool: Shaped[Array, "p page kv"] | None
@@ -42,7 +42,7 @@ class Mark:
 def marked(cache: Cache) -> Mark:
     """Return a mark of the cache as it is. It holds copies, so the cache may be donated."""
     ring, pages = ring_pages(cache.window, cache.page_size), cache.pages
-    capped = set(PLANES) <= set(pages.planes)
+    capped = set(METADATA) <= set(pages.metadata)
 
     def rings(pool, table):
         return pool[table[..., :ring]]
@@ -50,7 +50,7 @@ def marked(cache: Cache) -> Mark:
     spec = P(None, BATCH, HEADS, None, None, None)
     held = None if capped else jax.shard_map(rings, out_specs=spec)(pages.pool, cache.layers.page_table)
     mark = Mark(
-        cache.layers, cache.seen, cache.trail, pages.free, pages.free_count, pages.bounds, pages.planes, held,
+        cache.layers, cache.seen, cache.observations, pages.free, pages.free_count, pages.bounds, pages.metadata, held,
         pages.pool if capped else None, cache.sliding, cache.hidden,
     )  # fmt: skip
     return jax.tree.map(jnp.copy, mark)
@@ -62,9 +62,14 @@ def taken_back(cache: Cache, mark: Mark) -> Cache:
     pool = mark.pool
     if pool is None:
         pool = _with_rings(cache.pages.pool, mark.layers.page_table, mark.rings)
-    beside = {"free": mark.free, "free_count": mark.free_count, "bounds": mark.bounds, "planes": mark.planes}
+    beside = {
+        "free": mark.free,
+        "free_count": mark.free_count,
+        "bounds": mark.bounds,
+        "metadata": mark.metadata,
+    }
     pages = dataclasses.replace(cache.pages, pool=pool, **beside)
-    small = {name: getattr(mark, name) for name in ("layers", "seen", "trail", "sliding", "hidden")}
+    small = {name: getattr(mark, name) for name in ("layers", "seen", "observations", "sliding", "hidden")}
     return dataclasses.replace(cache, pages=pages, **small)
 
 

@@ -18,7 +18,7 @@ from kvjax.cache.pages import SCALE
 from kvjax.errors import LARGEST_INT, UserError, shown
 
 DESCRIPTION = "cache.json"
-FORMAT = 1
+FORMAT = 2
 """The version of the folder's format. Any other version is refused."""
 FOLDER = re.compile(r"arrays-[0-9a-f]{8}")
 """Name of the folder with the arrays."""
@@ -80,7 +80,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "page_size": lambda x: _count(x, 1, 1 << 14),
     "dtype": DTYPES.__contains__,
     "selects": lambda x: type(x) is bool,
-    "planes": lambda x: _named(x, _dtype),
+    "metadata": lambda x: _named(x, _dtype),
     "tokens": lambda x: _listed(x, lambda n: _count(n, 1, LARGEST_INT // 2)) and len(x) > 0,
     "origin": lambda x: x is None or _listed(x, _count),  # only where tokens of the window were dropped
     "held": lambda x: (
@@ -166,7 +166,7 @@ def described_arrays(found: Mapping[str, Any]) -> dict[str, tuple[list[int], str
     stored = sum(map(sum, found["held"])) - ring
     width = found["arrays"]["entries"]["shape"][-1:]
     by_slot = [layers, sequences, heads, slots]
-    planes, int8 = found["planes"].items(), SCALE in found["planes"]
+    metadata, int8 = found["metadata"].items(), SCALE in found["metadata"]
     dtype = "int8" if int8 else found["dtype"]
     key_scale = {"key_scale": ([layers, sequences, heads, width[0] // 2], "float32")} if int8 else {}
     origin = {} if found.get("origin") is None else {"origin": ([sequences], "int32")}
@@ -179,10 +179,10 @@ def described_arrays(found: Mapping[str, Any]) -> dict[str, tuple[list[int], str
             "seen": ([sequences], "int32"),
             "length": ([layers, sequences, heads], "int32"),
             "priority": (by_slot, "float32"),
-            **{f"plane.{name}": ([stored], dtype) for name, dtype in planes},
+            **{f"metadata.{name}": ([stored], dtype) for name, dtype in metadata},
             **{
                 f"numbers.{name}": (by_slot, dtype)
-                for name, dtype in planes
+                for name, dtype in metadata
                 if f"numbers.{name}" in found["arrays"]
             },
         }
@@ -195,7 +195,7 @@ def check_lengths(path: Path, found: Mapping[str, Any], arrays: Arrays) -> None:
     beyond = np.maximum(seen.astype(np.int64) - slots, 0)[:, None]
     origin = arrays[ORIGIN].tolist() if ORIGIN in arrays else None
     held = (length.astype(np.int64) + np.minimum(counted_tokens(found), slots)[:, None]).sum(1)
-    missing = found["policy"] == "full" and POSITION not in found["planes"] and (length < beyond).any()
+    missing = found["policy"] == "full" and POSITION not in found["metadata"] and (length < beyond).any()
     other = (seen.tolist(), origin) != (found["tokens"], found.get("origin"))
     if other or (length < 0).any() or (length > beyond).any() or missing:
         raise UserError(f"{path}: damaged, its rows have other lengths than its tokens allow")
@@ -213,11 +213,11 @@ def check_numbers(path: Path, arrays: Arrays, window: int) -> None:
         wrong = ~np.isfinite(x)
         if name.startswith("state"):
             wrong &= ~np.isneginf(x)
-        elif name.startswith(("priority", "numbers.", "plane.")):
+        elif name.startswith(("priority", "numbers.", "metadata.")):
             wrong = np.isnan(x) & (name != "priority")
         if wrong.any():
             raise UserError(f"{path}: damaged, its {name} is not finite")
-    if (position := arrays.get(f"plane.{POSITION}")) is not None:
+    if (position := arrays.get(f"metadata.{POSITION}")) is not None:
         row = places(arrays["length"]).row
         heads = arrays["length"].shape[2]
         sequence = row // heads % len(arrays["seen"])

@@ -169,7 +169,7 @@ class Layout:
     """True: the pool holds int8 numbers with scales; only sliding windows are stored as above."""
     bounds: Any = None
     """Dtype of the bounds of each page's keys; None: there are none."""
-    planes: tuple[tuple[str, Any], ...] = ()
+    metadata: tuple[tuple[str, Any], ...] = ()
     """Names and dtypes of the entry metadata, those of `max_entries` included. Int8 entries have their scales
     besides."""
     limit: int | None = None
@@ -191,10 +191,12 @@ class Layout:
         return entry_bytes(self.head_dim, self.dtype, int8=self.int8)
 
 
-def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h"] | None = None) -> Cache:
+def empty(
+    layout: Layout, state: Any, observations: Any, key_scale: Float[Array, "l k h"] | None = None
+) -> Cache:
     """Return a cache that has seen nothing, on the current mesh. Jit it: run eagerly it is a hundred small programs.
 
-    state, trail: the methods' memories before the first token, `[l b …]`, and observation buffers `[b w l …]`.
+    state, observations: the methods' memories before the first token, `[l b …]`, and observation buffers `[b w l …]`.
     key_scale: as in `LayerCache`, for all sequences; None: 1, if entries are int8.
     """
     layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
@@ -213,8 +215,8 @@ def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h
     bounds = None
     if layout.bounds is not None:
         bounds = jnp.full((shards * pages, width), jnp.inf, layout.bounds, out_sharding=P(SHARDS, None))
-    kinds = dict(layout.planes) | ({SCALE: jnp.int32} if layout.int8 else {})
-    planes = {
+    kinds = dict(layout.metadata) | ({SCALE: jnp.int32} if layout.int8 else {})
+    metadata = {
         name: jnp.zeros(pool.shape[:2], dtype, out_sharding=P(SHARDS, None)) for name, dtype in kinds.items()
     }
     numbers = {
@@ -234,7 +236,7 @@ def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h
         key_scale = jnp.broadcast_to(key_scale, (layers, batch, heads, layout.head_dim), out_sharding=rows)
         layer_cache = dataclasses.replace(layer_cache, key_scale=key_scale)
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
-    pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
+    pages_ = Pages(pool, free, count, layout.dtype, bounds, metadata)
     windows, hidden = None, None
     if layout.sliding_layers:
         shape = layout.sliding_layers, batch, heads, layout.sliding_slots, width
@@ -242,7 +244,7 @@ def empty(layout: Layout, state: Any, trail: Any, key_scale: Float[Array, "l k h
         if layout.masks_windows:
             hidden = jnp.zeros((batch, layout.sliding_slots), bool, out_sharding=P(BATCH, None))
     return Cache(
-        pages_, layer_cache, seen, jnp.zeros_like(seen), trail, window=layout.window, limit=layout.limit,
+        pages_, layer_cache, seen, jnp.zeros_like(seen), observations, window=layout.window, limit=layout.limit,
         sliding=windows, hidden=hidden, sliding_window=layout.sliding_window, head_order=layout.head_order,
     )  # fmt: skip
 
@@ -269,7 +271,7 @@ def resize(cache: Cache, pages: int, columns: int = 0, tokens: int = 0) -> Cache
             free_count=count,
             dtype=old.dtype,
             bounds=None if old.bounds is None else jnp.where(held[:, None], old.bounds[source], jnp.inf),
-            planes={name: x[source] for name, x in old.planes.items()},
+            metadata={name: x[source] for name, x in old.metadata.items()},
             others=None if old.others is None else jnp.where(held, old.others[source], 0),
         )
         return new, dataclasses.replace(layers, page_table=table)

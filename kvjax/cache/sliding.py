@@ -64,7 +64,7 @@ def written(
     window: int,
 ) -> tuple[Shaped[Array, "l b k s kv"], Bool[Array, "b s"] | None]:
     """Return the windows, and the mask of their dropped tokens, with the newest of a call's first `valid` tokens
-    (`kvjax.cache.trail.newest`), before which there were `seen`."""
+    (`kvjax.cache.observations.newest`), before which there were `seen`."""
     slots, row = turns(windows, window), jnp.arange(len(seen))[:, None]
     index = jnp.arange(new.shape[3]) + jnp.maximum(valid - slots, 0)[:, None]
     slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % slots, windows.shape[3])

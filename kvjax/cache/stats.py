@@ -29,7 +29,7 @@ class Stats:
     """Bytes of the allocated pool with its entry metadata, on all devices."""
     full_bytes: int
     """Bytes of a full cache of these tokens, in the model's dtype."""
-    planes: tuple[str, ...] = ()
+    metadata: tuple[str, ...] = ()
     """Names of the entry metadata, whose bytes are counted."""
 
     def __repr__(self) -> str:
@@ -76,5 +76,5 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
         page_size=cache.page_size,
         bytes=cache.pages.nbytes,
         full_bytes=int(seen.sum()) * full,
-        planes=tuple(cache.pages.planes),
+        metadata=tuple(cache.pages.metadata),
     )

@@ -76,7 +76,7 @@ class Pool:
         whole = dataclasses.replace(whole, pages=dataclasses.replace(whole.pages, others=others))
         self._pages, self._form = whole.pages, dataclasses.replace(whole, limit=layout.pages)
         decoding = drop_observation_state(whole, policy.decode)
-        self._slots, self._lasting = row_of(decoding), set(decoding.pages.planes)
+        self._slots, self._lasting = row_of(decoding), set(decoding.pages.metadata)
         table = layout.layers * layout.kv_heads * decoding.layers.page_table.shape[-1]
         self._piece = max(1, min(PIECE, table // axis_size("tensor")))
         self._free: int | None = None
@@ -93,7 +93,7 @@ class Pool:
     @property
     def knows_positions(self) -> bool:
         """True if the positions of entries are known, so that spans can be dropped."""
-        return POSITION in self._pages.planes
+        return POSITION in self._pages.metadata
 
     @property
     def is_counted(self) -> bool:
@@ -212,14 +212,14 @@ class Pool:
         self._changed()
         return empty
 
-    def _cache(self, row: Row, planes: set[str] | None = None) -> Cache:
-        """Return sequences as a cache with the planes of these names; None: with all planes."""
-        own = {name: x for name, x in self._pages.planes.items() if planes is None or name in planes}
+    def _cache(self, row: Row, metadata: set[str] | None = None) -> Cache:
+        """Return sequences as a cache with the metadata fields of these names; None: with all of them."""
+        own = {name: x for name, x in self._pages.metadata.items() if metadata is None or name in metadata}
         rest: dict[str, Any] = row._asdict()
-        return dataclasses.replace(self._form, pages=dataclasses.replace(self._pages, planes=own), **rest)
+        return dataclasses.replace(self._form, pages=dataclasses.replace(self._pages, metadata=own), **rest)
 
     def _keep(self, cache: Cache) -> Row:
-        planes, others = self._pages.planes | cache.pages.planes, cache.pages.others
+        metadata, others = self._pages.metadata | cache.pages.metadata, cache.pages.others
         others = self._pages.others if others is None else others
-        self._pages = dataclasses.replace(cache.pages, planes=planes, others=others)
+        self._pages = dataclasses.replace(cache.pages, metadata=metadata, others=others)
         return row_of(cache)

@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     layers: LayerCache
     seen: Int[Array, " 1"]
-    trail: Any
+    observations: Any
     sliding: Any
     origin: Int[Array, " 1"]
     hidden: Bool[Array, "1 s"] | None
@@ -39,12 +39,12 @@ AXES = 1, 0, 0, 1, 0, 0
 
 
 Contents = dict[str, Shaped[Array, "n ..."] | dict[str, Shaped[Array, "n ..."]] | None]
-"""The contents of pages: of the pool, the bounds and the planes."""
+"""The contents of pages: of the pool, the bounds and the entry metadata."""
 
 
 def row_of(cache: Cache) -> Row:
     """Return what a cache of one sequence has in addition to its pages."""
-    return Row(cache.layers, cache.seen, cache.trail, cache.sliding, cache.origin, cache.hidden)
+    return Row(cache.layers, cache.seen, cache.observations, cache.sliding, cache.origin, cache.hidden)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -202,7 +202,7 @@ def _listed(
 
 def contents_of(pages: Pages) -> Contents:
     """Return the contents of all pages."""
-    return {"pool": pages.pool, "bounds": pages.bounds, "planes": pages.planes}
+    return {"pool": pages.pool, "bounds": pages.bounds, "metadata": pages.metadata}
 
 
 def _specs(tree: Any) -> Any:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import SCALE
-from kvjax.policies.base import Eviction, Numbers, Observer, Planes, State, TokenMetadata, Trail
-from kvjax.policies.eviction.wrapper import planes_of
+from kvjax.policies.base import Eviction, Metadata, Numbers, Observations, Observer, State, TokenMetadata
+from kvjax.policies.eviction.wrapper import metadata_of
 from kvjax.policies.views import Readout, Shape, Step, Stored
 from kvjax.struct import struct
 
@@ -20,11 +20,11 @@ class JointEviction(TokenMetadata, Observer, Eviction):
     """The methods whose state is kept, without wrappers."""
 
     @property
-    def planes(self) -> Mapping[str, str]:
+    def metadata(self) -> Mapping[str, str]:
         return {
             _own(i, name): dtype
             for i, method in enumerate(self.methods)
-            for name, dtype in planes_of(method).items()
+            for name, dtype in metadata_of(method).items()
         }
 
     @property
@@ -42,11 +42,13 @@ class JointEviction(TokenMetadata, Observer, Eviction):
             for method, own in zip(self.methods, state, strict=True)
         )
 
-    def trail(self, shape: Shape) -> tuple[Trail, ...]:
-        return tuple(method.trail(shape) if isinstance(method, Observer) else () for method in self.methods)
+    def observations(self, shape: Shape) -> tuple[Observations, ...]:
+        return tuple(
+            method.observations(shape) if isinstance(method, Observer) else () for method in self.methods
+        )
 
-    def trace(self, step: Step) -> tuple[Trail, ...]:
-        return tuple(method.trace(step) if isinstance(method, Observer) else () for method in self.methods)
+    def record(self, step: Step) -> tuple[Observations, ...]:
+        return tuple(method.record(step) if isinstance(method, Observer) else () for method in self.methods)
 
     def numbers(self, state: tuple[State, ...], step: Step, readout: Readout) -> Numbers:
         return {
@@ -55,11 +57,11 @@ class JointEviction(TokenMetadata, Observer, Eviction):
             for name, x in method.numbers(state[i], step, readout).items()
         }
 
-    def update(self, state: tuple[State, ...], planes: Planes, step: Step, readout: Readout) -> Planes:
+    def update(self, state: tuple[State, ...], metadata: Metadata, step: Step, readout: Readout) -> Metadata:
         for i, method in self._writers:
-            new = method.update(state[i], own_planes(planes, i), step, readout)
-            planes = planes | {_own(i, name): new[name] for name in method.planes}
-        return planes
+            new = method.update(state[i], own_metadata(metadata, i), step, readout)
+            metadata = metadata | {_own(i, name): new[name] for name in method.metadata}
+        return metadata
 
     def score(self, state: tuple[State, ...], stored: Stored) -> Float[Array, "b k s"]:
         raise TypeError("what is read together is scored by each method for itself")
@@ -69,9 +71,9 @@ def _own(index: int, name: str) -> str:
     return f"{index} {name}"
 
 
-def own_planes(planes: Mapping[str, Shaped[Array, "..."]], index: int) -> dict[str, Shaped[Array, "..."]]:
+def own_metadata(metadata: Mapping[str, Shaped[Array, "..."]], index: int) -> dict[str, Shaped[Array, "..."]]:
     """Return the entry metadata of one of the methods, by its own names, and the scales of int8 entries."""
     start = _own(index, "")
     return {
-        name.removeprefix(start): x for name, x in planes.items() if name.startswith(start) or name == SCALE
+        name.removeprefix(start): x for name, x in metadata.items() if name.startswith(start) or name == SCALE
     }

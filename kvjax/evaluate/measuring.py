@@ -21,12 +21,12 @@ from kvjax.errors import UserError
 from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.interval import mean_interval
-from kvjax.evaluate.joint_eviction import JointEviction, own_planes
+from kvjax.evaluate.joint_eviction import JointEviction, own_metadata
+from kvjax.inference import reconstruction
 from kvjax.inference.eviction import TokenRows, at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.inference.forward import drop_observation_state, feed
 from kvjax.inference.prefill import CHUNK, prefill
-from kvjax.inference.reread import all_of, reread
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import BIAS, Reconstruction
@@ -159,7 +159,7 @@ def compact(
     def at_end(compiled: CompiledPolicy, cache: Cache, rows: TokenRows) -> Cache:
         run = partial(feed, model, compiled.host, compiled.read, chunk=CHUNK)
         steps = at_prompt_end(model, compiled, cache, rows, observers, run, reconstructed=reconstructed)
-        return all_of(steps)
+        return reconstruction.all_of(steps)
 
     return _continued(model, policy, reading, group, watch, at_end)
 
@@ -171,7 +171,7 @@ def reconstruct(
     at all budgets."""
 
     def run(compiled: CompiledPolicy, cache: Cache, rows: TokenRows) -> Cache:
-        return all_of(reread(model, compiled, cache, rows))
+        return reconstruction.all_of(reconstruction.reconstruct(model, compiled, cache, rows))
 
     return _continued(model, policy, reading, group, watch, run)
 
@@ -212,7 +212,7 @@ def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: M
 def measured_alone(policy: Policy) -> bool:
     """Return True if a policy's reading serves no other policy, or needs guidance that is read after the context."""
     guided = policy.schedule is not None and bool(policy.schedule.trigger.guidance)
-    return guided or policy.max_entries is not None or BIAS in policy.planes
+    return guided or policy.max_entries is not None or BIAS in policy.metadata
 
 
 def measure_together(
@@ -257,13 +257,13 @@ def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
     """Return contexts that were read together, with one method's state, observation buffer and entry metadata alone."""
     layers, pages = reading.cache.layers, reading.cache.pages
     states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
-    layers = dataclasses.replace(layers, state=states, numbers=own_planes(layers.numbers, index))
+    layers = dataclasses.replace(layers, state=states, numbers=own_metadata(layers.numbers, index))
     pages = dataclasses.replace(
         pages,
         bounds=None if method.selection is None else pages.bounds,
-        planes=own_planes(pages.planes, index),
+        metadata=own_metadata(pages.metadata, index),
     )
-    own = {"layers": layers, "pages": pages, "trail": reading.cache.trail[index]}
+    own = {"layers": layers, "pages": pages, "observations": reading.cache.observations[index]}
     return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, **own))
 
 

@@ -21,7 +21,7 @@ from kvjax.inference.key_scale import key_scale
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards, gather, on_cpu, on_host
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import Trail
+from kvjax.policies.base import Observations
 from kvjax.policies.compiled import CompiledPolicy, States, View
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
@@ -138,7 +138,7 @@ def layout_for(
         head_order: that of `ModelConfig`.
 
     Raises:
-        UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
+        UserError: metadata that has the name of one of the cache's own, or more memory than a device has free.
         CapacityError: a capacity below what the windows take, or above what a device has free.
     """
     page_size = page_size_of(policy, page_size, int8=int8)
@@ -149,11 +149,11 @@ def layout_for(
         table = min(table, most + policy.window - 1)
     dtype = jnp.dtype(dtype)
     stored, bounds = stored_as(dtype)
-    own = {} if most is None else caches.MAX_ENTRIES_PLANES
-    if taken := {caches.PRIORITY, caches.SCALE} & {*policy.planes}:
-        raise UserError(f"policy {policy.name}: a plane called {min(taken)!r} is the cache's own")
-    planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
-    stored_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(own.itemsize for _, own in planes)
+    own = {} if most is None else caches.MAX_ENTRIES_METADATA
+    if taken := {caches.PRIORITY, caches.SCALE} & {*policy.metadata}:
+        raise UserError(f"policy {policy.name}: metadata called {min(taken)!r} is the cache's own")
+    metadata = tuple((name, jnp.dtype(own)) for name, own in (policy.metadata | own).items())
+    stored_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(own.itemsize for _, own in metadata)
     if free is not None:
         rows = sliding_layers * max(batch, windows) // batch_shards() * kv_heads // axis_size(*HEADS)
         free = max(0, free - rows * slots * 2 * head_dim * dtype.itemsize)
@@ -209,7 +209,7 @@ def layout_for(
     return Layout(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
         page_size=page_size, pages=size, dtype=dtype, stored=stored, int8=int8,
-        bounds=None if policy.selection is None else bounds, planes=planes, limit=limit,
+        bounds=None if policy.selection is None else bounds, metadata=metadata, limit=limit,
         sliding_layers=sliding_layers, sliding_window=sliding_window, sliding_slots=slots, head_order=head_order,
         masks_windows=policy.positions,
     )  # fmt: skip
@@ -254,9 +254,9 @@ def laid_out(view: View, layout: Layout, group: int, key_scale: Float[Array, "l 
     def shape(batch: int, heads: int) -> Shape:
         return Shape(batch, heads, group, layout.head_dim, layout.dtype)
 
-    def begun(view: View) -> tuple[States, Trail]:
-        states, trail = view.memories(local, layout.layers)
-        return states, jax.tree.map(as_bits, trail) if layout.stored != layout.dtype else trail
+    def begun(view: View) -> tuple[States, Observations]:
+        states, observations = view.memories(local, layout.layers)
+        return states, jax.tree.map(as_bits, observations) if layout.stored != layout.dtype else observations
 
     local = shape(layout.batch // batch_shards(), layout.kv_heads // axis_size(*HEADS))
     shapes = zip(*(view.memory_shapes(shape(1, heads), layout.layers) for heads in (1, 2)), strict=True)

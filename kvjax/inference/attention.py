@@ -117,25 +117,25 @@ def cached_attention(
         leaving = caches.leaving(counted, valid, tokens, window)[:, None]
         pages = caches.if_finite(pages, ~(leaving & jnp.isnan(priority[..., :tokens])))
         # ask the cache, not the policy: the method that wrote the bias may be gone
-        bias = view.bias(states, step) if BIAS in pages.planes else None
+        bias = view.bias(states, step) if BIAS in pages.metadata else None
         arguments = view, step, pages, layer, priority, bias, counted, valid, implementation
         found = _decode(*arguments, seen, write) if tokens == 1 else _prefill(*arguments)
         o, lse = with_sink(found.o, found.lse, step.sink)
         if not write:
             return o, lse, pages, layer
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
-        scale = pages.planes.get(caches.SCALE)
+        scale = pages.metadata.get(caches.SCALE)
         readout = Readout(
             lse, valid, pages.pool, table, layer.length, found.chosen, scale, layer.key_scale, pages.dtype
         )
         numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
-        if caches.POSITION in pages.planes:
+        if caches.POSITION in pages.metadata:
             numbers |= {caches.POSITION: jnp.broadcast_to(step.position[:, None], step.k.shape[:3])}
         pages, layer = found.push(numbers)
         # the pool as it is now, since the one before would have to be kept, too
-        readout = dataclasses.replace(readout, pool=pages.pool, scale=pages.planes.get(caches.SCALE))
-        planes = view.update(states, pages.planes, step, readout)
-        return o, lse, dataclasses.replace(pages, planes=planes), layer
+        readout = dataclasses.replace(readout, pool=pages.pool, scale=pages.metadata.get(caches.SCALE))
+        metadata = view.update(states, pages.metadata, step, readout)
+        return o, lse, dataclasses.replace(pages, metadata=metadata), layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(view, "data", "fsdp")
@@ -188,18 +188,18 @@ def _decode(
             step.q, bounds, layer.length, layer=step.layer,
             local=jnp.minimum(seen + 1, window), seen=tokens + 1, page_size=page_size,
         )  # fmt: skip
-    (q, k), scale = _scaled(step, layer), pages.planes.get(caches.SCALE)
+    (q, k), scale = _scaled(step, layer), pages.metadata.get(caches.SCALE)
     stored = q, pages.pool, layer.page_table, layer.length, jnp.minimum(seen, window - 1)
     options: dict[str, Any] = {
         "ring_pages": ring, "new": (k, step.v), "pages": chosen, "implementation": implementation,
-        "bias": None if bias is None else pages.planes[BIAS], "scale": scale,
+        "bias": None if bias is None else pages.metadata[BIAS], "scale": scale,
     }  # fmt: skip
     if not write:
         return Attended(*paged_decode(*stored, **options), lambda numbers: (pages, layer), chosen)
     turnover = _displaced(view.admission.keep(), pages, layer, oldest, seen, valid, window)
     at = caches.place_one(pages, layer, turnover, seen, valid, window)
     o, lse, pool = paged_decode_append(*stored, append=at.append, **options)
-    if bias is not None or scale is not None:  # these planes are read before they are written
+    if bias is not None or scale is not None:  # this metadata is read before it is written
         at = at._replace(place=after(at.place, lse))
 
     def push(numbers: Numbers) -> tuple[caches.Pages, caches.LayerCache]:
@@ -244,7 +244,7 @@ def _prefill(
     entries."""
     keep, stored_bias = view.admission.keep(), None
     if bias is not None:
-        stored_bias = pages.planes[BIAS]
+        stored_bias = pages.metadata[BIAS]
         bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], seen), bias], -1)
     if keep.max_entries is not None:
         return _competing(view, step, pages, layer, priority, bias, seen, valid, implementation)
@@ -264,7 +264,7 @@ def _prefill(
         near = vertical_slash(q, k, v, end, window=window, log_gate=bias, **options)
         if alone:
             return near
-        scale = pages.planes.get(caches.SCALE)
+        scale = pages.metadata.get(caches.SCALE)
         stored = paged_decode(
             scaled, pages.pool, table, layer.length, bias=stored_bias, scale=scale, **options
         )
@@ -314,8 +314,8 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
         window=window, exists=exists, position=position, queries=tokens + 1,
     )  # fmt: skip
     if bias is not None:
-        plane = pages.planes[BIAS].at[layer.page_table[..., ring:]].get(mode="clip")
-        bias = jnp.concatenate([plane.reshape(held.exists.shape), bias], -1)
+        of_stored = pages.metadata[BIAS].at[layer.page_table[..., ring:]].get(mode="clip")
+        bias = jnp.concatenate([of_stored.reshape(held.exists.shape), bias], -1)
     following = (stored + window - 1 + valid)[:, None, None]
     stays = end > following
     turnover = caches.Turnover(stays[..., stored : stored + tokens], held.exists & ~stays[..., :stored])

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache import MAX_ENTRIES_PLANES, Cache, capacity_pages, check_alive
+from kvjax.cache import MAX_ENTRIES_METADATA, Cache, capacity_pages, check_alive
 from kvjax.errors import UserError, one_of, shown, warn
 from kvjax.mesh import batch_shards, on_host
 from kvjax.models.config import ModelConfig
@@ -148,14 +148,14 @@ def check_fits(cache: Cache, model: Decoder, policy: CompiledPolicy) -> None:
         raise UserError(f"the cache has window {cache.window}, policy {host.name} has {host.window}")
     shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.dtype)
     needed = later.memory_shapes(shape, layers)
-    held = cache.layers.state, cache.trail
+    held = cache.layers.state, cache.observations
     held = held if later.eviction is not None else (dataclasses.replace(held[0], eviction=()), ())
     sizes = [jax.tree.map(np.shape, memory) for memory in (held, needed)]
-    if sizes[0] != sizes[1] or not set(later.planes) <= set(cache.pages.planes):
+    if sizes[0] != sizes[1] or not set(later.metadata) <= set(cache.pages.metadata):
         raise UserError(
             f"the cache was not made with policy {host.name}, which needs to know more of its tokens"
         )
-    has, needs = set(cache.pages.planes) >= set(MAX_ENTRIES_PLANES), host.max_entries is not None
+    has, needs = set(cache.pages.metadata) >= set(MAX_ENTRIES_METADATA), host.max_entries is not None
     if has != needs:
         its, own = ("with", "none") if has else ("without", "one")
         raise UserError(f"the cache was made {its} max_entries, policy {host.name} has {own}")

@@ -11,13 +11,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, free_counts, if_finite, ring_pages
-from kvjax.cache.planes import appended
-from kvjax.cache.trail import by_layer
+from kvjax.cache.metadata import appended
+from kvjax.cache.observations import by_layer
 from kvjax.inference.forward import bucket
 from kvjax.mesh import BATCH, HEADS, P, gather, on_host, put
 from kvjax.models.decoder import Decoder
 from kvjax.models.layers import gathered
-from kvjax.policies.base import Eviction, LateMetadata, Trail
+from kvjax.policies.base import Eviction, LateMetadata, Observations
 from kvjax.policies.budget import places
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.eviction.wrapper import innermost
@@ -188,11 +188,22 @@ def compacted(
 
     rotation = model.config.rotation()
 
-    def local(eviction, output, pages, layers, trail, seen, head, quota):
-        trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)
-        pages = with_late_numbers(eviction, pages, layers, trail, seen, ring)
+    def local(eviction, output, pages, layers, observations, seen, head, quota):
+        observations = jax.tree.map(lambda buffer: by_layer(buffer, seen, pages.dtype), observations)
+        pages = with_late_numbers(eviction, pages, layers, observations, seen, ring)
         found = scores(
-            eviction, output, pages, layers, trail, seen, head, quota, rotation, entries, cache.window, causal
+            eviction,
+            output,
+            pages,
+            layers,
+            observations,
+            seen,
+            head,
+            quota,
+            rotation,
+            entries,
+            cache.window,
+            causal,
         )
         chosen = compaction.choose(found, layers.length, quota, over, ties, model.config.head_order)
         known = compaction.known(found, layers.length, quota)
@@ -206,7 +217,7 @@ def compacted(
         output_projections(model),
         cache.pages,
         cache.layers,
-        cache.trail,
+        cache.observations,
         cache.seen,
         heads,
         quota,
@@ -239,34 +250,39 @@ compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over
 
 
 def with_late_numbers(
-    eviction: Eviction, pages: Pages, layers: LayerCache, trail: Trail, seen: Int[Array, " b"], ring: int
+    eviction: Eviction,
+    pages: Pages,
+    layers: LayerCache,
+    observations: Observations,
+    seen: Int[Array, " b"],
+    ring: int,
 ) -> Pages:
     """Return the pages with the metadata of the newest entries, which the method knows only now. On one shard."""
     late = innermost(eviction)
     if not isinstance(late, LateMetadata) or not late.pending:
         return pages
 
-    def one(planes, xs):
-        method, layer, trail = xs
-        numbers, count = method.late(trail), jnp.minimum(seen, method.pending)[:, None]
+    def one(metadata, xs):
+        method, layer, observations = xs
+        numbers, count = method.late(observations), jnp.minimum(seen, method.pending)[:, None]
         # in order, from the first one that exists
         first = (method.pending - count)[..., None] + jnp.arange(method.pending)
         first = jnp.minimum(first, method.pending - 1)
         count = jnp.broadcast_to(count, layer.length.shape)
         written = {
             name: appended(
-                planes[name],
+                metadata[name],
                 layer.page_table[..., ring:],
                 layer.length - count,
-                jnp.take_along_axis(x.astype(planes[name].dtype), first, 2),
+                jnp.take_along_axis(x.astype(metadata[name].dtype), first, 2),
                 count,
             )
             for name, x in numbers.items()
         }
-        return planes | written, None
+        return metadata | written, None
 
-    planes, _ = lax.scan(one, pages.planes, (late, layers, trail))
-    return dataclasses.replace(pages, planes=planes)
+    metadata, _ = lax.scan(one, pages.metadata, (late, layers, observations))
+    return dataclasses.replace(pages, metadata=metadata)
 
 
 def scores(
@@ -274,7 +290,7 @@ def scores(
     output: dict[str, Shaped[Array, "l _ d"]],
     pages: Pages,
     layers: LayerCache,
-    trail: Trail,
+    observations: Observations,
     seen: Int[Array, " b"],
     head: Int[Array, "l k"],
     quota: Quota,
@@ -286,7 +302,7 @@ def scores(
     """Return the method's scores of the last `entries` entries of each head cache, aligned with the right end. On one
     shard.
 
-    `output`: `output_projections`. `trail`: by layer,
+    `output`: `output_projections`. `observations`: by layer,
     oldest token first. `rotation`: `ModelConfig.rotation`. `causal`: of `Stored`.
     """
     ring = ring_pages(window, pages.pool.shape[1])
@@ -296,16 +312,16 @@ def scores(
         place = compaction.places(layer.length, entries)
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
         k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
-        planes = {name: x[at] for name, x in pages.planes.items()}
+        metadata = {name: x[at] for name, x in pages.metadata.items()}
         eligible = compaction.eligible_entries(layer.length, since, entries, quota)
         forced = compaction.forced_entries(layer.length, eligible, quota)
         stored = Stored(
             k=k, v=v, place=place, scored=(place >= 0) & (place >= since[..., None]), eligible=eligible,
             forced=forced, count=count, seen=seen, output=by_head(weights, k),
             frequencies=frequencies, rope_scale=rope_scale, layer=index, head=head, causal=causal,
-            planes=planes, trail=remembered,
+            metadata=metadata, observations=remembered,
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)
 
-    xs = eviction, layers, trail, output, head, quota.count, quota.since, rotation
+    xs = eviction, layers, observations, output, head, quota.count, quota.since, rotation
     return eviction.over_layers(lax.scan(one, jnp.int32(0), xs)[1])

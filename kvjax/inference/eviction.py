@@ -18,10 +18,10 @@ from kvjax.inference.compaction import compact_to, overflow_quota, quota, range_
 from kvjax.inference.decode import Recurring
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, memories, padded
-from kvjax.inference.reread import CacheSteps, reread
+from kvjax.inference.reconstruction import CacheSteps, reconstruct
 from kvjax.mesh import on_host, put
 from kvjax.models.decoder import Decoder
-from kvjax.policies.base import Reconstruction, Trail
+from kvjax.policies.base import Observations, Reconstruction
 from kvjax.policies.compiled import CompiledPolicy, States
 from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.policy import Policy
@@ -51,7 +51,7 @@ def at_prompt_end(
     Args:
         observers: as in `kvjax.inference.prefill.read`.
         run: `feed`, to read them with.
-        reconstructed: True if all reconstruction passes were made (`reread`).
+        reconstructed: True if all reconstruction passes were made (`reconstruct`).
     """
     host, dropped = policy.host, [0] * len(rows)
     schedule = host.schedule
@@ -64,7 +64,7 @@ def at_prompt_end(
         cache, dropped = _observed(model, policy, cache, observers, run)
         cache = yield cache
     if isinstance(innermost(host.eviction), Reconstruction) and not reconstructed:
-        cache = yield from reread(model, policy, cache, rows, implementation)
+        cache = yield from reconstruct(model, policy, cache, rows, implementation)
         cache = yield cache
     prefix = [schedule.needs.prefix_of(row) for row in rows]
     stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
@@ -154,7 +154,7 @@ def after_chunk(
 
     patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
     looked = any(row.size for row in patch)
-    memory = jax.tree.map(jnp.copy, (cache.layers.state, cache.trail)) if looked else ()
+    memory = jax.tree.map(jnp.copy, (cache.layers.state, cache.observations)) if looked else ()
     cache, dropped = _observed(model, policy, cache, patch, run)
     seen = [min(row.size, stop) for row in rows]
     stays = quota(
@@ -169,9 +169,11 @@ def after_chunk(
     return _remembering(cache, *memory) if looked else cache
 
 
-def _remembering(cache: Cache, states: States, trail: Trail) -> Cache:
+def _remembering(cache: Cache, states: States, observations: Observations) -> Cache:
     """Return the cache with these memories of the methods."""
-    return dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=states), trail=trail)
+    return dataclasses.replace(
+        cache, layers=dataclasses.replace(cache.layers, state=states), observations=observations
+    )
 
 
 def recurring(policy: Policy, cache: Cache) -> Recurring | None:

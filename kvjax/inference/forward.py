@@ -11,24 +11,24 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache as caches
-from kvjax.cache import MAX_ENTRIES_PLANES, Cache, LayerCache, Pages
+from kvjax.cache import MAX_ENTRIES_METADATA, Cache, LayerCache, Pages
+from kvjax.cache.observations import newest, written
 from kvjax.cache.rollback import marked, taken_back
-from kvjax.cache.trail import newest, written
 from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.sliding import sliding, with_windows
 from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_host, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
-from kvjax.policies.base import BIAS, Trail
+from kvjax.policies.base import BIAS, Observations
 from kvjax.policies.compiled import States, View
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Step
 
 CAPTURED = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse"
 """Arrays of a layer to capture: fields of `Step`, and each query's log-sum-exp over all that it saw [b n t]."""
-MEMORIES = "state", "trail"
-"""Further arrays to capture: the methods' memories after the tokens (`States`), and `Cache.trail`."""
+MEMORIES = "state", "observations"
+"""Further arrays to capture: the methods' memories after the tokens (`States`), and `Cache.observations`."""
 
 
 def forward(
@@ -50,7 +50,8 @@ def forward(
 
     Returns:
         the cache, marked if hidden states are not finite (`kvjax.cache.checks`), the hidden states after the final
-        norm, and what was captured, with a leading layer axis but for the trail. Those of padding mean nothing.
+        norm, and what was captured, with a leading layer axis except for the observations. The values of padding mean
+        nothing.
     """
     if view.window != cache.window:
         raise ValueError(f"the policy's window is {view.window}, the cache's {cache.window}")
@@ -70,8 +71,8 @@ def forward(
         token=tokens,
         frozen=True,
     )
-    trail = _with_traces(cache, new, valid)
-    captured |= {"trail": trail} if "trail" in capture else {}
+    observations = _with_records(cache, new, valid)
+    captured |= {"observations": observations} if "observations" in capture else {}
     if write:
         seen = cache.seen + valid
         layers = dataclasses.replace(layers, key_scale=cache.layers.key_scale)
@@ -79,7 +80,13 @@ def forward(
             pages, layers = settle(cache, pages, layers, reserved)
         windows, hidden = with_windows(cache, entries, valid)
         cache = dataclasses.replace(
-            cache, pages=pages, layers=layers, seen=seen, trail=trail, sliding=windows, hidden=hidden
+            cache,
+            pages=pages,
+            layers=layers,
+            seen=seen,
+            observations=observations,
+            sliding=windows,
+            hidden=hidden,
         )
     hidden = model.norm(x)
     return caches.check_finite(cache, hidden, position >= 0), hidden, captured
@@ -129,9 +136,9 @@ def attending(
             seen=cache.seen, counted=cache.counted, valid=valid, write=write, implementation=implementation,
         )  # fmt: skip
         found = {"lse": lse, "state": layer.state}
-        own = [name for name in capture if name != "trail"]
+        own = [name for name in capture if name != "observations"]
         captured = {name: found[name] if name in found else getattr(step, name) for name in own}
-        new = _traces(view, step, cache.trail, valid)
+        new = _records(view, step, cache.observations, valid)
         layer = dataclasses.replace(layer, key_scale=None)  # nothing was written to it
         if step.q.shape[2] == 1:
             layer = dataclasses.replace(layer, page_table=None)  # nor to this
@@ -140,33 +147,35 @@ def attending(
     return attend
 
 
-def _traces(view: View, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
-    """Return what one layer's tokens add to the cache's observation buffer, `trail`. Raises ValueError for an
-    eviction whose trace is of another form than its trail."""
+def _records(view: View, step: Step, observations: Observations, valid: Int[Array, " b"]) -> Observations:
+    """Return what one layer's tokens add to the cache's observation buffer, `observations`. Raises ValueError for an
+    eviction whose records are of another form than its observation buffer."""
     if view.observer is None:
         return ()
 
     def local(observer, step, valid):
-        found = observer.trace(step)
-        if jax.tree.structure(found) != jax.tree.structure(trail):
-            raise ValueError(f"{type(observer).__name__}: its trace is another pytree than its trail")
+        found = observer.record(step)
+        if jax.tree.structure(found) != jax.tree.structure(observations):
+            raise ValueError(
+                f"{type(observer).__name__}: its records are another pytree than its observation buffer"
+            )
         return jax.tree.map(lambda x, slots: newest(x, slots, valid).astype(step.k.dtype), found, slots)
 
-    slots = jax.tree.map(lambda ring: ring.shape[1], trail)
-    specs = jax.tree.map(lambda ring: P(BATCH, HEADS) if ring.ndim == 5 else P(BATCH), trail)
+    slots = jax.tree.map(lambda buffer: buffer.shape[1], observations)
+    specs = jax.tree.map(lambda buffer: P(BATCH, HEADS) if buffer.ndim == 5 else P(BATCH), observations)
     return jax.shard_map(local, out_specs=specs)(gather(view.observer, "data", "fsdp"), step, valid)
 
 
-def _with_traces(cache: Cache, new: Trail, valid: Int[Array, " b"]) -> Trail:
-    """Return the cache's observation buffer with the `_traces` of a call, which have a leading layer axis."""
+def _with_records(cache: Cache, new: Observations, valid: Int[Array, " b"]) -> Observations:
+    """Return the cache's observation buffer with the `_records` of a call, which have a leading layer axis."""
     if not jax.tree.leaves(new):
-        return cache.trail
+        return cache.observations
 
-    def local(trail, new, seen, valid):
-        return jax.tree.map(lambda ring, x: written(ring, x, seen, valid), trail, new)
+    def local(observations, new, seen, valid):
+        return jax.tree.map(lambda buffer, x: written(buffer, x, seen, valid), observations, new)
 
-    specs = jax.tree.map(lambda ring: jax.typeof(ring).sharding.spec, cache.trail)
-    return jax.shard_map(local, out_specs=specs)(cache.trail, new, cache.seen, valid)
+    specs = jax.tree.map(lambda buffer: jax.typeof(buffer).sharding.spec, cache.observations)
+    return jax.shard_map(local, out_specs=specs)(cache.observations, new, cache.seen, valid)
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")
@@ -189,11 +198,13 @@ def last_logits(
 @jax.jit
 def memories(
     model: Decoder, view: View, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
-) -> tuple[States, Trail, Int[Array, " shards"]]:
+) -> tuple[States, Observations, Int[Array, " shards"]]:
     """Return the memories after the eviction looked at tokens that are not written, and `forward`'s free count."""
-    cache, _, found = forward(model, view, cache, tokens, valid, write=False, capture=("state", "trail"))
+    cache, _, found = forward(
+        model, view, cache, tokens, valid, write=False, capture=("state", "observations")
+    )
     states = dataclasses.replace(cache.layers.state, eviction=found["state"].eviction)
-    return states, found["trail"], cache.pages.free_count
+    return states, found["observations"], cache.pages.free_count
 
 
 def drop_observation_state(cache: Cache, later: View) -> Cache:
@@ -201,17 +212,17 @@ def drop_observation_state(cache: Cache, later: View) -> Cache:
     it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
     that only differ in an eviction whose work is done then run one program. Positions of entries stay, by which a span
     may be dropped later."""
-    lasting = {*later.planes, BIAS, caches.SCALE, *MAX_ENTRIES_PLANES}
-    numbers, planes = (
-        {name: plane for name, plane in x.items() if name in lasting}
-        for x in (cache.layers.numbers, cache.pages.planes)
+    lasting = {*later.metadata, BIAS, caches.SCALE, *MAX_ENTRIES_METADATA}
+    numbers, metadata = (
+        {name: numbers for name, numbers in x.items() if name in lasting}
+        for x in (cache.layers.numbers, cache.pages.metadata)
     )
-    layers, pages = cache.layers, dataclasses.replace(cache.pages, planes=planes)
+    layers, pages = cache.layers, dataclasses.replace(cache.pages, metadata=metadata)
     layers = dataclasses.replace(layers, numbers=numbers)
     if later.eviction is not None:
         return dataclasses.replace(cache, pages=pages, layers=layers)
     layers = dataclasses.replace(layers, state=dataclasses.replace(layers.state, eviction=()))
-    return dataclasses.replace(cache, pages=pages, layers=layers, trail=())
+    return dataclasses.replace(cache, pages=pages, layers=layers, observations=())
 
 
 SIZES = 16, 64, 256, 1024, 2048, 4096, 8192, 16384

@@ -54,7 +54,7 @@ from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Method
 from kvjax.policies.compiled import CompiledPolicy, by_head
-from kvjax.policies.eviction.wrapper import planes_of
+from kvjax.policies.eviction.wrapper import metadata_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
 from kvjax.struct import changed, leaves_by_path
@@ -183,7 +183,9 @@ def _described(cache: Cache, model: Decoder, policy: CompiledPolicy, arrays: Arr
         "page_size": cache.page_size,
         "dtype": np.dtype(cache.pages.dtype).name,
         "selects": cache.pages.bounds is not None,
-        "planes": {name: x.dtype.name for name, x in cache.pages.planes.items() if f"plane.{name}" in arrays},
+        "metadata": {
+            name: x.dtype.name for name, x in cache.pages.metadata.items() if f"metadata.{name}" in arrays
+        },
         "tokens": arrays["seen"].tolist(),
         "origin": arrays[ORIGIN].tolist() if ORIGIN in arrays else None,
         "held": held.entries.sum(1).tolist(),
@@ -199,10 +201,10 @@ def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
     host, state = policy.host, cache.layers.state
     admission, eviction = host.admission, host.eviction if host.compacts_answers else None
     held: dict[str, tuple[Any, Any]] = {
-        "admission": (admission, (state.admission, dict(admission.planes), host.max_entries))
+        "admission": (admission, (state.admission, dict(admission.metadata), host.max_entries))
     }
     if eviction is not None:
-        held["eviction"] = eviction, (state.eviction, dict(planes_of(eviction)), cache.trail)
+        held["eviction"] = eviction, (state.eviction, dict(metadata_of(eviction)), cache.observations)
     found = {}
     for role, (method, memories) in held.items():
         if jax.tree.leaves(memories):
@@ -319,7 +321,7 @@ def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy)
     # first, since the digest of weights depends on their dtype
     if found["dtype"] != (dtype := np.dtype(model.dtype).name):
         raise UserError(f"{path}: saved in {found['dtype']}, the model is in {dtype}")
-    saved = "int8" if caches.SCALE in found["planes"] else None
+    saved = "int8" if caches.SCALE in found["metadata"] else None
     if saved != (own := model.config.kv_cache_dtype):
         raise UserError(f"{path}: saved with kv_cache_dtype {saved}, the model is loaded with {own}")
     if found["contents"] != contents(model):
@@ -341,15 +343,17 @@ def _wanted(
     sizes = len(found["held"]), len(found["held"][0]), found["arrays"]["entries"]["shape"][-1]
     if sizes != (config.num_full_layers, config.num_kv_heads, 2 * config.head_dim):
         raise UserError(f"{path / DESCRIPTION}: damaged (layers, heads and width are {sizes})")
-    known = {**policy.host.planes, **caches.MAX_ENTRIES_PLANES, caches.SCALE: "int32"}
-    if wrong := [x for x, own in found["planes"].items() if np.dtype(known.get(x, own)).name != own]:
-        raise UserError(f"{path / DESCRIPTION}: damaged (plane {wrong[0]} is {found['planes'][wrong[0]]})")
+    known = {**policy.host.metadata, **caches.MAX_ENTRIES_METADATA, caches.SCALE: "int32"}
+    if wrong := [x for x, own in found["metadata"].items() if np.dtype(known.get(x, own)).name != own]:
+        raise UserError(
+            f"{path / DESCRIPTION}: damaged (metadata {wrong[0]} is {found['metadata'][wrong[0]]})"
+        )
     wanted = {name: jax.ShapeDtypeStruct(*x) for name, x in described_arrays(found).items()}
-    planes = set(found["planes"]) - {caches.PRIORITY}
+    metadata = set(found["metadata"]) - {caches.PRIORITY}
     # older files have no positions of the local window's tokens
-    planes -= {caches.POSITION} - {x.removeprefix("numbers.") for x in found["arrays"]}
-    for name in planes:
-        wanted[f"numbers.{name}"] = jax.ShapeDtypeStruct(wanted["priority"].shape, found["planes"][name])
+    metadata -= {caches.POSITION} - {x.removeprefix("numbers.") for x in found["arrays"]}
+    for name in metadata:
+        wanted[f"numbers.{name}"] = jax.ShapeDtypeStruct(wanted["priority"].shape, found["metadata"][name])
     shape = Shape(
         len(found["tokens"]),
         config.num_kv_heads,
@@ -357,9 +361,9 @@ def _wanted(
         config.head_dim,
         dtype,
     )
-    states, trail = policy.decode.memory_shapes(shape, config.num_full_layers)
-    memories = leaves_by_path({"state": states, "trail": trail})
-    if {x for x in found["arrays"] if x.startswith(("state", "trail"))} != set(memories):
+    states, observations = policy.decode.memory_shapes(shape, config.num_full_layers)
+    memories = leaves_by_path({"state": states, "observations": observations})
+    if {x for x in found["arrays"] if x.startswith(("state", "observations"))} != set(memories):
         raise UserError(
             f"{path}: saved with policy {found['policy']}, which does not know what policy {policy.host.name} needs to "
             "know of its tokens"
@@ -374,7 +378,7 @@ def _wanted(
             2 * config.head_dim,
         )
         wanted["sliding"] = jax.ShapeDtypeStruct(shape, dtype)
-        if HIDDEN in found["arrays"] and caches.POSITION in found["planes"]:
+        if HIDDEN in found["arrays"] and caches.POSITION in found["metadata"]:
             wanted[HIDDEN] = jax.ShapeDtypeStruct((len(found["tokens"]), slots), np.bool_)
     wanted |= memories
     own = {name: (tuple(x["shape"]), x["dtype"]) for name, x in found["arrays"].items()}
@@ -431,9 +435,9 @@ def _like(
     batch, window = -(-len(seen) // shards) * shards, found["window"]
     dtype = np.dtype(model.dtype)
     stored, bounds = stored_as(dtype)
-    planes = {name: np.dtype(own) for name, own in found["planes"].items() if name != caches.SCALE}
+    metadata = {name: np.dtype(own) for name, own in found["metadata"].items() if name != caches.SCALE}
     entry = caches.entry_bytes(config.head_dim, dtype, int8=config.int8_entries)
-    page_bytes = page_size * (entry + sum(x.itemsize for x in planes.values()))
+    page_bytes = page_size * (entry + sum(x.itemsize for x in metadata.values()))
     page_bytes += 2 * config.head_dim * bounds.itemsize * found["selects"]
     padded = np.pad(seen, (0, batch - len(seen)))
     rows = np.pad(length, ((0, 0), (0, batch - len(seen)), (0, 0)))
@@ -467,7 +471,7 @@ def _like(
         **sizes_of(config), batch=batch, window=window,
         tokens=tokens if most is None else max(min(tokens, most + window - 1), int(length.max()) + window - 1),
         page_size=page_size, pages=pages, dtype=dtype, stored=stored, bounds=bounds if found["selects"] else None,
-        planes=tuple(planes.items()), limit=limit, sliding_slots=slots_for(config.sliding_window, tokens),
+        metadata=tuple(metadata.items()), limit=limit, sliding_slots=slots_for(config.sliding_window, tokens),
         masks_windows=policy.host.positions or HIDDEN in found["arrays"],
     )  # fmt: skip
     group = config.num_heads // config.num_kv_heads

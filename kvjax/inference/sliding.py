@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import Cache
+from kvjax.cache.observations import newest
 from kvjax.cache.sliding import as_pages, bias, in_order, recent, turns, written
-from kvjax.cache.trail import newest
 from kvjax.mesh import BATCH, HEADS, SHARDS, P
 from kvjax.models.decoder import Attend
 from kvjax.models.layers import attention_on_replicas

@@ -35,11 +35,12 @@ Number = Any
 State = Any
 """A method's memory, which the cache keeps: a pytree of arrays `[b …]` for each layer, such as sums, counts or an
 mLSTM's state."""
-Trail = Any
+Observations = Any
 """An observation buffer, with a record of each of the last tokens: a pytree of arrays in the model's dtype."""
 Numbers = dict[str, Shaped[Array, "b k t"]]
 """Entry metadata of a call's tokens, by name."""
-Planes = dict[str, Shaped[Array, "p page"]]
+Metadata = dict[str, Shaped[Array, "p page"]]
+"""Entry metadata of the pool's pages, by name."""
 BIAS = "bias"
 """The name of the entry metadata that is added to the logits of retained entries (`TokenMetadata.bias`)."""
 
@@ -116,11 +117,11 @@ class Eviction(Method, abc.ABC):
 
 class EntryMetadata:
     """A method's own numbers of every retained entry. They are moved and freed with their entries, and count towards
-    the cache's size. `Stored.planes` shows them to `score`. If a method names "position" (int32), the cache itself
+    the cache's size. `Stored.metadata` shows them to `score`. If a method names "position" (int32), the cache itself
     writes it: the position of an entry's token in its sequence, from 0."""
 
     @property
-    def planes(self) -> Mapping[str, str]:
+    def metadata(self) -> Mapping[str, str]:
         """The names and dtypes of the entry metadata."""
         return {}
 
@@ -139,9 +140,9 @@ class TokenMetadata(EntryMetadata):
         """Return the entry metadata of all of a call's own tokens, whichever of them are stored then or later."""
         return {}
 
-    def update(self, state: State, planes: Planes, step: Step, readout: Readout) -> Planes:
+    def update(self, state: State, metadata: Metadata, step: Step, readout: Readout) -> Metadata:
         """Return the entry metadata after a call's queries have read the entries that were stored before the call."""
-        return planes
+        return metadata
 
     @property
     def updates(self) -> bool:
@@ -151,8 +152,8 @@ class TokenMetadata(EntryMetadata):
 
 class Observer:
     """An eviction that looks at tokens as they come. It keeps a memory of all tokens (`init`, `observe`), or an
-    observation buffer with a record of each of the last ones (`trail`, `trace`), which `Stored.trail` shows to
-    `score`."""
+    observation buffer with a record of each of the last ones (`observations`, `record`), which
+    `Stored.observations` shows to `score`."""
 
     def init(self, shape: Shape) -> State:
         """Return the memory of one layer before the first token, for the sequences and kv heads of one device.
@@ -166,12 +167,12 @@ class Observer:
         tokens before."""
         return state
 
-    def trail(self, shape: Shape) -> Trail:
-        """Return the empty observation buffer of one layer, for the records of the last w tokens (`trace`): zeros of
+    def observations(self, shape: Shape) -> Observations:
+        """Return the empty observation buffer of one layer, for the records of the last w tokens (`record`): zeros of
         shape [b w d] or [b w n d] in `shape.dtype`. The axis n, of kv heads or query heads, is sharded with them."""
         return ()
 
-    def trace(self, step: Step) -> Trail:
+    def record(self, step: Step) -> Observations:
         """Return the records of a call's tokens: arrays [b t d] or [b n t d], which are rounded to the buffer's
         dtype."""
         return ()
@@ -188,7 +189,7 @@ class LateMetadata(TokenMetadata, Observer, abc.ABC):
         ...
 
     @abc.abstractmethod
-    def late(self, trail: Trail) -> Numbers:
+    def late(self, observations: Observations) -> Numbers:
         """Return the metadata of the last `pending` tokens, the newest last, from the buffer [b w d] or [b n w d],
         oldest token first. If there were fewer tokens, the first numbers may be anything."""
         ...
@@ -226,7 +227,7 @@ class Reconstruction(EntryMetadata, abc.ABC):
         ...
 
     @abc.abstractmethod
-    def reread(self, step: Step, passage: Passage) -> Numbers:
+    def reconstruct(self, step: Step, passage: Passage) -> Numbers:
         """Return the metadata of the entries in a passage, computed from a pass's tokens (`step`)."""
         ...
 

@@ -21,15 +21,15 @@ from kvjax.policies.base import (
     Admission,
     Eviction,
     LateMetadata,
+    Metadata,
     Numbers,
+    Observations,
     Observer,
-    Planes,
     Selection,
     State,
     TokenMetadata,
-    Trail,
 )
-from kvjax.policies.eviction.wrapper import innermost, planes_of, with_innermost
+from kvjax.policies.eviction.wrapper import innermost, metadata_of, with_innermost
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.views import Readout, Shape, Step
 from kvjax.struct import static, struct
@@ -80,24 +80,26 @@ class View:
         observing = () if self.observer is None else self.observer.init(shape)
         return States(self.admission.init(shape), observing)
 
-    def trail(self, shape: Shape) -> Trail:
+    def observations(self, shape: Shape) -> Observations:
         """Return one layer's observation buffer before the first token, on one device. Raises ValueError if it is not
         in the model's dtype."""
         if self.observer is None:
             return ()
-        found = self.observer.trail(shape)
+        found = self.observer.observations(shape)
         for x in jax.tree.leaves(found):
             if x.dtype != shape.dtype:
                 kind = type(self.observer).__name__
-                raise ValueError(f"{kind}.trail: must be in the model's dtype {shape.dtype}, is {x.dtype}")
+                raise ValueError(
+                    f"{kind}.observations: must be in the model's dtype {shape.dtype}, is {x.dtype}"
+                )
         return found
 
-    def memories(self, shape: Shape, layers: int) -> tuple[States, Trail]:
+    def memories(self, shape: Shape, layers: int) -> tuple[States, Observations]:
         """Return the memories `[l b …]` and the observation buffer `[b w l …]` of all layers."""
-        both = jax.vmap(lambda one, _: (one.init(shape), one.trail(shape)), out_axes=(0, 2))
+        both = jax.vmap(lambda one, _: (one.init(shape), one.observations(shape)), out_axes=(0, 2))
         return both(self, jnp.arange(layers))
 
-    def memory_shapes(self, shape: Shape, layers: int) -> tuple[States, Trail]:
+    def memory_shapes(self, shape: Shape, layers: int) -> tuple[States, Observations]:
         """Return the shapes of `memories` for as many KV heads as `shape` has."""
 
         def as_long(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -108,14 +110,14 @@ class View:
         return jax.eval_shape(lambda view: view.memories(shape, layers), jax.tree.map(as_long, self))
 
     @property
-    def planes(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         """Names and dtypes of the entry metadata."""
-        return {**self.admission.planes, **planes_of(self.eviction)}
+        return {**self.admission.metadata, **metadata_of(self.eviction)}
 
     def bias(self, states: States, step: Step) -> Float[Array, "b k t"]:
         """Return what is added to the logits of a call's tokens once they have left the local window."""
         for method, state in ((self.admission, states.admission), (self._writer, states.eviction)):
-            if method is not None and BIAS in method.planes:
+            if method is not None and BIAS in method.metadata:
                 return method.bias(state, step)
         return jnp.zeros(step.k.shape[:3], jnp.float32)
 
@@ -124,10 +126,14 @@ class View:
         found = self.admission.numbers(states.admission, step, readout)
         return found if self._writer is None else found | self._writer.numbers(states.eviction, step, readout)
 
-    def update(self, states: States, planes: Planes, step: Step, readout: Readout) -> Planes:
+    def update(self, states: States, metadata: Metadata, step: Step, readout: Readout) -> Metadata:
         """Return the entry metadata once a call's queries have read the entries that were stored before it."""
-        planes = self.admission.update(states.admission, planes, step, readout)
-        return planes if self._writer is None else self._writer.update(states.eviction, planes, step, readout)
+        metadata = self.admission.update(states.admission, metadata, step, readout)
+        return (
+            metadata
+            if self._writer is None
+            else self._writer.update(states.eviction, metadata, step, readout)
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvjax.policies.admission.full import Full
 from kvjax.policies.base import Admission, Eviction, LateMetadata, Method, Selection
 from kvjax.policies.budget import BUDGETS
 from kvjax.policies.compiled import CompiledPolicy, compile_policy, looks
-from kvjax.policies.eviction.wrapper import innermost, planes_of
+from kvjax.policies.eviction.wrapper import innermost, metadata_of
 from kvjax.policies.schedule import Schedule
 from kvjax.struct import assign, changed, short, static, struct
 
@@ -152,8 +152,10 @@ class Policy:
                 f"{name}: a budget of each chunk counts its tokens, which an admission does not all store: "
                 "state entries or size"
             )
-        if twice := set(self.admission.planes) & set(planes_of(eviction)):
-            raise UserError(f"{name}: its admission and its eviction both have a plane called {min(twice)!r}")
+        if twice := set(self.admission.metadata) & set(metadata_of(eviction)):
+            raise UserError(
+                f"{name}: its admission and its eviction both have metadata called {min(twice)!r}"
+            )
 
     def __repr__(self) -> str:
         plain: dict[str, Any] = {"window": None} if self.window == self.admission.window else {}
@@ -216,10 +218,10 @@ class Policy:
         return [x for x in (self.admission, self.eviction, self.selection) if x is not None]
 
     @property
-    def planes(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         """The names and dtypes of the entry metadata."""
         own = {"position": "int32"} if self.positions else {}
-        return {**self.admission.planes, **planes_of(self.eviction), **own}
+        return {**self.admission.metadata, **metadata_of(self.eviction), **own}
 
     @property
     def max_entries(self) -> int | None:

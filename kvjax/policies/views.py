@@ -138,10 +138,10 @@ class Stored:
     """The layer's index among those with full attention."""
     head: Int[Array, " k"]
     """The index of each kv head, as in `Step`."""
-    planes: dict[str, Shaped[Array, "b k s"]]
+    metadata: dict[str, Shaped[Array, "b k s"]]
     """The method's own metadata of the entries, by name."""
-    trail: Any
-    """The observation buffer of the last tokens (`Observer.trace`), [b w d] or [b n w d], oldest token first."""
+    observations: Any
+    """The observation buffer of the last tokens (`Observer.record`), [b w d] or [b n w d], oldest token first."""
     causal: bool = static()
     """True if the last entries of a head cache are those of the observed queries, since every token is stored as it
     comes. Otherwise these entries are still in the local window, or stored nowhere, and no stored entry is younger than

@@ -68,7 +68,7 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
     keep = admission.keep()
     fixed = jax.lax.stop_gradient(priority)
     end = ends(keep.wanted(fixed), fixed, keep.max_entries, window=window)
-    bias = admission.bias(state, step) if BIAS in admission.planes else None
+    bias = admission.bias(state, step) if BIAS in admission.metadata else None
     return priority, Mask(end=end, log_gate=bias)
 
 

@@ -14,7 +14,7 @@ from kvjax.cache import Cache
 from kvjax.cache.compaction import addresses
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import forward, padded, pieces
-from kvjax.inference.reread import all_of, reread
+from kvjax.inference.reconstruction import all_of, reconstruct
 from kvjax.mesh import on_host, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Ratio, Schedule
@@ -53,7 +53,7 @@ def reconstruction(
             fill_input(contexts, into, captured, which, start=start)
             start += count
         caches.check(cache, policy.name, 0)
-        cache = all_of(reread(model, compiled, cache, rows))
+        cache = all_of(reconstruct(model, compiled, cache, rows))
         caches.check(cache, policy.name, 0)
         for layer in range(model.config.num_full_layers):
             score = on_host(_scores(cache, np.int32(layer), tokens=longest))
@@ -80,11 +80,11 @@ def _scores(cache: Cache, layer: Int[Array, ""], *, tokens: int) -> Float[Array,
     is its position."""
     own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), cache.layers)
 
-    def local(plane, layer):
+    def local(scores, layer):
         place = jnp.broadcast_to(jnp.arange(tokens), (*layer.length.shape, tokens))
-        page, offset = addresses(layer, place, plane.shape[-1], 0)
-        return plane[page, offset]
+        page, offset = addresses(layer, place, scores.shape[-1], 0)
+        return scores[page, offset]
 
     return jax.shard_map(local, out_specs=jax.typeof(own.length).sharding.spec)(
-        cache.pages.planes["score"], own
+        cache.pages.metadata["score"], own
     )

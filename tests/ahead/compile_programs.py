@@ -108,7 +108,7 @@ def programs(mesh, config, which="all"):
             batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             window=view.window, tokens=tokens, page_size=page, pages=pages, dtype=DTYPE, stored=DTYPE,
             bounds=None if view.selection is None else DTYPE,
-            planes=tuple((name, jnp.dtype(own)) for name, own in view.planes.items()), int8=int8,
+            metadata=tuple((name, jnp.dtype(own)) for name, own in view.metadata.items()), int8=int8,
         )  # fmt: skip
         return jax.eval_shape(
             lambda view: laid_out(view, layout, config.num_heads // config.num_kv_heads), view

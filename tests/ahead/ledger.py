@@ -68,7 +68,7 @@ def decoding(mesh, sizes, policy, batch):
     layout = Layout(
         batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         window=view.window, tokens=context, page_size=PAGE, pages=heads * (kept // PAGE + -(-view.window // PAGE) + 1),
-        dtype=DTYPE, stored=DTYPE, bounds=None, planes=(),
+        dtype=DTYPE, stored=DTYPE, bounds=None, metadata=(),
     )  # fmt: skip
     cache = abstract(lambda view: laid_out(view, layout, config.num_heads // config.num_kv_heads), mesh, view)
     sampler = abstract(

@@ -8,10 +8,10 @@ from kvjax import cache as caches
 def positions(cache):
     """Return the positions of the stored entries, as a sorted list for each head cache."""
     table = np.asarray(cache.layers.page_table)[..., caches.ring_pages(cache.window, cache.page_size) :]
-    plane = np.asarray(cache.pages.planes["position"])
+    position = np.asarray(cache.pages.metadata["position"])
     length = np.asarray(cache.layers.length)
     return {
-        row: sorted(plane[table[row].clip(max=len(plane) - 1)].reshape(-1)[: length[row]].tolist())
+        row: sorted(position[table[row].clip(max=len(position) - 1)].reshape(-1)[: length[row]].tolist())
         for row in np.ndindex(length.shape)
     }
 

@@ -97,7 +97,7 @@ def advance_one(cache: caches.Cache, wanted, valid, window: int):
 @remembered
 def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
     """Return an empty cache on a mesh of one device, and the same without a mesh, for the functions local to a shard.
-    It has two planes, of which one is never written."""
+    It has two metadata fields, of which one is never written."""
     with jax.set_mesh(make_mesh()):
         policy = compile_policy(make_policy({"full": {"window": window}, "quest": {"tokens": 8}}), 1, HEADS)
         cache = empty_cache(
@@ -105,13 +105,13 @@ def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
             page_size=PAGE, capacity=capacity,
         )  # fmt: skip
         shapes = cache.pages.pool.shape[:2], cache.layers.priority.shape
-        planes, numbers = (
+        metadata, numbers = (
             {"born": put(np.zeros(x, np.int32), *spec), "unused": put(np.zeros(x, np.float32), *spec)}
             for x, spec in zip(shapes, ((SHARDS, None), (None, SEQUENCES, SPLIT, None)), strict=True)
         )
         cache = dataclasses.replace(
             cache,
-            pages=dataclasses.replace(cache.pages, planes=planes),
+            pages=dataclasses.replace(cache.pages, metadata=metadata),
             layers=dataclasses.replace(cache.layers, numbers=numbers),
         )
     return cache, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), cache)
@@ -148,7 +148,7 @@ def holds_exactly(cache, lists, window):
     """Assert that the head caches hold what the lists hold, in order and with their numbers, and that every page
     belongs to retained entries or a local window, or is free."""
     pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
-    born = np.asarray(cache.pages.planes["born"])
+    born = np.asarray(cache.pages.metadata["born"])
     used = []
     for b, k in np.ndindex(BATCH, HEADS):
         row = lists.kept[b][k]

@@ -44,12 +44,12 @@ def moved(cache, kept):
 @partial(jax.jit, static_argnames="newest")
 def branched(cache, index, newest):
     rows = branched_rows(
-        cache.layers, cache.seen, cache.trail, cache.sliding, index, pages=cache.pages.pool.shape[0]
+        cache.layers, cache.seen, cache.observations, cache.sliding, index, pages=cache.pages.pool.shape[0]
     )
-    layers, seen, trail, _, (free, count, others) = rows
+    layers, seen, observations, _, (free, count, others) = rows
     pages = dataclasses.replace(cache.pages, free=free, free_count=count, others=others)
     pages, layers = with_copies(pages, layers, RING, newest)
-    rest = {"seen": seen, "origin": jnp.zeros_like(seen), "trail": trail}
+    rest = {"seen": seen, "origin": jnp.zeros_like(seen), "observations": observations}
     return dataclasses.replace(cache, pages=pages, layers=layers, **rest)
 
 
@@ -89,7 +89,7 @@ def check(cache, sequences):
     """Assert that every head cache holds exactly its own tokens with their numbers, and that every page is free or has
     as many owners as it counts."""
     pages, layers = cache.pages, jax.tree.map(lambda x: np.asarray(x)[0], cache.layers)
-    pool, born = np.asarray(pages.pool)[..., 1], np.asarray(pages.planes["born"])
+    pool, born = np.asarray(pages.pool)[..., 1], np.asarray(pages.metadata["born"])
     rings, table, owners = layers.page_table[..., :RING], tables(cache, WINDOW), []
     for b, k in np.ndindex(ROWS, HEADS):
         row, ring = sequences[b].kept[k], sequences[b].ring

@@ -32,7 +32,9 @@ ENTRIES = CALLS * TOKENS
 @partial(jax.jit, static_argnames="ring")
 def moved(cache, kept, ring):
     pages, layers = compaction.moved(cache.pages, cache.layers, kept[None], ring)
-    return caches.Cache(pages, layers, cache.seen, cache.origin, cache.trail, cache.window, cache.limit)
+    return caches.Cache(
+        pages, layers, cache.seen, cache.origin, cache.observations, cache.window, cache.limit
+    )
 
 
 wanted = st.lists(st.booleans(), min_size=BATCH * HEADS * TOKENS, max_size=BATCH * HEADS * TOKENS)

@@ -101,7 +101,7 @@ def test_the_default_pool_is_as_large_as_max_entries_and_serves_questions(model,
     assert sizes.entries.max() == 5 + 8
     assert sizes.pages == 12 * (2 + 2)
     assert sizes.pool_pages == sizes.pages
-    assert set(sizes.planes) == {"priority", "position"}
+    assert set(sizes.metadata) == {"priority", "position"}
     assert sizes.bytes == sizes.pool_pages * 4 * (2 * 8 * 4 + 8)
     # a question and an answer leave the head caches as full as they were
     got = generate(

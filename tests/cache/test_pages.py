@@ -90,8 +90,8 @@ def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
     assert bits.pool.nbytes == floats.pool.nbytes
     if floats.bounds is not None:
         np.testing.assert_array_equal(bits.bounds, floats.bounds.astype(np.float32))
-    assert bits.planes.keys() == floats.planes.keys()
-    for name, plane in floats.planes.items():
-        np.testing.assert_array_equal(bits.planes[name], plane)
+    assert bits.metadata.keys() == floats.metadata.keys()
+    for name, numbers in floats.metadata.items():
+        np.testing.assert_array_equal(bits.metadata[name], numbers)
     np.testing.assert_array_equal(bits.pool, np.asarray(floats.pool).view(np.uint16))
     assert said == expected

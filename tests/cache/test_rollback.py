@@ -34,10 +34,10 @@ def content(cache):
         used = table[row][: ring - (-length[row] // cache.page_size)]
         of_ring = used[:ring]
         entries = np.asarray(pages.pool)[used[ring:]].reshape(-1, pages.pool.shape[-1])[: length[row]]
-        beside = [np.asarray(x)[used[ring:]].reshape(-1)[: length[row]] for x in pages.planes.values()]
+        beside = [np.asarray(x)[used[ring:]].reshape(-1)[: length[row]] for x in pages.metadata.values()]
         bounds = [] if pages.bounds is None else [np.asarray(pages.bounds)[used[ring:]]]
         held += [np.asarray(pages.pool)[of_ring], entries, *beside, *bounds]
-    rest = cache.layers, cache.seen, cache.trail, pages.free_count
+    rest = cache.layers, cache.seen, cache.observations, pages.free_count
     return [*held, *map(np.asarray, jax.tree.leaves(rest))]
 
 

@@ -12,7 +12,7 @@ from kvjax.engine import Engine
 from kvjax.engine.pages import PageCounts
 from kvjax.engine.request import refusal
 from kvjax.errors import UserError
-from kvjax.inference import generate, prefill, reread, stream
+from kvjax.inference import generate, prefill, reconstruction, stream
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.sampling_params import SamplingParams
@@ -150,9 +150,9 @@ def test_the_answers_of_a_prompt_are_drawn_apart():
 
 def test_other_answers_go_on_between_reconstruction_passes(monkeypatch):
     """A turn makes one pass, however long the prompt is."""
-    passes, own = [], reread.one_pass
+    passes, own = [], reconstruction.one_pass
     monkeypatch.setattr(
-        reread, "one_pass", lambda *args, **options: passes.append(1) or own(*args, **options)
+        reconstruction, "one_pass", lambda *args, **options: passes.append(1) or own(*args, **options)
     )
     made = make_policy("kvzip:ratio=0.5,repeated=16", model=model(), tokenizer=byte_tokenizer())
     sizes = {"slots": 2, "max_length": 192, "page_size": 4, "chunk": 32, "block": 2, "capacity": 192}

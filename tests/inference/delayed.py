@@ -21,7 +21,7 @@ class Delayed(Admission):
     """Number of first tokens, whose priority is higher than that of all others."""
 
     @property
-    def planes(self):
+    def metadata(self):
         return {"bias": "float32"} if self.biased else {}
 
     def bias(self, state, step):

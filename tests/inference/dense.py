@@ -66,7 +66,7 @@ def _dense_logits(model, admission, tokens, gone, window):
         priority = jnp.roll(priority, -delay, -1).at[..., t - delay :].set(-jnp.inf)
         held, bias = stored(priority, keep, window, left) & ~gone, None
         seen = (age >= 0) & ((~left[:, None] & ~gone)[:, :, :t] | held[:, :, :t])
-        if BIAS in admission.planes:
+        if BIAS in admission.metadata:
             bias = gather(admission.bias(state, step), *AXES)
             bias = jnp.where(left[:, None, :t], bias[:, :, None], 0)
         return attention(step, seen, bias), None, held[:, :, t]
@@ -126,7 +126,7 @@ def logits_over_what_is_stored(model, cache, token):
     """Return the logits after one more token [b] that sees itself and every entry of the cache. Entries outside the
     local window have their biases."""
     size, pool = cache.page_size, np.asarray(cache.pages.pool)
-    biases = np.asarray(cache.pages.planes.get(BIAS, np.zeros(pool.shape[:2], np.float32)))
+    biases = np.asarray(cache.pages.metadata.get(BIAS, np.zeros(pool.shape[:2], np.float32)))
     page = np.minimum(np.asarray(cache.layers.page_table), len(pool) - 1)
     table = (page[..., None] * size + np.arange(size)).reshape(*page.shape[:3], -1)
     pool, biases = pool.reshape(-1, pool.shape[-1]), biases.reshape(-1)

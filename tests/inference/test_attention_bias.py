@@ -35,7 +35,7 @@ def test_every_cut_adds_it_to_what_left_the_window(window, max_entries, delay, t
     for calls in ([LENGTH], [8] * 4 + [1] * 8):
         got, cache = cached_logits(model, policy, TOKENS, calls, page_size=3)
         assert np.abs(got - want).max() < 1e-4
-        assert "bias" in cache.pages.planes
+        assert "bias" in cache.pages.metadata
 
 
 @pytest.mark.mesh
@@ -59,7 +59,7 @@ def test_a_bias_stays_when_what_wrote_it_is_done():
     with use_mesh(model):
         fed = jnp.asarray(TOKENS[:, 30:34]), jnp.array([4, 4])
         after, _, _ = jax.jit(forward)(model, plain.compile(model).read, cache, *fed)
-    bias, length = np.asarray(after.pages.planes["bias"]), np.asarray(after.layers.length)
+    bias, length = np.asarray(after.pages.metadata["bias"]), np.asarray(after.layers.length)
     table = np.asarray(after.layers.page_table).clip(max=len(bias) - 1)
     rows = np.stack([bias[table[row]].reshape(-1)[: length[row]] for row in np.ndindex(length.shape)])
     assert rows.shape == (3 * 2 * 4, 34)

@@ -150,7 +150,9 @@ def rows_of(cache):
     of_entry, of_token = (places(x).row for x in (length, np.broadcast_to(held[:, None], length.shape)))
     for index, row in enumerate(np.ndindex(length.shape)):
         slot = (counted[row[1]] - held[row[1]] + np.arange(held[row[1]])) % slots
-        stored = {x: arrays[x][of_entry == index] for x in arrays if x == "entries" or x.startswith("plane.")}
+        stored = {
+            x: arrays[x][of_entry == index] for x in arrays if x == "entries" or x.startswith("metadata.")
+        }
         local = {x: arrays[x][row][slot] for x in arrays if x == "priority" or x.startswith("numbers.")}
         found[row] = stored, local | {"entries": arrays["ring"][of_token == index]}
     return found
@@ -181,7 +183,7 @@ def test_what_stays_is_moved_as_it_is(model, name):
     other = cache.without(1, start, end)
     before, after = rows_of(cache), rows_of(other)
     for row, parts in before.items():
-        for part, own, key in zip(parts, after[row], ("plane.position", "numbers.position"), strict=True):
+        for part, own, key in zip(parts, after[row], ("metadata.position", "numbers.position"), strict=True):
             stays = (part[key] < start) | (part[key] >= end) | (row[1] == 0)
             assert own.keys() == part.keys()
             for x in part:

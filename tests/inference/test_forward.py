@@ -112,7 +112,7 @@ def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model
     for mine, theirs in zip(*map(jax.tree.leaves, (same, before)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     np.testing.assert_array_equal(written.seen - same.seen, [count, count - 1])
-    after = captured, seen, {"state": written.layers.state, "trail": written.trail}
+    after = captured, seen, {"state": written.layers.state, "observations": written.observations}
     for one, other, third in zip(*map(jax.tree.leaves, after), strict=True):
         np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(one, third)

@@ -93,7 +93,7 @@ def test_h2o_counts_the_attention_that_stored_entries_get(model, int8):
         policy = make_policy("h2o:entries=1000,when=every,every=8", model=one)
         cache = prefill(one, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
         with use_mesh(one):
-            found.append(packed(cache)["plane.attention"])
+            found.append(packed(cache)["metadata.attention"])
     np.testing.assert_allclose(found[1], found[0], atol=NEAR)
 
 
@@ -113,8 +113,8 @@ def test_an_entry_is_rounded_once_wherever_it_goes(int8, tokens):
         own = late["entries"][kept : kept + after[row]]
         np.testing.assert_array_equal(own[:count], early["entries"][begin:stop])
         np.testing.assert_array_equal(own[count : count + 5], ring)
-        own = late["plane.scale"][kept : kept + after[row]]
-        np.testing.assert_array_equal(own[:count], early["plane.scale"][begin:stop])
+        own = late["metadata.scale"][kept : kept + after[row]]
+        np.testing.assert_array_equal(own[:count], early["metadata.scale"][begin:stop])
         np.testing.assert_array_equal(own[count : count + 5], scales[row])
         begin, kept = stop, kept + after[row]
 

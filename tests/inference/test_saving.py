@@ -131,8 +131,8 @@ HARM = {
         "it was changed since it was written",
     ),
     "a later format": (
-        lambda folder, model: changed_description(folder, model, format=2),
-        "saved in format 2 by kvjax .*, this reads 1",
+        lambda folder, model: changed_description(folder, model, format=3),
+        "saved in format 3 by kvjax .*, this reads 2",
     ),
     "no arrays": (
         lambda folder, model: [shutil.rmtree(x) for x in folder.glob("arrays-*")],
@@ -334,7 +334,7 @@ NOT_WHAT_IT_WAS = {
     "entries of 4 TiB": (at(2**31 - 1, "arrays", "entries", "shape", 0), "array entries is"),
     "as many everywhere": (lambda found: found.update(held=[[103] * 3] * 4), "array"),
     "a number for a mapping": (at(3, "arrays"), "arrays is 3"),
-    "a plane of nonsense": (at({"x": "object"}, "planes"), "planes is"),
+    "metadata of nonsense": (at({"x": "object"}, "metadata"), "metadata is"),
     "bytes": (at(10**400, "bytes"), "bytes is"),
     "an array of 5000 axes": (at([2**31 - 1] * 5000, "arrays", "entries", "shape"), "arrays is"),
     "a huge page": (at(2**31, "page_size"), "page_size is"),

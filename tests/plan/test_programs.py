@@ -143,7 +143,7 @@ def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, pol
     for given, ours in zip(arguments, planned.arguments, strict=True):
         if given is arguments[cache]:
             assert sizes((given.layers, given.seen)) == sizes((ours.layers, ours.seen))
-            assert given.pages.planes.keys() == ours.pages.planes.keys() == {"score"}
+            assert given.pages.metadata.keys() == ours.pages.metadata.keys() == {"score"}
         else:
             assert sizes(given) == sizes(ours)
     assert planned.static.items() <= named.items()

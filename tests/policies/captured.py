@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as caches
-from kvjax.cache.trail import by_layer
+from kvjax.cache.observations import by_layer
 from kvjax.inference import compaction
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import feed
@@ -83,13 +83,22 @@ def scored(model, policy, prompts):
         heads = jax.sharding.reshard(jnp.asarray(model.config.head_at_place), P(None, HEADS))
         output = {"values": gather(model.layers.o[...], "fsdp")}
 
-        def local(eviction, output, pages, layers, trail, seen, *others):
-            trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)
-            stored = eviction, output, pages, layers, trail, seen, *others
+        def local(eviction, output, pages, layers, observations, seen, *others):
+            observations = jax.tree.map(lambda buffer: by_layer(buffer, seen, pages.dtype), observations)
+            stored = eviction, output, pages, layers, observations, seen, *others
             how = max(LENGTHS), policy.window, compiled.read.stores_all
             return compaction.scores(*stored, model.config.rotation(), *how)
 
-        arguments = compiled.compact, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
+        arguments = (
+            compiled.compact,
+            output,
+            cache.pages,
+            cache.layers,
+            cache.observations,
+            cache.seen,
+            heads,
+            quota,
+        )
         run = jax.shard_map(local, out_specs=P(None, BATCH, HEADS, None))
         return np.asarray(jax.jit(run)(*arguments))
 

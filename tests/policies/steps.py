@@ -42,6 +42,6 @@ def stored(k, frequencies, seen, *, scale=1.0, forced=None):
         k=k, v=k, place=jnp.broadcast_to(jnp.arange(k.shape[2]), every.shape), scored=every, eligible=every,
         forced=forced, count=jnp.ones((1, 1), jnp.int32), seen=jnp.array([seen]),
         output=jnp.zeros((2 * k.shape[1], k.shape[3], 4)), frequencies=jnp.asarray(frequencies, jnp.float32),
-        rope_scale=jnp.float32(scale), layer=jnp.int32(0), head=jnp.arange(k.shape[1]), planes={}, trail=(),
+        rope_scale=jnp.float32(scale), layer=jnp.int32(0), head=jnp.arange(k.shape[1]), metadata={}, observations=(),
         causal=True,
     )  # fmt: skip

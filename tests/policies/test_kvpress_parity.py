@@ -260,9 +260,9 @@ def test_what_h2o_counts_is_kvpress_observed_attention(models):
         twin.set_attn_implementation("sdpa")
     whole = twins.keys(twins.read(twin, CONTEXT))
     cache = prefill(model, [CONTEXT], policy=make_policy("h2o:ratio=1.0", model=model))
-    counted = np.asarray(cache.pages.planes["attention"])[np.asarray(cache.layers.page_table)[:, 0]].reshape(
-        4, 4, -1
-    )
+    counted = np.asarray(cache.pages.metadata["attention"])[
+        np.asarray(cache.layers.page_table)[:, 0]
+    ].reshape(4, 4, -1)
     mean = counted[..., :256] / np.arange(256, 0, -1)
     stays = np.argsort(-mean, axis=-1, kind="stable")[..., :128]
     for ours, some, every in zip(stays, left, whole, strict=True):

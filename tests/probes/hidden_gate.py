@@ -25,7 +25,7 @@ class HiddenGate(TokenMetadata, Eviction):
     name = "hidden_gate"
 
     @property
-    def planes(self):
+    def metadata(self):
         return {"score": "float32"}
 
     @property
@@ -36,7 +36,7 @@ class HiddenGate(TokenMetadata, Eviction):
         return {"score": jnp.einsum("btd,kd->bkt", step.hidden.astype(jnp.float32), self.weight)}
 
     def score(self, state, stored):
-        return stored.planes["score"]
+        return stored.metadata["score"]
 
 
 @jax.jit

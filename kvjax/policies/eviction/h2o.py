@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
-from kvjax.policies.base import Eviction, Numbers, Planes, TokenMetadata
+from kvjax.policies.base import Eviction, Metadata, Numbers, TokenMetadata
 from kvjax.policies.schedule import Needs, Schedule
 from kvjax.policies.views import Readout, Step, Stored, scaled_queries
 from kvjax.struct import assign, host, struct
@@ -36,7 +36,7 @@ class H2O(TokenMetadata, Eviction):
         return Needs(recent=self.recent)
 
     @property
-    def planes(self) -> Mapping[str, str]:
+    def metadata(self) -> Mapping[str, str]:
         return {"attention": "float32"}
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
@@ -54,7 +54,7 @@ class H2O(TokenMetadata, Eviction):
         known = jnp.broadcast_to(real[:, None], step.k.shape[:3])
         return {"attention": attention_mass(q, step.k.astype(q.dtype), valid=known, **paid)}
 
-    def update(self, state: tuple[()], planes: Planes, step: Step, readout: Readout) -> Planes:
+    def update(self, state: tuple[()], metadata: Metadata, step: Step, readout: Readout) -> Metadata:
         """Return the metadata with the attention that a call's tokens pay to the entries stored before the call.
         Entries are processed a block of pages at a time."""
         q, paid = _paying(step, readout)
@@ -72,10 +72,10 @@ class H2O(TokenMetadata, Eviction):
             return sums.at[pages].add(mass.reshape(*pages.shape, page_size), mode="drop")
 
         blocks = -(-readout.length.max() // (width * page_size))
-        return planes | {"attention": lax.fori_loop(0, blocks, block, planes["attention"])}
+        return metadata | {"attention": lax.fori_loop(0, blocks, block, metadata["attention"])}
 
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
-        return stored.planes["attention"]
+        return stored.metadata["attention"]
 
 
 def _paying(step: Step, readout: Readout) -> tuple[Float[Array, "b n t h"], dict[str, Any]]:

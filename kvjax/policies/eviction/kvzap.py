@@ -46,11 +46,11 @@ class KVzapEviction(TokenMetadata, Eviction):
         return Shares(over="model")
 
     @property
-    def planes(self) -> Mapping[str, str]:
+    def metadata(self) -> Mapping[str, str]:
         return {"score": "float32"}
 
     def numbers(self, state: State, step: Step, readout: Readout) -> Numbers:
         return {"score": self.gates(step.hidden)}
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
-        return stored.planes["score"]
+        return stored.metadata["score"]

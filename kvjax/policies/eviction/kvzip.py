@@ -102,7 +102,7 @@ class KVzip(Reconstruction, Eviction):
         return Shares(over="model")
 
     @property
-    def planes(self) -> Mapping[str, str]:
+    def metadata(self) -> Mapping[str, str]:
         return {"score": "float32"}
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
@@ -115,7 +115,7 @@ class KVzip(Reconstruction, Eviction):
             found.append(Pass(tokens, start, start + part.size, first))
         return found
 
-    def reread(self, step: Step, passage: Passage) -> Numbers:
+    def reconstruct(self, step: Step, passage: Passage) -> Numbers:
         entries, tokens = passage.k.shape[2], step.q.shape[2]
         real = jnp.arange(tokens) < passage.valid[:, None]
         # Padding must not raise a maximum, so the first query takes its place. At a later index it sees the same keys
@@ -131,7 +131,7 @@ class KVzip(Reconstruction, Eviction):
         return {"score": jnp.where(jnp.arange(entries) < passage.first, jnp.inf, score)}
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
-        return stored.planes["score"]
+        return stored.metadata["score"]
 
 
 def _factors(

@@ -31,18 +31,18 @@ class LastQueries(Guided, Observer, Eviction):
         told = "observed" in (field.name for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
         return changed(self, observed=tokens) if told else self
 
-    def trail(self, shape: Shape) -> Float[Array, "b w n h"]:
+    def observations(self, shape: Shape) -> Float[Array, "b w n h"]:
         heads = shape.kv_heads * shape.group
         return jnp.zeros((shape.batch, self.observed, heads, shape.head_dim), shape.dtype)
 
-    def trace(self, step: Step) -> Float[Array, "b n t h"]:
+    def record(self, step: Step) -> Float[Array, "b n t h"]:
         return step.q
 
 
 def attention(stored: Stored) -> Float[Array, "b k s"]:
     """Return the attention that each scored entry gets from the last queries, over those entries alone: the sum over
     the queries, the mean over the query heads of its group."""
-    q, offset = stored.trail.astype(stored.k.dtype), 0 if stored.causal else None
+    q, offset = stored.observations.astype(stored.k.dtype), 0 if stored.causal else None
     return attention_mass(q, stored.k, over="sum", group="mean", offset=offset, valid=stored.scored)
 
 
@@ -58,7 +58,7 @@ def over_queries(
     """Return the sum over the last queries of what `weigh` makes of their logits, which are −inf where a query sees
     nothing; with "max" the largest of it. For methods that combine a group's query heads query by query; `block`
     queries are processed at a time."""
-    q = rearrange(stored.trail.astype(stored.k.dtype), "b (k g) w h -> w b k g h", k=stored.k.shape[1])
+    q = rearrange(stored.observations.astype(stored.k.dtype), "b (k g) w h -> w b k g h", k=stored.k.shape[1])
     window, entries = len(q), stored.k.shape[2]
     block = math.gcd(window, block)
     index = jnp.arange(entries)

@@ -155,7 +155,7 @@ class TrimKV(TokenMetadata, Eviction):
         return Trigger("every", every=128)
 
     @property
-    def planes(self) -> Mapping[str, str]:
+    def metadata(self) -> Mapping[str, str]:
         return {"log_beta": "float32", "position": "int32"}
 
     def numbers(self, state: Any, step: Step, readout: Readout) -> Numbers:
@@ -170,8 +170,8 @@ class TrimKV(TokenMetadata, Eviction):
         return {"log_beta": self.gates(x, step.head)}
 
     def score(self, state: Any, stored: Stored) -> Float[Array, "b k s"]:
-        age = stored.seen[:, None, None] + 1 - stored.planes["position"]
-        return age * stored.planes["log_beta"]
+        age = stored.seen[:, None, None] + 1 - stored.metadata["position"]
+        return age * stored.metadata["log_beta"]
 
 
 def load_gates(path: str | Path, model: Any = None) -> RetentionGate:

@@ -83,7 +83,7 @@ def with_innermost(eviction: Eviction, method: Eviction) -> Eviction:
     return changed(eviction, eviction=with_innermost(eviction.eviction, method))
 
 
-def planes_of(eviction: Eviction | None) -> Mapping[str, str]:
+def metadata_of(eviction: Eviction | None) -> Mapping[str, str]:
     """Return the names and dtypes of an eviction's entry metadata."""
     method = innermost(eviction)
-    return method.planes if isinstance(method, EntryMetadata) else {}
+    return method.metadata if isinstance(method, EntryMetadata) else {}

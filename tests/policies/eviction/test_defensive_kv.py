@@ -55,7 +55,7 @@ def local_scores(method, view):
 
 def scores(method, view, devices=1):
     """Return the scores of the six entries of `view` but the two observed ones. Devices split the heads."""
-    by_head = "k", "v", "place", "scored", "eligible", "forced", "trail"
+    by_head = "k", "v", "place", "scored", "eligible", "forced", "observations"
     with jax.set_mesh(make_mesh(tensor=devices)):
         heads = {name: put(getattr(view, name), None, HEADS) for name in by_head}
         view = dataclasses.replace(view, **heads, output=put(view.output, HEADS), head=put(view.head, HEADS))
@@ -80,7 +80,7 @@ def test_an_example(devices):
         stored(np.tile(np.eye(6), (2, 1, 1)), [1.0], 6, forced=newest),
         v=jnp.asarray(norms[None, ..., None] * np.eye(6)[0], jnp.float32),
         output=jnp.tile(jnp.eye(6), (4, 1, 1)),
-        trail=jnp.asarray(np.log(np.maximum(attention, 1e-9)) * 6**0.5, jnp.float32)[None],
+        observations=jnp.asarray(np.log(np.maximum(attention, 1e-9)) * 6**0.5, jnp.float32)[None],
     )
     method = DefensiveKV(observed=2, pool=1)
 

@@ -30,7 +30,7 @@ def scores(attention, values):
     view = dataclasses.replace(
         stored(np.eye(entries)[None], [1.0], entries),
         v=jnp.asarray(values, jnp.float32)[None, None],
-        trail=jnp.tile(jnp.log(jnp.asarray(attention)) * entries**0.5, (1, 2, 1, 1)),
+        observations=jnp.tile(jnp.log(jnp.asarray(attention)) * entries**0.5, (1, 2, 1, 1)),
     )
     return np.asarray(jax.jit(DropKV(observed=1, pool=1).score)((), view))[0, 0]
 

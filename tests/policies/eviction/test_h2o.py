@@ -29,7 +29,7 @@ def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
         want = published.h2o(c)
         for head in range(4):
             pages = np.asarray(cache.layers.page_table)[layer, 0, head, : -(-68 // PAGE)]
-            got = np.asarray(cache.pages.planes["attention"])[pages].reshape(-1)[:68]
+            got = np.asarray(cache.pages.metadata["attention"])[pages].reshape(-1)[:68]
             np.testing.assert_allclose(got, want[head], atol=1e-4)
 
 
@@ -43,7 +43,7 @@ def test_what_was_counted_moves_with_its_entry(model, prompts):
         np.testing.assert_allclose(entries(cache, 0, 0, head), c.k[head][stays], atol=1e-4)
         pages = np.asarray(cache.layers.page_table)[0, 0, head, : 20 // PAGE]
         np.testing.assert_allclose(
-            np.asarray(cache.pages.planes["attention"])[pages].reshape(-1), score[stays], atol=1e-5
+            np.asarray(cache.pages.metadata["attention"])[pages].reshape(-1), score[stays], atol=1e-5
         )
 
 
@@ -56,7 +56,7 @@ def test_only_what_was_read_is_counted(model, prompts):
     *_, last = inference.stream(model, prompts, sampling, policy=policy, **options)
     cache = last.cache
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
-    counted = np.append(np.asarray(cache.pages.planes["attention"]).sum(1), 0)[np.minimum(table, pool)].sum(
+    counted = np.append(np.asarray(cache.pages.metadata["attention"]).sum(1), 0)[np.minimum(table, pool)].sum(
         -1
     )
     np.testing.assert_allclose(

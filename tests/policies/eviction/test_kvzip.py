@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.inference import prefill
-from kvjax.inference import reread as rereading
+from kvjax.inference import prefill, reconstruction
 from kvjax.inference.footprint_log import footprint_log
-from kvjax.inference.reread import all_of
-from kvjax.inference.reread import reread as passes_over
+from kvjax.inference.reconstruction import all_of
+from kvjax.inference.reconstruction import reconstruct as passes_over
 from kvjax.mesh import make_mesh
 from kvjax.models import load_tokenizer
 from kvjax.models.chat import encode
@@ -34,9 +33,9 @@ def keep(model, ratio, **more):
     return make_policy({"kvzip": {"ratio": ratio, **PARTS | more}}, model=model)
 
 
-def plane(cache, lengths):
+def scores_of(cache, lengths):
     """Return the scores of each sequence `[l k s]`, from a cache that has all of its tokens."""
-    own = np.asarray(cache.pages.planes["score"])[
+    own = np.asarray(cache.pages.metadata["score"])[
         np.asarray(cache.layers.page_table).clip(max=len(cache.pages.free) - 1)
     ]
     own = own.reshape(*own.shape[:3], -1)
@@ -62,7 +61,7 @@ def test_scores_are_the_published_ones(model, prompts, whole):
     """The prompts have several parts, the last a short one, and each sequence has as many passes as it needs. The
     softmax is over the prefix, the part and the pass's own tokens, and the maximum over all its queries."""
     asked_with = 0
-    for row, found in zip(prompts, plane(whole, LENGTHS), strict=True):
+    for row, found in zip(prompts, scores_of(whole, LENGTHS), strict=True):
         passes = KVzip(**PARTS).passes(row)
         assert (found[..., :PREFIX] == np.inf).all()
         for one in passes:
@@ -78,7 +77,7 @@ def test_scores_are_the_published_ones(model, prompts, whole):
 def test_kvzip_plus_weighs_what_attention_adds(model, prompts):
     """Scores are multiplied by the norms of the values' outputs and divided by those of the queries' inputs."""
     cache = prefill(model, prompts, policy=keep(model, 1.0, plus=True), page_size=PAGE)
-    for row, found in zip(prompts, plane(cache, LENGTHS), strict=True):
+    for row, found in zip(prompts, scores_of(cache, LENGTHS), strict=True):
         for one in KVzip(**PARTS).passes(row):
             expected = formula(model, row, one, plus=True)
             np.testing.assert_allclose(found[..., one.start : one.stop], expected, rtol=1e-4, atol=1e-7)
@@ -89,7 +88,7 @@ def test_kvpress_looks_at_sinks_in_place_of_the_prefix(model, prompts):
     for prefix in (2, 5):
         policy = keep(model, 1.0, sink=4, prefix=prefix)
         cache = prefill(model, prompts, policy=policy, page_size=PAGE)
-        for row, found in zip(prompts, plane(cache, LENGTHS), strict=True):
+        for row, found in zip(prompts, scores_of(cache, LENGTHS), strict=True):
             passes = policy.eviction.passes(row)
             assert [one.first for one in passes[:2]] == [min(4, prefix), 4]
             one = passes[1]
@@ -118,7 +117,7 @@ def test_the_best_of_all_stay_and_the_prefix(model, prompts, whole, over, axes, 
     told = {} if over == "model" else {"adakv": {"over": over, "pinned": 0.0}}
     cache = prefill(model, prompts, policy=keep(model, 0.3, **told), page_size=PAGE)
     everything = prefill(model, prompts, page_size=PAGE)
-    for b, scores in enumerate(plane(whole, LENGTHS)):
+    for b, scores in enumerate(scores_of(whole, LENGTHS)):
         kept = PREFIX + 0.3 * (LENGTHS[b] - PREFIX)
         stays = best_of_all(scores, int(rows * kept) if over == "model" else rows * int(kept), axes)
         assert stays[..., :PREFIX].all()
@@ -168,7 +167,7 @@ def test_a_head_may_be_left_its_own_best(model, prompts, whole):
     assert (policy.schedule.shares.over, policy.schedule.shares.pinned) == ("model", 0.9)
     cache = prefill(model, prompts, policy=policy, page_size=PAGE)
     everything = prefill(model, prompts, page_size=PAGE)
-    for b, scores in enumerate(plane(whole, LENGTHS)):
+    for b, scores in enumerate(scores_of(whole, LENGTHS)):
         total = int(12 * (PREFIX + 0.3 * (LENGTHS[b] - PREFIX)))
         places = np.resize(total // 12 + (np.arange(12) < total % 12), (3, 4))
         rank = np.argsort(np.argsort(-scores, -1, kind="stable"), -1)
@@ -180,7 +179,7 @@ def test_a_head_may_be_left_its_own_best(model, prompts, whole):
             np.testing.assert_array_equal(entries(cache, layer, b, head), keys)
 
 
-def reread(*arguments):
+def reconstruct(*arguments):
     return all_of(passes_over(*arguments))
 
 
@@ -192,13 +191,13 @@ def test_other_parts_do_not_matter():
     row = np.random.default_rng(0).permutation(61)[:51]
     policy = keep(model, 1.0)
     before = prefill(model, [row], policy=policy, page_size=1)
-    (scores,) = plane(before, [51])
+    (scores,) = scores_of(before, [51])
     part = np.asarray(before.layers.page_table)[0, 0, :, PREFIX + 16 : PREFIX + 32]
     pool = np.array(before.pages.pool)
     pool[part] = pool[part][..., ::-1]
     pages = dataclasses.replace(before.pages, pool=jax.device_put(pool, before.pages.pool.sharding))
-    (changed,) = plane(
-        reread(model, policy.compile(model), dataclasses.replace(before, pages=pages), [row]), [51]
+    (changed,) = scores_of(
+        reconstruct(model, policy.compile(model), dataclasses.replace(before, pages=pages), [row]), [51]
     )
     same = (scores == changed).all((0, 1))
     np.testing.assert_array_equal(same, np.abs(np.arange(51) - PREFIX - 15.5 - 8) > 8)
@@ -207,13 +206,13 @@ def test_other_parts_do_not_matter():
 def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole, monkeypatch):
     """A prompt of 60 tokens and a pass of 29 more give a warning before the first pass, and only once."""
     passed = []
-    monkeypatch.setattr(rereading, "one_pass", lambda *args, **_: passed.append(1) or args[3])
+    monkeypatch.setattr(reconstruction, "one_pass", lambda *args, **_: passed.append(1) or args[3])
     fitting, short = (tiny_model(qk_norm=False, max_position=longest) for longest in (89, 88))
-    reread(fitting, keep(fitting, 1.0).compile(fitting), whole, prompts)
+    reconstruct(fitting, keep(fitting, 1.0).compile(fitting), whole, prompts)
     said = "^60 tokens and up to 29 that are read behind them to look at them are more than the 88 "
     with pytest.warns(UserWarning, match=said):
-        reread(short, keep(short, 1.0).compile(short), whole, prompts)
-    reread(short, keep(short, 1.0).compile(short), whole, prompts)
+        reconstruct(short, keep(short, 1.0).compile(short), whole, prompts)
+    reconstruct(short, keep(short, 1.0).compile(short), whole, prompts)
     assert len(passed) == 3 * 4
 
 
@@ -221,16 +220,16 @@ def test_passes_leave_nothing_but_scores(model, prompts):
     """No entry, page or token is added, and the passes are in the footprint log."""
     policy = keep(model, 1.0)
     cache = prefill(model, prompts, policy=policy)
-    scores = plane(cache, LENGTHS)
+    scores = scores_of(cache, LENGTHS)
     nothing = jax.tree.map(
-        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), cache.pages.planes
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), cache.pages.metadata
     )
-    cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=nothing))
-    before = jax.tree.map(np.array, without_planes(cache))
+    cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, metadata=nothing))
+    before = jax.tree.map(np.array, without_metadata(cache))
     with footprint_log() as log:
-        cache = reread(model, policy.compile(model), cache, prompts)
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, without_planes(cache)))
-    for found, expected in zip(plane(cache, LENGTHS), scores, strict=True):
+        cache = reconstruct(model, policy.compile(model), cache, prompts)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, without_metadata(cache)))
+    for found, expected in zip(scores_of(cache, LENGTHS), scores, strict=True):
         np.testing.assert_array_equal(found, expected)
         assert (found > 0).all()
     held, seen, tokens = zip(*log, strict=True)
@@ -240,8 +239,8 @@ def test_passes_leave_nothing_but_scores(model, prompts):
     np.testing.assert_array_equal(seen, [[60, 41]] * 4)
 
 
-def without_planes(cache):
-    return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes={}))
+def without_metadata(cache):
+    return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, metadata={}))
 
 
 @pytest.mark.mesh
@@ -252,14 +251,14 @@ def test_on_a_mesh_and_alone_a_sequence_has_the_same_scores(prompts, whole):
         split = unnormed_on_mesh()
         policy = keep(split, 1.0)
         cache = prefill(split, [*prompts, prompts[0][:PREFIX]], policy=policy, page_size=8)
-        table, scores = np.asarray(cache.layers.page_table), np.asarray(cache.pages.planes["score"])
+        table, scores = np.asarray(cache.layers.page_table), np.asarray(cache.pages.metadata["score"])
         shards = scores.reshape(2, 2, -1, 8)
-        for b, (length, expected) in enumerate(zip(LENGTHS, plane(whole, LENGTHS), strict=True)):
+        for b, (length, expected) in enumerate(zip(LENGTHS, scores_of(whole, LENGTHS), strict=True)):
             for layer, head in np.ndindex(3, 4):
                 own = shards[b // 2, head // 2][table[layer, b, head, : -(-length // 8)]].reshape(-1)[:length]
                 np.testing.assert_allclose(own, expected[layer, head], rtol=0, atol=1e-5)
-    (alone,) = plane(prefill(unnormed(), prompts[1:], policy=keep(unnormed(), 1.0)), LENGTHS[1:])
-    np.testing.assert_allclose(alone, plane(whole, LENGTHS)[1], rtol=0, atol=1e-5)
+    (alone,) = scores_of(prefill(unnormed(), prompts[1:], policy=keep(unnormed(), 1.0)), LENGTHS[1:])
+    np.testing.assert_allclose(alone, scores_of(whole, LENGTHS)[1], rtol=0, atol=1e-5)
 
 
 def unnormed_on_mesh():

@@ -100,8 +100,8 @@ def test_the_smoothing_decides(pool, expected, best):
         rope_scale=1.0,
         layer=blank[0, 0, 0],
         head=blank[0, 0, :1],
-        planes={},
-        trail=jnp.asarray(q, jnp.float32)[None, None],
+        metadata={},
+        observations=jnp.asarray(q, jnp.float32)[None, None],
         causal=True,
     )
     # the score is the mean over the two rows, and the sum is twice that

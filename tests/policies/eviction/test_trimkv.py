@@ -35,9 +35,9 @@ def test_a_worked_example():
     """An entry with β = 0.9 at position 0 is worth less than one with β = 0.8 at position 5 after 6 tokens, since
     0.9⁷ = 0.478 < 0.8² = 0.64, and more after 20 tokens, since 0.9²¹ = 0.109 > 0.8¹⁶ = 0.028."""
     method = TrimKV(tiny_retention_gates(tiny_model()))
-    planes = {"log_beta": jnp.log(jnp.array([[[0.9, 0.8]]])), "position": jnp.array([[[0, 5]]])}
+    metadata = {"log_beta": jnp.log(jnp.array([[[0.9, 0.8]]])), "position": jnp.array([[[0, 5]]])}
     for seen, worth in ((6, (0.478, 0.64)), (20, (0.109, 0.028))):
-        two = dataclasses.replace(stored(np.zeros((1, 2, 2)), [1.0], seen), planes=planes)
+        two = dataclasses.replace(stored(np.zeros((1, 2, 2)), [1.0], seen), metadata=metadata)
         np.testing.assert_allclose(np.exp(method.score((), two)[0, 0]), worth, atol=1e-3)
 
 

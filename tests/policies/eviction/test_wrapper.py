@@ -19,7 +19,7 @@ class Lowered(TokenMetadata, Eviction):
     """An eviction that lowers every token by 2 and scores by the key's first number."""
 
     @property
-    def planes(self):
+    def metadata(self):
         return {"bias": "float32"}
 
     def bias(self, state, step):
@@ -34,21 +34,21 @@ class Oldest(TokenMetadata, Eviction):
     """An eviction that keeps the oldest entries."""
 
     @property
-    def planes(self):
+    def metadata(self):
         return {"position": "int32"}
 
     def score(self, state, stored):
-        return -stored.planes["position"].astype(jnp.float32)
+        return -stored.metadata["position"].astype(jnp.float32)
 
 
-def planes(cache, name):
+def metadata(cache, name):
     """Yield each head with the metadata of its entries."""
     table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
     for row in np.ndindex(length.shape):
         used = table[row][caches.ring_pages(cache.window, cache.page_size) :][
             : -(-length[row] // cache.page_size)
         ]
-        yield row, np.asarray(cache.pages.planes[name])[used].reshape(-1)[: length[row]]
+        yield row, np.asarray(cache.pages.metadata[name])[used].reshape(-1)[: length[row]]
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, Adaptive, CriticalKV], ids=["alone", "Adaptive", "CriticalKV"])
@@ -56,7 +56,7 @@ def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
     cache = prefill(
         tiny_model(), TOKENS, policy=Policy(eviction=wrap(Lowered()), schedule=Schedule(Ratio(0.5)))
     )
-    for _, bias in planes(cache, "bias"):
+    for _, bias in metadata(cache, "bias"):
         assert (bias == -2).all()
 
 
@@ -67,7 +67,7 @@ def test_positions_are_there_for_who_asks():
     dropping = make_policy({"random": {"rates": np.full((3, 4), 0.5), "window": 9, "seed": 3}}, model=model)
     policy = Policy(dropping.admission, eviction=Oldest(), window=9, schedule=Schedule(Entries(16)))
     cache = prefill(model, TOKENS, policy=policy, page_size=PAGE, chunk=16)
-    for row, position in planes(cache, "position"):
+    for row, position in metadata(cache, "position"):
         assert len(position) == 8
         assert (np.diff(position) > 0).all()
         if row[0] == 0:  # in later layers, tokens that were dropped earlier make a difference

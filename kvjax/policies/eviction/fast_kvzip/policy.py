@@ -130,7 +130,7 @@ class FastKVzip(LateMetadata, Eviction):
         return Trigger("chunk", chunk=CHUNK)
 
     @property
-    def planes(self) -> Mapping[str, str]:
+    def metadata(self) -> Mapping[str, str]:
         return {"score": "float32"}
 
     @property
@@ -141,13 +141,13 @@ class FastKVzip(LateMetadata, Eviction):
     def of_prompts(self) -> Eviction:
         return changed(self, buffer=1)
 
-    def trail(self, shape: Shape) -> Waiting:
+    def observations(self, shape: Shape) -> Waiting:
         if not self.pending:
             return ()
         heads = () if self.inputs == "hidden" else (shape.kv_heads,)
         return jnp.zeros((shape.batch, self.pending, *heads, self.gates.width), shape.dtype)
 
-    def trace(self, step: Step) -> Waiting:
+    def record(self, step: Step) -> Waiting:
         return inputs(step, self.inputs) if self.pending else ()
 
     def numbers(self, state: tuple[()], step: Step, readout: Readout) -> Numbers:
@@ -156,8 +156,8 @@ class FastKVzip(LateMetadata, Eviction):
             return {"score": jnp.zeros_like(step.k[..., 0], jnp.float32)}
         return {"score": self.gates(inputs(step, self.inputs))}
 
-    def late(self, trail: Waiting) -> Numbers:
-        return {"score": self.gates(trail)}
+    def late(self, observations: Waiting) -> Numbers:
+        return {"score": self.gates(observations)}
 
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
-        return stored.planes["score"]
+        return stored.metadata["score"]

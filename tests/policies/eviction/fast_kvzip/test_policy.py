@@ -157,14 +157,14 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, [row], 0, PAGE, None)
-        assert not jax.tree.leaves(cache.trail)
+        assert not jax.tree.leaves(cache.observations)
         for token in row:
             one, valid = padded([np.array([token])], 1)
             cache, _ = last_logits(model, compiled.read, cache, one, valid)
     used = whole.layers.page_table[..., : -(-len(row) // PAGE)]
     own = cache.layers.page_table[..., : -(-len(row) // PAGE)]
     found, scores = (
-        np.asarray(x.pages.planes["score"])[at].reshape(3, 4, -1)[..., : len(row)]
+        np.asarray(x.pages.metadata["score"])[at].reshape(3, 4, -1)[..., : len(row)]
         for x, at in ((cache, own), (whole, used))
     )
     assert (scores > 0).all()

@@ -1,4 +1,4 @@
-"""Entry metadata: named planes in which a method keeps one number of its own for every retained entry.
+"""Entry metadata: named fields, in which a method keeps one number of its own for every retained entry.
 
 A number is written when its token is stored, is moved and freed with the entry, and may be changed later. The numbers
 of the local window's tokens are in `LayerCache.numbers` until the tokens leave the window.
@@ -16,21 +16,21 @@ def in_front(x: Shaped[Array, "b k t"], chosen: Bool[Array, "b k t"]) -> Shaped[
 
 
 def appended(
-    plane: Shaped[Array, "p page"],
+    field: Shaped[Array, "p page"],
     page_table: Int[Array, "b k c"],
     length: Int[Array, "b k"],
     new: Shaped[Array, "b k t"],
     count: Int[Array, "b k"],
 ) -> Shaped[Array, "p page"]:
-    """Return the plane with the first `count` new numbers of each head cache written at its places from `length` on.
+    """Return the field with the first `count` new numbers of each head cache written at its places from `length` on.
 
-    Whole pages are written: for single numbers XLA would use another layout of the plane on a TPU, and copy all of it
+    Whole pages are written: for single numbers XLA would use another layout of the field on a TPU, and copy all of it
     there and back in every layer and step.
     """
-    capacity, page_size = plane.shape
+    capacity, page_size = field.shape
     columns, t = page_table.shape[-1], new.shape[-1]
     if columns == 0:
-        return plane
+        return field
     column = length[..., None] // page_size + jnp.arange((t + page_size - 2) // page_size + 1)
     token = column[..., None] * page_size + jnp.arange(page_size) - length[..., None, None]
     written = (token >= 0) & (token < count[..., None, None])
@@ -38,30 +38,30 @@ def appended(
     numbers = jnp.take_along_axis(new, place, 2).reshape(token.shape)
     page = jnp.take_along_axis(page_table, jnp.minimum(column, columns - 1), 2)
     page = jnp.where(written.any(-1) & (column < columns), page, capacity)
-    rows = jnp.where(written, numbers, plane.at[page].get(mode="clip"))
-    return plane.at[page].set(rows, mode="drop")
+    rows = jnp.where(written, numbers, field.at[page].get(mode="clip"))
+    return field.at[page].set(rows, mode="drop")
 
 
 def placed(
-    plane: Shaped[Array, "p page"],
+    field: Shaped[Array, "p page"],
     page_table: Int[Array, "b k c"],
     place: Int[Array, "b k t"],
     new: Shaped[Array, "b k t"],
 ) -> Shaped[Array, "p page"]:
-    """Return the plane with the new numbers of each head cache written at these places, which are distinct and in any
+    """Return the field with the new numbers of each head cache written at these places, which are distinct and in any
     order. A place past the head cache's end is dropped. Like `appended` it writes whole pages: the one that a single
     token touches, or all of the head cache."""
-    capacity, page_size = plane.shape
+    capacity, page_size = field.shape
     b, k, columns = page_table.shape
     if columns == 0:
-        return plane
+        return field
     if place.shape[-1] == 1:
         column = jnp.minimum(place // page_size, columns - 1)
         page = jnp.where(place < columns * page_size, jnp.take_along_axis(page_table, column, 2), capacity)
         at = jnp.arange(page_size) == (place % page_size)[..., None]
-        rows = jnp.where(at, new[..., None], plane.at[page].get(mode="clip"))
-        return plane.at[page].set(rows, mode="drop")
-    rows = plane.at[page_table].get(mode="clip").reshape(b, k, -1)
+        rows = jnp.where(at, new[..., None], field.at[page].get(mode="clip"))
+        return field.at[page].set(rows, mode="drop")
+    rows = field.at[page_table].get(mode="clip").reshape(b, k, -1)
     row, head = jnp.ogrid[:b, :k]
     rows = rows.at[row[..., None], head[..., None], place].set(new, mode="drop")
-    return plane.at[page_table].set(rows.reshape(b, k, columns, page_size), mode="drop")
+    return field.at[page_table].set(rows.reshape(b, k, columns, page_size), mode="drop")

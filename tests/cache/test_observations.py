@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import trail
+from kvjax.cache import observations
 from pallas_kernels.bits import as_bits
 
 BATCH, LAYERS, HEADS, WIDTH, SLOTS = 3, 2, 5, 4, 6
@@ -21,26 +21,26 @@ CALLS = [
 
 
 @jax.jit
-def written(ring, x, seen, valid):
+def written(buffer, x, seen, valid):
     """Return the buffer after a call, its content by layer, and the number of slots that were written."""
-    new = jax.vmap(trail.newest, (0, None, None))(x, SLOTS, valid)
-    ring = trail.written(ring, new, seen, valid)
-    return ring, trail.by_layer(ring, seen + valid, x.dtype), new.shape[-2]
+    new = jax.vmap(observations.newest, (0, None, None))(x, SLOTS, valid)
+    buffer = observations.written(buffer, new, seen, valid)
+    return buffer, observations.by_layer(buffer, seen + valid, x.dtype), new.shape[-2]
 
 
 @pytest.mark.parametrize("heads", [(), (HEADS,)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_sequence_remembers_its_own_last_tokens(heads, dtype):
     random = np.random.default_rng(0)
-    ring = jnp.zeros((BATCH, SLOTS, LAYERS, *heads, WIDTH), dtype)
-    ring = as_bits(ring) if dtype == "bfloat16" else ring  # a pool on a CPU stores them like this
+    buffer = jnp.zeros((BATCH, SLOTS, LAYERS, *heads, WIDTH), dtype)
+    buffer = as_bits(buffer) if dtype == "bfloat16" else buffer  # a pool on a CPU stores them like this
     seen, known = np.zeros(BATCH, int), [[] for _ in range(BATCH)]
     for tokens, valid in CALLS:
         # bfloat16 represents these small whole numbers exactly
         x = random.integers(-99, 99, (LAYERS, BATCH, *heads, tokens, WIDTH)).astype(np.float32)
         for row, count in enumerate(valid):
             known[row] += [x[:, row, ..., t, :] for t in range(count)]
-        ring, found, slots = written(ring, x.astype(dtype), np.array(seen), np.array(valid))
+        buffer, found, slots = written(buffer, x.astype(dtype), np.array(seen), np.array(valid))
         assert slots == min(tokens, SLOTS)
         seen += valid
         assert found.shape == (LAYERS, BATCH, *heads, SLOTS, WIDTH)

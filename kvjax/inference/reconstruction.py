@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Shaped
 
 from kvjax.cache import Cache, LayerCache, Pages, check_finite
 from kvjax.cache.compaction import addresses
-from kvjax.cache.planes import placed
+from kvjax.cache.metadata import placed
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.checks import check_length
 from kvjax.inference.compaction import by_head, output_projections
@@ -21,7 +21,7 @@ from kvjax.inference.forward import bucket, padded, positions
 from kvjax.inference.sliding import sliding
 from kvjax.mesh import BATCH, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
-from kvjax.policies.base import Pass, Planes, Reconstruction
+from kvjax.policies.base import Metadata, Pass, Reconstruction
 from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.views import Passage, Step
@@ -42,7 +42,7 @@ def all_of(steps: CacheSteps) -> Cache:
         return end.value
 
 
-def reread(
+def reconstruct(
     model: Decoder,
     policy: CompiledPolicy,
     cache: Cache,
@@ -127,28 +127,28 @@ def one_pass(
     """Return the cache after one pass of each sequence. No part may be longer than the padded tokens. `first`: the
     number of places for the prompts' first entries."""
 
-    def attend(step, planes, xs):
+    def attend(step, metadata, xs):
         (layer, view, eviction, output), step = xs, step.without_padding()
         o, _, _, _ = cached_attention(
             view, step, cache.pages, layer,
             seen=cache.seen, counted=cache.counted, valid=valid, write=False, implementation=implementation,
         )  # fmt: skip
-        pages = dataclasses.replace(cache.pages, planes=planes)
+        pages = dataclasses.replace(cache.pages, metadata=metadata)
         return o, _looked_at(eviction, step, pages, layer, output, valid, spans, first), None
 
     position = positions(cache.seen, valid, tokens.shape[1])
-    x, planes, *_ = scan_layers(
+    x, metadata, *_ = scan_layers(
         model,
         model.embed_tokens(tokens, frozen=True),
         position,
         attend,
-        cache.pages.planes,
+        cache.pages.metadata,
         (cache.layers, view, eviction, output_projections(model)),
         slide=sliding(cache, valid, implementation),
         token=tokens,
         frozen=True,
     )
-    cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=planes))
+    cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, metadata=metadata))
     return check_finite(cache, x, position >= 0)
 
 
@@ -161,7 +161,7 @@ def _looked_at(
     valid: Int[Array, " b"],
     spans: Spans,
     first: int,
-) -> Planes:
+) -> Metadata:
     """Return the entry metadata after a pass's tokens have looked at one layer's entries."""
 
     def local(eviction, step, pages, layer, output, valid, spans):
@@ -173,14 +173,14 @@ def _looked_at(
         # all is stored, so there is no local window, and a token's place is its position
         at = addresses(layer, place, pages.pool.shape[1], 0)
         k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
-        numbers = eviction.reread(step, Passage(k, v, exists, first, valid, by_head(output, k)))
+        numbers = eviction.reconstruct(step, Passage(k, v, exists, first, valid, by_head(output, k)))
         end = layer.page_table.shape[-1] * pages.pool.shape[1]
         place = jnp.where(exists[:, None], place, end)
-        return pages.planes | {
-            name: placed(pages.planes[name], layer.page_table, place, x.astype(pages.planes[name].dtype))
+        return pages.metadata | {
+            name: placed(pages.metadata[name], layer.page_table, place, x.astype(pages.metadata[name].dtype))
             for name, x in numbers.items()
         }
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, pages.planes)
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, pages.metadata)
     whole = gather(eviction, "data", "fsdp")
     return jax.shard_map(local, out_specs=specs)(whole, step, pages, layer, output, valid, spans)

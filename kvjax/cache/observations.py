@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.bits import as_bits, as_floats
 
-Ring = Float[Array, "b w l *k d"] | UInt16[Array, "b w l *k d"]
+Buffer = Float[Array, "b w l *k d"] | UInt16[Array, "b w l *k d"]
 """An observation buffer. Where the pool holds integers, it holds the bits of its numbers."""
 
 
@@ -24,22 +24,22 @@ def newest(x: Float[Array, "b *k t d"], slots: int, valid: Int[Array, " b"]) -> 
 
 
 def written(
-    ring: Ring, new: Float[Array, "l b *k n d"], seen: Int[Array, " b"], valid: Int[Array, " b"]
-) -> Ring:
+    buffer: Buffer, new: Float[Array, "l b *k n d"], seen: Int[Array, " b"], valid: Int[Array, " b"]
+) -> Buffer:
     """Return the buffer with the `newest` of a call's first `valid` tokens, before which there were `seen`."""
-    slots = ring.shape[1]
+    slots = buffer.shape[1]
     index = _last(new.shape[-2], slots, valid)
     slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % slots, slots)
     new = jnp.moveaxis(new, (1, -2), (0, 1))
-    new = as_bits(new) if ring.dtype == jnp.uint16 else new
-    return ring.at[jnp.arange(len(seen))[:, None], slot].set(new, mode="drop")
+    new = as_bits(new) if buffer.dtype == jnp.uint16 else new
+    return buffer.at[jnp.arange(len(seen))[:, None], slot].set(new, mode="drop")
 
 
-def by_layer(ring: Ring, seen: Int[Array, " b"], dtype: Any) -> Float[Array, "l b *k w d"]:
+def by_layer(buffer: Buffer, seen: Int[Array, " b"], dtype: Any) -> Float[Array, "l b *k w d"]:
     """Return each layer's numbers, the oldest token first; unspecified where there was none. dtype: the dtype of the
-    numbers, whose bits `ring` may hold."""
-    slot = (seen[:, None] + jnp.arange(ring.shape[1])) % ring.shape[1]
-    x = ring[jnp.arange(len(seen))[:, None], slot]
+    numbers, whose bits `buffer` may hold."""
+    slot = (seen[:, None] + jnp.arange(buffer.shape[1])) % buffer.shape[1]
+    x = buffer[jnp.arange(len(seen))[:, None], slot]
     return as_floats(jnp.moveaxis(x, (2, 1), (0, -2)), dtype)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.planes import appended, in_front
+from kvjax.cache.metadata import appended, in_front
 
 PAGE, PAGES, COLUMNS = 3, 20, 5
 
@@ -15,12 +15,12 @@ def test_numbers_go_to_the_next_places_and_nowhere_else(tokens):
     """Numbers for which a head cache has no page or no column are dropped."""
     rng = np.random.default_rng(tokens)
     for _ in range(20):
-        plane = rng.standard_normal((PAGES, PAGE)).astype(np.float32)
+        field = rng.standard_normal((PAGES, PAGE)).astype(np.float32)
         length, count = rng.integers(0, 15, (2, 2)), rng.integers(0, tokens + 1, (2, 2))
         table = np.full((2, 2, COLUMNS), PAGES, np.int32)
         pages = rng.permutation(PAGES)
         new = rng.standard_normal((2, 2, tokens)).astype(np.float32)
-        wanted = plane.copy()
+        wanted = field.copy()
         for b, k in np.ndindex(2, 2):
             own = min(-(-(length[b, k] + count[b, k]) // PAGE), COLUMNS)
             table[b, k, :own], pages = pages[:own], pages[own:]
@@ -30,14 +30,14 @@ def test_numbers_go_to_the_next_places_and_nowhere_else(tokens):
                 column, offset = divmod(length[b, k] + i, PAGE)
                 if column < COLUMNS and table[b, k, column] < PAGES:
                     wanted[table[b, k, column], offset] = new[b, k, i]
-        arrays = (jnp.asarray(x) for x in (plane, table, length, new, count))
+        arrays = (jnp.asarray(x) for x in (field, table, length, new, count))
         np.testing.assert_array_equal(jax.jit(appended)(*arrays), wanted)
 
 
 def test_a_table_without_columns_has_no_place():
-    plane, nothing = jnp.ones((2, PAGE)), jnp.zeros((1, 1), jnp.int32)
-    found = appended(plane, jnp.zeros((1, 1, 0), jnp.int32), nothing, jnp.ones((1, 1, 4)), nothing + 4)
-    np.testing.assert_array_equal(found, plane)
+    field, nothing = jnp.ones((2, PAGE)), jnp.zeros((1, 1), jnp.int32)
+    found = appended(field, jnp.zeros((1, 1, 0), jnp.int32), nothing, jnp.ones((1, 1, 4)), nothing + 4)
+    np.testing.assert_array_equal(found, field)
 
 
 def test_those_chosen_come_first_in_their_order():
