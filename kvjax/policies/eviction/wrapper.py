@@ -17,7 +17,7 @@ from kvjax.struct import bare, changed, struct
 @struct
 class Wrapper(Eviction):
     """An eviction around another one. A subclass changes what is defined here. The other eviction itself is asked what
-    it observes and which metadata it keeps (`innermost`)."""
+    it observes and which metadata it keeps (`innermost`); a wrapper may keep more (`entry_fields`)."""
 
     eviction: Eviction
     """The wrapped eviction."""
@@ -65,6 +65,11 @@ class Wrapper(Eviction):
     def usual_trigger(self) -> Trigger:
         return self.eviction.usual_trigger
 
+    @property
+    def entry_fields(self) -> Mapping[str, str]:
+        """The names and dtypes of the entry metadata, of the wrapped eviction and of this wrapper."""
+        return metadata_of(self.eviction)
+
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
         return self.eviction.refuses(schedule, stores_all)
 
@@ -85,5 +90,6 @@ def with_innermost(eviction: Eviction, method: Eviction) -> Eviction:
 
 def metadata_of(eviction: Eviction | None) -> Mapping[str, str]:
     """Return the names and dtypes of an eviction's entry metadata."""
-    method = innermost(eviction)
-    return method.metadata if isinstance(method, EntryMetadata) else {}
+    if isinstance(eviction, Wrapper):
+        return eviction.entry_fields
+    return eviction.metadata if isinstance(eviction, EntryMetadata) else {}
