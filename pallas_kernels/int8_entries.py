@@ -40,3 +40,8 @@ def dequantised_entries(
     """Return entries in floats, given their int8 numbers and their scales."""
     parts = values.astype(jnp.float32).reshape(*both.shape, 2, -1)
     return (parts * jnp.stack(scales(both), -1)[..., None]).reshape(values.shape).astype(dtype)
+
+
+def with_value_scales(both: Int32[Array, "*s"], others: Int32[Array, "*s"]) -> Int32[Array, "*s"]:
+    """Return the scales of the keys of `both` and of the values of `others`."""
+    return both & (-1 << HALF) | others & ((1 << HALF) - 1)

@@ -20,7 +20,7 @@ from kvjax.errors import named_arguments
 from kvjax.struct import short, static, struct
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import target
-from pallas_kernels.int8_entries import dequantised_entries, quantised_entries
+from pallas_kernels.int8_entries import dequantised_entries, quantised_entries, with_value_scales
 
 Number = TypeVar("Number", int, np.ndarray, jax.Array)
 
@@ -114,6 +114,24 @@ class Pages:
         if scale is None or key_scale is None:
             return as_floats(stored, self.dtype)
         return (dequantised_entries(stored, scale, jnp.float32) * _of_entries(key_scale)).astype(self.dtype)
+
+    def with_values(
+        self,
+        page: Int[Array, "b k s"],
+        offset: Int[Array, "b k s"],
+        v: Float[Array, "b k s h"],
+        key_scale: KeyScale,
+    ) -> "Pages":
+        """Return the pages with other values at these places, and the keys that they have. A place whose page is past
+        the pool's end is dropped. key_scale: the layer's."""
+        stored, scale = self.as_stored(jnp.concatenate([jnp.zeros_like(v), v], -1), key_scale)
+        width = v.shape[-1]
+        pool = self.pool.at[page, offset, width:].set(stored[..., width:], mode="drop")
+        if scale is None:
+            return dataclasses.replace(self, pool=pool)
+        scale = with_value_scales(self.metadata[SCALE].at[page, offset].get(mode="clip"), scale)
+        scale = self.metadata[SCALE].at[page, offset].set(scale, mode="drop")
+        return dataclasses.replace(self, pool=pool, metadata=self.metadata | {SCALE: scale})
 
     @property
     def int8(self) -> bool:
