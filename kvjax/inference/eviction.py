@@ -18,11 +18,13 @@ from kvjax.inference.compaction import compact_to, overflow_quota, quota, range_
 from kvjax.inference.decode import Recurring
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, memories, padded
-from kvjax.inference.reconstruction import CacheSteps, reconstruct
+from kvjax.inference.reconstruction import CacheSteps, passes_of, reconstruct
+from kvjax.inference.refitting import References, refit
 from kvjax.mesh import on_host, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Observations, Reconstruction
 from kvjax.policies.compiled import CompiledPolicy, States
+from kvjax.policies.eviction.refit import refitting
 from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.policy import Policy
 from kvjax.policies.schedule import Schedule
@@ -45,8 +47,8 @@ def at_prompt_end(
     implementation: str | None = None,
     reconstructed: bool = False,
 ) -> CacheSteps:
-    """Return the steps that compact the cache (donated) of the prompts `rows` once, as the policy's schedule says: the
-    observers, each reconstruction pass, and the compaction.
+    """Return the steps that compact the cache (donated) of the prompts `rows` once, as the policy's schedule says: each
+    reconstruction pass, the observers, and the compaction, after which the entries may be refitted.
 
     Args:
         observers: as in `kvjax.inference.prefill.read`.
@@ -54,21 +56,30 @@ def at_prompt_end(
         reconstructed: True if all reconstruction passes were made (`reconstruct`).
     """
     host, dropped = policy.host, [0] * len(rows)
-    schedule = host.schedule
+    schedule, refitted = host.schedule, refitting(host.eviction)
     assert schedule is not None
+    references = None
+    if refitted is not None:
+        passes, batch = [passes_of(host, row) for row in rows], cache.seen.shape[0]
+        references = References(model, passes, refitted.queries, batch)
+    # before the observers are read, which the passes would see
+    if references is not None or (isinstance(innermost(host.eviction), Reconstruction) and not reconstructed):
+        cache = yield from reconstruct(model, policy, cache, rows, implementation, references)
+        cache = yield cache
+    if references is not None:
+        references.look_at(cache)
     if schedule.in_ranges:
-        return compact_to(model, policy, cache, range_quota(host, cache, rows))
-    observers = guided(schedule, len(rows)) if observers is None else observers
-    if any(row.size for row in observers):
-        assert run is not None
-        cache, dropped = _observed(model, policy, cache, observers, run)
-        cache = yield cache
-    if isinstance(innermost(host.eviction), Reconstruction) and not reconstructed:
-        cache = yield from reconstruct(model, policy, cache, rows, implementation)
-        cache = yield cache
-    prefix = [schedule.needs.prefix_of(row) for row in rows]
-    stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
-    return compact_to(model, policy, cache, stays)
+        stays = range_quota(host, cache, rows)
+    else:
+        observers = guided(schedule, len(rows)) if observers is None else observers
+        if any(row.size for row in observers):
+            assert run is not None
+            cache, dropped = _observed(model, policy, cache, observers, run)
+            cache = yield cache
+        prefix = [schedule.needs.prefix_of(row) for row in rows]
+        stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
+    cache = compact_to(model, policy, cache, stays)
+    return cache if references is None else refit(cache, references)
 
 
 def guided(schedule: Schedule, sequences: int) -> TokenRows:

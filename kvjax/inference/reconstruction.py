@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Cache, LayerCache, Pages, check_finite
 from kvjax.cache.compaction import addresses
@@ -18,12 +18,15 @@ from kvjax.inference.checks import check_length
 from kvjax.inference.compaction import by_head, output_projections
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, padded, positions
+from kvjax.inference.refitting import References, sampled
 from kvjax.inference.sliding import sliding
 from kvjax.mesh import BATCH, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.base import Metadata, Pass, Reconstruction
 from kvjax.policies.compiled import CompiledPolicy, View
+from kvjax.policies.eviction.refit import refitting
 from kvjax.policies.eviction.wrapper import innermost
+from kvjax.policies.policy import Policy
 from kvjax.policies.views import Passage, Step
 from kvjax.struct import struct
 
@@ -48,23 +51,21 @@ def reconstruct(
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
     implementation: str | None = None,
+    references: References | None = None,
 ) -> CacheSteps:
-    """Return the passes that the policy's eviction makes over the cache (donated) of `rows`, as steps. They fill its
-    entry metadata and change nothing else. The passes of one index run together; a row that has fewer does nothing.
+    """Return the passes that the policy's eviction, or the refit around it, makes over the cache (donated) of `rows`,
+    as steps. They fill the eviction's entry metadata and change nothing else. The passes of one index run together; a
+    row that has fewer does nothing.
 
     Args:
-        policy: its eviction is a `Reconstruction`.
+        policy: its eviction is a `Reconstruction`, or within a refit.
         cache: it holds every token of `rows`, in pages (`View.stores_all`), and has the eviction's metadata.
+        references: they are given the passes' queries.
     """
-    method, traced, schedule = (
-        innermost(policy.host.eviction),
-        innermost(policy.compact),
-        policy.host.schedule,
-    )
-    assert isinstance(method, Reconstruction)
-    assert isinstance(traced, Reconstruction)
+    method, schedule = innermost(policy.compact), policy.host.schedule
+    traced = method if isinstance(method, Reconstruction) else None
     assert schedule is not None
-    passes = [method.passes(row) for row in rows]
+    passes = [passes_of(policy.host, row) for row in rows]
     first = bucket(max(schedule.needs.longest_prefix, schedule.needs.first))
     behind = [max((one.tokens.size for one in own), default=0) for own in passes]
     most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
@@ -78,11 +79,22 @@ def reconstruct(
             log_call(cache, tokens)
             there = [one for one in some if one is not None]
             fed, valid = padded(tokens, bucket(_longest(there)))
-            cache = one_pass(
-                model, policy.read, traced, cache, fed, valid, spans(some, fed.shape[0]),
+            sample = None if references is None else (references.q, references.index(index))
+            cache, q = one_pass(
+                model, policy.read, traced, cache, fed, valid, spans(some, fed.shape[0]), sample,
                 first=first, implementation=implementation,
             )  # fmt: skip
+            if references is not None:
+                references.q = q
     return cache
+
+
+def passes_of(policy: Policy, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
+    """Return the passes after a prompt of these token ids: those of the refit, which are the eviction's own if it has
+    some, else the eviction's. There are none for other policies."""
+    refit, method = refitting(policy.eviction), innermost(policy.eviction)
+    method = method if refit is None else refit.reader
+    return method.passes(row) if isinstance(method, Reconstruction) else ()
 
 
 def _longest(passes: Sequence[Pass]) -> int:
@@ -115,17 +127,24 @@ def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
 def one_pass(
     model: Decoder,
     view: View,
-    eviction: Reconstruction,
+    eviction: Reconstruction | None,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
     spans: Spans,
+    sample: tuple[Float[Array, "l b n r h"], Int[Array, "b r"]] | None = None,
     *,
     first: int,
     implementation: str | None,
-) -> Cache:
-    """Return the cache after one pass of each sequence. No part may be longer than the padded tokens. `first`: the
-    number of places for the prompts' first entries."""
+) -> tuple[Cache, Float[Array, "l b n r h"] | None]:
+    """Return the cache after one pass of each sequence, and the references' queries. No part may be longer than the
+    padded tokens.
+
+    Args:
+        eviction: it writes metadata of the entries that are looked at; None: nothing is written.
+        sample: the references' queries so far, and the tokens whose queries they are given (`References.index`).
+        first: the number of places for the prompts' first entries.
+    """
 
     def attend(step, metadata, xs):
         (layer, view, eviction, output), step = xs, step.without_padding()
@@ -134,10 +153,12 @@ def one_pass(
             seen=cache.seen, counted=cache.counted, valid=valid, write=False, implementation=implementation,
         )  # fmt: skip
         pages = dataclasses.replace(cache.pages, metadata=metadata)
-        return o, _looked_at(eviction, step, pages, layer, output, valid, spans, first), None
+        if eviction is not None:
+            metadata = _looked_at(eviction, step, pages, layer, output, valid, spans, first)
+        return o, metadata, None if sample is None else sampled(step, sample[1])
 
     position = positions(cache.seen, valid, tokens.shape[1])
-    x, metadata, *_ = scan_layers(
+    x, metadata, new, *_ = scan_layers(
         model,
         model.embed_tokens(tokens, frozen=True),
         position,
@@ -149,7 +170,9 @@ def one_pass(
         frozen=True,
     )
     cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, metadata=metadata))
-    return check_finite(cache, x, position >= 0)
+    if sample is not None:
+        new = jnp.where((sample[1] >= 0)[:, None, :, None], new, sample[0])
+    return check_finite(cache, x, position >= 0), new
 
 
 def _looked_at(

@@ -33,6 +33,7 @@ from kvjax.policies.admission.kvzap import files as kvzap
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.policies.compiled import View, compile_policy
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
+from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.policies.guidance import text
 from kvjax.policies.make import Described, parse_policy
 from kvjax.policies.registry import find_method
@@ -300,9 +301,9 @@ def check_serving(told: ServeConfig, config: ModelConfig) -> None:
 
 
 def completed(policy: str, config: ModelConfig, make: Make) -> Described:
-    """Return the policy with everything that its methods need in addition to numbers: token ids for the texts of kvzip
-    and of guidance, and gates for wgkv, fast_kvzip and kvzap, of the published sizes unless a folder or a file of
-    gates is named.
+    """Return the policy with everything that its methods need in addition to numbers: token ids for the texts of kvzip,
+    of refit and of guidance, and gates for wgkv, fast_kvzip and kvzap, of the published sizes unless a folder or a file
+    of gates is named.
 
     Args:
         make: makes gates by a function without arguments.
@@ -317,6 +318,8 @@ def completed(policy: str, config: ModelConfig, make: Make) -> Described:
             arguments["guidance"] = (0,) * -(-len(text(guidance)) // LETTERS)
         if name in BESIDE:
             arguments |= BESIDE[name](arguments, config, make)
+        if name != "kvzip" and "refit" in arguments:
+            arguments["refit"]["reader"] = KVzip(**_texts({}, config, make))
     return found
 
 

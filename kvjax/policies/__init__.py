@@ -28,6 +28,7 @@ from kvjax.policies.eviction.oraclekv import OracleKV
 from kvjax.policies.eviction.protected import Protected
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
+from kvjax.policies.eviction.refit import Refit
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.eviction.triattention import TriAttention
@@ -67,6 +68,7 @@ __all__ = [
     "Random",
     "RandomEviction",
     "Ratio",
+    "Refit",
     "Schedule",
     "Size",
     "SnapKV",

@@ -401,7 +401,7 @@ def _evicting(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]
             assert isinstance(eviction, Guided)
             eviction = eviction.guided(len(told["observers"]))
     for wrapper in part.wrappers:
-        eviction = wrapper.build(eviction)
+        eviction = wrapper.build(eviction, tokenizer=tokenizer)
     stated = budget(**{name: words[name] for name in BUDGETS if name in words})
     usual = eviction.usual_trigger
     own = told.get("when", usual.when) == usual.when

@@ -12,6 +12,7 @@ from kvjax.policies.admission.full import Full
 from kvjax.policies.base import Admission, Eviction, LateMetadata, Method, Selection
 from kvjax.policies.budget import BUDGETS
 from kvjax.policies.compiled import CompiledPolicy, compile_policy, looks
+from kvjax.policies.eviction.refit import refitting
 from kvjax.policies.eviction.wrapper import innermost, metadata_of
 from kvjax.policies.schedule import Schedule
 from kvjax.struct import assign, changed, short, static, struct
@@ -116,6 +117,10 @@ class Policy:
         trigger, last, looking, name = schedule.trigger, schedule.needs.last, schedule.looking, self.name
         if refusal := eviction.refuses(schedule, self.stores_all):
             raise UserError(f"{eviction.label} {refusal}")
+        if self.selection is not None and refitting(eviction):
+            raise UserError(
+                f"{name}: refit fits all entries together, and a selection reads some pages of them"
+            )
         schedule.check()
         method = innermost(eviction)
         if trigger.while_decoding and isinstance(method, LateMetadata) and (waiting := method.pending):

@@ -33,6 +33,7 @@ from kvjax.policies.eviction.oraclekv import OracleKV
 from kvjax.policies.eviction.protected import Protected
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
+from kvjax.policies.eviction.refit import Refit
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.eviction.triattention import TriAttention
@@ -72,6 +73,7 @@ WRAPPERS: dict[str, type[Wrapper]] = {
     "pyramidkv": Pyramid,
     "critical_kv": CriticalKV,
     "protected": Protected,
+    "refit": Refit,
 }
 """Wrappers, each named among the arguments of the eviction that it changes."""
 SELECTIONS: dict[str, type[Selection]] = {

@@ -56,6 +56,9 @@ BESIDES = {
     "adakv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,adakv", model=model),
     "pyramidkv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,pyramidkv.beta=3", model=model),
     "critical_kv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,critical_kv", model=model),
+    "refit": lambda model: make_policy(
+        {"kvzip": POLICIES["kvzip"] | {"ratio": 0.3, "refit": {"queries": 32}}}, model=model
+    ),
     "wgkv+snapkv": lambda model: make_policy(
         "wgkv:tau=0.3,window=6+snapkv:observed=4,ratio=0.3", model=model, gates=tiny_gates(model)
     ),
@@ -70,7 +73,7 @@ CHUNKS = {"chunk": 16, "page_size": 8}
 LIKE_OTHERS = (
     "full", "streaming_llm", "wgkv", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "r_kv",
     "kvzap", "kvzap_eviction", "defensive_kv", "dropkv",
-    "random_eviction", "adakv", "pyramidkv", "critical_kv", "oraclekv", "max_entries", "bias",
+    "random_eviction", "adakv", "pyramidkv", "critical_kv", "refit", "oraclekv", "max_entries", "bias",
 )  # fmt: skip
 """Policies whose steps other policies test, too; they run only in the thorough tests."""
 each = pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_other_parts_do_not_matter():
 def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole, monkeypatch):
     """A prompt of 60 tokens and a pass of 29 more give a warning before the first pass, and only once."""
     passed = []
-    monkeypatch.setattr(reconstruction, "one_pass", lambda *args, **_: passed.append(1) or args[3])
+    monkeypatch.setattr(reconstruction, "one_pass", lambda *args, **_: passed.append(1) or (args[3], None))
     fitting, short = (tiny_model(qk_norm=False, max_position=longest) for longest in (89, 88))
     reconstruct(fitting, keep(fitting, 1.0).compile(fitting), whole, prompts)
     said = "^60 tokens and up to 29 that are read behind them to look at them are more than the 88 "
