@@ -67,7 +67,7 @@ def answer(
     CapacityError if the pool has no room for the answers.
     """
     with use_mesh(model):
-        mark = marked(cache)
+        mark, origin = marked(cache), on_host(cache.origin)
         # each question decides by its own length, so that the rest of its batch changes nothing
         read = [
             len(q.prompt) - 1 if policy.host.selection is None and len(q.prompt) > LONG else 0
@@ -104,7 +104,7 @@ def answer(
                 # a step costs the same however many of its rows are done
                 pace.add(len(questions) * STEPS, seconds, watch.compiled)
             before = [_put_rows(len(stopped), rows, on_host(x)) for x in before]
-            log_steps(before, cache, count=STEPS, sequences=len(questions))
+            log_steps(before, origin, cache.window, count=STEPS, sequences=len(questions))
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
                 stopped[row] |= question.stops and bool(

@@ -47,13 +47,19 @@ def log_call(cache: Cache, rows: Sequence[Int[np.ndarray, " _"]]) -> None:
 
 
 def log_steps(
-    before: Sequence[Shaped[Array | np.ndarray, "..."]], cache: Cache, *, count: int, sequences: int
+    before: Sequence[Shaped[Array | np.ndarray, "..."]],
+    origin: Int[Array | np.ndarray, " b"],
+    window: int,
+    *,
+    count: int,
+    sequences: int,
 ) -> None:
-    """Log the first `count` decoded tokens, if a log is open. `before`: as `decode` returns it, with `cache`."""
+    """Log the first `count` decoded tokens, if a log is open. `before` is what `decode` returns; `origin` and `window`
+    are those of its cache, for the same rows."""
     if (log := _open_log.get()) is not None:
-        origin = on_host(cache.origin)
+        origin = on_host(origin)
         for length, seen, running in zip(*(on_host(x)[:count] for x in before), strict=True):
-            _add(log, length, seen, origin, cache.window, running[:sequences].astype(np.int32))
+            _add(log, length, seen, origin, window, running[:sequences].astype(np.int32))
 
 
 def _add(log: list[Call], length, seen, origin, window, tokens) -> None:

@@ -111,7 +111,7 @@ def stream(
                 limit=np.int32(count), count=size, recurring=again, implementation=implementation,
             )  # fmt: skip
         caches.check(held, host.name, left - count)
-        log_steps(fed, held, count=count, sequences=len(rows))
+        log_steps(fed, held.origin, held.window, count=count, sequences=len(rows))
         made += count
         new, logprobs = answers.block(drawn, before, count)
         with use_mesh(model):

@@ -85,8 +85,10 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, s
         "quest": {"ratio": 0.25},
     }
     policy = make_policy({policy: made[policy]}, model=model)
-    cache = prefill(model, contexts, policy=policy, max_new_tokens=40, page_size=4)
-    questions = [Question(np.array([5, 6], np.int32), np.zeros(count, np.int32), "") for count in (3, 33, 6)]
+    cache = prefill(model, [*contexts, contexts[0][:9]], policy=policy, max_new_tokens=40, page_size=4)
+    questions = [
+        Question(np.array([5, 6], np.int32), np.zeros(count, np.int32), "") for count in (3, 33, 6, 33)
+    ]
     take_rows, taken = answering._take_rows, []
     monkeypatch.setattr(
         answering,
@@ -105,15 +107,15 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, s
         return [one.tokens.tolist() for one in said], held, ran, pace.tokens
 
     said, held, ran, counted = run()
-    assert (taken, counted) == ([], 3 * 36)
-    monkeypatch.setattr(answering, "FEWER", 3)
+    assert (taken, counted) == ([], 4 * 36)
+    monkeypatch.setattr(answering, "FEWER", 2)
     monkeypatch.setattr(answering, "AHEAD", 20)
     again = run()
-    assert taken == [[1]]
+    assert taken == [[1, 3]]
     assert again[0] == said
     np.testing.assert_array_equal(again[1], held)
     np.testing.assert_array_equal(again[2], ran)
-    assert again[3] == 3 * 8  # only the steps of the whole batch count for the speed
+    assert again[3] == 4 * 8  # only the steps of the whole batch count for the speed
 
 
 def test_an_answer_ends_before_its_stop_token(model, contexts):
