@@ -32,7 +32,7 @@ def run(config: ConvertConfig) -> None:
 
     from kvjax.checkpoints.orbax import export
     from kvjax.models import save_model
-    from kvjax.models.decoder import own_values
+    from kvjax.models.decoder import unfused_values
     from kvjax.models.saving import check_new, new_folder
 
     check_new(config.out)
@@ -40,7 +40,7 @@ def run(config: ConvertConfig) -> None:
         model = _read(config)
         if config.to == "orbax":
             with new_folder(model, config.out, config.source) as partial:
-                export(partial / ORBAX, own_values(model))
+                export(partial / ORBAX, unfused_values(model))
         else:
             save_model(model, config.out, tokenizer_from=config.source)
     size = sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20
@@ -55,7 +55,7 @@ def _read(config: ConvertConfig):
     from kvjax.checkpoints.orbax import abstract, restore_export
     from kvjax.errors import UserError
     from kvjax.models import load_model, read_config
-    from kvjax.models.decoder import own_values
+    from kvjax.models.decoder import unfused_values
     from kvjax.models.folder import find_model
     from kvjax.models.json_file import JsonObject
     from kvjax.models.kinds import few
@@ -68,11 +68,11 @@ def _read(config: ConvertConfig):
     stored = JsonObject.read(source / "config.json").get("torch_dtype", str)
     dtype = parameter_dtype(config.dtype or stored)
     like = model_shapes(shape, dtype)
-    own = restore_export(source / ORBAX, abstract(own_values, jax.sharding.get_mesh(), like))
+    own = restore_export(source / ORBAX, abstract(unfused_values, jax.sharding.get_mesh(), like))
     finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
     if broken := [name for name, good in jax.device_get(finite(own)).items() if not good]:
         raise UserError(f"{source / ORBAX}: NaN or infinite numbers in {few(broken)}, read as {dtype.name}")
-    return like.with_own(own)
+    return like.with_unfused(own)
 
 
 def main(args: list[str] | None = None) -> None:

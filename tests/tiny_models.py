@@ -39,8 +39,10 @@ def filled(config: ModelConfig, dtype=jnp.float32, seed: int = 0) -> Decoder:
     def fill(name, shape):
         return jnp.asarray(np.ones(shape) if "norm" in name else 0.2 * random.standard_normal(shape), dtype)
 
-    own = {name: fill(name, x.shape) for name, x in sorted(shapes.own_arrays().items())}
-    return jax.tree.map(lambda leaf, x: jax.device_put(x, leaf.sharding.spec), shapes, shapes.with_own(own))
+    own = {name: fill(name, x.shape) for name, x in sorted(shapes.unfused_arrays().items())}
+    return jax.tree.map(
+        lambda leaf, x: jax.device_put(x, leaf.sharding.spec), shapes, shapes.with_unfused(own)
+    )
 
 
 def tiny_model(**changes) -> Decoder:

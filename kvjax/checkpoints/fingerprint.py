@@ -96,7 +96,7 @@ def fingerprint(model: Any) -> str:
     Signs depend neither on the mesh nor on the dtype that weights are stored or read in. Two different models agree in
     about half of them. Call it in every process.
     """
-    own = model.own_arrays()
+    own = model.unfused_arrays()
     values = _sample(model, {name: own[f"layers.{name}.value"] for name in MATRICES})
     signs = np.packbits(np.concatenate([values[name] < 0 for name in MATRICES]))
     sizes = repr([getattr(model.config, name) for name in SIZES])
@@ -106,7 +106,7 @@ def fingerprint(model: Any) -> str:
 def contents(model: Any) -> str:
     """Return a digest of the configuration and of the values of a sample of all weights, as they were read. A model
     that was trained further has another one. Call it in every process."""
-    values, config = _sample(model, model.own_arrays()), model.config
+    values, config = _sample(model, model.unfused_arrays()), model.config
     # neither the dtype of a cache nor which of a chat template's tokens end an answer is the model's own
     ends = {id_ for _, id_ in config.turn_ends}
     own = tuple(id_ for id_ in config.eos_ids if id_ not in ends)
@@ -160,7 +160,7 @@ def _sample(model: Any, arrays: Mapping[str, Any]) -> dict[str, Float32[np.ndarr
         rows = model.config.vocab_size if name.startswith(("embed", "head")) else own.shape[0]
         sizes = (rows, *own.shape[1:])
         points = [np.arange(POINTS) * stride % size for stride, size in zip(STRIDES, sizes, strict=False)]
-        stored[name], places[name] = own.stored, own.places(np.stack(points)).astype(np.int32)
+        stored[name], places[name] = own.stored, own.stored_indices(np.stack(points)).astype(np.int32)
     with use_mesh(model):
         return jax.device_get(_at(stored, places))
 

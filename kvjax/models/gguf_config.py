@@ -45,7 +45,7 @@ def config_keys(file: GgufFile) -> JsonObject:
         raise file.metadata.error(f"{file.architecture}.attention.causal is false: it is an embedding model")
     heads, width = file.get("attention.head_count", int), file.get("embedding_length", int)
     head_dim = file.get("attention.key_length", int, width // max(heads, 1))
-    values, turned = (
+    values, rotated = (
         file.get(name, int, head_dim) for name in ("attention.value_length", "rope.dimension_count")
     )
     if values != head_dim:
@@ -73,8 +73,8 @@ def config_keys(file: GgufFile) -> JsonObject:
         "head_dim": head_dim,
         "rms_norm_eps": _decimal(file.get("attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _decimal(file.get("rope.freq_base", float, 10_000.0)),
-        "rope_scaling": _rope_scaling(file, head_dim, turned, context),
-        "partial_rotary_factor": _share(turned, head_dim),
+        "rope_scaling": _rope_scaling(file, head_dim, rotated, context),
+        "partial_rotary_factor": _share(rotated, head_dim),
         "max_position_embeddings": context,
         "sliding_window": window or None,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -86,10 +86,10 @@ def config_keys(file: GgufFile) -> JsonObject:
     return JsonObject(data, str(file.path))
 
 
-def _share(turned: int, head_dim: int) -> float:
+def _share(rotated: int, head_dim: int) -> float:
     """Return the share whose product with head_dim is so many dimensions, rounded down."""
-    share = turned / max(head_dim, 1)
-    return share if int(head_dim * share) == turned else math.nextafter(share, math.inf)
+    share = rotated / max(head_dim, 1)
+    return share if int(head_dim * share) == rotated else math.nextafter(share, math.inf)
 
 
 def _decimal(stored: float) -> float:
@@ -119,10 +119,10 @@ def _eos_ids(metadata: JsonObject) -> list[int]:
     return sorted(ids)
 
 
-def _rope_scaling(file: GgufFile, head_dim: int, turned: int, context: int) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufFile, head_dim: int, rotated: int, context: int) -> dict[str, Any] | None:
     magnitude = file.get("rope.scaling.attn_factor", float, 0.0)
     if any(name in file.tensors for name in FACTORS):
-        return _longrope(file, turned // 2, context) | (
+        return _longrope(file, rotated // 2, context) | (
             {"attention_factor": _decimal(magnitude)} if magnitude else {}
         )
     if magnitude not in (0, 1):

@@ -23,7 +23,7 @@ from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import own_values
+from kvjax.models.decoder import unfused_values
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.models.shapes import check_longest, fit_mesh, fit_mesh_to
 from kvjax.policies import Policy
@@ -308,7 +308,7 @@ def _export(
         made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
         if first:
             sign(new, made_for)
-        export(new / "orbax", own_values(params))
+        export(new / "orbax", unfused_values(params))
         if trained is not None:
             save_model(trained, new / "model", tokenizer_from=recipe.model)
         multihost_utils.sync_global_devices("everything is written")

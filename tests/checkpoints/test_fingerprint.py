@@ -19,7 +19,7 @@ from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main as evaluate_main
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
-from kvjax.models.decoder import own_values
+from kvjax.models.decoder import unfused_values
 from kvjax.models.folder import find_model
 from kvjax.policies import WGKV, Policy, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
@@ -61,7 +61,7 @@ def gates(own, tmp_path):
 def test_it_is_the_signs_of_fixed_weights(own):
     signs = []
     for name in MATRICES:
-        x = np.asarray(own_values(own)[f"layers.{name}.value"])
+        x = np.asarray(unfused_values(own)[f"layers.{name}.value"])
         at = [np.arange(POINTS) * stride % size for stride, size in zip(STRIDES, x.shape, strict=False)]
         signs.append(x[tuple(at)] < 0)
     assert fingerprint(own)[8:] == np.packbits(np.concatenate(signs)).tobytes().hex()

@@ -37,7 +37,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
 
 def in_floats(model: Decoder) -> Decoder:
     """Return the model whose matrices are the numbers that 8-bit ones stand for."""
-    own = {name: x.value for name, x in model.own_arrays().items()}
+    own = {name: x.value for name, x in model.unfused_arrays().items()}
     for part in MATRICES:
         values, scale = (
             np.asarray(own[f"layers.{name}.value"], np.float32) for name in (part, f"{part}_scale")
@@ -52,7 +52,7 @@ def in_floats(model: Decoder) -> Decoder:
             own[f"{name}.value"] = own[f"{name}.value"] * own[f"{name}_scale.value"][:, None]
     config = dataclasses.replace(model.config, weights=None, weight_block=0)
     with use_mesh():
-        return model_shapes(config).with_own(own)
+        return model_shapes(config).with_unfused(own)
 
 
 def in_blocks(case: dict) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -82,12 +82,12 @@ def test_each_weight_is_rounded_to_the_nearest(case, kind, tmp_path):
     largest for integers, and for floats 1/8 of the number itself, or 2⁻⁹/448 of the largest."""
     given = EVEN if case == "even" else CASES[case]
     folder = write_folder(tmp_path, given)
-    exact = {name: np.asarray(x.value) for name, x in load_model(folder).own_arrays().items()}
+    exact = {name: np.asarray(x.value) for name, x in load_model(folder).unfused_arrays().items()}
     model = load_model(folder, weights=kind)
     assert {model.layers.qkv.dtype.name, model.layers.down.dtype.name} <= {"int8", "float8_e4m3fn"}
-    scales = {name: x for name, x in model.own_arrays().items() if name.endswith("_scale.value")}
+    scales = {name: x for name, x in model.unfused_arrays().items() if name.endswith("_scale.value")}
     assert len(scales) == len(MATRICES) + (2 if kind == "int8" else 0)
-    for name, x in in_floats(model).own_arrays().items():
+    for name, x in in_floats(model).unfused_arrays().items():
         found, wanted = np.asarray(x.value), exact[name]
         scale = scales.get(name.replace(".value", "_scale.value"))
         if scale is None:

@@ -59,7 +59,8 @@ def test_every_tensor_stands_where_it_belongs(folder, whole):
     layer = {name.removeprefix("model.layers.2."): x for name, x in w.items()}
     d, n, h = 48, 6, 16
     own = {
-        name.removeprefix("layers.").removesuffix(".value"): x.value for name, x in whole.own_arrays().items()
+        name.removeprefix("layers.").removesuffix(".value"): x.value
+        for name, x in whole.unfused_arrays().items()
     }
     q = np.asarray(own["q"][2])
     np.testing.assert_array_equal(q, layer["self_attn.q_proj.weight"].T.reshape(d, n, h))
@@ -187,12 +188,12 @@ def test_dtypes_of_files_and_of_models(stored, tmp_path):
     model = load_model(folder)
     assert {w.dtype for w in jax.tree.leaves(model)} == {np.dtype(stored)}
     gate = tensors["model.layers.1.mlp.gate_proj.weight"].T
-    np.testing.assert_array_equal(np.asarray(model.own_arrays()["layers.gate.value"].value[1]), gate)
+    np.testing.assert_array_equal(np.asarray(model.unfused_arrays()["layers.gate.value"].value[1]), gate)
     for asked in ("bfloat16", jnp.float32):
         cast = load_model(folder, asked)
         assert {w.dtype for w in jax.tree.leaves(cast)} == {jnp.dtype(asked)}
         np.testing.assert_array_equal(
-            np.asarray(cast.own_arrays()["layers.gate.value"].value[1]),
+            np.asarray(cast.unfused_arrays()["layers.gate.value"].value[1]),
             np.asarray(jnp.asarray(gate).astype(asked)),
         )
 
