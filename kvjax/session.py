@@ -17,7 +17,7 @@ from kvjax.inference.prefill import extend, prefill
 from kvjax.inference.saving import read_cache, write_cache
 from kvjax.llm import LLM
 from kvjax.mesh import on_host, use_mesh
-from kvjax.models.chat import content_span, difference, turns_end
+from kvjax.models.chat import content_span, difference, stable_prefix_length
 from kvjax.sampling_params import SamplingParams
 
 TURNS = "turns"
@@ -132,7 +132,7 @@ class Session:
         tokens = self.tokens + new if shown_before else new
         end = len(tokens) - 1  # at least one token has to be read for an answer
         if not self._keeps_turns:
-            end = min(end, turns_end(llm.tokenizer, messages, **llm.chat_template_kwargs))
+            end = min(end, stable_prefix_length(llm.tokenizer, messages, **llm.chat_template_kwargs))
         cache, read = self.cache, 0 if self.cache is None else int(on_host(self.cache.seen)[0])
         if lacks or read > end or tokens[:read] != self.tokens[:read]:
             cache, read = None, 0

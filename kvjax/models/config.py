@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int
 
 from kvjax.errors import LARGEST_INT, UserError, shown, warn
 from kvjax.models import fp8
-from kvjax.models.adapter import base_of
+from kvjax.models.adapter import base_path
 from kvjax.models.families import FAMILIES, MULTIMODAL, Family
 from kvjax.models.families.windows import FULL, SLIDING
 from kvjax.models.gguf_config import config_keys
@@ -320,7 +320,7 @@ def read_config(
         UserError: the file does not exist, a key is missing or has the wrong type, or the file asks for something that
             is not supported.
     """
-    folder = base_of(Path(folder))
+    folder = base_path(Path(folder))
     keys = config_keys(GgufFile.read(folder)) if is_gguf(folder) else JsonObject.read(folder / "config.json")
     model_type = keys.get("model_type", str)
     if model_type in MULTIMODAL:

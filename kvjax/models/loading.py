@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32, Int
 
 from kvjax.errors import UserError, named_arguments, shown, warn, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, names_in, use_mesh
-from kvjax.models.adapter import base_of, merge
+from kvjax.models.adapter import base_path, merge
 from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
 from kvjax.models.decoder import Decoder
 from kvjax.models.families import FAMILIES
@@ -179,7 +179,7 @@ def parameter_dtype(wanted: Any) -> np.dtype:
 def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
     """Return the tensors of a model by their Hugging Face names, without a tied head and rotary frequencies, which are
     redundant."""
-    base = base_of(model)
+    base = base_path(model)
     if is_gguf(base):
         stored = GgufFile.read(base).hugging_face_tensors()
     else:

@@ -8,7 +8,7 @@ from kvjax import chat_template
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.models import load_tokenizer
-from kvjax.models.chat import encode, token_rows, turns_end
+from kvjax.models.chat import encode, stable_prefix_length, token_rows
 from tests.tasks.model_tokenizers import byte_tokenizer, smol_tokenizer, spaced_tokenizer
 
 TEMPLATE = (
@@ -99,10 +99,10 @@ def test_turns_end_before_the_generation_prompt(plain):
     plain.chat_template = THINKS
     for variables in ({}, {"thinks": False}):
         ids = encode(plain, CHAT, "whole", **variables)
-        end = turns_end(plain, CHAT, **variables)
+        end = stable_prefix_length(plain, CHAT, **variables)
         assert plain.decode(ids[:end]) == "[system]Be short.\n[user]def f(x):\n"
     plain.chat_template = None
-    assert turns_end(plain, "def f(") == len(encode(plain, "def f("))
+    assert stable_prefix_length(plain, "def f(") == len(encode(plain, "def f("))
 
 
 @pytest.mark.parametrize(

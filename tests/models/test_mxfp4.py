@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 
 from kvjax.errors import UserError
 from kvjax.models import load_model
-from kvjax.models.mxfp4 import decoded
+from kvjax.models.mxfp4 import decode
 from tests.models.cases import CASES, weights, write_folder
 from tests.models.files import assert_equal
 
@@ -20,7 +20,7 @@ def test_a_worked_example():
     blocks = np.zeros((2, 16), np.uint8)
     blocks[0, :2] = 0x21, 0xF9
     blocks[1, 15] = 0x7F
-    found = decoded(blocks, np.array([128, 126], np.uint8))
+    found = decode(blocks, np.array([128, 126], np.uint8))
     assert found.shape == (64,)
     np.testing.assert_array_equal(found[:4], [1, 2, -1, -12])
     np.testing.assert_array_equal(found[4:32], 0)
@@ -38,7 +38,7 @@ def in_blocks():
         blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
         scales = rng.integers(118, 124, (experts, outputs, inputs // 32), dtype=np.uint8)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        plain[name] = np.ascontiguousarray(decoded(blocks, scales).swapaxes(1, 2))
+        plain[name] = np.ascontiguousarray(decode(blocks, scales).swapaxes(1, 2))
     return packed, plain
 
 
@@ -71,5 +71,5 @@ def test_other_quantisations_are_refused(tmp_path):
 
 
 def test_numbers_of_four_bits_are_exact_in_bfloat16():
-    every = decoded(np.arange(256, dtype=np.uint8).reshape(16, 16), np.full(16, 130, np.uint8))
+    every = decode(np.arange(256, dtype=np.uint8).reshape(16, 16), np.full(16, 130, np.uint8))
     np.testing.assert_array_equal(every.astype(ml_dtypes.bfloat16).astype(np.float32), every)

@@ -7,7 +7,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.models.config import config_json, read_config
 from kvjax.models.json_file import write_json
-from kvjax.models.shapes import find_shape, known
+from kvjax.models.shapes import find_shape, known_shapes
 from tests.tiny_models import tiny_config
 
 PARAMETERS = {
@@ -28,7 +28,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", known_shapes())
 def test_a_known_shape_has_as_many_parameters_as_its_card_says(name):
     shape = find_shape(name)
     c = shape.config
