@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from kvjax.checkpoints.fingerprint import MadeFor
-from kvjax.checkpoints.folder import sign
+from kvjax.checkpoints.folder import write_made_for
 from kvjax.checkpoints.orbax import export
 from kvjax.cli.launch import start
 from kvjax.cli.lock import FolderLock
@@ -309,7 +309,7 @@ def _export(
         recipe.export(new, own, model, found)
         made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
         if first:
-            sign(new, made_for)
+            write_made_for(new, made_for)
         export(new / "orbax", unfused_values(params))
         if trained is not None:
             save_model(trained, new / "model", tokenizer_from=recipe.model)

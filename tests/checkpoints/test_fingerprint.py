@@ -14,7 +14,7 @@ import kvjax.builtin
 from kvjax import generate, inference
 from kvjax.builtin import GATES, builtin_gates, builtin_model
 from kvjax.checkpoints.fingerprint import MATRICES, POINTS, STRIDES, MadeFor, agreement, contents, fingerprint
-from kvjax.checkpoints.folder import describe, save_tree, sign
+from kvjax.checkpoints.folder import describe, save_tree, write_made_for
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main as evaluate_main
 from kvjax.mesh import make_mesh
@@ -54,7 +54,7 @@ def other():
 @pytest.fixture
 def gates(own, tmp_path):
     save_gates(tmp_path / "gates", tiny_gates(own), {"tau": 0.5, "window": 4})
-    sign(tmp_path / "gates", MadeFor.of(own))
+    write_made_for(tmp_path / "gates", MadeFor.of(own))
     return tmp_path / "gates"
 
 
@@ -154,7 +154,7 @@ def test_parameters_of_a_package_s_recipe_are_refused_and_forced(own, other, tmp
     description = {"method": method, "options": {"window": 8, "sink": 2}}
     with jax.set_mesh(make_mesh()):
         save_tree(tmp_path, {"mask": jnp.zeros((3, 4)), "multiplier": jnp.zeros(2)}, description)
-    sign(tmp_path, MadeFor.of(own))
+    write_made_for(tmp_path, MadeFor.of(own))
     make_policy(method, model=own, gates=tmp_path)
     make_policy(method, model=other, gates=tmp_path, force=True)
     with pytest.raises(UserError, match="HeadMasks: made for the model our/model, not for their/model"):
@@ -191,7 +191,7 @@ def test_commands_refuse_and_force(tmp_path, capsys):
     model = load_model(builtin_model("test_model"))
     their = MadeFor("their/model", fingerprint(jax.tree.map(lambda x: jnp.flip(x, 0), model)))
     save_gates(tmp_path / "gates", tiny_gates(model), {"tau": 0.5, "window": 4})
-    sign(tmp_path / "gates", their)
+    write_made_for(tmp_path / "gates", their)
     write_pattern(tmp_path / "pattern", np.linspace(0, 1, 8).reshape(2, 4), 4, 16, their)
     gates = ["--gates", str(tmp_path / "gates")]
     say = ["--model", str(builtin_model("test_model")), "--prompt", "x", "--max-new-tokens", "1"]

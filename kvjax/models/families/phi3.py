@@ -27,7 +27,7 @@ class Phi3(Family):
         return read_rope(keys, max_length, rope_share(keys), self.default_theta)
 
     def keys(self, config: Any) -> dict[str, Any]:
-        # transformers has other defaults for these
+        # transformers' defaults for the last two differ
         return {
             "partial_rotary_factor": config.rope.share,
             "sliding_window": config.sliding_window or None,
