@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvjax.checkpoints.torch_file import BEFORE_ZIP, TorchFile, is_torch_file
+from kvjax.checkpoints.torch_file import OLD_SIGNATURE, TorchFile, is_torch_file
 from kvjax.errors import UserError
 from tests.checkpoints.torch_files import Global, Numpy, View, write_torch, write_zip
 
@@ -181,7 +181,7 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     os.mkfifo(file)
     refused(file, "is a pipe or a device, expected a file")
     file.unlink()
-    file.write_bytes(BEFORE_ZIP + b"\x80\x02M\xe9\x03.")
+    file.write_bytes(OLD_SIGNATURE + b"\x80\x02M\xe9\x03.")
     refused(file, "before 1.6")
     for content in (b"", b"junk", b"PK\x03\x04junk"):
         file.write_bytes(content)
