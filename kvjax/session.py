@@ -87,7 +87,7 @@ class Session:
     def dropped(self) -> list[int]:
         """The indices of messages that were dropped from the cache and have not been changed since."""
         return [
-            index for index, copy_ in self._dropped.items() if self.messages[index : index + 1] == [copy_]
+            index for index, message in self._dropped.items() if self.messages[index : index + 1] == [message]
         ]
 
     @property

@@ -15,7 +15,7 @@ WIDE = CASES["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 32, "num_atte
 QUANTISED = WIDE | {"quantization_config": {"quant_method": "mxfp4"}}
 
 
-def test_a_worked_example():
+def test_decode_matches_a_worked_example():
     """0x21 is 0.5 and then 1; 0xF9 is −0.5 and then −6. An exponent of 128 doubles, one of 126 halves."""
     blocks = np.zeros((2, 16), np.uint8)
     blocks[0, :2] = 0x21, 0xF9
@@ -42,14 +42,14 @@ def in_blocks():
     return packed, plain
 
 
-def test_experts_in_blocks_are_the_numbers_that_they_stand_for(tmp_path):
+def test_mxfp4_experts_match_their_decoded_weights(tmp_path):
     packed, plain = in_blocks()
     found = load_model(write_folder(tmp_path / "packed", QUANTISED, packed))
     assert_equal(found, load_model(write_folder(tmp_path / "plain", WIDE, plain)))
 
 
 @pytest.mark.parametrize("change", ["shape", "kind", "missing"])
-def test_blocks_that_are_none_are_refused(change, tmp_path):
+def test_faulty_blocks_are_refused(change, tmp_path):
     packed, _ = in_blocks()
     name = "model.layers.1.mlp.experts.down_proj"
     if change == "shape":
@@ -70,6 +70,6 @@ def test_other_quantisations_are_refused(tmp_path):
         load_model(write_folder(tmp_path / "folder", other, {}))
 
 
-def test_numbers_of_four_bits_are_exact_in_bfloat16():
+def test_mxfp4_numbers_are_exact_in_bfloat16():
     every = decode(np.arange(256, dtype=np.uint8).reshape(16, 16), np.full(16, 130, np.uint8))
     np.testing.assert_array_equal(every.astype(ml_dtypes.bfloat16).astype(np.float32), every)
