@@ -153,7 +153,7 @@ def check_unicode(text: str, subject: str = "a prompt") -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{subject} must be Unicode text, and character {error.start} is none: {shown(text)}"
+            f"{subject} must be Unicode text, but character {error.start} is not: {shown(text)}"
         ) from None
 
 

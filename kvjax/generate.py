@@ -191,7 +191,7 @@ def _save(config: GenerateConfig, llm: Any, prompt: list[int]) -> str:
     size = save_cache(config.save_cache, cache, llm.model, llm.policy) / 2**20
     return (
         f"{llm.policy.name}: {len(prompt)} tokens, kept {stats.entries.mean():.0f} entries a kv head "
-        f"({100 * stats.kv_ratio:.0f}%), {size:.2f} MiB saved; --cache {config.save_cache} asks of it"
+        f"({100 * stats.kv_ratio:.0f}%), {size:.2f} MiB saved; --cache {config.save_cache} continues it"
     )
 
 
@@ -205,9 +205,9 @@ def _check(config: GenerateConfig) -> None:
     if config.page_size is not None:
         whole_number("generate", "--page-size", config.page_size)
     if config.cache is not None and config.save_cache is not None:
-        raise UserError("give either --cache, to ask of a context, or --save-cache, to read one")
+        raise UserError("give either --cache, to continue a context, or --save-cache, to save one")
     if config.cache is not None and config.page_size is not None:
-        raise UserError("--page-size is for a new cache; that of --cache keeps its pages")
+        raise UserError("--page-size is for a new cache; a saved cache keeps its page size")
     if config.save_cache is not None:
         checked_place(config.save_cache)
     if config.capacity is not None:

@@ -121,9 +121,7 @@ class LLM:
                     f"LLM: got {refused[0]} with a loaded model, expected it where the model is loaded"
                 )
             if tokenizer is None:
-                raise UserError(
-                    "LLM: a model that was loaded before needs tokenizer=, from kvjax.load_tokenizer"
-                )
+                raise UserError("LLM: a loaded model needs tokenizer=, from kvjax.load_tokenizer")
             self.model, self.tokenizer = model, tokenizer
             with use_mesh(model):
                 self.policy = make_policy(policy, model=model, gates=gates, tokenizer=tokenizer, force=force)

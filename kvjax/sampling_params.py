@@ -127,7 +127,7 @@ def _token_ids(ids: Any) -> tuple[int, ...]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return True for an iterable; an array without axes is none."""
+    """Return True for an iterable. An array without axes does not count as one."""
     return isinstance(value, Iterable) and getattr(value, "shape", None) != ()
 
 

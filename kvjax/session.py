@@ -306,7 +306,7 @@ class Session:
         cache, description = read_cache(path, llm.model, llm.policy)
         turns = description.get(TURNS)
         if turns is None:
-            raise UserError(f"{path}: a cache that is no conversation: kvjax.load_cache reads it")
+            raise UserError(f"{path}: the saved cache has no conversation: kvjax.load_cache reads it")
         if not _is_valid(turns, int(on_host(cache.seen)[0]), llm.model.config.vocab_size):
             raise UserError(f"{path}: damaged (turns is {shown(turns)})")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]

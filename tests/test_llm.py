@@ -150,7 +150,7 @@ def test_invalid_calls_raise_one_line(llm, model, tmp_path, monkeypatch):
     # users do not have the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for call, message in (
-        (lambda: LLM(model), "a model that was loaded before needs tokenizer="),
+        (lambda: LLM(model), "a loaded model needs tokenizer="),
         (lambda: LLM(model, tokenizer=llm.tokenizer, dtype="bfloat16"), "got dtype with a loaded model"),
         (lambda: LLM(model, chat_template_kwargs=["a"]), r"chat_template_kwargs must be a .* got \['a'\]"),
         (

@@ -42,7 +42,10 @@ def test_saving_prints_one_line(tmp_path, capsys):
     ("args", "message"),
     [
         (["--cache", "nowhere"], "nowhere: no cache is saved here"),
-        (["--cache", "a", "--save-cache", "b"], "give either --cache, to ask of a context, or --save-cache"),
+        (
+            ["--cache", "a", "--save-cache", "b"],
+            "give either --cache, to continue a context, or --save-cache",
+        ),
         (["--cache", "a", "--page-size", "8"], "--page-size is for a new cache"),
     ],
 )

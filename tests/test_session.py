@@ -409,7 +409,7 @@ def test_invalid_calls_raise_one_line(llm, model, tokenizer, policy, tmp_path, m
     session = Session(llm)
     with pytest.raises(UserError, match="expected a text, got ''"):
         session.say("")
-    with pytest.raises(UserError, match="character 1 is none"):
+    with pytest.raises(UserError, match="character 1 is not"):
         session.say("a\ud800b")
     for call in (lambda: session.save(tmp_path), lambda: session.stats):
         with pytest.raises(UserError, match="nothing was said yet"):
@@ -425,7 +425,7 @@ def test_invalid_calls_raise_one_line(llm, model, tokenizer, policy, tmp_path, m
     with pytest.raises(UserError, match=r"Session\.save has no argument 'paths'; it has path"):
         session.save(paths=tmp_path)
     save_cache(tmp_path / "cache", prefill(model, [[1, 2, 3]], policy=policy), model, policy)
-    with pytest.raises(UserError, match="a cache that is no conversation"):
+    with pytest.raises(UserError, match="the saved cache has no conversation"):
         Session.load(tmp_path / "cache", llm)
     session.say(TEXTS[0], SHORT)
     with pytest.raises(UserError, match=r"Session\.drop: turn must be a whole number of at most 1, got 2"):

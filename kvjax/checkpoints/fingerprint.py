@@ -78,8 +78,8 @@ class MadeFor:
         share = agreement(self.fingerprint, fingerprint(model))
         if share < RELATED:
             raise UserError(
-                f"{what}: made for the model {self.model}, not for {model_name(model)}, whose weights are others; "
-                "--force (force=True in Python) takes it nonetheless"
+                f"{what}: made for the model {self.model}, not for {model_name(model)}, whose weights differ; "
+                "--force (force=True in Python) accepts it"
             )
         if share < IDENTICAL:
             warn(

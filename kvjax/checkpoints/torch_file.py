@@ -97,7 +97,7 @@ class TorchFile:
                 first_bytes = opened.read(len(OLD_SIGNATURE))
             if first_bytes == OLD_SIGNATURE:
                 raise UserError(
-                    f"{file}: torch wrote this before 1.6; torch.save(torch.load(FILE), FILE) makes one of today"
+                    f"{file}: torch wrote this before 1.6; torch.save(torch.load(FILE), FILE) converts it"
                 )
             self._zip = zipfile.ZipFile(self.file)
         except OSError as error:
@@ -139,7 +139,7 @@ class TorchFile:
         for index, layer in enumerate(content):
             if others := layer.keys() - shapes.keys():
                 unknown = shown(min(others, key=str))
-                raise UserError(f"{self.file}: layer {index} has {unknown}, which is not of such gates")
+                raise UserError(f"{self.file}: layer {index} has {unknown}, which such gates do not have")
             for name, expected in shapes.items():
                 if (found := shape_of(layer, name)) != expected:
                     raise UserError(
@@ -148,7 +148,7 @@ class TorchFile:
         total = sum(layer[name].nbytes for layer in content for name in shapes)
         # layers may share an array (as DBTrimKV's last one), which is then read for each of them
         if total > 2 * self.bytes:
-            raise UserError(f"{self.file}: has {self.bytes} bytes, and says that {total} of arrays are in it")
+            raise UserError(f"{self.file}: has {self.bytes} bytes, but declares arrays of {total} bytes")
 
     def stack(
         self, content: Sequence[Mapping[str, Any]], names: Iterable[str]
@@ -163,7 +163,7 @@ class TorchFile:
     def _damaged(self, error: Exception) -> NoReturn:
         if isinstance(error, UserError):
             raise error
-        raise UserError(f"{self.file}: no file of torch.save's, or it is damaged ({error!r})") from None
+        raise UserError(f"{self.file}: not a file of torch.save, or damaged ({error!r})") from None
 
     def _check_order(self) -> None:
         if f"{self._folder}byteorder" in self._zip.namelist():
@@ -175,7 +175,7 @@ class TorchFile:
         """Return an uncompressed entry, as torch writes them. A compressed one could expand beyond the file's size."""
         entry = self._zip.getinfo(self._folder + name)
         if not entry.file_size == entry.compress_size <= self.bytes:
-            raise UserError(f"{self.file}: {name} is packed, which it never is in a file of torch.save's")
+            raise UserError(f"{self.file}: {name} is compressed, which torch.save never does")
         return entry
 
     def _interpret(self, program: bytes) -> Any:
@@ -227,7 +227,7 @@ class TorchFile:
                 case "SETITEM" | "SETITEMS" as name:
                     pairs = pop(2 if name == "SETITEM" else None)
                     if not all(type(key) in (str, int) for key in pairs[::2]):
-                        raise ValueError("a key is no word and no number")
+                        raise ValueError("a key is neither a string nor an integer")
                     top(dict).update(zip(pairs[::2], pairs[1::2], strict=True))
                 case "APPEND" | "APPENDS" as name:
                     values = pop(1 if name == "APPEND" else None)
@@ -250,10 +250,10 @@ class TorchFile:
                     stack.append(CONSTANTS[name])
                 case name:
                     self._refuse(f"has pickle's instruction {name}")
-        raise ValueError("it has no end")
+        raise ValueError("it has no STOP instruction")
 
     def _refuse(self, request: str) -> NoReturn:
-        raise UserError(f"{self.file}: {request}, which is not among what gates need")
+        raise UserError(f"{self.file}: {request}, which gates do not need")
 
     def _call(self, function: Any, arguments: Any) -> Any:
         """Return the value that stands for the call of a `Global`."""
@@ -271,7 +271,7 @@ class TorchFile:
         """Return the entry and the dtype of a storage, given ("storage", kind, name, device, count)."""
         tag, kind, key, _, count = description
         if tag != "storage" or type(key) is not str or type(count) is not int:
-            raise ValueError("an array of no known storage")
+            raise ValueError("an array in an unknown storage")
         entry, dtype = self._entry(f"data/{key}"), np.dtype(STORAGES[kind.name])
         if count * dtype.itemsize != entry.file_size:
             raise UserError(

@@ -186,12 +186,12 @@ def _reworded(message: str) -> str:
     if wrong is None:
         return message
     option, why = wrong.groups()
-    given = re.search(r"\[('.*?')\]|: ('.*')$", why)
+    values = re.search(r"\[('.*?')\]|: ('.*')$", why)
     kind = "whole number" if "int()" in why else "number" if "to float" in why else ""
-    if given is None or not (kind or "valid parse" in why):
+    if values is None or not (kind or "valid parse" in why):
         name = f"{option[2:]} "
         return f"{option} {why.removeprefix(name)}" if why.startswith(name) else f"{option}: {why}"
-    value = given[1] or given[2]
+    value = values[1] or values[2]
     return f"{option} must be a {kind}, got {value}" if kind else f"{option} does not take {value}"
 
 
@@ -231,7 +231,7 @@ def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
     used, present = ({device.process_index for device in group} for group in (mesh_devices, devices))
     if used != present:
         raise UserError(
-            f"--mesh {shape} takes {shape.count} of the {len(devices)} devices, and none of some of the {len(present)} "
+            f"--mesh {shape} uses {shape.count} of the {len(devices)} devices, and no device of some of the {len(present)} "
             "processes"
         )
 

@@ -222,7 +222,7 @@ class ModelConfig:
         for name, size in inputs.items():
             if size % self.weight_block:
                 raise UserError(
-                    f"{name} must be a multiple of {self.weight_block} with such blocks, got {size}"
+                    f"{name} must be a multiple of {self.weight_block}, the size of weight blocks, got {size}"
                 )
 
     @property
@@ -338,7 +338,7 @@ def read_config(
     method = quantisation.get("quant_method", str, None)
     if quantisation.data and method not in ("fp8", *family.quantised):
         raise keys.error(
-            "quantized weights (quantization_config) are not supported but for FP8 in blocks: pass the unquantized "
+            "quantized weights (quantization_config) are not supported, except FP8 in blocks: pass the unquantized "
             "model, which weights='int8' quantizes, or a GGUF file"
         )
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)

@@ -31,7 +31,7 @@ def mix_experts(
         chosen: the chosen experts; numbers outside the range of `gate_up` are experts of another device.
         gate_up: the experts' matrices, stacked along the inputs: [experts · inputs, outputs], scales [experts · blocks,
             outputs] and biases [experts, outputs].
-        down: likewise.
+        down: the experts' output matrices, stacked in the same way.
         activate: returns the experts' hidden layer from the product with `gate_up`.
         index: the layer, if the matrices are stacked over all layers.
     """

@@ -54,7 +54,7 @@ def config_keys(file: GgufFile) -> JsonObject:
         )
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
-        reason = "" if file.tensors else ", it has a vocabulary alone"
+        reason = "" if file.tensors else ", it has only a vocabulary"
         raise file.metadata.error(f"the tensor token_embd.weight is missing{reason}")
     context = file.get("context_length", int)
     window = file.get("attention.sliding_window", int, 0)
@@ -203,6 +203,6 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
                 "original_max_position_embeddings": length,
             }
     raise file.metadata.error(
-        "rope_freqs.weight is not Llama 3's scaling of a power of two with low and high factors of 1 and 4, only that "
-        "is supported"
+        "rope_freqs.weight is not Llama 3's scaling with low and high factors of 1 and 4 and an original length that is "
+        "a power of two, which alone is supported"
     )

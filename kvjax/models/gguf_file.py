@@ -227,7 +227,7 @@ def _check_kind(metadata: JsonObject) -> None:
     kind = "mmproj" if architecture == "clip" else kind
     if kind != "model":
         raise metadata.error(
-            f"is no language model but {_OTHER_KINDS.get(kind, f'of general.type {kind!r}')}"
+            f"is not a language model but {_OTHER_KINDS.get(kind, f'of general.type {kind!r}')}"
         )
     if architecture is None:
         raise metadata.error("general.architecture is missing")

@@ -264,7 +264,7 @@ def _check_tensors(
     lines = "; ".join(
         f"{fault}: {few(names, 3 if len(faults) < 3 else 2)}" for fault, names in faults.items()
     )
-    raise UserError(f"{model}: the weights are not those of its config; {lines}")
+    raise UserError(f"{model}: the weights do not match its config; {lines}")
 
 
 def _layer_tensors(

@@ -140,5 +140,5 @@ def test_two_slurm_processes_form_one_mesh():
 
 @pytest.mark.slow
 def test_mesh_must_use_devices_of_every_process():
-    message = "--mesh 1 takes 1 of the 2 devices, and none of some of the 2 processes"
+    message = "--mesh 1 uses 1 of the 2 devices, and no device of some of the 2 processes"
     assert all(message in errors for _, errors in started("1"))

@@ -112,7 +112,7 @@ def test_stable_prefix_ends_before_the_generation_prompt(plain):
         (TEMPLATE, CHAT, "end", "a cache is continued by text or token ids"),
         (TEMPLATE, [{"role": "user"}], "whole", "a prompt is a text or a chat, .* got"),
         ("hello", "x", "beginning", "does not show the user's text exactly once"),
-        (None, "x\udcff", "whole", "a prompt must be Unicode text, and character 1 is none: "),
+        (None, "x\udcff", "whole", "a prompt must be Unicode text, but character 1 is not: "),
         (TEMPLATE, [{"role": "user", "content": "\udcff"}], "whole", "a prompt must be Unicode text"),
         (PICKY, CHAT, "whole", r"does not take these messages \(of system, user\): no system role here$"),
         (PICKY, CHAT, "beginning", r"does not take these messages \(of system, user\): no system role here$"),

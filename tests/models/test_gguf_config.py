@@ -46,7 +46,7 @@ REFUSED = {
     ),
     "general.type": (
         "adapter",
-        "is no language model but a LoRA adapter: merge it into its base model first",
+        "is not a language model but a LoRA adapter: merge it into its base model first",
     ),
     "general.alignment": (24, "general.alignment must be a power of two, got 24"),
     "llama.block_count": (5000, "llama.block_count is 5000, but the file has 30 tensors"),

@@ -73,7 +73,7 @@ def test_unsupported_or_missing_tensors_are_refused(tmp_path):
     missing = {name: x for name, x in tensors.items() if name != gate}
     message = error_in(write_gguf(file, LLAMA, missing, more={"blk.9.attn_q": np.ones((48, 48), np.float32)}))
     assert message == (
-        f"the weights are not those of its config; missing: {gate}; unexpected: blk.9.attn_q.weight"
+        f"the weights do not match its config; missing: {gate}; unexpected: blk.9.attn_q.weight"
     )
     short = tensors | {"model.layers.1.self_attn.k_proj.weight": np.ones((24, 40), np.float32)}
     assert "misshapen: model.layers.1.self_attn.k_proj.weight is (24, 40), expected (24, 48)" in error_in(
@@ -119,7 +119,7 @@ HOSTILE = {
         "general.alignment must be a power of two, got -1",
     ),
     "a projector": ([pair("general.type", 8) + text("mmproj")], [], "the projector of a multimodal model"),
-    "a vocabulary": ([], [], "token_embd.weight is missing, it has a vocabulary alone"),
+    "a vocabulary": ([], [], "token_embd.weight is missing, it has only a vocabulary"),
 }
 
 
