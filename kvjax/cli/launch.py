@@ -231,8 +231,8 @@ def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
     used, present = ({device.process_index for device in group} for group in (mesh_devices, devices))
     if used != present:
         raise UserError(
-            f"--mesh {shape} uses {shape.count} of the {len(devices)} devices, and no device of some of the {len(present)} "
-            "processes"
+            f"--mesh {shape} uses {shape.count} of the {len(devices)} devices, and no device of some of the "
+            f"{len(present)} processes"
         )
 
     from kvjax.mesh import make_mesh

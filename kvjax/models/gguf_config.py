@@ -203,6 +203,6 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
                 "original_max_position_embeddings": length,
             }
     raise file.metadata.error(
-        "rope_freqs.weight is not Llama 3's scaling with low and high factors of 1 and 4 and an original length that is "
-        "a power of two, which alone is supported"
+        "rope_freqs.weight is not Llama 3's scaling with low and high factors of 1 and 4 and an original length that "
+        "is a power of two, which alone is supported"
     )
