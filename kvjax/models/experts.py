@@ -73,12 +73,12 @@ def _grouped(
         return jax.lax.ragged_dot(x, local, sizes, preferred_element_type=jnp.float32)
     # on other platforms ragged_dot multiplies every row with every matrix
     blocks = -(-sizes // BLOCK)
-    last_block, rows_before = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
+    block_ends, rows_before = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
     # each group has at most one partial block
     block = jnp.arange(rows // BLOCK + min(count, rows))
-    group = jnp.searchsorted(last_block, block, side="right")
+    group = jnp.searchsorted(block_ends, block, side="right")
     index = jnp.minimum(group, count - 1)
-    start = rows_before[index] + (block - (last_block - blocks)[index]) * BLOCK
+    start = rows_before[index] + (block - (block_ends - blocks)[index]) * BLOCK
     start = jnp.where(group < count, start, rows)
     x = jnp.pad(x, ((0, BLOCK), (0, 0)))
 

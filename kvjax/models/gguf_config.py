@@ -137,7 +137,9 @@ def _rope_scaling(file: GgufFile, head_dim: int, rotated: int, context: int) -> 
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None:
         if kind != "none":
-            raise file.metadata.error(f"rope_freqs.weight beside rope scaling {kind!r} is not supported")
+            raise file.metadata.error(
+                f"rope_freqs.weight together with rope scaling {kind!r} is not supported"
+            )
         return _llama3(file, head_dim)
     if kind == "none":
         return None

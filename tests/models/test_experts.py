@@ -89,7 +89,7 @@ def test_experts_are_split_over_a_mesh(shape):
 
 
 @pytest.mark.mesh
-def test_a_mesh_that_does_not_divide_the_experts_is_refused():
+def test_mesh_that_does_not_divide_the_experts_is_refused():
     with (
         jax.set_mesh(make_mesh(tensor=4)),
         pytest.raises(UserError, match="does not divide the model's experts"),
