@@ -57,6 +57,6 @@ def test_folder_needs_no_weights(tmp_path):
 def test_unknown_name_is_refused():
     with pytest.raises(
         UserError,
-        match="^--model nobody/Llama-9: no such folder here, and of no known shape: gemma-3-12b, gpt-oss-20b, llama",
+        match="^--model nobody/Llama-9: no such folder and no known shape; known are gemma-3-12b, gpt-oss-20b, llama",
     ):
         find_shape("nobody/Llama-9")

@@ -54,8 +54,8 @@ def find_shape(
         matches = [shape for shape in known_shapes() if stem == shape or stem.startswith(shape + "-")]
         if not matches:
             raise UserError(
-                f"--model {name}: no such folder here, and of no known shape: {', '.join(known_shapes())}; a folder "
-                "needs no more than config.json"
+                f"--model {name}: no such folder and no known shape; known are {', '.join(known_shapes())}; a folder "
+                "needs only config.json"
             )
         model = SHAPES / max(matches, key=len)
     config = read_config(model, max_length, weights, kv_cache_dtype)
