@@ -40,7 +40,7 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     commands = {"train": train, "serve": serve}
     if not given or given[0] in ("--help", "-h"):
-        print(USAGE.format(known=", ".join(shapes.known()), tries=TRIES))
+        print(USAGE.format(known=", ".join(shapes.known_shapes()), tries=TRIES))
         return
     if given[0] not in commands:
         raise UserError(f"plan: expected {', '.join(commands)}, got {given[0]}; --help says more")
