@@ -10,7 +10,7 @@ from kvjax.inference.answers import AnswerLogprobs
 from kvjax.inference.sampler import Counts, Logprobs, Sampler, make_sampler
 from kvjax.mesh import BATCH, on_host, put
 from kvjax.models.config import ModelConfig
-from kvjax.sampling_params import MOST_ALTERNATIVES, SamplingParams
+from kvjax.sampling_params import MAX_ALTERNATIVES, SamplingParams
 
 STOPS, BIASES = 256, 512
 """The number of stop tokens and of biased tokens that a slot has space for. Fewer of them compile nothing new."""
@@ -36,7 +36,7 @@ def sampler_of(config: ModelConfig, requests: InSlots, slots: int) -> tuple[Samp
         prompt[slot, request.prompt] = True
         np.add.at(answer[slot], request.tokens, 1)
     counts = Counts(put(answer, BATCH, None), put(prompt, BATCH, None))
-    return dataclasses.replace(sampler, greedy=False, penalized=True, alternatives=MOST_ALTERNATIVES), counts
+    return dataclasses.replace(sampler, greedy=False, penalized=True, alternatives=MAX_ALTERNATIVES), counts
 
 
 def check_space(sampling: SamplingParams, ends: tuple[int, ...], vocabulary: int) -> None:

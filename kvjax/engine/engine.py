@@ -157,7 +157,7 @@ class Engine:
                 token by token.
             score: find the log-probabilities of the prompt's own tokens, too (`Request.prompt_logprobs`).
             kept: the number of the prompt's tokens with which later prompts may begin; None: all. It is smaller for a
-                chat template that renders earlier turns differently (`kvjax.models.chat.turns_end`).
+                chat template that renders earlier turns differently (`kvjax.models.chat.stable_prefix_length`).
             expected: tokens that an answer is expected to have, for which pages must be free when it begins; None: all
                 that it may have. An answer that grows beyond it may be paused.
             dropped: spans of the prompt's tokens that leave the cache, from one index to another. What is read from

@@ -16,7 +16,7 @@ from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positio
 from kvjax.inference.sliding import sliding
 from kvjax.mesh import on_host, use_mesh
 from kvjax.models.chat import token_rows
-from kvjax.models.decoder import Decoder, layer_body, one_of_layers
+from kvjax.models.decoder import Decoder, layer_at, layer_body
 from kvjax.policies.compiled import View
 from kvjax.policies.policy import Policy
 
@@ -104,10 +104,10 @@ def _layer(
     else:
         attend, own = (
             attending(cache, valid, False, names, implementation),
-            one_of_layers((cache.layers, view), place),
+            layer_at((cache.layers, view), place),
         )
     body = layer_body(model, position, attend, tokens, slides=slides)
-    (x, _), ys = body((x, None), (one_of_layers(model.layers, index), index, place, own))
+    (x, _), ys = body((x, None), (layer_at(model.layers, index), index, place, own))
     if not slides:
         _, captured, _ = ys
     finite = jnp.isfinite(x).all(-1) | (position < 0)

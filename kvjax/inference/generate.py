@@ -23,7 +23,7 @@ from kvjax.inference.forward import drop_observation_state
 from kvjax.inference.prefill import CHUNK, extend, read
 from kvjax.inference.sampler import count_tokens, make_sampler
 from kvjax.mesh import BATCH, batch_shards, on_host, put, use_mesh
-from kvjax.models.chat import Prompts, listed, token_rows
+from kvjax.models.chat import Prompts, prompt_list, token_rows
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 from kvjax.sampling_params import SamplingParams
@@ -238,7 +238,7 @@ def generate(
         UserError, CapacityError: as in `prefill`, and for logits that are not finite; never after a wrong token was
             returned.
     """
-    asked, blocks = listed(prompts), []
+    asked, blocks = prompt_list(prompts), []
     for new in stream(
         model, asked, sampling, tokenizer=tokenizer, policy=policy, cache=cache, share=share, capacity=capacity,
         page_size=page_size, chunk=chunk, block=block, implementation=implementation,

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from kvjax.inference.allocation import token_bytes
 from kvjax.mesh import HEADS, axis_size, use_mesh
 from kvjax.models.decoder import Decoder
-from kvjax.models.layout import reordered
+from kvjax.models.layout import reorder_heads
 from kvjax.models.loading import model_shapes
 from kvjax.policies.policy import Policy
 
@@ -70,7 +70,7 @@ def placed(model: Decoder, order: tuple[tuple[int, ...], ...]) -> Decoder:
 
     def place(keys, x):
         path = jax.tree_util.keystr(keys, simple=True, separator=".").removesuffix(".value")
-        return reordered(path, x, config, np.array(order), consume=True)
+        return reorder_heads(path, x, config, np.array(order), consume=True)
 
     layers = jax.tree_util.tree_map_with_path(place, model.layers)
     own = jax.tree.map(lambda x: x, model)

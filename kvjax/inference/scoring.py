@@ -15,7 +15,7 @@ from kvjax.inference.prefill import Steps
 from kvjax.mesh import P, on_host
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, View
-from kvjax.sampling_params import MOST_ALTERNATIVES
+from kvjax.sampling_params import MAX_ALTERNATIVES
 
 TOGETHER = 16
 """Tokens whose logits are in memory at once."""
@@ -83,7 +83,7 @@ def _scored(
         logits = jax.sharding.reshard(model.logits(hidden), P(None, None, None))[0]
         norm = jax.nn.logsumexp(logits, -1, keepdims=True)
         own = jnp.take_along_axis(logits, target[:, None], 1) - norm
-        values, ids = jax.lax.top_k(logits, min(MOST_ALTERNATIVES, logits.shape[-1]))
+        values, ids = jax.lax.top_k(logits, min(MAX_ALTERNATIVES, logits.shape[-1]))
         return own[:, 0], ids.astype(jnp.int32), values - norm
 
     following = jax.sharding.reshard(following, P(None, None)).reshape(-1, together)

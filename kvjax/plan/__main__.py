@@ -9,7 +9,7 @@ from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.cli.options import find_value
 from kvjax.errors import UserError, shown_bytes
 from kvjax.models import shapes
-from kvjax.models.shapes import ModelShape, check_longest, find_shape, fit_mesh
+from kvjax.models.shapes import ModelShape, find_shape, fit_mesh, warn_if_too_long
 from kvjax.plan.ahead import TEMPORARIES, Job, Memory, Topology, compiled
 
 NO_SEARCH = "--no-search"
@@ -40,7 +40,7 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     commands = {"train": train, "serve": serve}
     if not given or given[0] in ("--help", "-h"):
-        print(USAGE.format(known=", ".join(shapes.known()), tries=TRIES))
+        print(USAGE.format(known=", ".join(shapes.known_shapes()), tries=TRIES))
         return
     if given[0] not in commands:
         raise UserError(f"plan: expected {', '.join(commands)}, got {given[0]}; --help says more")
@@ -62,7 +62,7 @@ def train(args: list[str]) -> None:
     usable = _begin(recipe.model, model, recipe.dtype, topology, recipe.mesh)
     for index, phase in enumerate(phases):
         job = Job("train", arguments, max(phase.lengths), index, topology)
-        check_longest(model.config, job.length)
+        warn_if_too_long(model.config, job.length)
         which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
         _say(f"train, {recipe.method}{which}: an update of {phase.update_of(job.length)}")
         found = _shown(job, usable)
@@ -82,7 +82,7 @@ def serve(args: list[str]) -> None:
     model = find_shape(told.model, weights=told.weights, kv_cache_dtype=told.kv_cache_dtype)
     usable = _begin(told.model, model, told.dtype, told.topology, told.mesh)
     check_serving(told, model.config)
-    check_longest(model.config, told.context)
+    warn_if_too_long(model.config, told.context)
     shards, most = told.mesh.batch_shards, model.config.longest
     batch = -(-told.batch // shards) * shards
     jobs = [Job(stage, tuple(args), told.context, topology=told.topology) for stage in ("prefill", "decode")]

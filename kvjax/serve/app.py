@@ -19,7 +19,7 @@ from starlette.routing import Route
 from kvjax.chat_template import around, keeps_turns, templated, token_ids
 from kvjax.engine import Constraint, Engine, Request
 from kvjax.errors import UserError, check_unicode, shown
-from kvjax.models.chat import content_span, encode, token_rows, turns_end
+from kvjax.models.chat import content_span, encode, stable_prefix_length, token_rows
 from kvjax.serve.answer_parser import AnswerParser
 from kvjax.serve.body import DROP, Asked, read_chat, read_completion, read_message
 from kvjax.serve.metrics import Metrics
@@ -286,7 +286,7 @@ class Server:
         text = templated(self._tokenizer, asked.messages, **options)
         row, made = token_ids(self._tokenizer, text), {}
         if not keeps_turns(self._tokenizer, **options):
-            made["kept"] = turns_end(self._tokenizer, asked.messages, **options)
+            made["kept"] = stable_prefix_length(self._tokenizer, asked.messages, **options)
         if asked.dropped:
             made |= self._dropped(asked, row, options)
         return row, _thinks_after(text), made

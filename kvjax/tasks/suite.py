@@ -47,9 +47,9 @@ class Inputs:
     @property
     def is_builtin(self) -> bool:
         """True if the model has the built-in model's tokens."""
-        from kvjax.models.folder import speaks_builtin
+        from kvjax.models.folder import has_builtin_vocabulary
 
-        return speaks_builtin(self.model)
+        return has_builtin_vocabulary(self.model)
 
     def path(self, name: str, what: str) -> Path:
         """Return the path of data that a task needs. Raises UserError, with the description `what`, if it is

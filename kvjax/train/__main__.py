@@ -54,13 +54,13 @@ def _report(config: Recipe, trained: "RunOutput", summary: str) -> str:
     """Measure, write the report, and return its table."""
     import jax
 
-    from kvjax.models.folder import speaks_builtin
+    from kvjax.models.folder import has_builtin_vocabulary
     from kvjax.train import held_out_report, report
 
     own = trained.model, trained.params, config, trained.folder
     with jax.set_mesh(trained.mesh):
         print("the report: each method's cache is filled before the questions come")
-        if speaks_builtin(config.model):
+        if has_builtin_vocabulary(config.model):
             return report.table(report.report(*own, print))
         return held_out_report.report(*own, trained.held_out, trained.validation, summary, print)
 
@@ -90,9 +90,9 @@ def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:
 
 def _tasks_and_context(config: Recipe, policy: "Policy") -> list[str]:
     """Return the options of tasks that suit the model, and of contexts whose smallest budget is above the window."""
-    from kvjax.models.folder import speaks_builtin
+    from kvjax.models.folder import has_builtin_vocabulary
 
-    tasks = [] if speaks_builtin(config.model) else ["--tasks", "needle", "niah_single_1", "vt"]
+    tasks = [] if has_builtin_vocabulary(config.model) else ["--tasks", "needle", "niah_single_1", "vt"]
     # text contexts are shorter than the option says: the answer takes room, and the next text would not have fitted
     usual, least = min(EvaluateConfig.context), 1.5 * policy.window / min(EvaluateConfig.budgets)
     return tasks if least <= usual else [*tasks, "--context", str(usual * math.ceil(least / usual))]

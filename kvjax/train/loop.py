@@ -16,16 +16,16 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from kvjax.checkpoints.fingerprint import MadeFor
-from kvjax.checkpoints.folder import sign
+from kvjax.checkpoints.folder import write_made_for
 from kvjax.checkpoints.orbax import export
 from kvjax.cli.launch import start
 from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import own_values
-from kvjax.models.folder import find_model, speaks_builtin
-from kvjax.models.shapes import check_longest, fit_mesh, fit_mesh_to
+from kvjax.models.decoder import unfused_values
+from kvjax.models.folder import find_model, has_builtin_vocabulary
+from kvjax.models.shapes import fit_mesh, fit_mesh_to, warn_if_too_long
 from kvjax.policies import Policy
 from kvjax.train import memory
 from kvjax.train.batches import Rows
@@ -67,13 +67,13 @@ def check(config: Recipe) -> None:
     """Raise UserError for everything that is known to fail before a device is used."""
     folder = find_model(config.model)
     model = read_config(folder, weights=config.weights)
-    if config.data == "builtin" and not speaks_builtin(folder):
+    if config.data == "builtin" and not has_builtin_vocabulary(folder):
         raise UserError(
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
             "a folder or a hub data set"
         )
     if config.tasks:
-        if speaks_builtin(folder):
+        if has_builtin_vocabulary(folder):
             raise UserError(
                 "--tasks are for the report of another model than the built-in one, which has its own: leave them out"
             )
@@ -96,7 +96,9 @@ def check_shape(config: Recipe, model: ModelConfig) -> None:
         phase.check_model(model)
     most = max(phase.most_tokens for phase in config.phases())
     said = f"--lengths {most}: more tokens"
-    check_longest(model, most, said if config.unit == "sequences" else f"contexts of {most:,} tokens: more")
+    warn_if_too_long(
+        model, most, said if config.unit == "sequences" else f"contexts of {most:,} tokens: more"
+    )
 
 
 def train(config: Recipe) -> RunOutput:
@@ -307,8 +309,8 @@ def _export(
         recipe.export(new, own, model, found)
         made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
         if first:
-            sign(new, made_for)
-        export(new / "orbax", own_values(params))
+            write_made_for(new, made_for)
+        export(new / "orbax", unfused_values(params))
         if trained is not None:
             save_model(trained, new / "model", tokenizer_from=recipe.model)
         multihost_utils.sync_global_devices("everything is written")

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 from kvjax.cache import ends
 from kvjax.inference.attention import masked_attention
 from kvjax.mesh import BATCH, HEADS, P, token_axis, token_shards
-from kvjax.models.decoder import Decoder, places, scan_layers, whole_sequences
+from kvjax.models.decoder import Decoder, positions_of, scan_layers, sliding_attention
 from kvjax.policies.base import BIAS, Admission, Mask, Trainable
 from kvjax.policies.views import Shape, Step
 from kvjax.struct import static, struct
@@ -41,8 +41,8 @@ def student(
         o, figures = masked_attention(layer, step, document, window=window)
         return o, carry, figures
 
-    embedded, position = model.embed_tokens(tokens), places(tokens, document)
-    slide = whole_sequences(model.config, document)
+    embedded, position = model.embed_tokens(tokens), positions_of(tokens, document)
+    slide = sliding_attention(model.config, document)
     x, _, figures, _ = scan_layers(
         model, embedded, position, attend, xs=method, slide=slide, remat=True, token=tokens
     )

@@ -82,7 +82,7 @@ def test_gates_that_are_not_there_yet_are_named(capsys):
         (["--mesh", "1x3"], "tensor axis has size 3, which does not divide the model's kv heads"),
         (
             ["--model", "someone/unknown-9b"],
-            "--model someone/unknown-9b: no such folder here, and of no known shape",
+            "--model someone/unknown-9b: no such folder and no known shape",
         ),
     ],
 )

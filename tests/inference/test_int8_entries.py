@@ -32,9 +32,9 @@ NEAR = 0.1
 def uneven(bias=10.0, **changes):
     """Return the tiny model with a component of its keys that is large in every token, as in Qwen2."""
     made = tiny_model(qk_norm=False, attention_bias=True, model_type="qwen2", **changes)
-    own = {name: x.value for name, x in made.own_arrays().items()}
+    own = {name: x.value for name, x in made.unfused_arrays().items()}
     own["layers.k_bias.value"] = own["layers.k_bias.value"].at[..., 3].set(bias)
-    return made.with_own(own)
+    return made.with_unfused(own)
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def test_the_model_is_the_same(make, tmp_path):
         other = placed(model, ORDER)
         assert fingerprint(other) == fingerprint(model)
         assert contents(other) == contents(model)
-        own, same = model.own_arrays(), other.own_arrays()
+        own, same = model.unfused_arrays(), other.unfused_arrays()
         assert own.keys() == same.keys()
         for name, x in own.items():
             np.testing.assert_array_equal(same[name].value, x.value)

@@ -110,5 +110,5 @@ def test_a_command_prints_in_one_process():
     assert printed[1] == ""
     assert "decode" in said[0]
     assert "decode" not in said[1]
-    _, said = run_processes(code, *told, "--mesh", "tensor=2", "--save-cache", "here", ends=2)
+    _, said = run_processes(code, *told, "--mesh", "tensor=2", "--save-cache", "here", exit_code=2)
     assert all("save_cache: a cache is saved by one process, this run has several" in own for own in said)

@@ -10,7 +10,7 @@ from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill, stream
 from kvjax.mesh import make_mesh
-from kvjax.models.decoder import own_values
+from kvjax.models.decoder import unfused_values
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.inference.contexts import CONTEXTS, QUESTIONS, RANDOM, SAMPLING, WITH_LOGPROBS, policies
@@ -124,8 +124,8 @@ def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_
     with jax.set_mesh(make_mesh(tensor=2)):
         model = tiny_model(qk_norm=False)
         of_heads = np.array([1e-3, 1e-3, 1, 1], np.float32)
-        own = own_values(model)
-        model = model.with_own(own | {"layers.k.value": own["layers.k.value"] * of_heads[:, None]})
+        own = unfused_values(model)
+        model = model.with_unfused(own | {"layers.k.value": own["layers.k.value"] * of_heads[:, None]})
         policy = make_policy(
             {"knorm": {"entries": 130, "when": "position", "every": 8, "adakv": {"over": over}}}, model=model
         )

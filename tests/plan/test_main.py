@@ -62,7 +62,7 @@ def test_a_mistake_is_one_line_and_nothing_compiles(args, line, monkeypatch):
 def test_help_names_the_known_models(capsys):
     command.main(["--help"])
     said = capsys.readouterr().out
-    assert all(name in said for name in shapes.known())
+    assert all(name in said for name in shapes.known_shapes())
 
 
 def test_training_that_does_not_fit_gets_a_length_that_does(folder, compiles, capsys):

@@ -13,7 +13,7 @@ from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import feed
 from kvjax.inference.prefill import CHUNK
 from kvjax.mesh import AXES, BATCH, HEADS, P, gather, use_mesh
-from kvjax.models.decoder import own_values, scan_layers
+from kvjax.models.decoder import scan_layers, unfused_values
 from tests.policies.published import Captured
 from tests.tiny_models import tiny_model
 
@@ -65,7 +65,7 @@ def captured_layers(model, prompt) -> list[Captured]:
     with use_mesh(model):
         found = _captured(model, tokens)
     arrays = [np.asarray(x, np.float64)[:, 0, :, : len(prompt)] for x in found]
-    output = np.asarray(own_values(model)["layers.o.value"], np.float64)
+    output = np.asarray(unfused_values(model)["layers.o.value"], np.float64)
     frequencies = model.config.rotation()[0].astype(np.float64)
     return [
         Captured(arrays[0][layer, 0], *(x[layer] for x in arrays[1:]), output[layer], frequencies[layer])

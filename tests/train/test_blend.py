@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.mesh import AXES, gather, make_mesh, put, use_mesh
-from kvjax.models.decoder import places, scan_layers
+from kvjax.models.decoder import positions_of, scan_layers
 from kvjax.policies import make_policy
 from kvjax.policies.compiled import on_mesh
 from kvjax.train.blend import Blend
@@ -21,9 +21,9 @@ def seen(blend, length, document=None):
     """Return the keys that each query of a streaming head sees, bool [t t]."""
     with jax.set_mesh(make_mesh()):
         document = None if document is None else jnp.asarray(document)[None]
-        end = np.asarray(jax.jit(lambda: blend.ends(places(jnp.zeros((1, length), jnp.int32), document)))())[
-            0
-        ]
+        end = np.asarray(
+            jax.jit(lambda: blend.ends(positions_of(jnp.zeros((1, length), jnp.int32), document)))()
+        )[0]
     query, key = np.arange(length)[:, None], np.arange(length)
     same = True if document is None else np.asarray(document[0])[:, None] == np.asarray(document[0])
     return (key <= query) & (query < end) & same

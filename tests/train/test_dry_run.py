@@ -24,7 +24,7 @@ def test_every_packaged_config_whose_model_s_shape_is_known_passes(name, tmp_pat
         main(["--config", name, "--dry-run"])
         assert " updates of " in capsys.readouterr().out
     else:
-        with pytest.raises(UserError, match="no such folder here, and of no known shape"):
+        with pytest.raises(UserError, match="no such folder and no known shape"):
             main(["--config", name, "--dry-run"])
     assert not list(tmp_path.iterdir())
 
@@ -43,7 +43,7 @@ def test_it_says_how_much_would_be_trained(capsys):
     [
         (["--mesh", "1x3"], "tensor axis has size 3, which does not divide the model's kv heads"),
         (["--expand", "0.001"], "--expand 0.001 makes gates"),
-        (["--model", "someone/unknown-9b"], "no such folder here, and of no known shape"),
+        (["--model", "someone/unknown-9b"], "no such folder and no known shape"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(args, message):

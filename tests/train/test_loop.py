@@ -351,7 +351,7 @@ def test_four_processes_train_like_one(whole, tmp_path):
 @pytest.mark.thorough
 def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
     told = [*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run")]
-    _, said = run_processes(TRAIN, *told, ends=2)
+    _, said = run_processes(TRAIN, *told, exit_code=2)
     lines = [text.splitlines()[-1] for text in said]
     assert lines[0] == lines[1]
     assert re.match(r"error: step \d of 6: .* the run is stopped and exports nothing", lines[0])

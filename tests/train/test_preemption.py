@@ -66,7 +66,7 @@ def test_two_processes_save_the_same_step_and_one_goes_on(tmp_path):
         *ARGS[-4:],
     ]
     folder, whole = tmp_path / "run", train(parse([*args, "--mesh", "1", "--out", str(tmp_path / "whole")]))
-    _, said = run_processes(SIGNALLED + TRAIN, *args, "--mesh", "2", "--out", str(folder), ends=143)
+    _, said = run_processes(SIGNALLED + TRAIN, *args, "--mesh", "2", "--out", str(folder), exit_code=143)
     (step,) = saved_steps(folder / "checkpoints")
     for text in said:
         assert re.search(

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.checkpoints.fingerprint import MadeFor
-from kvjax.checkpoints.folder import describe, sign
+from kvjax.checkpoints.folder import describe, write_made_for
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import WriteGate, load_gates, save_gates
@@ -24,7 +24,7 @@ def test_published_gates_are_those_of_the_run_in_half_the_bytes(tmp_path):
         "peak_rate": [[1.0, 0.5]] * 2,
     }
     save_gates(tmp_path / "run" / "gates", gates, described | {"model": "/some/path", "data": "/other"})
-    sign(tmp_path / "run" / "gates", MadeFor("/some/path", "00"))
+    write_made_for(tmp_path / "run" / "gates", MadeFor("/some/path", "00"))
     out = tmp_path / "published"
     main(["--run", str(tmp_path / "run"), "--out", str(out), "--model", "some/model", "--data", "text"])
     sizes = [(folder / "gates.safetensors").stat().st_size for folder in (tmp_path / "run" / "gates", out)]

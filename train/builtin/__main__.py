@@ -143,7 +143,7 @@ def as_model(template: Decoder, weights: dict[str, Any]) -> Decoder:
         padding = [(0, stored - size) for stored, size in zip(leaf.shape, array.shape, strict=True)]
         return reshard(jnp.pad(array, padding).astype(leaf.dtype), leaf.sharding.spec)
 
-    return jax.tree.map(place, template, template.with_own(own))
+    return jax.tree.map(place, template, template.with_unfused(own))
 
 
 def template_of(recipe: Recipe, dtype: str = "float32") -> Decoder:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from kvjax.builtin import GATES, builtin_gates
 from kvjax.checkpoints.fingerprint import MadeFor
-from kvjax.checkpoints.folder import DESCRIPTION, LARGEST, TABLE, of_run, read_description
+from kvjax.checkpoints.folder import DESCRIPTION, LARGEST, TABLE, export_folder, read_description
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.files import read_text, write_text
 
@@ -39,7 +39,7 @@ def read_pattern(folder: str | Path) -> PatternFolder:
     `full_attention_heads.tsv` has a row for each layer and a column for each kv head; `config.json` has `sink_size`,
     `recent_size` and, if the pattern is for one, `sparsity`. Raises UserError naming the faulty file and the fault.
     """
-    named = builtin_gates(str(folder)) if str(folder) in GATES else of_run(Path(folder))
+    named = builtin_gates(str(folder)) if str(folder) in GATES else export_folder(Path(folder))
     files = named / TABLE, named / DESCRIPTION
     for file in files:
         if not file.is_file():

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.folder import read_sizes, save_exported
-from kvjax.checkpoints.gates import Found, open_gates
+from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError, one_of, shown
@@ -215,7 +215,7 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
         ) from None
 
 
-def _published(opened: TorchFile) -> Found[Sizes]:
+def _published(opened: TorchFile) -> OpenGates[Sizes]:
     """Return the statistics in an authors' file, which has three vectors for every layer and query head."""
     match opened.content:
         case {"metadata": dict() as metadata, "stats": dict() as found} if found:
@@ -254,4 +254,4 @@ def _published(opened: TorchFile) -> Found[Sizes]:
             for name, key in PUBLISHED.items()
         }
 
-    return Found(sizes, {"method": TriAttention.name} | sizes._asdict(), arrays)
+    return OpenGates(sizes, {"method": TriAttention.name} | sizes._asdict(), arrays)

@@ -310,7 +310,7 @@ def test_the_published_texts_are_here():
         ),
         (
             {"guidance": "a\ud800b", "tokenizer": byte_tokenizer()},
-            "guidance must be Unicode text, and character 1 is none: 'a\\ud800b'",
+            "guidance must be Unicode text, but character 1 is not: 'a\\ud800b'",
         ),
         ({"guidance": [61]}, "oraclekv: observers have token id 61, the model's vocabulary is 0 … 60"),
         (

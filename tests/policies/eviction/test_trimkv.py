@@ -236,7 +236,7 @@ OTHERS = {
     "no form": (None, {"retention_gate": "rg4"}, "config.json: retention_gate is one of rg, rg2, .*, got 'rg4'"),
     "another activation": (None, {"hidden_act": "gelu"}, "config.json: hidden_act should be 'silu', got 'gelu'"),
     "an array less": ({"linear1.bias": None}, {}, r"layer 1: linear1.bias should have shape .6,., found nothing"),
-    "an array more": ({"x": np.zeros(3, np.float32)}, {}, "layer 1 has 'x', which is not of such gates"),
+    "an array more": ({"x": np.zeros(3, np.float32)}, {}, "layer 1 has 'x', which such gates do not have"),
 }  # fmt: skip
 
 

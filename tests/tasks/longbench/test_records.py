@@ -215,7 +215,7 @@ def test_archives_as_other_tools_leave_them(tmp_path):
         ({"qasper.jsonl": "x" * 2000}, "cannot be read .2,000 bytes, more than 1,000"),
         (
             {"qasper.jsonl": json.dumps(longbench_row("\ud800", ["x"]))},
-            r"line 1: `input` must be Unicode text, and character 0 is none",
+            r"line 1: `input` must be Unicode text, but character 0 is not",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from kvjax.checkpoints.folder import read_sizes, save_exported
-from kvjax.checkpoints.gates import Found, open_gates
+from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError, shown
@@ -103,12 +103,12 @@ def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> di
     }
 
 
-def _published(opened: TorchFile) -> Found[Sizes]:
+def _published(opened: TorchFile) -> OpenGates[Sizes]:
     """Return the gates in an authors' file. Its first layer determines the sizes, which all layers must have."""
     sizes, layers = _layers(opened)
     opened.check(layers, _shapes(sizes))
     description = {"method": "wgkv"} | sizes._asdict() | PUBLISHED
-    return Found(sizes, description, functools.partial(_arrays, opened, sizes, layers))
+    return OpenGates(sizes, description, functools.partial(_arrays, opened, sizes, layers))
 
 
 def _layers(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from kvjax.builtin import BUILTIN
 from kvjax.checkpoints.folder import read_sizes, save_exported
-from kvjax.checkpoints.gates import Found, open_gates
+from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError
@@ -122,7 +122,7 @@ def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> di
     }
 
 
-def _published(opened: TorchFile) -> Found[Sizes]:
+def _published(opened: TorchFile) -> OpenGates[Sizes]:
     """Return the gates in an authors' file. Its first layer determines the sizes, which the file's name and all layers
     must have."""
     layers = opened.content.get("module") if isinstance(opened.content, dict) else None
@@ -142,7 +142,7 @@ def _published(opened: TorchFile) -> Found[Sizes]:
             raise UserError(f"{opened.file}: its name says {word}{said[1]}, its arrays are of {word}{has}")
     opened.check(layers, _shapes(sizes))
     description = {"method": METHOD} | sizes._asdict()
-    return Found(sizes, description, functools.partial(_arrays, opened, sizes, layers))
+    return OpenGates(sizes, description, functools.partial(_arrays, opened, sizes, layers))
 
 
 def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
