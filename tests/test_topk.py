@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvjax import topk
 from kvjax.mesh import BATCH, P, make_mesh, put
 from kvjax.mesh import HEADS as SPLIT
-from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole
+from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole_entries
 from kvjax.topk import top
 from pallas_kernels.choose import Target
 
@@ -184,7 +184,7 @@ def test_a_score_that_is_no_number_is_the_worst():
     ],
 )
 def test_budgets_are_whole_entries(budget, tokens, entries):
-    assert whole(budget.of(tokens, 96)) == entries
+    assert whole_entries(budget.of(tokens, 96)) == entries
 
 
 def test_every_head_has_its_own_best_pinned():

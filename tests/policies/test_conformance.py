@@ -16,7 +16,7 @@ from kvjax.inference import prefill
 from kvjax.inference.forward import forward
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
-from kvjax.policies.policy import EVERYTHING
+from kvjax.policies.policy import DEFAULT_ADMISSION
 from kvjax.struct import changed
 from tests.inference.delayed import delayed
 from tests.inference.dense import logits_over_what_is_stored
@@ -206,7 +206,9 @@ def test_it_is_shown_in_one_short_line(model, name):
     policy = build(name, model)
     shown = repr(policy)
     methods = policy.admission, policy.eviction, policy.selection
-    assert all(type(method).__name__ in shown for method in methods if method not in (None, EVERYTHING))
+    assert all(
+        type(method).__name__ in shown for method in methods if method not in (None, DEFAULT_ADMISSION)
+    )
     assert len(shown) < 140
     assert "\n" not in shown
 

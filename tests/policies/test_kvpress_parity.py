@@ -16,7 +16,7 @@ from kvjax.inference.forward import forward
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
-from kvjax.policies.budget import Ratio, whole
+from kvjax.policies.budget import Ratio, whole_entries
 from tests.models.cases import LLAMA, QWEN3, write_folder
 from tests.tasks.model_tokenizers import byte_tokenizer
 
@@ -271,7 +271,7 @@ def test_what_h2o_counts_is_kvpress_observed_attention(models):
 
 def test_budgets_are_not_rounded_twice():
     """A tenth of 200 is 20; kvpress computes 1 − 0.9 times 200, which is 19.999… in binary."""
-    assert whole(Ratio(0.1).of(200, 1)) == 20
+    assert whole_entries(Ratio(0.1).of(200, 1)) == 20
     assert presses.utils.compute_n_kept(200, 0.9) == 19
 
 

@@ -136,7 +136,7 @@ def test_expected_entries(model):
         ),
         (
             lambda: Policy(eviction=Adaptive(KNorm()), schedule=Schedule(Entries(9), Trigger("overflow"))),
-            "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing",
+            "when='overflow' drops a share of every head's own entries, so over, pinned and pyramid have no effect",
         ),
         (
             lambda: Policy(eviction=Adaptive(CriticalKV(KNorm())), schedule=Schedule(Threshold(0.0))),

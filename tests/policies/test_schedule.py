@@ -22,13 +22,13 @@ CHUNK = 20
         ),
         (
             {"name": "knorm", "admission": {"streaming_llm": {"window": 9}}},
-            "streaming_llm+knorm: a budget of each chunk counts its tokens, which an admission does not all store: "
-            "state entries or size",
+            "streaming_llm+knorm: this budget is a share of each chunk's tokens, and an admission does not store them "
+            "all: give entries or size",
         ),
         (
             {"admission": {"streaming_llm": {"window": 9}}, "when": "chunk", "observers": "prompt"},
-            "streaming_llm+snapkv: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
-            "admission's ring",
+            "streaming_llm+snapkv: observers='prompt' reads tokens after a chunk, which would push the chunk's own "
+            "tokens out of the admission's window",
         ),
         (
             {"when": "sometimes"},
@@ -121,4 +121,4 @@ def test_a_stated_budget_is_shared_out_by_ranges_too():
 def test_ranges_bound_what_is_held_by_budget_and_chunk():
     needs = Needs(ahead=Ahead(4096, 16_000, 0.02), prefix=30)
     schedule = Schedule(Ratio(0.3), Trigger("chunk", chunk=16_000), needs, Shares(over="head"))
-    assert schedule.most(100_000, 1) == 0.3 * 100_000 + 30 + 16_000
+    assert schedule.peak_entries(100_000, 1) == 0.3 * 100_000 + 30 + 16_000

@@ -22,10 +22,10 @@ ENTRIES = 24
             {"when": "overflow", "entries": None, "ratio": 0.5},
             "when='overflow' needs a budget in entries or size",
         ),
-        ({"when": "overflow", "adakv": {}}, "when='overflow' takes a share of every head's own entries"),
+        ({"when": "overflow", "adakv": {}}, "when='overflow' drops a share of every head's own entries"),
         (
             {"when": "overflow", "protected": {"last": 2}},
-            "when='overflow' looks back at the last 6 tokens again and again, so they must stay: last must be at",
+            "when='overflow' looks back at the last 6 tokens at every compaction, so they must stay: last must be at",
         ),
         ({"pooling": "median"}, "snapkv: pooling is one of average, max, got 'median'"),
         ({"group": "sum"}, "snapkv: group is one of mean, max, got 'sum'"),
@@ -44,7 +44,7 @@ def test_bad_schedules_are_one_line(model, options, says):
     ("given", "says"),
     [
         ({"observers": [61]}, "snapkv: observers have token id 61, the model's vocabulary is 0 … 60"),
-        ({"observers": []}, "eviction: observers are token ids, at least one, got none"),
+        ({"observers": []}, "eviction: observers must be at least one token id, got none"),
         ({"observers": b"ab"}, "eviction: observers is one of own, got b'ab'"),
         ({"observers": [0.5]}, "eviction: a token id of observers must be a whole number of at least 0"),
         ({"observers": [1], "when": "every", "every": 4}, "observers=.* needs when='prompt' or 'chunk'"),

@@ -144,7 +144,7 @@ def test_budgets_of_contexts_that_are_nearly_all_prefix():
     schedule = make_policy({"kvzip": {"ratio": 0.4, **PARTS}}).schedule
     rows = [(16, 5), (6, 5), (5, 5), (3, 5)]
     tokens, prefix = zip(*rows, strict=True)
-    kept = schedule.of_prompts(tokens, prefix, 1)
+    kept = schedule.prompt_allowance(tokens, prefix, 1)
     counts = schedule.counts(tokens, kept, prefix, 0, 4, 6)
     assert counts.sum((0, 2)).tolist() == [120 + 105, 120 + 9, 120, 72]
 

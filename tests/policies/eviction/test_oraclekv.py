@@ -14,7 +14,7 @@ from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
 from kvjax.policies import OracleKV, Policy, Ratio, Schedule, Trigger, make_policy
 from kvjax.policies.base import Guided
-from kvjax.policies.budget import whole
+from kvjax.policies.budget import whole_entries
 from kvjax.policies.guidance import TEXTS, text, token_ids
 from kvjax.policies.registry import EVICTIONS
 from kvjax.policies.views import Stored
@@ -64,7 +64,7 @@ def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
     np.testing.assert_array_equal(cache.seen, LENGTHS)
     forgot = 0
     for b, prompt in enumerate(prompts):
-        kept = whole(RATIO * LENGTHS[b])
+        kept = whole_entries(RATIO * LENGTHS[b])
         for layer, (scores, k) in enumerate(
             zip(guided_scores(model, prompt), keys_of(model, prompt), strict=True)
         ):
@@ -169,7 +169,7 @@ def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
     share = lengths["uniform"]
     np.testing.assert_array_equal(share[:, 0], 30)
     np.testing.assert_array_equal(lengths["ada"].sum(-1), share.sum(-1))
-    assert (lengths["ada"] >= whole(0.2 * share.min())).all()
+    assert (lengths["ada"] >= whole_entries(0.2 * share.min())).all()
     assert (lengths["ada"] != share).any()
     # layers lie on a line from 1.5 to 58.5
     np.testing.assert_array_equal(lengths["pyramid"][:, 0], np.repeat([[58], [30], [2]], 4, 1))
@@ -191,7 +191,7 @@ def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
     assert (
         make_policy(
             {"snapkv": {"ratio": 0.4, "guidance": GUIDANCE, "when": "chunk", "chunk": 8}}
-        ).schedule.looking
+        ).schedule.observed_in_context
         == 0
     )
     over = {"streaming_llm": {"sink": 20, "window": 6}, "snapkv": {"entries": 15, "guidance": GUIDANCE}}
@@ -296,14 +296,14 @@ def test_the_published_texts_are_here():
             "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, defensive_kv, dropkv, "
             "tova, r_kv)",
         ),
-        ({"guidance": 5}, "guidance is a text or token ids, at least one, got 5"),
-        ({"guidance": ["a"]}, "guidance is a text or token ids, at least one, got ['a']"),
-        ({"guidance": {"a": 1}}, "guidance is a text or token ids, at least one, got {'a': 1}"),
-        ({"guidance": ""}, "guidance is one of G1, "),
-        ({"guidance": []}, "guidance is a text or token ids, at least one, got none"),
+        ({"guidance": 5}, "guidance must be a text or at least one token id, got 5"),
+        ({"guidance": ["a"]}, "guidance must be a text or at least one token id, got ['a']"),
+        ({"guidance": {"a": 1}}, "guidance must be a text or at least one token id, got {'a': 1}"),
+        ({"guidance": ""}, "guidance must be one of G1, "),
+        ({"guidance": []}, "guidance must be a text or at least one token id, got none"),
         ({"guidance": "G1"}, "guidance='G1' is a text, which needs tokenizer= (or give its token ids)"),
         ({}, "guidance='G1' is a text, which needs tokenizer="),
-        ({"guidance": b"ab"}, "guidance is a text or token ids, at least one, got b'ab'"),
+        ({"guidance": b"ab"}, "guidance must be a text or at least one token id, got b'ab'"),
         (
             {"tokenizer": "Qwen/Qwen3-4B"},
             "guidance: tokenizer must come from kvjax.load_tokenizer, got 'Qwen/Qwen3-4B'",

@@ -326,7 +326,7 @@ REFUSED = [
         "must stay: last must be at least 128, got 64",
     ),
     ({"entries": 999, "when": "position", "every": 200}, "after every 128 or fewer"),
-    ({"entries": 999, "when": "overflow"}, "takes a share of every head's own entries"),
+    ({"entries": 999, "when": "overflow"}, "drops a share of every head's own entries"),
     (
         {"ratio": 0.5, "protected": {"first": 0}},
         "fast_kvzip:protected takes first where it compacts while decoding, got when='chunk': of a prompt prefix",
@@ -390,7 +390,7 @@ def test_a_budget_below_what_always_stays_is_refused_before_anything_runs(model,
 
 
 def test_pyramids_are_of_whole_prompts(model, gates):
-    with pytest.raises(UserError, match="a pyramid of budgets is of whole prompts"):
+    with pytest.raises(UserError, match="a pyramid divides budgets of whole prompts"):
         make_policy("fast_kvzip:ratio=0.5,pyramidkv", gates=gates)
 
 
