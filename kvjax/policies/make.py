@@ -7,7 +7,7 @@
 
 `snapkv:ratio=0.25,adakv` is SnapKV within AdaKV. Of several wrappers the first is innermost. As a mapping, in Python or
 YAML, it is `{"snapkv": {"ratio": 0.25, "adakv": {}}}`. An eviction's part also takes its budget, its trigger and its
-guidance, and an admission's part takes the window. Either takes `positions` (`Policy.positions`).
+guidance, and an admission's part takes the window. Both take `positions` (`Policy.positions`).
 """
 
 import dataclasses
@@ -78,11 +78,11 @@ def make_policy(
             none in its arguments: a folder, a file of the method's authors, or the hub id of either.
         tokenizer: the model's tokenizer, for guidance that is text, and for methods that have the model read texts
             (kvzip) or keep what its chat template puts before a prompt (fast_kvzip).
-        force: take gates and patterns that were made for another model of the same shape.
+        force: accept gates and patterns that were made for another model of the same shape.
 
     Raises:
         UserError: for an unknown method or argument (with the nearest known), a value that a method refuses, methods
-            that do not go together, or files made for another model.
+            that cannot be combined, or files made for another model.
     """
     if model is not None and not hasattr(getattr(model, "config", None), "num_full_layers"):
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
@@ -90,7 +90,7 @@ def make_policy(
     with use_mesh(model):
         if isinstance(policy, Policy):
             if gates is not None:
-                raise UserError(f"gates: got {shown(gates)} with a policy that is made, expected None")
+                raise UserError(f"gates: got {shown(gates)} with a Policy object, expected None")
             made = policy
         else:
             parts = _parts(policy, gates)
@@ -106,8 +106,8 @@ def make_policy(
 def _without_origin(policy: Policy) -> Policy:
     """Return the policy without the names of the models that its files were made for."""
     parts = {"admission": policy.admission, "eviction": policy.eviction, "selection": policy.selection}
-    known = {part: x for part, x in parts.items() if x is not None and x.made_for is not None}
-    return changed(policy, **{part: changed(x, made_for=None) for part, x in known.items()})
+    from_files = {part: x for part, x in parts.items() if x is not None and x.made_for is not None}
+    return changed(policy, **{part: changed(x, made_for=None) for part, x in from_files.items()})
 
 
 def check_policy(
@@ -129,7 +129,9 @@ def check_policy(
     """
     if not isinstance(policy, Policy):
         parts = _parts(policy, gates)
-        if any(part.takes("model") for part in parts.values()) or (tokenizer is None and _read_texts(parts)):
+        if any(part.takes("model") for part in parts.values()) or (
+            tokenizer is None and _needs_tokenizer(parts)
+        ):
             return
         policy = _composed(parts, None, tokenizer, force)
     if config is not None:
@@ -141,31 +143,31 @@ def check_policy(
 def takes_tokenizer(policy: str | Mapping[str, Any], gates: Any = None) -> bool:
     """Return True if `make_policy` uses the tokenizer for this policy. Raises UserError for unknown methods and
     arguments."""
-    return _read_texts(_parts(policy, gates))
+    return _needs_tokenizer(_parts(policy, gates))
 
 
 def parse_policy(text: str) -> Described:
-    """Return the mapping that a policy string stands for. Raises UserError if it is no policy string."""
-    found: Described = {}
+    """Return the mapping that a policy string stands for. Raises UserError if it is not a policy string."""
+    parts: Described = {}
     for part in _split(text, "+"):
         name, arguments = _name_and_arguments(part.strip())
-        if name in found:
+        if name in parts:
             raise UserError(f"policy: got {name} twice, expected each method once")
-        found[name] = {} if arguments is None else _arguments(name, arguments)
-    return found
+        parts[name] = {} if arguments is None else _arguments(name, arguments)
+    return parts
 
 
 def format_policy(described: Described) -> str:
     """Return the policy string of a mapping."""
     parts = []
-    for name, own in described.items():
-        arguments = []
-        for argument, value in own.items():
+    for name, arguments in described.items():
+        texts = []
+        for argument, value in arguments.items():
             if not isinstance(value, Mapping):
-                arguments.append(f"{argument}={_written(value)}")
+                texts.append(f"{argument}={_written(value)}")
             else:
-                arguments += [f"{argument}.{x}={_written(y)}" for x, y in value.items()] or [argument]
-        parts.append(f"{name}:{','.join(arguments)}" if arguments else name)
+                texts += [f"{argument}.{x}={_written(y)}" for x, y in value.items()] or [argument]
+        parts.append(f"{name}:{','.join(texts)}" if texts else name)
     return "+".join(parts)
 
 
@@ -193,28 +195,28 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _name_and_arguments(part: str) -> tuple[str, str | None]:
-    """Split a part into its method's name and its arguments; None without a colon. Another package's
-    `package.module:NAME` has a colon of its own."""
+    """Split a part into its method's name and its arguments, which are None without a colon. The name of another
+    package's method, `package.module:NAME`, has a colon, too."""
     name, colon, arguments = part.partition(":")
-    brought = re.fullmatch(r"([\w.]+:(\w+))(?::(.*))?", part, re.DOTALL)
-    if brought and brought[2] not in WRAPPERS and name not in (*POLICIES, *names(PLUGINS), *names(METHODS)):
-        return brought[1], brought[3]
+    path = re.fullmatch(r"([\w.]+:(\w+))(?::(.*))?", part, re.DOTALL)
+    if path and path[2] not in WRAPPERS and name not in (*POLICIES, *names(PLUGINS), *names(METHODS)):
+        return path[1], path[3]
     return name.strip(), arguments if colon else None
 
 
 def _arguments(name: str, text: str) -> dict[str, Any]:
     """Return a part's arguments. A wrapper's own arguments are a mapping."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for argument in _split(text, ","):
         left, equals, value = (piece.strip() for piece in argument.partition("="))
         wrapper, _, field = left.rpartition(".") if equals else ("", "", left)
         if not field or (equals and not value):
             raise UserError(f"{name}: got {argument!r}, expected field=value or a wrapper's name")
-        own = found.setdefault(wrapper, {}) if wrapper else found
-        if not isinstance(own, dict) or field in own:
+        target = arguments.setdefault(wrapper, {}) if wrapper else arguments
+        if not isinstance(target, dict) or field in target:
             raise UserError(f"{name}: got {left} twice, expected each argument once")
-        own[field] = _value(value) if equals else {}
-    return found
+        target[field] = _value(value) if equals else {}
+    return arguments
 
 
 def _value(text: str) -> Any:
@@ -240,7 +242,7 @@ class _Part:
 
     @property
     def guidance(self) -> Any:
-        """The guidance that looks at prompts for an eviction (token ids, a text or its name); None: there is none."""
+        """The guidance of an eviction (token ids, a text or its name); None: there is none."""
         observers = self.words.get("observers", "own")
         observed = not (isinstance(observers, str) and observers == "own")
         if "guidance" in self.words and observed:
@@ -253,14 +255,14 @@ class _Part:
 
     def build(self, *inner: Eviction, **given: Any) -> Any:
         """Make the method, a wrapper around `inner`, or another package's policy."""
-        told = self.own | {name: x for name, x in given.items() if x is not None and self.takes(name)}
-        needed = [x.name for x in arguments_of(self.kind) if x.default is x.empty]
-        if missing := [name for name in needed if name not in told]:
+        arguments = self.own | {name: x for name, x in given.items() if x is not None and self.takes(name)}
+        required = [x.name for x in arguments_of(self.kind) if x.default is x.empty]
+        if missing := [name for name in required if name not in arguments]:
             raise UserError(f"{self.name} needs {', '.join(missing)}")
-        made = self.kind(*inner, **told)
-        if not is_method(self.kind) and not isinstance(made, Policy):
-            raise UserError(f"policy {self.name}: got {shown(made)}, expected a Policy")
-        return made
+        method = self.kind(*inner, **arguments)
+        if not is_method(self.kind) and not isinstance(method, Policy):
+            raise UserError(f"policy {self.name}: got {shown(method)}, expected a Policy")
+        return method
 
 
 def _parts(policy: Any, gates: Any) -> dict[str, _Part]:
@@ -289,7 +291,7 @@ def _parts(policy: Any, gates: Any) -> dict[str, _Part]:
     return parts
 
 
-def _read_texts(parts: dict[str, _Part]) -> bool:
+def _needs_tokenizer(parts: dict[str, _Part]) -> bool:
     """Return True if a method, or guidance that is a text, needs the tokenizer."""
     methods = [x for part in parts.values() for x in (part, *part.wrappers)]
     return any(isinstance(x.guidance, str) or x.takes("tokenizer") for x in methods)
@@ -346,10 +348,10 @@ def _wrapper(name: str, kind: Any, arguments: Any) -> _Part:
 
 def _checked(name: str, arguments: Any) -> Mapping[str, Any]:
     """Return a method's arguments by name. None and True stand for no arguments."""
-    found = {} if arguments is None or arguments is True else arguments
-    if not isinstance(found, Mapping):
+    by_name = {} if arguments is None or arguments is True else arguments
+    if not isinstance(by_name, Mapping):
         raise UserError(f"{name}: got {shown(arguments)}, expected a mapping of its arguments")
-    return found
+    return by_name
 
 
 def _given(name: str, argument: str, value: Any) -> Any:
@@ -379,7 +381,7 @@ def _composed(parts: dict[str, _Part], model: Any, tokenizer: Any, force: bool) 
     given = {"model": model, "tokenizer": tokenizer, "force": force or None}
     fields = {role: part.build(**given) for role, part in parts.items()}
     if "eviction" in parts:
-        fields |= _evicting(parts["eviction"], fields["eviction"], tokenizer)
+        fields |= _eviction_fields(parts["eviction"], fields["eviction"], tokenizer)
     admission = parts.get("admission")
     fields |= {} if admission is None else admission.words
     base = fields.get("admission")
@@ -391,20 +393,20 @@ def _composed(parts: dict[str, _Part], model: Any, tokenizer: Any, force: bool) 
     return dataclasses.replace(base, **others, name="+".join(labels)) if others else base
 
 
-def _evicting(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]:
+def _eviction_fields(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]:
     """Return the eviction within its wrappers, and its schedule."""
     words, guidance = part.words, part.guidance
-    told = {name: words[name] for name in ("when", *ARGUMENTS) if name in words}
+    options = {name: words[name] for name in ("when", *ARGUMENTS) if name in words}
     if guidance is not None:
-        told["observers"] = token_ids(guidance, tokenizer)
+        options["observers"] = token_ids(guidance, tokenizer)
         if "observed" not in part.own:
             assert isinstance(eviction, Guided)
-            eviction = eviction.guided(len(told["observers"]))
+            eviction = eviction.guided(len(options["observers"]))
     for wrapper in part.wrappers:
         eviction = wrapper.build(eviction)
-    stated = budget(**{name: words[name] for name in BUDGETS if name in words})
+    amount = budget(**{name: words[name] for name in BUDGETS if name in words})
     usual = eviction.usual_trigger
-    own = told.get("when", usual.when) == usual.when
-    trigger = dataclasses.replace(usual, **told) if own else Trigger(**told)
-    made = {"eviction": eviction, "schedule": None if stated is None else Schedule(stated, trigger)}
-    return made | {name: x for name, x in words.items() if name == "positions"}
+    is_usual = options.get("when", usual.when) == usual.when
+    trigger = dataclasses.replace(usual, **options) if is_usual else Trigger(**options)
+    fields = {"eviction": eviction, "schedule": None if amount is None else Schedule(amount, trigger)}
+    return fields | {name: x for name, x in words.items() if name == "positions"}

@@ -226,7 +226,7 @@ def test_gates_go_to_the_method_that_has_none(model):
             UserError, match="^gates: got .*, expected one method that takes gates and has none in"
         ):
             make_policy(text, gates=given)
-    with pytest.raises(UserError, match="^gates: got .* with a policy that is made, expected None"):
+    with pytest.raises(UserError, match="^gates: got .* with a Policy object, expected None"):
         make_policy(named, gates=gates)
 
 

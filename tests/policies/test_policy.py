@@ -140,7 +140,7 @@ def test_expected_entries(model):
         ),
         (
             lambda: Policy(eviction=Adaptive(CriticalKV(KNorm())), schedule=Schedule(Threshold(0.0))),
-            "knorm:critical_kv,adakv shares out the places of a budget, and a threshold has none",
+            "knorm:critical_kv,adakv divides the places of a budget, and a threshold has none",
         ),
     ],
 )  # fmt: skip

@@ -35,7 +35,7 @@ class Adaptive(Wrapper):
 @struct
 class Pyramid(Wrapper):
     """Budgets that fall linearly with depth (PyramidKV, Cai et al., 2024, arXiv:2406.02069): the last layer gets
-    1/`beta` of the average. All layers get the average if that part is below what must stay."""
+    1/`beta` of the average. If that is fewer entries than must stay, all layers get the average."""
 
     beta: float = host(default=20.0)
     """β, above 1."""

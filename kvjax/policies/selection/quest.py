@@ -1,7 +1,7 @@
 """Quest (Tang et al., 2024, arXiv:2406.10774): a query reads the pages in which some key may matter to it.
 
-A page's keys lie in a box, from the smallest to the largest of each component. No key of it can have a larger product
-with the query than the box's best corner, so the pages with the best corners are read.
+A page's keys lie in a box, from the smallest to the largest value of each component. No key of the page can have a
+larger product with the query than the box's best corner, so the pages with the best corners are read.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ class Quest(Selection):
             return
         if (tokens is None) == (ratio is None):
             given = "got none" if tokens is None else f"got tokens={shown(tokens)} and ratio={shown(ratio)}"
-            raise UserError(f"quest: what a query reads is one of tokens and ratio, {given}")
+            raise UserError(f"quest: expected one of tokens and ratio, {given}")
         assign(
             self,
             tokens=np.array(0, np.int32)
@@ -77,9 +77,9 @@ class Quest(Selection):
         seen: Int[Array, " b"],
         page_size: int,
     ) -> Bool[Array, "b k p"]:
-        """Return the mask of the ⌈max(T − local, 0) / page_size⌉ pages with the best scores, of equal ones the earlier;
-        T is the number of entries that a query reads. A last page that is not full takes the first of these places
-        whatever its score. Without places no page is read (WG-KV's code)."""
+        """Return the mask of the ⌈max(T − local, 0) / page_size⌉ pages with the best scores. T is the number of entries
+        that a query reads. Of equal scores, the earlier page wins. A last page that is not full takes the first of
+        these places whatever its score. Without places no page is read (WG-KV's code)."""
         budget = self.tokens + jnp.round(self.ratio * seen).astype(jnp.int32)
         budget = jnp.where(layer < self.skip, EVERYTHING, budget)
         places = -(-jnp.maximum(budget - local, 0) // page_size)

@@ -79,8 +79,8 @@ def test_a_table_of_0_and_1_is_taken_as_it_is(tmp_path):
     with pytest.raises(UserError) as caught:
         HeadPattern(tmp_path, sparsity=0.5)
     assert str(caught.value) == (
-        "head_pattern: a pattern of 0 and 1 has its own sparsity, here 0.75 (3 of 12 heads keep everything), and no "
-        "order for another, got sparsity=0.5"
+        "head_pattern: a pattern of 0 and 1 has a fixed sparsity, here 0.75 (3 of 12 heads keep everything), got "
+        "sparsity=0.5"
     )
     assert whole(np.ones((3, 4)), sparsity=0).all()
 
@@ -107,7 +107,7 @@ def test_the_published_pattern_of_llama_31_8b():
         ({"pattern": WEIGHTS, "sparsity": 2.0}, "sparsity must be a finite number, at least 0 and at most 1, got 2.0"),
         ({"pattern": WEIGHTS, "sparsity": -0.1}, "sparsity must be a finite number, at least 0 and at most 1"),
         ({"pattern": WEIGHTS, "ratio": 0.3}, "head_pattern has no argument 'ratio'"),
-        ({"pattern": WEIGHTS - 3}, "without a sparsity weights are shares from 0 to 1, got -3 to -2: say"),
+        ({"pattern": WEIGHTS - 3}, "without a sparsity weights must be from 0 to 1, got -3 to -2: give"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(model, arguments, says):

@@ -327,7 +327,7 @@ def test_without_a_template_a_line_break_ends_what_asks():
         (PARTS | {"tail": [61]}, "kvzip asks with token id 61, the model's vocabulary is 0 … 60"),
         (PARTS | {"ratio": 1.5}, "ratio must be a finite number, above 0 and at most 1, got 1.5"),
         (PARTS | {"ratio": None}, "kvzip needs a budget"),
-        (PARTS | {"when": "every", "every": 8}, "kvzip has the whole prompt read again before it scores it: when"),
+        (PARTS | {"when": "every", "every": 8}, "kvzip scores a prompt by passes over all of it: when"),
         (PARTS | {"when": "chunk", "chunk": 8}, "when must be 'prompt', got 'chunk'"),
         (PARTS | {"ratio": None, "entries": 9, "when": "overflow"}, "when must be 'prompt', got 'overflow'"),
         (PARTS | {"observers": [1, 2]}, "observers=(1, 2) is for methods that look back at the last tokens"),
@@ -342,7 +342,7 @@ def test_what_means_nothing_is_one_line(model, told, says):
 
 @pytest.mark.parametrize("admission", ["streaming_llm", "full"])
 def test_an_admission_does_not_go_with_passes(model, admission):
-    with pytest.raises(UserError, match="kvzip has the whole prompt read again, of which"):
+    with pytest.raises(UserError, match="kvzip scores a prompt by passes over all of it, which"):
         make_policy({admission: {"window": 9}, "kvzip": {"ratio": 0.5} | PARTS}, model=model)
 
 

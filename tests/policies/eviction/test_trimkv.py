@@ -15,7 +15,7 @@ from kvjax.errors import UserError
 from kvjax.evaluate.gates import described
 from kvjax.inference.capture import captured_layers
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.eviction.trimkv import FORMS, OF_KEYS, Sizes, TrimKV, load_gates
+from kvjax.policies.eviction.trimkv import FORMS, KEY_VALUE_FORMS, Sizes, TrimKV, load_gates
 from kvjax.policies.views import Readout
 from kvjax.sampling_params import SamplingParams
 from kvjax.struct import changed
@@ -62,7 +62,7 @@ def log_beta(arrays, form, x):
 def layer_arrays(form, *, layers=3, tied=False, seed=0):
     """Return each layer's arrays by the authors' names, for 4 kv heads of 8 and a width of 32."""
     random = np.random.default_rng(seed)
-    sizes = Sizes(form, layers, 4, 64 if form in OF_KEYS else 32, 6)
+    sizes = Sizes(form, layers, 4, 64 if form in KEY_VALUE_FORMS else 32, 6)
     shapes = {FORMS[form][name]: shape for name, shape in sizes.shapes.items()}
     found = [
         {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
@@ -97,7 +97,7 @@ def test_each_form_gives_what_the_authors_compute(tmp_path, form):
     assert (gates.sizes, described(file)) == (load_gates(file).sizes, {"method": "trimkv"})
     one = step([[0, 1, 2, 3, 4]])
     kv = np.concatenate([np.asarray(one.k[0]), np.asarray(one.v[0])], -1)
-    x = kv.transpose(1, 0, 2).reshape(5, -1) if form in OF_KEYS else np.asarray(one.hidden[0])
+    x = kv.transpose(1, 0, 2).reshape(5, -1) if form in KEY_VALUE_FORMS else np.asarray(one.hidden[0])
     for index in (0, 2):
         method = changed(TrimKV(gates), gates=sliced(gates, index))
         found = method.numbers((), one, UNREAD)["log_beta"]

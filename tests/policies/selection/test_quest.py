@@ -236,10 +236,10 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ("quest", "quest: what a query reads is one of tokens and ratio, got none"),
+        ("quest", "quest: expected one of tokens and ratio, got none"),
         (
             "quest:tokens=8,ratio=0.5",
-            "quest: what a query reads is one of tokens and ratio, got tokens=8 and ratio=0.5",
+            "quest: expected one of tokens and ratio, got tokens=8 and ratio=0.5",
         ),
         ("quest:tokens=0", "quest: tokens must be a whole number of at least 1, got 0"),
         ("quest:ratio=1.5", "quest: ratio must be a finite number, above 0 and at most 1, got 1.5"),
@@ -250,7 +250,7 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
         ("qest:tokens=8", "unknown method 'qest'; the nearest known: quest"),
         (
             "snapkv:ratio=0.5+quest",
-            "quest: what a query reads is one of tokens and ratio, got none",
+            "quest: expected one of tokens and ratio, got none",
         ),
     ],
 )  # fmt: skip

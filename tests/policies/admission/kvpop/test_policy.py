@@ -152,7 +152,7 @@ def test_a_priority_knows_what_came_before_its_token_left(model):
 
     streams = admission.scorers.streams(AT.k, AT.v)
     rolled, _ = admission.scorers.score(jnp.roll(streams.q, 5, 2), streams)
-    np.testing.assert_allclose(before, admission.fallen(rolled[..., 5:], AT.position[:, :-5]), atol=1e-6)
+    np.testing.assert_allclose(before, admission.decayed(rolled[..., 5:], AT.position[:, :-5]), atol=1e-6)
 
 
 @struct

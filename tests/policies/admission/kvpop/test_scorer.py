@@ -134,6 +134,6 @@ def test_other_forms_are_refused():
     with use_mesh():
         with pytest.raises(UserError, match="features is one of hedgehog, none, got 'softmax'"):
             Sizes(1, 1, 8, features="softmax").make()
-        with pytest.raises(UserError, match="'none' may be negative, for which normaliser must be 'xlstm'"):
+        with pytest.raises(UserError, match="'none' may be negative, so normaliser must be 'xlstm'"):
             Sizes(1, 1, 8, features="none").make()
         assert Sizes(1, 1, 8, features="none", normaliser="xlstm").make().widths == (8, 4)

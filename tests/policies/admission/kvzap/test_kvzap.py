@@ -135,7 +135,7 @@ def test_a_published_folder_is_found_and_known_as_kvzaps(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "llama"}, "these are no KVzap gates.*they are of llama"),
+        ({"model_type": "llama"}, "these are no KVzap gates.*the method is llama"),
         ({"hidden_dim": 13}, r"b1 should have shape \(3, 13\), found \(3, 12\)"),
         ({"hidden_dim": None}, "these are no KVzap gates.*layers.0.weight"),
         ({"n_modules": 4}, "these are no KVzap gates.*layers.3.0.weight"),
@@ -151,7 +151,7 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path, changes, said):
 
 def test_gates_of_another_model_and_no_threshold_are_refused(tmp_path, model):
     write_published(tmp_path, 12)
-    with pytest.raises(UserError, match=r"^kvzap: these gates name no threshold, and none is given"):
+    with pytest.raises(UserError, match=r"^kvzap: these gates have no threshold, and none is given"):
         make_policy("kvzap", model=model, gates=str(tmp_path))
     for policy in ("kvzap:threshold=-4", "kvzap_eviction:threshold=-4"):
         with pytest.raises(UserError, match=re.escape("= (3, 4, 32), the model has (2, 4, 32)")):

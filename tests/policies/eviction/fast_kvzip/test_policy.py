@@ -329,19 +329,19 @@ REFUSED = [
     ({"entries": 999, "when": "overflow"}, "drops a share of every head's own entries"),
     (
         {"ratio": 0.5, "protected": {"first": 0}},
-        "fast_kvzip:protected takes first where it compacts while decoding, got when='chunk': of a prompt prefix",
+        "fast_kvzip:protected takes first only while decoding, got when='chunk': for prompts the argument is prefix",
     ),
     (
         {"ratio": 0.5, "protected": {"last": 9}, "when": "prompt"},
-        "takes last where .* got when='prompt': of a prompt window says",
+        "takes last only .* got when='prompt': for prompts the argument is window",
     ),
     (
         {"entries": 999, "when": "position", "prefix": 9},
-        "takes prefix where it compacts prompts, .*decoding first says",
+        "takes prefix only .* while decoding the argument is protected.first",
     ),
     (
         {"entries": 999, "when": "every", "every": 9, "window": 9},
-        "takes window where .*'every': while decoding last",
+        "takes window only .*'every': while decoding the argument is protected.last",
     ),
     ({"ratio": 0.5, "observers": [1, 2]}, "observers=.* is for methods that look back"),
     ({"ratio": 0.5, "pyramid": 3}, "has no argument 'pyramid'"),
@@ -395,5 +395,5 @@ def test_pyramids_are_of_whole_prompts(model, gates):
 
 
 def test_an_admission_does_not_go_with_ranges_of_a_prompt(model, gates):
-    with pytest.raises(UserError, match="fast_kvzip shares out a budget of ranges of a prompt"):
+    with pytest.raises(UserError, match="fast_kvzip divides a budget among ranges of a prompt"):
         make_policy("streaming_llm+fast_kvzip:ratio=0.5", model=model, gates=gates)
