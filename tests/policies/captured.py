@@ -105,24 +105,28 @@ def scored(model, policy, prompts):
 
 def entries(cache, layer, b, head) -> np.ndarray:
     """Return the keys of a head's retained entries."""
-    ring = caches.ring_pages(cache.window, cache.page_size)
+    window_pages = caches.ring_pages(cache.window, cache.page_size)
     length = int(cache.layers.length[layer, b, head])
-    pages = np.asarray(cache.layers.page_table)[layer, b, head, ring : ring - (-length // PAGE)]
+    pages = np.asarray(cache.layers.page_table)[
+        layer, b, head, window_pages : window_pages - (-length // PAGE)
+    ]
     rows = np.asarray(cache.pages.pool)[pages].reshape(-1, cache.pages.pool.shape[-1])[:length]
     return rows[:, : rows.shape[1] // 2]
 
 
 def pages_are_whole(cache):
-    """Check that every page is free or belongs to as many heads as its counter says (one, if no fork shares it). A head
-    has no more pages than it needs, neither for retained entries nor for its local window."""
-    length, ring = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
+    """Check that every page is free or belongs to as many heads as its counter says (one, if no fork shares it), and
+    that a head has no more pages than its retained entries and its local window need."""
+    length, window_pages = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
-    rings = caches.ring_pages(np.minimum(np.asarray(cache.counted) + 1, cache.window), PAGE)
+    used_window_pages = caches.ring_pages(np.minimum(np.asarray(cache.counted) + 1, cache.window), PAGE)
     column, used = np.arange(table.shape[-1]), []
     for row in np.ndindex(length.shape):
-        mine = (column < rings[row[1]]) | ((column >= ring) & (column < ring - (-length[row] // PAGE)))
-        used += table[row][mine].tolist()
-        assert (table[row][~mine] >= pool).all()
+        belongs = (column < used_window_pages[row[1]]) | (
+            (column >= window_pages) & (column < window_pages - (-length[row] // PAGE))
+        )
+        used += table[row][belongs].tolist()
+        assert (table[row][~belongs] >= pool).all()
     free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
     rows = np.bincount(np.array(used, int), minlength=pool)
     assert sorted([*set(used), *free]) == list(range(pool))

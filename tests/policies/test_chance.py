@@ -38,7 +38,7 @@ def hashed(*parts):
     return x
 
 
-def test_the_hashes_are_the_formulas():
+def test_hashes_match_their_formulas():
     at = step([[7, 8, -1], [0, 1, 2]])
     token = np.asarray(at.token).tolist()
     before = [12345, 2**32 - 1]
@@ -75,7 +75,7 @@ def places(model, cache, row, prompt) -> list[set[int]]:
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x == "random" else pytest.mark.thorough) for x in METHODS]
 )
-def test_sequences_differ_and_are_the_same_in_any_batch_chunking_and_mesh(model, alike, name):
+def test_kept_tokens_depend_on_the_sequence_and_not_on_batch_chunks_or_mesh(model, alike, name):
     together = prefilled(model, name, alike, TOKENS)
     first, second = (places(model, together, row, prompt) for row, prompt in enumerate(alike))
     for one, other in zip(first, second, strict=True):

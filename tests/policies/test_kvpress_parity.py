@@ -2,7 +2,7 @@
 the next token's logits. Where kvpress's own logits do not follow from its masks, the reference is torch over exactly
 these entries.
 
-kvpress's compression ratio is the share that goes, ours is the share that stays.
+kvpress's compression ratio is the share of entries that are dropped, ours is the share that stays.
 """
 
 import jax
@@ -91,9 +91,9 @@ def models(tmp_path_factory):
 
 
 def policy_for(name, model, ratio):
-    told = METHODS[name][1]
-    base = "snapkv" if "observed" in told else name.split(",")[0]
-    return make_policy({base: {"ratio": ratio} | told}, model=model)
+    options = METHODS[name][1]
+    base = "snapkv" if "observed" in options else name.split(",")[0]
+    return make_policy({base: {"ratio": ratio} | options}, model=model)
 
 
 def kept(cache, keys, row=0):
@@ -127,7 +127,7 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=lambda x: x)
-def test_same_entries_and_same_logits(models, family, name):
+def test_entries_and_logits_are_the_same(models, family, name):
     twin, model = models[family]
     for ratio in (0.5, 0.25):
         theirs = twins.press_context(twin, CONTEXT, METHODS[name][0](ratio))
@@ -139,13 +139,13 @@ def test_same_entries_and_same_logits(models, family, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_oraclekv_with_the_question_for_guidance_is_snapkv_with_it_in_its_window(models, family):
+def test_oraclekv_guided_by_the_question_matches_snapkv_with_the_question(models, family):
     """SnapKV's budget counts the window, which it keeps; OracleKV neither counts nor keeps the guidance."""
     twin, model = models[family]
-    asked, size = np.concatenate([CONTEXT, QUESTION]), len(QUESTION)
+    prompt, size = np.concatenate([CONTEXT, QUESTION]), len(QUESTION)
     for entries in (128, 64):
-        gone = 1 - (entries + size + 0.5) / len(asked)
-        theirs = twins.press_context(twin, asked, presses.SnapKVPress(gone, window_size=size))
+        dropped = 1 - (entries + size + 0.5) / len(prompt)
+        theirs = twins.press_context(twin, prompt, presses.SnapKVPress(dropped, window_size=size))
         policy = make_policy({"oraclekv": {"entries": entries, "guidance": QUESTION.tolist()}}, model=model)
         cache = prefill(model, [CONTEXT], policy=policy, max_new_tokens=1)
         context = [[{x for x in head if x < len(CONTEXT)} for head in layer] for layer in theirs.kept]
@@ -170,7 +170,7 @@ def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated, plus)
     tokenizer = byte_tokenizer()
     opening = tokenizer("<|im_start|>user\n")["input_ids"]
     context = np.array([*opening, *(x for x in TOKENS if x not in opening)][: len(CONTEXT)])
-    own = {
+    texts = {
         "resumption": tokenizer("\n\nRepeat the part of the previous context exactly, starting with")[
             "input_ids"
         ],
@@ -183,7 +183,7 @@ def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated, plus)
         theirs = twins.press_context(twin, context, press)
         expected = twins.logits_after(twin, theirs.cache, context, QUESTION[:1])
         policy = make_policy(
-            {"kvzip": {"ratio": ratio, "sink": 4, "repeated": repeated, "plus": plus, **own}},
+            {"kvzip": {"ratio": ratio, "sink": 4, "repeated": repeated, "plus": plus, **texts}},
             model=model,
             tokenizer=tokenizer,
         )
@@ -225,14 +225,14 @@ def test_padding_is_not_counted(models):
         close(ours[row], twins.logits_after(twin, alone.cache, context, QUESTION[:1]))
 
     twins.read_padded(twin, contexts, press)
-    for layer, gone in enumerate(twins.masked(twin)):
-        padding = sum(sequence == 1 and place < 56 for sequence, _, place in gone)
-        real = sum(sequence == 1 and place >= 56 for sequence, _, place in gone)
+    for layer, masked in enumerate(twins.masked(twin)):
+        padding = sum(sequence == 1 and place < 56 for sequence, _, place in masked)
+        real = sum(sequence == 1 and place >= 56 for sequence, _, place in masked)
         assert padding < 4 * 56
         assert 4 * 200 - real != sum(len(head) for head in alone.kept[layer])
 
 
-def test_chunks_of_a_prompt_do_not_matter(models):
+def test_kept_entries_do_not_depend_on_chunks(models):
     """kvpress compresses only the first chunk; with masks per head the second chunk fails."""
     twin, model = models["llama"]
     for name in ("snapkv", "adakv"):
@@ -249,7 +249,7 @@ def test_chunks_of_a_prompt_do_not_matter(models):
         twins.logits_after(twin, first, CONTEXT[:128], CONTEXT[128:])
 
 
-def test_what_h2o_counts_is_kvpress_observed_attention(models):
+def test_h2o_counts_the_observed_attention_of_kvpress(models):
     """Observed attention divides each sum by the number of queries that saw the entry. kvpress has no H2O, which does
     not."""
     twin, model = models["llama"]
@@ -265,8 +265,8 @@ def test_what_h2o_counts_is_kvpress_observed_attention(models):
     ].reshape(4, 4, -1)
     mean = counted[..., :256] / np.arange(256, 0, -1)
     stays = np.argsort(-mean, axis=-1, kind="stable")[..., :128]
-    for ours, some, every in zip(stays, left, whole, strict=True):
-        assert [set(head.tolist()) for head in ours] == [*map(twins.places, some, every)]
+    for ours, left_keys, every in zip(stays, left, whole, strict=True):
+        assert [set(head.tolist()) for head in ours] == [*map(twins.places, left_keys, every)]
 
 
 def test_budgets_are_not_rounded_twice():

@@ -9,7 +9,7 @@ ENTRIES = 24
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"when": "every"}, "eviction: every must be a whole number of at least 1, got 0"),
         ({"every": 8}, "every=8 needs when='every'"),
@@ -32,16 +32,16 @@ ENTRIES = 24
         ({"entries": None, "threshold": float("nan")}, "threshold must be a finite number, got nan"),
     ],
 )
-def test_bad_schedules_are_one_line(model, options, says):
+def test_invalid_triggers_and_budgets_give_one_line_errors(model, options, message):
     options = {"entries": ENTRIES, "observed": 6} | options
     with pytest.raises(UserError) as error:
         make_policy({"snapkv": {k: v for k, v in options.items() if v is not None}}, model=model)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "message"),
     [
         ({"observers": [61]}, "snapkv: observers have token id 61, the model's vocabulary is 0 … 60"),
         ({"observers": []}, "eviction: observers must be at least one token id, got none"),
@@ -54,8 +54,8 @@ def test_bad_schedules_are_one_line(model, options, says):
         ),
     ],
 )
-def test_guidance_is_checked(model, given, says):
-    given = {"ratio": 0.5} | given
-    name = given.pop("name", "snapkv")
-    with pytest.raises(UserError, match=says):
-        make_policy({name: given}, model=model)
+def test_invalid_observers_give_one_line_errors(model, options, message):
+    options = {"ratio": 0.5} | options
+    name = options.pop("name", "snapkv")
+    with pytest.raises(UserError, match=message):
+        make_policy({name: options}, model=model)

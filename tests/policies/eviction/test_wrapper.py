@@ -52,7 +52,7 @@ def metadata(cache, name):
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, Adaptive, CriticalKV], ids=["alone", "Adaptive", "CriticalKV"])
-def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
+def test_an_eviction_writes_a_bias_within_any_wrapper(wrap):
     cache = prefill(
         tiny_model(), TOKENS, policy=Policy(eviction=wrap(Lowered()), schedule=Schedule(Ratio(0.5)))
     )
@@ -60,7 +60,7 @@ def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
         assert (bias == -2).all()
 
 
-def test_positions_are_there_for_who_asks():
+def test_positions_are_written_for_methods_that_name_them():
     """An admission has dropped tokens in between, and an entry is still the token that its position says."""
     model = tiny_model()
     whole = prefill(model, TOKENS, policy=make_policy("full"), page_size=PAGE)

@@ -29,7 +29,7 @@ def _forward(model, gates, tokens, visible):
     return *found, model.logits(model.norm(x))[0]
 
 
-MOST = 72
+LONGEST = 72
 """Number of tokens of the longest sequence: all are padded to it, and share a program."""
 
 
@@ -37,10 +37,10 @@ def forward(model, gates, tokens, visible):
     """Return the keys and gates' scores [l k t …] of one sequence, and its logits [t v], where query q of a layer and
     kv head sees the keys of `visible` [l k q j]."""
     count = len(tokens)
-    seen = causal(visible.shape[:2], MOST)
+    seen = causal(visible.shape[:2], LONGEST)
     seen[..., :count, :count] = visible
     with use_mesh(model):
-        found = _forward(model, gates, np.pad(tokens, (0, MOST - count)).astype(np.int32), seen)
+        found = _forward(model, gates, np.pad(tokens, (0, LONGEST - count)).astype(np.int32), seen)
         keys, scores, logits = map(np.asarray, found)
         return keys[:, :, :count], scores[..., :count], logits[:count]
 
