@@ -233,9 +233,9 @@ class _Part:
     name: str
     kind: Callable[..., Any]
     """The method's class, or a function that makes a policy."""
-    own: dict[str, Any]
+    arguments: dict[str, Any]
     """The method's own arguments."""
-    words: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The policy's arguments in this part: those of `SCHEDULE`, or the window, and `positions`."""
     wrappers: tuple["_Part", ...] = ()
     """The wrappers, innermost first."""
@@ -243,11 +243,13 @@ class _Part:
     @property
     def guidance(self) -> Any:
         """The guidance of an eviction (token ids, a text or its name); None: there is none."""
-        observers = self.words.get("observers", "own")
+        observers = self.options.get("observers", "own")
         observed = not (isinstance(observers, str) and observers == "own")
-        if "guidance" in self.words and observed:
+        if "guidance" in self.options and observed:
             raise UserError(f"{self.name}: got observers and guidance, expected one of them")
-        return self.words.get("guidance", None if observed else getattr(self.kind, "guidance", None) or None)
+        return self.options.get(
+            "guidance", None if observed else getattr(self.kind, "guidance", None) or None
+        )
 
     def takes(self, name: str) -> bool:
         """Return True if the method has an argument of this name, including those that `make_policy` gives."""
@@ -255,7 +257,9 @@ class _Part:
 
     def build(self, *inner: Eviction, **given: Any) -> Any:
         """Make the method, a wrapper around `inner`, or another package's policy."""
-        arguments = self.own | {name: x for name, x in given.items() if x is not None and self.takes(name)}
+        arguments = self.arguments | {
+            name: x for name, x in given.items() if x is not None and self.takes(name)
+        }
         required = [x.name for x in arguments_of(self.kind) if x.default is x.empty]
         if missing := [name for name in required if name not in arguments]:
             raise UserError(f"{self.name} needs {', '.join(missing)}")
@@ -280,14 +284,14 @@ def _parts(policy: Any, gates: Any) -> dict[str, _Part]:
         parts[role(part.kind)] = part
     if gates is not None:
         able = [part for part in parts.values() if part.takes(trained(part.kind))]
-        lacking = [part for part in able if trained(part.kind) not in part.own]
+        lacking = [part for part in able if trained(part.kind) not in part.arguments]
         if len(lacking) != 1:
             given = shown(str(gates) if isinstance(gates, Path) else gates)
             raise UserError(
                 f"gates: got {given} for {'+'.join(described)}, expected one method that takes gates and has none in "
                 "its arguments"
             )
-        lacking[0].own[trained(lacking[0].kind)] = gates
+        lacking[0].arguments[trained(lacking[0].kind)] = gates
     return parts
 
 
@@ -303,24 +307,24 @@ def _part(name: Any, arguments: Any) -> _Part:
         raise UserError(f"policy: got {shown(name)}, expected the name of a method")
     if is_wrapper(kind):
         raise UserError(f"{name} wraps an eviction: write it among its arguments, snapkv:{name}")
-    evicts, words = role(kind) == "eviction", ()
+    evicts, options = role(kind) == "eviction", ()
     if evicts:
-        words = (*SCHEDULE, "positions")
+        options = (*SCHEDULE, "positions")
     elif is_method(kind) and role(kind) == "admission":
-        words = ("positions",) if getattr(kind, "owns_window", False) else ("window", "positions")
+        options = ("positions",) if getattr(kind, "owns_window", False) else ("window", "positions")
     part = _Part(name, kind, {})
     known = list(
-        dict.fromkeys([*(x.name for x in arguments_of(kind)), *words, *(WRAPPERS if evicts else ())])
+        dict.fromkeys([*(x.name for x in arguments_of(kind)), *options, *(WRAPPERS if evicts else ())])
     )
     for argument, value in _checked(name, arguments).items():
         if argument == "gates" and part.takes(trained(kind)):
             argument = trained(kind)
-        if argument in part.own:
+        if argument in part.arguments:
             raise UserError(f"{name}: got {argument} twice, expected each argument once")
-        if argument in words:
-            part.words[argument] = _given(name, argument, value)
+        if argument in options:
+            part.options[argument] = _given(name, argument, value)
         elif part.takes(argument) or is_open_ended(kind):
-            part.own[argument] = _given(name, argument, value)
+            part.arguments[argument] = _given(name, argument, value)
         elif (wrapper := WRAPPERS.get(argument) or find_from_package(argument)) and is_wrapper(wrapper):
             if not evicts:
                 raise UserError(f"{argument} wraps an eviction, which {name} is not: write snapkv:{argument}")
@@ -331,7 +335,7 @@ def _part(name: Any, arguments: Any) -> _Part:
             )
         else:
             refuse_unknown(name, argument, known)
-    if "guidance" in part.words and not (isinstance(kind, type) and issubclass(kind, Guided)):
+    if "guidance" in part.options and not (isinstance(kind, type) and issubclass(kind, Guided)):
         able = ", ".join(name for name, kind in EVICTIONS.items() if issubclass(kind, Guided))
         raise UserError(f"{name}: guidance is for methods that look back at the last tokens ({able})")
     return part
@@ -342,7 +346,7 @@ def _wrapper(name: str, kind: Any, arguments: Any) -> _Part:
     for argument, value in _checked(name, arguments).items():
         if argument not in (known := [x.name for x in arguments_of(kind)]):
             refuse_unknown(name, argument, known)
-        part.own[argument] = _given(name, argument, value)
+        part.arguments[argument] = _given(name, argument, value)
     return part
 
 
@@ -365,7 +369,7 @@ def _check_files(parts: dict[str, _Part], model: Any) -> None:
     """Raise UserError for gates of another model in a part that another package makes. Methods check their own
     files."""
     for part in parts.values():
-        gates = part.own.get("gates")
+        gates = part.arguments.get("gates")
         if (
             not is_method(part.kind)
             and model is not None
@@ -383,7 +387,7 @@ def _composed(parts: dict[str, _Part], model: Any, tokenizer: Any, force: bool) 
     if "eviction" in parts:
         fields |= _eviction_fields(parts["eviction"], fields["eviction"], tokenizer)
     admission = parts.get("admission")
-    fields |= {} if admission is None else admission.words
+    fields |= {} if admission is None else admission.options
     base = fields.get("admission")
     if not isinstance(base, Policy):
         return Policy(**fields)
@@ -395,18 +399,18 @@ def _composed(parts: dict[str, _Part], model: Any, tokenizer: Any, force: bool) 
 
 def _eviction_fields(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]:
     """Return the eviction within its wrappers, and its schedule."""
-    words, guidance = part.words, part.guidance
-    options = {name: words[name] for name in ("when", *ARGUMENTS) if name in words}
+    options, guidance = part.options, part.guidance
+    trigger_options = {name: options[name] for name in ("when", *ARGUMENTS) if name in options}
     if guidance is not None:
-        options["observers"] = token_ids(guidance, tokenizer)
-        if "observed" not in part.own:
+        trigger_options["observers"] = token_ids(guidance, tokenizer)
+        if "observed" not in part.arguments:
             assert isinstance(eviction, Guided)
-            eviction = eviction.guided(len(options["observers"]))
+            eviction = eviction.guided(len(trigger_options["observers"]))
     for wrapper in part.wrappers:
         eviction = wrapper.build(eviction)
-    amount = budget(**{name: words[name] for name in BUDGETS if name in words})
+    amount = budget(**{name: options[name] for name in BUDGETS if name in options})
     usual = eviction.usual_trigger
-    is_usual = options.get("when", usual.when) == usual.when
-    trigger = dataclasses.replace(usual, **options) if is_usual else Trigger(**options)
+    is_usual = trigger_options.get("when", usual.when) == usual.when
+    trigger = dataclasses.replace(usual, **trigger_options) if is_usual else Trigger(**trigger_options)
     fields = {"eviction": eviction, "schedule": None if amount is None else Schedule(amount, trigger)}
-    return fields | {name: x for name, x in words.items() if name == "positions"}
+    return fields | {name: x for name, x in options.items() if name == "positions"}

@@ -24,7 +24,7 @@ EXAMPLES = {
 }
 
 DEFAULT_ADMISSION = Full()
-"""The admission of policies that name none, as one object, so that it can be told from a `Full` that is named."""
+"""The admission of policies that name none. It is compared by identity, since a policy may also name `Full`."""
 
 
 @struct

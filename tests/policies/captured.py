@@ -32,8 +32,8 @@ def unnormed():
 
 @functools.cache
 def two_prompts() -> list[np.ndarray]:
-    """Return two prompts in which no token occurs twice: the first layer's scores would be equal up to their last
-    bit."""
+    """Return two prompts in which no token occurs twice, because repeated tokens would have equal scores in the first
+    layer, up to rounding."""
     random = np.random.default_rng(3)
     return [random.permutation(61)[:length] for length in LENGTHS]
 
@@ -74,7 +74,7 @@ def captured_layers(model, prompt) -> list[Captured]:
 
 
 def scored(model, policy, prompts):
-    """Return a prefilled cache's scores `[l b k s]`, aligned with the right end."""
+    """Return the scores `[l b k s]` of a prefilled cache, aligned with the right end."""
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, prompts, 0, PAGE, None)

@@ -20,8 +20,8 @@ METHODS = {"random": {"ratio": 0.5, "window": 5}, "random_eviction": {"entries":
 
 
 @pytest.fixture(scope="module")
-def alike():
-    """Return two prompts with the same first tokens."""
+def prompts_with_shared_start():
+    """Return two prompts with the same first `SHARED` tokens."""
     random = np.random.default_rng(3)
     first, second = (random.permutation(61)[:TOKENS] for _ in range(2))
     return [first, np.concatenate([first[:SHARED], second[SHARED:]])]
@@ -75,17 +75,21 @@ def places(model, cache, row, prompt) -> list[set[int]]:
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x == "random" else pytest.mark.thorough) for x in METHODS]
 )
-def test_kept_tokens_depend_on_the_sequence_and_not_on_batch_chunks_or_mesh(model, alike, name):
-    together = prefilled(model, name, alike, TOKENS)
-    first, second = (places(model, together, row, prompt) for row, prompt in enumerate(alike))
+def test_kept_tokens_depend_on_the_sequence_and_not_on_batch_chunks_or_mesh(
+    model, prompts_with_shared_start, name
+):
+    together = prefilled(model, name, prompts_with_shared_start, TOKENS)
+    first, second = (
+        places(model, together, row, prompt) for row, prompt in enumerate(prompts_with_shared_start)
+    )
     for one, other in zip(first, second, strict=True):
         assert {x for x in one if x >= SHARED} != {x for x in other if x >= SHARED}
         if name == "random":
             assert {x for x in one if x < SHARED} == {x for x in other if x < SHARED}
-    alone_in_chunks = prefilled(model, name, alike[1:], 8)
-    other_row_token_by_token = prefilled(model, name, alike[::-1], 1)
+    alone_in_chunks = prefilled(model, name, prompts_with_shared_start[1:], 8)
+    other_row_token_by_token = prefilled(model, name, prompts_with_shared_start[::-1], 1)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
-        split = prefilled(tiny_model(qk_norm=False), name, alike[::-1], 16)
+        split = prefilled(tiny_model(qk_norm=False), name, prompts_with_shared_start[::-1], 16)
     for cache in (alone_in_chunks, other_row_token_by_token):
         for layer, head in np.ndindex(3, 4):
             np.testing.assert_allclose(

@@ -129,15 +129,15 @@ def model():
 
 @pytest.fixture(scope="module")
 def assert_same(model):
-    """Return a check that a policy gives the same result as for the batch read in chunks."""
+    """Return a function that checks a policy's outcome against that of the batch read in chunks."""
     reference = {}
 
     def check(name, other, rows=slice(None), logits=question_logits):
         if (name, logits) not in reference:
             reference[name, logits] = outcome(name, model, ROWS, logits, **CHUNKS)
-        (entries, logits), (own_entries, own_logits) = reference[name, logits], other
-        np.testing.assert_array_equal(own_entries, entries[:, rows])
-        np.testing.assert_allclose(own_logits, logits[rows], atol=1e-4)
+        (entries, logits), (found_entries, found_logits) = reference[name, logits], other
+        np.testing.assert_array_equal(found_entries, entries[:, rows])
+        np.testing.assert_allclose(found_logits, logits[rows], atol=1e-4)
 
     return check
 
@@ -164,14 +164,14 @@ def test_a_token_sees_exactly_the_stored_entries(model, name):
 )
 @each_policy
 def test_a_batch_in_chunks_matches_single_sequences_read_at_once(model, assert_same, name, row):
-    """The sequences are then stored in other pages."""
+    """Sequences that are read alone are stored in other pages."""
     one = slice(row, row + 1)
     assert_same(name, outcome(name, model, ROWS[one], next_logits), one, next_logits)
 
 
 FAST_POLICY = "wgkv+snapkv"
-"""The policy that the fast tests use, an eviction over an admission. The others run only in the thorough tests: with
-them this file has more programs than a process may map."""
+"""The policy that the fast tests use, an eviction over an admission. The others run only in the thorough tests, because
+their programs are more than a process may map."""
 
 
 @pytest.mark.mesh

@@ -1,4 +1,4 @@
-"""Test policy strings and mappings against the objects that they stand for, and the refused ones."""
+"""Test policy strings and mappings against the objects that they stand for, and the errors for invalid ones."""
 
 import jax
 import numpy as np
@@ -179,7 +179,7 @@ def test_a_policy_made_without_a_model_compiles_the_same(model, name):
 
 
 def test_methods_that_read_texts_get_the_tokenizer(model):
-    """Without a tokenizer the policy is not checked ahead."""
+    """Without a tokenizer the policy is only parsed."""
     tokenizer = byte_tokenizer()
     model = tiny_model(vocab_size=258)
     for text in ("kvzip:ratio=0.5", "kvzip:ratio=0.5,prefix=3,adakv"):

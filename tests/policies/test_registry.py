@@ -1,4 +1,4 @@
-"""Test every method by its registered name: it is made without a model, and a copy is alike."""
+"""Test every method by its registered name: it is made without a model, and a copy has equal arrays."""
 
 import dataclasses
 from pathlib import Path

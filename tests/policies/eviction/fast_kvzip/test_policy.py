@@ -86,8 +86,8 @@ INSTRUCTION = "Read this.\n"
 
 @pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer], ids=["bytes", "with a system prompt"])
 def test_the_chat_templates_opening_is_the_prefix(gates, tmp_path, make):
-    """The prefix may have any length, and includes the instruction that gates were trained behind where a prompt has
-    it. Of the user's text it contains at most the first 4 tokens."""
+    """The prefix may have any length. It includes the instruction that gates were trained with, if the prompt has it,
+    and at most the first 4 tokens of the user's text."""
     tokenizer = make()
     plain, asked = (np.array(encode(tokenizer, x, "beginning")) for x in (TEXT, INSTRUCTION + TEXT))
     beginning = encode(tokenizer, "", "beginning")
@@ -127,7 +127,7 @@ def test_a_mesh_keeps_the_same_entries(gates):
 
 
 def test_a_budget_below_the_window_keeps_the_newest_tokens(model, gates):
-    """With r·n = 4.1 < 8, exactly the last int(r·n) tokens are kept."""
+    """With r · n = 4.1 < 8, exactly the last int(r · n) tokens are kept."""
     policy = make_policy("fast_kvzip:ratio=0.1,chunk=10,window=8,short=0,prefix=0", model=model, gates=gates)
     cache, _ = read(model, policy, ROWS)
     np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 0], 4)
@@ -146,7 +146,7 @@ def test_a_ratio_of_one_is_the_full_cache(model, gates):
 
 @pytest.mark.thorough
 def test_hidden_states_wait_only_if_answers_are_compacted(model, gates):
-    """Under other triggers no cache reserves memory for them, and a token that is read alone has its score at once."""
+    """Under other triggers no cache reserves memory for hidden states, and a single token has its score at once."""
     policies = [
         make_policy(f"fast_kvzip:entries=200,when={when},{name}", model=model, gates=gates)
         for name in ("adakv", "critical_kv")
