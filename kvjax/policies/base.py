@@ -58,7 +58,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """The method's name, or that of its class."""
+        """The method's name, or the name of its class."""
         return self.name or type(self).__name__
 
     @property
@@ -73,7 +73,7 @@ class Method:
 
 
 class Eviction(Method, abc.ABC):
-    """A method that scores stored entries; a compaction drops those of lowest score."""
+    """A method that scores stored entries. A compaction drops the entries with the lowest scores."""
 
     @abc.abstractmethod
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:

@@ -143,8 +143,8 @@ def whole_entries(entries: float) -> int:
 
 
 def places(kept: float, layers: int, heads: int, over: str) -> Int[np.ndarray, "l k"]:
-    """Return the places of each head cache if those that share a budget (`Shares.over`) keep `kept` entries on average.
-    Their total is rounded down and spread evenly."""
+    """Return the number of places of each head cache, if head caches that share a budget (`Shares.over`) keep `kept`
+    entries on average. Their total is rounded down and spread evenly."""
     sharing = {"head": 1, "layer": heads, "model": layers * heads}[over]
     total = rounded_down(sharing * kept)
     each = total // sharing + (np.arange(sharing) < total % sharing)

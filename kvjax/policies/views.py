@@ -51,7 +51,7 @@ class Step:
     token: Int[Array, "b t"] | None = None
     """The token ids; None if the call runs no policy."""
     sink: Float[Array, " n"] | None = None
-    """A logit of each query head that every softmax has in addition to those of the keys; None: there is none."""
+    """An additional logit of each query head in every softmax (an attention sink); None: there is none."""
     earlier: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None
     """Keys, after RoPE, and values of the tokens `Admission.revisits` positions before these, with zeros for those
     before the first; None: the admission revisits none."""
@@ -151,8 +151,8 @@ class Stored:
 
 @struct
 class Passage:
-    """One layer's stored entries that a reconstruction pass looks at (`Reconstruction.passes`): first those at the
-    start of the sequence, then those of the pass's own part of it."""
+    """One layer's stored entries that a reconstruction pass looks at (`Reconstruction.passes`): first entries at the
+    start of the sequence, then the entries of the pass's part."""
 
     k: Float[Array, "b k s h"]
     """Keys as they were written, after RoPE. Keys and values are unspecified where there is no entry."""

@@ -103,14 +103,18 @@ def scored(model, policy, prompts):
         return np.asarray(jax.jit(run)(*arguments))
 
 
+def retained_pages(cache, layer, b, head) -> np.ndarray:
+    """Return the indices of the pages of a head's retained entries."""
+    first = caches.ring_pages(cache.window, cache.page_size)
+    count = -(-int(cache.layers.length[layer, b, head]) // cache.page_size)
+    return np.asarray(cache.layers.page_table)[layer, b, head, first : first + count]
+
+
 def entries(cache, layer, b, head) -> np.ndarray:
     """Return the keys of a head's retained entries."""
-    window_pages = caches.ring_pages(cache.window, cache.page_size)
     length = int(cache.layers.length[layer, b, head])
-    pages = np.asarray(cache.layers.page_table)[
-        layer, b, head, window_pages : window_pages - (-length // PAGE)
-    ]
-    rows = np.asarray(cache.pages.pool)[pages].reshape(-1, cache.pages.pool.shape[-1])[:length]
+    pages = np.asarray(cache.pages.pool)[retained_pages(cache, layer, b, head)]
+    rows = pages.reshape(-1, pages.shape[-1])[:length]
     return rows[:, : rows.shape[1] // 2]
 
 

@@ -196,7 +196,7 @@ def output_norm(c: Captured) -> np.ndarray:
 
 
 def defensive(c: Captured, observed: int, places: np.ndarray, pool: int = 5) -> np.ndarray:
-    """Return DefensiveKV's scores. places: the most entries of each head's first stage `[k]`."""
+    """Return DefensiveKV's scores. places: the largest numbers of entries in each head's first stage `[k]`."""
     p = attention(c)[:, -observed:, :-observed]
     smooth = np.lib.stride_tricks.sliding_window_view(
         np.pad(p, ((0, 0), (0, 0), (pool // 2, pool // 2))), pool, -1
@@ -210,10 +210,10 @@ def defensive(c: Captured, observed: int, places: np.ndarray, pool: int = 5) -> 
     mean = over_group(p.mean(1), c.group)
     beta = mean[:, -observed:].sum(-1).mean()
     first = np.zeros(score.shape, bool)
-    for head, (row, most) in enumerate(zip(mean, places, strict=True)):
+    for head, (row, count) in enumerate(zip(mean, places, strict=True)):
         order = np.argsort(-row)
         reached = np.cumsum(row[order]) / row.sum()
-        first[head, order[: min(np.argmax(reached >= 0.9 - beta), most)]] = True
+        first[head, order[: min(np.argmax(reached >= 0.9 - beta), count)]] = True
     return np.pad(np.where(first, score.max(), score), ((0, 0), (0, observed)))
 
 

@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache as caches
 from kvjax import inference
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.chance import text_hash, uniform
-from tests.policies.captured import PAGE, captured_layers, entries
+from tests.policies.captured import PAGE, captured_layers, entries, retained_pages
 from tests.policies.steps import step
 from tests.tiny_models import tiny_model
 
@@ -95,11 +94,10 @@ def test_kept_tokens_depend_on_the_sequence_and_not_on_batch_chunks_or_mesh(
             np.testing.assert_allclose(
                 entries(cache, layer, 0, head), entries(together, layer, 1, head), atol=1e-4
             )
-    pool, ring = np.asarray(split.pages.pool), caches.ring_pages(split.window, PAGE)
+    pool = np.asarray(split.pages.pool)
     for layer, row, head in np.ndindex(3, 2, 4):
         # pages are numbered by shard: two shards of sequences, each with two of heads
         shard = pool.reshape(4, -1, *pool.shape[1:])[2 * row + head // 2]
         length = int(np.asarray(split.layers.length)[layer, row, head])
-        own = shard[np.asarray(split.layers.page_table)[layer, row, head, ring : ring - (-length // PAGE)]]
-        want = entries(together, layer, 1 - row, head)
-        np.testing.assert_allclose(own.reshape(-1, 16)[:length, :8], want, atol=1e-4)
+        found = shard[retained_pages(split, layer, row, head)].reshape(-1, 16)[:length, :8]
+        np.testing.assert_allclose(found, entries(together, layer, 1 - row, head), atol=1e-4)

@@ -66,7 +66,7 @@ ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENG
 QUESTION = np.random.default_rng(1).integers(0, 61, 3)
 USUAL = {"page_size": 4, "max_new_tokens": 4}
 CHUNKS = {"chunk": 16, "page_size": 8}
-"""Options of the reference reading: in three chunks, of which the last is empty for one sequence."""
+"""Options of the reference reading: three chunks, the last of which is empty for one sequence."""
 THOROUGH_ONLY = (
     "full", "streaming_llm", "wgkv", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "r_kv",
     "kvzap", "kvzap_eviction", "defensive_kv", "dropkv",

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache as caches
 from kvjax.inference import prefill
 from kvjax.inference.forward import forward
 from kvjax.mesh import use_mesh
@@ -18,6 +17,7 @@ from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.policies.budget import Ratio, whole_entries
 from tests.models.cases import LLAMA, QWEN3, write_folder
+from tests.policies.captured import entries
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 SKIPPED = "the parity extra is not installed (kvpress needs Python below 3.13)"
@@ -98,16 +98,11 @@ def policy_for(name, model, ratio):
 
 def kept(cache, keys, row=0):
     """Return the positions of our entries, found by their keys."""
-    ring, size = caches.ring_pages(cache.window, cache.page_size), cache.page_size
-    length, table = np.asarray(cache.layers.length)[:, row], np.asarray(cache.layers.page_table)[:, row]
-    pool = np.asarray(cache.pages.pool)
-
-    def positions(layer, head):
-        pages = table[layer, head, ring : ring - (-length[layer, head] // size)]
-        entries = pool[pages].reshape(-1, pool.shape[-1])[: length[layer, head]]
-        return twins.places(entries[:, : pool.shape[-1] // 2], keys[layer][head])
-
-    return [[positions(layer, head) for head in range(length.shape[1])] for layer in range(len(length))]
+    layers, _, heads = cache.layers.length.shape
+    return [
+        [twins.places(entries(cache, layer, row, head), keys[layer][head]) for head in range(heads)]
+        for layer in range(layers)
+    ]
 
 
 run = jax.jit(forward, static_argnames="write")
@@ -143,13 +138,13 @@ def test_oraclekv_guided_by_the_question_matches_snapkv_with_the_question(models
     """SnapKV's budget counts the window, which it keeps; OracleKV neither counts nor keeps the guidance."""
     twin, model = models[family]
     prompt, size = np.concatenate([CONTEXT, QUESTION]), len(QUESTION)
-    for entries in (128, 64):
-        dropped = 1 - (entries + size + 0.5) / len(prompt)
+    for count in (128, 64):
+        dropped = 1 - (count + size + 0.5) / len(prompt)
         theirs = twins.press_context(twin, prompt, presses.SnapKVPress(dropped, window_size=size))
-        policy = make_policy({"oraclekv": {"entries": entries, "guidance": QUESTION.tolist()}}, model=model)
+        policy = make_policy({"oraclekv": {"entries": count, "guidance": QUESTION.tolist()}}, model=model)
         cache = prefill(model, [CONTEXT], policy=policy, max_new_tokens=1)
         context = [[{x for x in head if x < len(CONTEXT)} for head in layer] for layer in theirs.kept]
-        assert {len(head) for layer in context for head in layer} == {entries}
+        assert {len(head) for layer in context for head in layer} == {count}
         assert kept(cache, theirs.keys) == context
 
 

@@ -163,7 +163,7 @@ REQUIRED = {
     "oraclekv": {"ratio": 0.5, "guidance": [9]},
     "quest": {"tokens": 32},
 }
-"""The least arguments of each policy, besides gates; evictions need a budget."""
+"""The required arguments of each policy, besides gates; other evictions need only a budget."""
 
 
 @pytest.mark.parametrize("name", POLICIES)

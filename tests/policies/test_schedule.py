@@ -56,7 +56,7 @@ def test_invalid_schedules_give_one_line_errors(model, options, message):
 
 @pytest.mark.thorough
 def test_the_pool_holds_the_observing_tokens_of_a_chunk(model):
-    """There are 50 chunks of 8 of which 4 stay, plus one more each for rounding, the chunk that is read, and 4
+    """The bound counts 50 chunks with 4 of 8 entries and one more for rounding each, the chunk that is read, and 4
     observing tokens."""
     policy = make_policy("snapkv:ratio=0.5,observed=4,when=chunk,observers=prompt,chunk=8", model=model)
     assert policy.expected_entries(400, 1).max() == 50 * 5 + 8 + 4

@@ -1,4 +1,4 @@
-"""A gate on hidden states, trained on a frozen model's layers to predict the most attention that any query pays to a
+"""A gate on hidden states, trained on a frozen model's layers to predict the largest attention that any query pays to a
 key. Its score is stored with each entry and evicts over the whole model while decoding (after Fast KVzip)."""
 
 import dataclasses

@@ -83,8 +83,8 @@ class HeadPattern(Admission):
 
 
 def heads_for(weights: Float[np.ndarray, "l k"], sparsity: float | None) -> Bool[np.ndarray, "l k"]:
-    """Return the mask of the heads that keep everything: those of the `int(l · k · (1 − sparsity))` highest weights, or
-    without a sparsity those of weight 0.5 or more. Raises UserError if the weights do not determine them."""
+    """Return the mask of the heads that keep everything: the `int(l · k · (1 − sparsity))` heads of highest weight, or
+    without a sparsity the heads of weight 0.5 or more. Raises UserError if the weights do not determine them."""
     if sparsity is None:
         if weights.min() < 0 or weights.max() > 1:
             raise UserError(

@@ -39,7 +39,7 @@ class DefensiveKV(queries.LastQueries, ValueWeighted):
        where r is the share of a head's entries that stay on average. β is the mean over heads and queries of the
        attention to the last `observed` of the older entries.
 
-    These steps are those of the authors' code (kvpress/presses/efficient_defensivekv_press.py and
+    These steps follow the authors' code (kvpress/presses/efficient_defensivekv_press.py and
     efficient_layer_defensivekv_press.py). The paper describes CriticalKV and AdaKV with another aggregation. That is
     `defensive_kv:critical_kv,adakv`, and has neither Σ n nor β. β may be a mistake: the code computes it after it has
     cut off the observed tokens, and their own attention would make more sense. Two things are not copied: the code

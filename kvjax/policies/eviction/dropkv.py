@@ -23,7 +23,7 @@ class DropKV(queries.LastQueries):
     Without the entry, attention to the others would be scaled up to a sum of 1, which would move o by
     p / (1 − p) · (o − v). The score is thus the squared change if this entry alone were dropped.
 
-    The defaults are those of the authors' kvpress/presses/dropkv_press.py (NVIDIA/kvpress, pull request 285). The
+    The defaults come from the authors' kvpress/presses/dropkv_press.py (NVIDIA/kvpress, pull request 285). The
     evaluation in their own repository (AozhongZhang/DropKV) is `observed=8,pool=11,pooling=max`.
     """
 

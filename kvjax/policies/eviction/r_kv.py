@@ -27,9 +27,9 @@ class RKV(queries.LastQueries):
     with it is above `alike`, so that the newest of several similar keys stays. The last `observed` and the first
     `sink` entries stay.
 
-    The defaults are those of the authors' code (rkv/compression/r1_kv.py). The form in Fast KVzip's code is
-    `balance=0.1, sink=4`. One thing is not copied: in the authors' code, a key with no similar key is left out of the
-    mean of the very first key, which eq. 4 does not say.
+    The defaults come from the authors' code (rkv/compression/r1_kv.py). Fast KVzip's code uses `balance=0.1, sink=4`.
+    One thing is not copied: in the authors' code, a key with no similar key is left out of the mean of the very first
+    key, which eq. 4 does not say.
     """
 
     observed: int = static(default=8)

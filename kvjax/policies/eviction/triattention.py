@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
 
 def pairs(x: Float[Array, "... h"], turned: int) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
-    """Return the real and imaginary parts of a vector's h/2 pairs. The first `turned` pairs are those that RoPE turns,
+    """Return the real and imaginary parts of a vector's h/2 pairs. RoPE turns the first `turned` pairs,
     (i, i + turned) of the first 2 · turned dimensions. The other dimensions are paired in the same way."""
     parts = x[..., :turned], x[..., turned : 2 * turned], *jnp.split(x[..., 2 * turned :], 2, -1)
     return jnp.concatenate(parts[::2], -1), jnp.concatenate(parts[1::2], -1)

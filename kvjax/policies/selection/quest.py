@@ -29,7 +29,7 @@ class Quest(Selection):
     other is then 0."""
 
     tokens: Any = None
-    """The number of entries of each kv head that a query reads. It includes those of the local window, which are always
+    """The number of entries of each kv head that a query reads. This includes the local window, which is always
     read."""
     ratio: Any = None
     """The share of the tokens so far that a query reads, given instead of `tokens`."""

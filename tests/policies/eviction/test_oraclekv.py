@@ -20,7 +20,7 @@ from kvjax.policies.registry import EVICTIONS
 from kvjax.policies.views import Stored
 from kvjax.sampling_params import SamplingParams
 from tests.policies import published
-from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole
+from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole, retained_pages
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 GUIDANCE = (3, 9, 27, 20, 7, 11, 50, 2, 31, 44)
@@ -44,13 +44,9 @@ def keys_of(model, prompt):
 
 def stored_entries(cache):
     """Return the retained entries of each head, keys and values as they are stored."""
-    length, table = np.asarray(cache.layers.length), np.asarray(cache.layers.page_table)
-    ring = caches.ring_pages(cache.window, cache.page_size)
-    pages = np.asarray(cache.pages.pool)
+    length, pool = np.asarray(cache.layers.length), np.asarray(cache.pages.pool)
     return [
-        pages[table[row][ring : ring - (-length[row] // cache.page_size)]].reshape(-1, pages.shape[-1])[
-            : length[row]
-        ]
+        pool[retained_pages(cache, *row)].reshape(-1, pool.shape[-1])[: length[row]]
         for row in np.ndindex(length.shape)
     ]
 
@@ -214,9 +210,9 @@ def test_without_a_local_window_guidance_looks_at_all_stored_entries(model, prom
         policy = make_policy({"streaming_llm": {"sink": 20, "window": window}, name: eviction})
         kept.append(prefill(model, prompts, policy=policy, **PREFILL))
     for b, head in np.ndindex(2, 4):
-        none, ring = (entries(cache, 0, b, head) for cache in kept)
-        assert len(none) == 10
-        np.testing.assert_array_equal(none, ring)
+        without_window, with_window = (entries(cache, 0, b, head) for cache in kept)
+        assert len(without_window) == 10
+        np.testing.assert_array_equal(without_window, with_window)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Test the entries that a user protects: they stay, in place of those that the method would protect."""
+"""Test that the entries that a user protects replace those that the method protects."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,7 @@ from tests.policies.captured import LENGTHS, OBSERVED, PAGE, entries
 
 @pytest.mark.parametrize(("first", "last"), [(3, 2), (0, 0)])
 def test_protected_entries_stay_within_the_budget(model, prompts, captured, first, last):
-    """They replace the entries that the method protects: here fewer of the last tokens than its observation window, or
-    none."""
+    """Here these are fewer of the last tokens than the method's observation window, or none."""
     policy = make_policy(
         {"snapkv": {"entries": 20, "observed": OBSERVED, "protected": {"first": first, "last": last}}},
         model=model,
@@ -20,8 +19,8 @@ def test_protected_entries_stay_within_the_budget(model, prompts, captured, firs
     cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
         place = np.arange(LENGTHS[b])
-        kept_anyway = (place < first) | (place >= LENGTHS[b] - last)
+        protected = (place < first) | (place >= LENGTHS[b] - last)
         for layer, c in enumerate(layers):
-            scores = np.where(kept_anyway, np.inf, published.snapkv(c, OBSERVED))
+            scores = np.where(protected, np.inf, published.snapkv(c, OBSERVED))
             for head, mask in enumerate(published.best(scores, 20)):
                 np.testing.assert_allclose(entries(cache, layer, b, head), c.k[head][mask], atol=1e-4)

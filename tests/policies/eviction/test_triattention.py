@@ -141,8 +141,8 @@ def answered(model, policy, prompt):
 
 @pytest.mark.parametrize(("when", "rounds"), [("every", (60, 68, 76)), ("position", (60, 64, 72))])
 def test_answers_are_compacted_repeatedly(model, prompts, when, rounds):
-    """The first layer's keys depend on nothing but the tokens. Of those that are left and the new ones, the 20 of the
-    highest scores stay each time."""
+    """The first layer's keys depend on nothing but the tokens. Each time, the 20 entries with the highest scores stay,
+    among the remaining and the new ones."""
     statistics, prompt = tiny_statistics(model), prompts[0]
     policy = make_policy(
         f"triattention:layers=own,entries=20,when={when},every=8", model=model, gates=statistics
@@ -165,7 +165,8 @@ def test_answers_are_compacted_repeatedly(model, prompts, when, rounds):
 
 
 def test_all_layers_keep_the_same_tokens(model, prompts, captured):
-    """A prompt's tokens are known by their keys. Some that stay at the prompt's end leave in the answer's course."""
+    """The prompt's tokens are identified by their keys. Some that stay at the prompt's end are dropped during the
+    answer."""
     policy = make_policy(
         "triattention:entries=20,when=every,every=8", model=model, gates=tiny_statistics(model)
     )

@@ -23,6 +23,7 @@ from kvjax.mesh import HEADS as SPLIT
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
 from kvjax.policies.selection.quest import EVERYTHING, Quest, page_scores
+from tests.policies.captured import retained_pages
 from tests.policies.published import softmax
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -31,7 +32,7 @@ STEPS, TOTAL = 5, 65
 
 def chosen_pages(q, keys, local, tokens, page) -> list[int]:
     """Return the pages that the query heads [g h] of one kv head with these keys [s h] read, in the steps of WG-KV's
-    code. The places are those that the window leaves of the budget; without any, nothing is read. A last page that is
+    code. The budget that the window leaves is places for pages; without places, nothing is read. A last page that is
     not full comes first, then the best full pages, by the largest product of a query with any corner of a page's
     box."""
     if tokens <= local:
@@ -145,12 +146,14 @@ def outputs(steps) -> np.ndarray:
 
 
 def row_entries(cache, layer, b, head):
-    """Return a head's keys and values [s 2h]: those in the local window, and the retained ones, in order."""
-    size, table = cache.page_size, np.asarray(cache.layers.page_table)[layer, b, head]
-    ring, length = caches.ring_pages(cache.window, size), int(cache.layers.length[layer, b, head])
-    pool = np.asarray(cache.pages.pool, np.float64)
+    """Return the keys and values [s 2h] in a head's local window, and its retained ones in order."""
+    pool, length = np.asarray(cache.pages.pool, np.float64), int(cache.layers.length[layer, b, head])
+    window_pages = np.asarray(cache.layers.page_table)[layer, b, head][
+        : caches.ring_pages(cache.window, cache.page_size)
+    ]
     local_entries, retained = (
-        pool[x].reshape(-1, pool.shape[-1]) for x in (table[:ring], table[ring : ring - (-length // size)])
+        pool[pages].reshape(-1, pool.shape[-1])
+        for pages in (window_pages, retained_pages(cache, layer, b, head))
     )
     return local_entries[: min(int(cache.seen[b]), cache.window - 1)], retained[:length]
 

@@ -163,7 +163,7 @@ class Scorer(nnx.Module):
         """Return the scores of `queries`, and the memory after the call's tokens. Query t reads the memory of the
         tokens up to t.
 
-        In delayed scoring it is the query of token t − w + 1 (paper, Sec. 3.2), in immediate scoring that of token t.
+        Query t belongs to token t − w + 1 in delayed scoring (paper, Sec. 3.2), and to token t in immediate scoring.
         """
         _, k, v, log_i, log_f = streams
         h, memory = mlstm(queries, k, v, log_i, log_f, memory, normaliser=self.normaliser)

@@ -14,8 +14,8 @@ from kvjax.mesh import HEADS, axis_size
 class WriteGate(nnx.Module):
     """One two-layer gate per layer and kv head over (RMSNorm(key before RoPE), RMSNorm(key after RoPE)), in float32.
 
-    The hidden width is `head_dim · expand`: 4 for Llama, 1.5 for Qwen3 in WG-KV's code. The norms' weights are
-    shared by the heads of a layer. Initialisation is that of a torch convolution: U(±1/√fan_in), biases too.
+    The hidden width is `head_dim · expand`: 4 for Llama, 1.5 for Qwen3 in WG-KV's code. The heads of a
+    layer share the norms' weights. Weights and biases are initialised as in a torch convolution, U(±1/√fan_in).
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, *, expand: float = 4.0, rngs: nnx.Rngs):

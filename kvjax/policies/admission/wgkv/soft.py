@@ -19,9 +19,9 @@ GATE_FLOOR = 1e-3
 class WriteGateTraining:
     """The training form of write gates: the soft gate as a logit bias, and the sparsity term.
 
-    With `sparsity` "lifetime" the term is that of WG-KV's code, R = mean[o_s + (1 − o_s)(1 − (1 − g)²)]. o_s =
+    With `sparsity` "lifetime" the term is mean[o_s + (1 − o_s)(1 − (1 − g)²)], as in WG-KV's code, where o_s =
     min(1, W/(N − s)) is the share of the remaining steps that token s spends in the local window. With "paper" the term
-    is mean[g + g(1 − g)]. With `hard` the mask is that of inference: binarised at τ, and without gradient.
+    is mean[g + g(1 − g)]. With `hard` the mask is the same as in inference: binarised at τ, and without gradient.
     """
 
     gates: WriteGate

@@ -56,7 +56,7 @@ def assert_holds(cache, row, kept, keys):
 
 
 OPENING = (*ROWS[0][:7].tolist(), 60)
-"""An opening of which the first prompt has the first 7 tokens, and the others none."""
+"""An opening. The first prompt begins with its first 7 tokens, and the others with none of them."""
 PROMPT_ARGUMENTS = [
     {"ratio": 0.5, "chunk": 10, "window": 4, "prefix": 0},
     {"ratio": 0.3, "chunk": 10, "window": 6, "prefix": 3},
