@@ -12,7 +12,7 @@ from kvjax.mesh import mesh_of
 
 NO_TABLE: np.ndarray = np.zeros(0)
 EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": np.float32}
-"""Options of a gate's products: sums are float32, and float32 factors are not rounded."""
+"""Options of exact products: sums are float32, and float32 factors are not rounded."""
 
 
 def is_placed(value: Any) -> bool:

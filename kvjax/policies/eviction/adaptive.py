@@ -13,8 +13,8 @@ class Adaptive(Wrapper):
     """A budget for which heads compete (AdaKV, Feng et al., 2024, arXiv:2407.11550).
 
     With `over` "layer" the heads of a layer compete, with "model" the heads of all layers (KVzip). With "head" each
-    head has its own budget. `pinned` is the share of its average that every head keeps of its own best entries, whatever
-    others have (AdaKV's α).
+    head has its own budget. `pinned` is the share of its average that every head keeps of its own best entries,
+    whatever others have (AdaKV's α).
     """
 
     over: str = host(default="layer")

@@ -6,7 +6,6 @@ larger product with the query than the box's best corner, so the pages with the 
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
@@ -15,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kvjax.errors import UserError, shown, whole_number
 from kvjax.policies.base import Selection
-from kvjax.policies.numbers import is_placed, real_array, whole_array
+from kvjax.policies.numbers import EXACT, is_placed, real_array, whole_array
 from kvjax.struct import assign, changed, short, struct
 from kvjax.topk import top
 
@@ -95,5 +94,4 @@ def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -
     # min(q, 0) · k_min + min(−q, 0) · (−k_max): one product over the page's row as it is stored
     corner = jnp.minimum(jnp.concatenate([q, -q], -1), 0)
     corner = rearrange(corner, "b (k g) 1 h -> b k g h", k=bounds.shape[1])
-    exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    return jnp.einsum("bkgh,bkph->bkgp", corner, bounds, **exact).max(2)
+    return jnp.einsum("bkgh,bkph->bkgp", corner, bounds, **EXACT).max(2)

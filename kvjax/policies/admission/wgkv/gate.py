@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from kvjax.mesh import HEADS, axis_size
+from kvjax.policies.numbers import EXACT
 
 
 class WriteGate(nnx.Module):
@@ -40,10 +41,9 @@ class WriteGate(nnx.Module):
     def __call__(self, k_pre: Float[Array, "b k t h"], k: Float[Array, "b k t h"]) -> Float[Array, "b k t"]:
         """Return the gates of one layer's tokens (this module sliced to that layer), in (0, 1)."""
         features = jnp.concatenate([_rms(k_pre, self.norm_pre[...]), _rms(k, self.norm_post[...])], -1)
-        exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-        hidden = jnp.einsum("bktc,kcm->bktm", features, self.w1[...], **exact) + self.b1[...][:, None]
+        hidden = jnp.einsum("bktc,kcm->bktm", features, self.w1[...], **EXACT) + self.b1[...][:, None]
         hidden = gelu(hidden)
-        logit = jnp.einsum("bktm,km->bkt", hidden, self.w2[...], **exact) + self.b2[...][:, None]
+        logit = jnp.einsum("bktm,km->bkt", hidden, self.w2[...], **EXACT) + self.b2[...][:, None]
         return jax.nn.sigmoid(logit)
 
 
