@@ -39,7 +39,7 @@ class Trigger:
         observers: the tokens whose queries score the entries. "own": the last tokens that were read. Token ids
             (guidance, after OracleKV): they are read after the prompt, or after each chunk, and removed again.
             "prompt", for chunks: the prompt's own last tokens are read once more after each chunk but the last, and
-            removed again (PruLong, arXiv:2506.17121, Sec. 4.3). `prefill(observers=…)` takes each prompt's.
+            removed again (PruLong, arXiv:2506.17121, Sec. 4.3). `prefill(observers=…)` sets them by prompt.
     """
 
     when: str = "prompt"
@@ -67,8 +67,8 @@ class Trigger:
             drop = 0.1 if self.drop is None else self.drop
             assign(self, drop=real_number("eviction", "drop", drop, above=0.0, most=1.0))
         if "observers" in takes:
-            words = OBSERVERS if self.in_chunks else OBSERVERS[:1]
-            assign(self, observers=_observers(self.observers, words))
+            choices = OBSERVERS if self.in_chunks else OBSERVERS[:1]
+            assign(self, observers=_observers(self.observers, choices))
 
     def _is_given(self, name: str) -> bool:
         value = getattr(self, name)
@@ -96,10 +96,10 @@ class Trigger:
         return short(self)
 
 
-def _observers(given: Any, words: tuple[str, ...]) -> str | tuple[int, ...]:
+def _observers(given: Any, choices: tuple[str, ...]) -> str | tuple[int, ...]:
     """Return one of these words, or a tuple of token ids. Raises UserError for anything else."""
     if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
-        one_of("eviction", "observers", given, words)
+        one_of("eviction", "observers", given, choices)
         return str(given)
     if getattr(given, "ndim", 1) != 1:
         raise UserError(f"eviction: observers must be a list of token ids, got {shown(given)}")
