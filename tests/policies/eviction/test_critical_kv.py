@@ -60,7 +60,7 @@ def test_over_fast_kvzip_the_window_takes_no_place_of_a_stage(model, prompts, ca
 
 
 def test_bfloat16_values_work_on_a_cpu():
-    """XLA has no product there of bfloat16 numbers in the form that an entry's output takes."""
+    """XLA cannot compute an entry's output there as a product of bfloat16 numbers."""
     with use_mesh():
         model = filled(tiny_config(), jnp.bfloat16)
     policy = make_policy("snapkv:ratio=0.5,observed=4,critical_kv", model=model)

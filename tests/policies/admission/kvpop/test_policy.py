@@ -40,10 +40,10 @@ def made(model, **arguments) -> Policy:
 
 def priorities(policy, score):
     """Return the priorities of one head's tokens, given their scores."""
-    at = layer(policy.admission, 0)
+    admission = layer(policy.admission, 0)
     position = np.arange(len(score))[None]
     score = np.broadcast_to(np.float32(score), (1, 4, len(score)))
-    return np.asarray(jax.jit(lambda at, *x: at.priority(*x))(at, score, position))
+    return np.asarray(jax.jit(lambda admission, *x: admission.priority(*x))(admission, score, position))
 
 
 def test_kept_tokens_match_a_worked_example(model):
@@ -58,7 +58,7 @@ def test_kept_tokens_match_a_worked_example(model):
 
 
 def kept_by(effective, capacity, window):
-    """Return for each query the `capacity` best tokens by `effective(u, q)`, the scores as that query sees them."""
+    """Return for each query q the `capacity` tokens u of highest score `effective(u, q)`."""
     return [
         set(sorted(range(q - window + 1), key=lambda u: (-effective(u, q), u))[:capacity]) for q in range(400)
     ]
@@ -75,22 +75,22 @@ def returning(kept, window):
 
 @pytest.mark.parametrize("age", [1, 8])
 def test_dropped_tokens_never_return(model, age):
-    """One number per token ranks it for all queries, in the order that the effective scores give at each of them. The
-    paper's age, counted in whole blocks since the token, does not, and would bring back tokens that a cache has
-    lost."""
+    """A priority, which does not depend on the query, ranks tokens as their scores do at every query. With the paper's
+    age, counted in whole blocks since the token, no priority would, and dropped tokens would have to come back."""
     window, capacity, score = 8, 12, np.random.default_rng(0).standard_normal(400)
     policy = made(model, age=age, window=window, max_entries=30, sink=0)
-    at = layer(policy.admission, 0)
-    at.scorers.theta[...] = np.full_like(at.scorers.theta[...], -50.0)  # γ = .999
+    admission = layer(policy.admission, 0)
+    admission.scorers.theta[...] = np.full_like(admission.scorers.theta[...], -50.0)  # γ = .999
     position, score_of_all = np.arange(400)[None], np.broadcast_to(np.float32(score), (1, 4, 400))
-    found = jax.jit(lambda at, *x: (at.scorers.log_gamma(), at.priority(*x)))(at, score_of_all, position)
-    log_gamma, fixed = float(found[0][0]), np.asarray(found[1])[0, 0]
+    compute = jax.jit(lambda admission, *x: (admission.scorers.log_gamma(), admission.priority(*x)))
+    log_gamma, priority = compute(admission, score_of_all, position)
+    log_gamma, priority = float(log_gamma[0]), np.asarray(priority)[0, 0]
     by_age = kept_by(lambda u, q: score[u] + (q // age - u // age) * log_gamma, capacity, window)
-    assert kept_by(lambda u, q: fixed[u], capacity, window) == by_age
+    assert kept_by(lambda u, q: priority[u], capacity, window) == by_age
     assert returning(by_age, window) == 0
 
 
-def test_ages_in_whole_blocks_since_a_token_would_bring_tokens_back():
+def test_with_the_papers_age_dropped_tokens_would_return():
     score = np.random.default_rng(0).standard_normal(400)
     assert returning(kept_by(lambda u, q: score[u] - 0.5 * ((q - u) // 8), 12, 8), 8) > 100
 
