@@ -69,7 +69,7 @@ def test_policies_are_listed_with_a_line_each():
     assert {*POLICIES, *WRAPPERS} == {line.partition(":")[0] for line in lines[::2]}
     assert all(line.endswith(".") and len(line) < 180 for line in lines[::2])
     at = next(i for i, line in enumerate(lines) if line.startswith("snapkv:"))
-    assert "what the last queries looked at" in lines[at]
+    assert "later queries look at the same entries" in lines[at]
     assert lines[at + 1] == "    observed=64, pool=5, pooling=average, group=mean"
 
 
