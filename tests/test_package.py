@@ -69,7 +69,7 @@ def test_policies_command_lists_every_method():
     assert {*POLICIES, *WRAPPERS} == {line.partition(":")[0] for line in lines[::2]}
     assert all(line.endswith(".") and len(line) < 180 for line in lines[::2])
     index = next(i for i, line in enumerate(lines) if line.startswith("snapkv:"))
-    assert "what the last queries looked at" in lines[index]
+    assert "later queries look at the same entries" in lines[index]
     assert lines[index + 1] == "    observed=64, pool=5, pooling=average, group=mean"
 
 

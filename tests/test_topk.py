@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvjax import topk
 from kvjax.mesh import BATCH, P, make_mesh, put
 from kvjax.mesh import HEADS as SPLIT
-from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole
+from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole_entries
 from kvjax.topk import top
 from pallas_kernels.choose import Target
 
@@ -185,8 +185,8 @@ def test_nan_is_the_lowest_score():
         (Size(10), 40, 1),
     ],
 )
-def test_budgets_are_rounded_to_whole_entries(budget, tokens, entries):
-    assert whole(budget.of(tokens, 96)) == entries
+def test_budgets_are_whole_entries(budget, tokens, entries):
+    assert whole_entries(budget.of(tokens, 96)) == entries
 
 
 def test_best_entries_of_each_head_are_pinned():

@@ -145,7 +145,7 @@ def tiny_statistics(model: Decoder, seed: int = 1) -> triattention.QueryStatisti
 def tiny_retention_gates(model: Decoder, form: str = "rg", seed: int = 1) -> trimkv.RetentionGate:
     """Return random gates of TrimKV for `model`, with most β above 0.9."""
     config, random = model.config, np.random.default_rng(seed)
-    width = 2 * config.num_kv_heads * config.head_dim if form in trimkv.OF_KEYS else config.width
+    width = 2 * config.num_kv_heads * config.head_dim if form in trimkv.KEY_VALUE_FORMS else config.width
     sizes = trimkv.Sizes(form, config.num_full_layers, config.num_kv_heads, width, 6)
     arrays = {
         name: 0.3 * random.standard_normal((sizes.layers, *shape)) for name, shape in sizes.shapes.items()

@@ -71,7 +71,7 @@ class Reader:
     @property
     def tokens(self) -> int:
         """The most tokens that the next step runs."""
-        behind = 0 if self._schedule is None else self._schedule.read_behind
+        behind = 0 if self._schedule is None else self._schedule.temporary_tokens
         return min(self._size, self._left) + behind
 
     @property

@@ -48,7 +48,7 @@ def new_cache(
     if schedule is not None:
         # now, and not when a prompt or an answer has grown that long
         schedule.check_bound(policy.host.name, policy.host.window - 1, token_bytes(config, model.dtype))
-    behind = 0 if schedule is None else schedule.read_behind
+    behind = 0 if schedule is None else schedule.temporary_tokens
     # where answers are compacted as they grow, their pages are allocated after the prompt's compaction
     beside = behind if policy.host.compacts_answers else behind + room
     return empty_cache(

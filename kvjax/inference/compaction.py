@@ -68,7 +68,7 @@ def quota(
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
     prefix = prefix or [0] * len(tokens)
-    allowed = schedule.of_prompts(tokens, prefix, cache.entry_bytes)
+    allowed = schedule.prompt_allowance(tokens, prefix, cache.entry_bytes)
     newest = [schedule.newest(share, gone or None) for share, gone in zip(allowed, dropped, strict=True)]
     if schedule.trigger.in_chunks:
         counts = schedule.chunk_counts(tokens, allowed, newest, layers)[..., None]

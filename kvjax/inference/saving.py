@@ -53,7 +53,7 @@ from kvjax.inference.forward import drop_observation_state
 from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import Method
-from kvjax.policies.compiled import CompiledPolicy, by_head
+from kvjax.policies.compiled import CompiledPolicy, is_split_by_head
 from kvjax.policies.eviction.wrapper import metadata_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
@@ -212,7 +212,7 @@ def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
             while isinstance(method, Method):
                 for name, leaf in leaves_by_path(getattr(method, method.trained, ())).items():
                     x = np.asarray(leaf)
-                    if by_head(leaf):
+                    if is_split_by_head(leaf):
                         x = in_order(x, place_of_head(cache), 0, 1)
                     known.update(repr((name, x.shape, x.dtype.name)).encode() + x.tobytes())
                 method = getattr(method, "eviction", None)  # within a wrapper

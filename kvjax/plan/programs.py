@@ -230,7 +230,7 @@ class Serving:
         """Return the call that reads the largest chunk of the prompts."""
         policy, told = self.policy(), self.told
         schedule = policy.schedule
-        behind = 0 if schedule is None else schedule.read_behind
+        behind = 0 if schedule is None else schedule.temporary_tokens
         view = self.view("read")
         cache = self.cache(policy, view, told.context + behind + self._room(policy))
         chunk = min(told.chunk, told.context)

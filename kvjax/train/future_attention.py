@@ -63,4 +63,4 @@ class KVPOPTraining:
             lse = vertical_slash(q, k, v, window=1)[1]
         counted = {"over": "logsumexp", "group": "max", "offset": admission.window, "lse": lse}
         mass = jnp.maximum(attention_mass(q, k, **counted), FLOOR)
-        return jax.lax.stop_gradient(admission.fallen(mass, step.position)) if self.falls else mass
+        return jax.lax.stop_gradient(admission.decayed(mass, step.position)) if self.falls else mass

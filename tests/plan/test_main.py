@@ -39,7 +39,7 @@ def compiles(monkeypatch):
             "does not divide the model's kv heads (8)",
         ),
         ([*SERVE, "--policy", "snapkv"], "snapkv needs a budget: one of ratio, entries"),
-        ([*SERVE, "--policy", "wgkv:rate=2"], "wgkv: rate must be numbers from 0 to 1"),
+        ([*SERVE, "--policy", "wgkv:rate=2"], "wgkv: rate must be a table of numbers from 0 to 1"),
         ([*SERVE, "--policy", "nope"], "unknown method 'nope'"),
         ([*SERVE, "--policy", "kvzip"], "kvzip needs a budget: one of ratio, entries"),
         (
