@@ -369,7 +369,7 @@ def resize_after_prompt(policy: Policy, cache: Cache, answer: int) -> Cache:
 
 def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) -> Cache:
     """Return a copy of `cache` that a question and an answer of so many tokens a sequence are expected to fit into.
-    Forks then own the pages that they write to (`kvjax.cache.branches`).
+    Forks then own the pages that they write to (`kvjax.cache.forks`).
 
     Raises CapacityError where the devices have no memory for the copy, or a stated capacity none for what forks own.
     """

@@ -224,7 +224,7 @@ def _displaced(keep: Keep, pages, layer, oldest, seen, valid, window) -> caches.
     wanted = keep.wanted(oldest)
     if keep.max_entries is None:
         return caches.Turnover(wanted)
-    stored = caches.standings(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
+    stored = caches.stored_entries(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
     wanted &= caches.leaving(seen, valid, 1, window)[:, None]
     return caches.swap_worst(stored, layer.length, keep.max_entries, wanted[..., 0], oldest[..., 0])
 
@@ -293,7 +293,7 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
     place."""
     keep, window, tokens = view.admission.keep(), view.window, step.q.shape[2]
     ring = caches.ring_pages(window, pages.pool.shape[1])
-    held = caches.standings(pages, layer, ring)
+    held = caches.stored_entries(pages, layer, ring)
     stored = held.exists.shape[-1]
     rows = pages.rows(layer.page_table[..., ring:], layer.key_scale)
     stored_k, stored_v = jnp.split(rows.astype(step.k.dtype), 2, -1)

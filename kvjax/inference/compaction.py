@@ -206,9 +206,9 @@ def compacted(
             causal,
         )
         chosen = compaction.choose(found, layers.length, quota, over, ties, model.config.head_order)
-        known = compaction.known(found, layers.length, quota)
+        finite = compaction.scored(found, layers.length, quota)
         pages, layers = compaction.moved(pages, layers, chosen, ring)
-        return if_finite(pages, known), layers
+        return if_finite(pages, finite), layers
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")

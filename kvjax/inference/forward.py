@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import MAX_ENTRIES_METADATA, Cache, LayerCache, Pages
 from kvjax.cache.observations import newest, written
-from kvjax.cache.rollback import marked, taken_back
+from kvjax.cache.rollback import marked, rolled_back
 from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
@@ -77,7 +77,7 @@ def forward(
         seen = cache.seen + valid
         layers = dataclasses.replace(layers, key_scale=cache.layers.key_scale)
         if reserved is not None:
-            pages, layers = settle(cache, pages, layers, reserved)
+            pages, layers = release_unused(cache, pages, layers, reserved)
         windows, hidden = with_windows(cache, entries, valid)
         cache = dataclasses.replace(
             cache,
@@ -104,12 +104,12 @@ def reserve(cache: Cache, valid: Int[Array, " b"]) -> tuple[Cache, caches.Reserv
     return dataclasses.replace(cache, layers=layers), reserved
 
 
-def settle(
+def release_unused(
     cache: Cache, pages: Pages, layers: LayerCache, reserved: caches.Reserved
 ) -> tuple[Pages, LayerCache]:
     """Return pages and layers after a call, without those of the reserved pages that were not used."""
     layers = dataclasses.replace(layers, page_table=cache.layers.page_table)
-    call = jax.shard_map(caches.settle, out_specs=_specs((pages, layers)))
+    call = jax.shard_map(caches.release_unused, out_specs=_specs((pages, layers)))
     return call(pages, layers, reserved, cache.layers.length)
 
 
@@ -327,7 +327,7 @@ def _read_call(
     cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
     if (lacking := -free_pages(cache)) > 0 and mark is not None:
         need = pool_pages(cache) + lacking
-        cache = grow(host, taken_back(cache, mark), need, count, to_come)
+        cache = grow(host, rolled_back(cache, mark), need, count, to_come)
         cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
     caches.check(cache, host.name, to_come)
     return cache, new

@@ -40,7 +40,7 @@ from kvjax.cache.saved import (
     counted_tokens,
     describe_cache,
     described_arrays,
-    sealed,
+    digest_of,
 )
 from kvjax.cache.sliding import slots_for
 from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
@@ -247,7 +247,7 @@ def _write(path: Path, arrays: Arrays, description: dict[str, Any]) -> None:
         # Orbax takes no empty arrays
         export(folder, {name: x for name, x in arrays.items() if x.size})
         description = description | {"folder": folder.name, "files": _digests(folder)}
-        write_text(path / DESCRIPTION, json.dumps(description | {"sha256": sealed(description)}, indent=1))
+        write_text(path / DESCRIPTION, json.dumps(description | {"sha256": digest_of(description)}, indent=1))
     except BaseException as error:
         for own in path.glob(f"{folder.name}*"):
             shutil.rmtree(own, ignore_errors=True)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import Cache
 from kvjax.cache.observations import newest
-from kvjax.cache.sliding import as_pages, bias, in_order, recent, turns, written
+from kvjax.cache.sliding import as_pages, bias, in_order, recent, used_slots, written
 from kvjax.mesh import BATCH, HEADS, SHARDS, P
 from kvjax.models.decoder import Attend
 from kvjax.models.layers import attention_on_replicas
@@ -29,7 +29,10 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
         kv = jnp.concatenate([step.k, step.v], -1)
         if step.q.shape[2] == 1:
             pool, table = as_pages(windows, step.layer)
-            held, nothing = jnp.minimum(seen, turns(windows, window)), jnp.zeros(table.shape[:2], jnp.int32)
+            held, nothing = (
+                jnp.minimum(seen, used_slots(windows, window)),
+                jnp.zeros(table.shape[:2], jnp.int32),
+            )
             options = {"new": (step.k, step.v), "implementation": implementation}
             if hidden is None:
                 o, lse = paged_decode(
@@ -48,7 +51,7 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
         # what is in a slot that was never written may be anything
         end = jnp.where(exists[:, None], end, 0)
         own = attention_on_replicas(step.q, k, v, end, window=window, implementation=implementation)
-        return with_sink(*own, step.sink)[0], newest(kv, turns(windows, window), valid)
+        return with_sink(*own, step.sink)[0], newest(kv, used_slots(windows, window), valid)
 
     added = None
     if cache.hidden is not None and cache.sliding is not None:  # once for all layers

@@ -15,7 +15,7 @@ import kvjax
 from kvjax import cache as caches
 from kvjax.cache import CapacityError
 from kvjax.cache.packed_entries import packed
-from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
+from kvjax.cache.saved import DESCRIPTION, describe_cache, digest_of
 from kvjax.checkpoints.orbax import export
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
@@ -223,7 +223,7 @@ def test_what_other_gates_or_scorers_made_of_the_tokens_is_refused_in_a_line(mod
         load_cache(tmp_path, model, of_seed(name, model, 2))
     assert "\n" not in str(caught.value)
     old = {key: x for key, x in describe_cache(tmp_path).items() if key != "trained"}
-    (tmp_path / DESCRIPTION).write_text(json.dumps(old | {"sha256": sealed(old)}))
+    (tmp_path / DESCRIPTION).write_text(json.dumps(old | {"sha256": digest_of(old)}))
     assert load_cache(tmp_path, model, of_seed(name, model, 2)).seen.tolist() == [40]
 
 
@@ -301,7 +301,7 @@ def resealed(folder, change):
     file = folder / DESCRIPTION
     found = json.loads(file.read_text())
     change(found)
-    file.write_text(json.dumps(found | {"sha256": sealed(found)}))
+    file.write_text(json.dumps(found | {"sha256": digest_of(found)}))
     return folder
 
 
