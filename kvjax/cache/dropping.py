@@ -96,7 +96,7 @@ def with_positions(cache: Cache) -> Cache:
     slots, length, seen = cache.window - 1, on_host(cache.layers.length), on_host(cache.seen)
     if (length != np.maximum(seen - slots, 0)[:, None]).any():
         raise UserError(
-            "without: some entries are gone and the cache does not know the positions of the others: make it with a "
+            "without: the cache does not know the positions of its entries, some of which are gone: make it with a "
             "policy that keeps positions, such as wgkv:positions=true"
         )
     numbers = position_of_slot(slots, slots, seen).astype(np.int32)[None, :, None]

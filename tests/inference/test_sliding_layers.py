@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.rollback import marked, taken_back
+from kvjax.cache.rollback import marked, rolled_back
 from kvjax.engine import Engine
 from kvjax.errors import UserError
 from kvjax.evaluate.teacher_forcing import TeacherForcing
@@ -162,7 +162,7 @@ def test_a_rollback_brings_windows_back(model):
         view, mark = Policy().compile(model).extend, marked(cache)
         later, _ = last_logits(model, view, cache, *padded(QUESTIONS, 16))
         assert not np.array_equal(later.sliding, before)
-        np.testing.assert_array_equal(taken_back(later, mark).sliding, before)
+        np.testing.assert_array_equal(rolled_back(later, mark).sliding, before)
 
 
 def test_a_cache_of_other_windows_is_refused(model):
