@@ -73,12 +73,12 @@ def check_alive(where: str, cache: Cache) -> None:
         )
 
 
-def check(cache: Cache, policy: str, room: int = 0) -> None:
+def check(cache: Cache, policy: str, new_tokens: int = 0) -> None:
     """Raise CapacityError if the pool ever ran out, UserError if a number was not finite. Waits for the device.
 
     Args:
         policy: the policy's name, for the error.
-        room: further tokens of each sequence that the capacity in the error must be enough for.
+        new_tokens: further tokens of each sequence that the capacity in the error must be enough for.
     """
     count = free_counts(cache)
     if (count >= 0).all():
@@ -89,9 +89,10 @@ def check(cache: Cache, policy: str, room: int = 0) -> None:
     layers, batch, heads = cache.layers.length.shape
     head_caches = layers * batch * heads // len(count)
     # tokens without a page were not stored, so the next layers may have admitted other tokens
-    pages = math.ceil(need * SLACK) + head_caches * -(-room // cache.page_size)
+    pages = math.ceil(need * SLACK) + head_caches * -(-new_tokens // cache.page_size)
     raise CapacityError(
         f"policy {policy} needs at least {need} pages of {cache.page_size} tokens on a device for what was read, "
         f"the pool has {pool_pages} ({pool.nbytes / 2**20:.1f} MiB in all): give a capacity of "
-        f"{-(-pages * cache.page_size // head_caches)} entries per kv head, which is enough for {room} more tokens, too"
+        f"{-(-pages * cache.page_size // head_caches)} entries per kv head, which is enough for {new_tokens} more "
+        "tokens too"
     )

@@ -140,10 +140,10 @@ def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, p
         (Policy(), "full evicts nothing"),
         (Policy(StreamingLLM(), window=4), "streaming_llm evicts nothing"),
         (Policy(selection=Quest(tokens=8)), "quest evicts nothing"),
-        (Policy(eviction=KNorm(), schedule=Schedule(Ratio(0.5))), "knorm looks at what is stored alone"),
+        (Policy(eviction=KNorm(), schedule=Schedule(Ratio(0.5))), "knorm scores stored entries alone"),
         (
             Policy(eviction=Adaptive(KeyDiff()), schedule=Schedule(Ratio(0.5))),
-            "keydiff:adakv looks at what is stored alone",
+            "keydiff:adakv scores stored entries alone",
         ),
     ],
     ids=lambda x: x.name if isinstance(x, Policy) else "",
@@ -152,5 +152,5 @@ def test_observers_of_a_policy_that_does_not_look_are_refused(model, prompts, po
     with pytest.raises(UserError) as error:
         inference.prefill(model, prompts, policy=policy, observers=prompts)
     assert str(error.value) == (
-        f"prefill: observers are for an eviction that looks at tokens as they come, such as snapkv, and {why}"
+        f"prefill: observers are for an eviction that observes tokens during prefill, such as snapkv, and {why}"
     )

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def model(monkeypatch):
     """Return a model for 40 tokens, for which no warning was given yet."""
-    monkeypatch.setattr(checks, "_SAID", set())
+    monkeypatch.setattr(checks, "_WARNED", set())
     return tiny_model(max_position=40)
 
 

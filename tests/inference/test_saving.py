@@ -136,7 +136,7 @@ HARM = {
     ),
     "no arrays": (
         lambda folder, model: [shutil.rmtree(x) for x in folder.glob("arrays-*")],
-        "it is not as it was written",
+        "it was changed since it was written",
     ),
     "half a description": (
         lambda folder, model: (folder / DESCRIPTION).write_text('{"format"'),
@@ -239,7 +239,7 @@ def test_gates_that_nothing_goes_on_with_may_be_others(model, tmp_path):
 
 def test_a_folder_of_other_things_is_left_alone(model, tmp_path):
     (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(UserError, match="it is there and holds no saved cache"):
+    with pytest.raises(UserError, match="it exists and holds no saved cache"):
         kvjax.save_cache(tmp_path, prefill(model, CONTEXTS), model)
 
 
@@ -256,9 +256,9 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
     long = tmp_path / ("x" * 300)
     for saved, policy, path, said in (
         (None, None, tmp_path / "a", "save_cache: cache must come from prefill, got None"),
-        (cache, None, None, "save_cache: path must be a folder's, got None"),
-        (cache, None, others, "it is there and holds no saved cache"),
-        (cache, None, others / DESCRIPTION / "below", "cannot be written there .* is no folder to write in"),
+        (cache, None, None, "save_cache: path must be that of a folder, got None"),
+        (cache, None, others, "it exists and holds no saved cache"),
+        (cache, None, others / DESCRIPTION / "below", "cannot be written there .* is not a writable folder"),
         (cache, None, long, "a cache cannot be written there .*too long"),
         (remembering, None, tmp_path / "a", "remembers more of its tokens than policy full does"),
     ):
@@ -373,8 +373,8 @@ def test_arrays_that_were_edited_are_refused_in_a_line(model, saved, tmp_path, n
 def test_pipes_links_and_json_of_any_depth_are_refused_in_a_line(model, saved, tmp_path):
     for index, (make, said) in enumerate(
         (
-            (lambda file: os.mkfifo(file.parent / "pipe"), "no plain file"),
-            (lambda file: (file.parent / "link").symlink_to("/etc"), "no plain file"),
+            (lambda file: os.mkfifo(file.parent / "pipe"), "not a plain file"),
+            (lambda file: (file.parent / "link").symlink_to("/etc"), "not a plain file"),
             (lambda file: (file.parent.parent / DESCRIPTION).write_text("[" * 100_000), "damaged"),
             (lambda file: (file.parent.parent / DESCRIPTION).write_text("\ufeff{}"), "damaged"),
             (lambda file: (file.parent.parent / DESCRIPTION).write_text("[3]"), "damaged"),
@@ -395,7 +395,7 @@ def test_pipes_links_and_json_of_any_depth_are_refused_in_a_line(model, saved, t
 )
 def test_what_stands_where_a_description_would_is_not_waited_for(tmp_path, begun):
     begun(tmp_path / DESCRIPTION)
-    with pytest.raises(UserError, match="it is there and holds no saved cache"):
+    with pytest.raises(UserError, match="it exists and holds no saved cache"):
         checked_place(tmp_path)
-    with pytest.raises(UserError, match="path must be a folder's"):
+    with pytest.raises(UserError, match="path must be that of a folder"):
         checked_place("a\0b")

@@ -148,7 +148,7 @@ def test_a_stated_capacity_is_a_bound_for_branches_too(model):
 @pytest.mark.parametrize(
     ("share", "questions", "said"),
     [
-        (True, 3, "as many questions, one context's after another's, got 3; share="),
+        (True, 3, "the same number of questions of each of the cache's 2 contexts, got 3; share="),
         ([0, 2], 2, "a context in share must be a whole number of at most 1, got 2"),
         ([0], 2, "must say the context of each of 2 questions, got 1"),
         ("all", 2, "share must be True, False or a list"),
@@ -194,5 +194,5 @@ def test_branches_that_devices_have_unequally_many_of_are_not_continued_by_place
             lambda: generate(model, QUESTIONS, policy=policy, cache=branches, share=True, sampling=SAMPLING),
             lambda: kvjax.save_cache(tmp_path, branches, model, policy),
         ):
-            with pytest.raises(UserError, match="branches of which the mesh's devices have unequally many"):
+            with pytest.raises(UserError, match="forks that are unequally spread over the mesh's devices"):
                 ask()
