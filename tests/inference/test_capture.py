@@ -21,7 +21,7 @@ run = jax.jit(forward, static_argnames=("write", "capture"))
 @pytest.mark.parametrize(
     "shape", [{}, pytest.param({"fsdp": 2, "tensor": 4}, marks=pytest.mark.thorough)], ids=str
 )
-def test_what_is_captured_is_what_attention_was_of(shape, tokens):
+def test_captured_arrays_are_those_of_attention(shape, tokens):
     """This holds all at once and layer by layer. Log-sum-exps are those of the keys in the cache and in the call."""
     counts = np.array([5, 4])
     with jax.set_mesh(make_mesh(**shape)):
@@ -57,7 +57,7 @@ def test_what_is_captured_is_what_attention_was_of(shape, tokens):
                 np.testing.assert_allclose(mine, wanted, atol=1e-5)
 
 
-def test_captures_leave_no_mesh_behind_and_take_a_policy_as_it_is_made(model):
+def test_captures_set_no_mesh_and_accept_an_uncompiled_policy(model):
     """The longest row has 19 tokens, which is more than the smallest padded length, 16."""
     layers = captured_layers(model, make_policy("full"), None, [np.arange(19), np.arange(5)], ["hidden", "k"])
     for layer in layers:
@@ -68,6 +68,6 @@ def test_captures_leave_no_mesh_behind_and_take_a_policy_as_it_is_made(model):
         next(captured_layers(model, make_policy("full"), None, [np.array([61])], ["k"]))
 
 
-def test_another_name_is_refused(model):
+def test_unknown_array_names_are_refused(model):
     with pytest.raises(UserError, match="captured_layers: a name is one of hidden"):
         next(captured_layers(model, make_policy("full"), None, [np.array([1])], ["keys"]))

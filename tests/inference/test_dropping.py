@@ -75,7 +75,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", ["full", "wgkv", pytest.param("windowed", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("span", [(3, 17), (12, 22), (20, 22), (0, 24)])
-def test_from_the_drop_on_no_token_sees_the_span(model, name, span):
+def test_no_later_token_sees_a_dropped_span(model, name, span):
     """The local window holds none of the span, its end, all of it, or nothing else. The other sequence drops
     nothing."""
     policy = POLICIES[name](model)
@@ -95,7 +95,7 @@ def test_from_the_drop_on_no_token_sees_the_span(model, name, span):
 
 
 @pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.thorough), "wgkv"])
-def test_spans_may_follow_and_overlap_each_other(model, name):
+def test_dropped_spans_may_overlap(model, name):
     """Tokens before the first span are still in the window when the others are dropped."""
     policy = POLICIES[name](model)
     drops = (1, 20, 22, 24), (0, 1, 9, 24), (1, 5, 21, 28), (1, 18, 25, 28), (0, 27, 28, 28)
@@ -112,7 +112,7 @@ def test_spans_may_follow_and_overlap_each_other(model, name):
 
 
 @pytest.mark.parametrize("name", ["wgkv", pytest.param("full", marks=pytest.mark.thorough)])
-def test_sliding_windows_hide_the_span_and_go_on_by_position(tmp_path, name):
+def test_sliding_windows_hide_the_dropped_span(tmp_path, name):
     """This holds for a cache that was saved, too, and for one that knows positions only since the drop."""
     model = sliding_model()
     policy, span = POLICIES[name](model), (18, 22)
@@ -170,7 +170,7 @@ def bounds_are_those_of_the_keys(cache):
 
 
 @pytest.mark.parametrize("name", ["max_entries", "quest", "int8"])
-def test_what_stays_is_moved_as_it_is(model, name):
+def test_remaining_entries_keep_their_metadata_and_bounds(model, name):
     """All that is stored of a token goes with it, and the bounds of pages are those of the keys that they hold."""
     model = tiny_model(kv_cache_dtype="int8") if name == "int8" else model
     policies = {
@@ -198,7 +198,7 @@ def test_what_stays_is_moved_as_it_is(model, name):
 
 
 @pytest.mark.parametrize("policy", ["knorm:ratio=0.5,positions=true", "wgkv"])
-def test_after_a_compaction_the_span_is_found_by_positions(model, policy):
+def test_after_a_compaction_the_span_is_found_by_position(model, policy):
     """Heads hold different tokens. Of the span those leave that are there."""
     model = tiny_model(qk_norm=False)
     policy = gated(model, snapkv={"ratio": 0.5, "observed": 4}) if policy == "wgkv" else make_policy(policy)
@@ -217,7 +217,7 @@ def test_after_a_compaction_the_span_is_found_by_positions(model, policy):
     assert np.abs(np.asarray(got)[:, 0] - want).max() < 1e-4
 
 
-def test_a_fork_keeps_what_another_drops(model):
+def test_dropping_in_one_fork_does_not_change_another(model):
     """Pages that both hold stay shared where nothing moved."""
     questions = [TOKENS[0, :5]] * 2
     cache = prefill(model, TOKENS[1:], page_size=PAGE, capacity=3 * LENGTH)
@@ -236,7 +236,7 @@ def test_a_fork_keeps_what_another_drops(model):
     np.testing.assert_array_equal(again, [want[0]] * 2)
 
 
-def test_forks_go_on_where_their_windows_lost_tokens(model):
+def test_forks_continue_windows_that_lost_tokens(model):
     policy, questions = gated(model), [TOKENS[0, :5], TOKENS[1, :5]]
     cache = fed(model, policy, None, 0, READ)[0].without(1, 18, 22)
     want = generate(model, questions, SHORT, policy=policy, cache=cache).tokens
@@ -246,7 +246,7 @@ def test_forks_go_on_where_their_windows_lost_tokens(model):
     np.testing.assert_array_equal(got, want[::-1])
 
 
-def test_a_budget_counts_what_is_left_in_the_window(model):
+def test_budgets_count_the_tokens_left_in_the_window(model):
     policy = gated(model, knorm={"entries": 10, "when": "overflow"})
     cache = fed(model, policy, None, 0, READ)[0].without(1, 18, 22)
     held = caches.stats(cache).entries.sum((0, 2))
@@ -262,13 +262,13 @@ def test_a_budget_counts_what_is_left_in_the_window(model):
         ((1, 5, 25), "end must be a whole number of at most 24, got 25"),
     ],
 )
-def test_spans_that_are_not_there_are_refused(model, span, said):
+def test_invalid_spans_are_refused(model, span, said):
     cache, _ = fed(model, make_policy("full"), None, 0, READ)
     with pytest.raises(UserError, match=said):
         cache.without(*span)
 
 
-def test_what_cannot_be_dropped_is_refused_in_a_line(model):
+def test_spans_that_cannot_be_dropped_are_refused(model):
     unknown, _ = fed(model, gated(model, positions=False), None, 0, READ)
     with pytest.raises(UserError, match="does not know the positions of its entries"):
         unknown.without(0, 3, 9)

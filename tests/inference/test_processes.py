@@ -79,7 +79,7 @@ def test_answers_are_those_of_one_process(policies, mesh, count):
     assert said[0].startswith(f"JAX_COORDINATOR_ADDRESS: {count} processes, {count} devices.\n")
 
 
-def test_an_evaluation_is_written_once_and_equals_that_of_one_process(tmp_path):
+def test_an_evaluation_equals_that_of_one_process(tmp_path):
     told = [
         *SMALL,
         "--policies",
@@ -102,7 +102,7 @@ def test_an_evaluation_is_written_once_and_equals_that_of_one_process(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_command_prints_in_one_process():
+def test_only_one_process_prints():
     code = "from kvjax.generate import main, run_command; run_command(main)"
     told = "--prompt", "import", "--max-new-tokens", "4", "--policy", "snapkv:ratio=0.5"
     printed, said = run_processes(code, *told, "--mesh", "tensor=2")

@@ -26,7 +26,7 @@ CALLS = [8] * 4 + [1] * 8
 
 
 @pytest.mark.parametrize("mesh", [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.thorough)], ids=str)
-def test_logits_and_retained_entries_are_those_of_one_device(tokens, mesh):
+def test_replicas_give_the_logits_and_entries_of_one_device(tokens, mesh):
     one = tiny_model(**SIZES)
     rates = {"random": {"rates": np.full((3, 2), 0.5, np.float32), "window": 6}}
     want, alone = cached_logits(one, make_policy(rates, model=one), tokens, CALLS)
@@ -48,7 +48,7 @@ def test_logits_and_retained_entries_are_those_of_one_device(tokens, mesh):
         ),
     ],
 )
-def test_answers_are_those_of_one_device(policy):
+def test_replicas_give_the_answers_of_one_device(policy):
     found = []
     for mesh in ({}, MESHES[0]):
         with jax.set_mesh(make_mesh(**mesh)):
@@ -79,7 +79,7 @@ def test_each_replica_computes_its_share_of_the_query_heads(replicas, own):
     assert seen == [own]
 
 
-def test_a_mesh_without_replicas_is_refused_with_one_that_has_them():
+def test_an_error_suggests_a_mesh_with_replicas():
     said = r"the model's kv heads \(2\); tensor=2,replica=4 does"
     with jax.set_mesh(make_mesh(tensor=8)), pytest.raises(UserError, match=said):
         tiny_model(**SIZES)

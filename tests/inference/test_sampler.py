@@ -35,7 +35,7 @@ def possible(row, one):
     return order, p / p.sum()
 
 
-def test_rows_draw_by_their_own_parameters(logits):
+def test_each_row_uses_its_own_parameters(logits):
     params = [
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=0.5, top_k=4),
@@ -59,7 +59,7 @@ def test_rows_draw_by_their_own_parameters(logits):
         np.testing.assert_allclose(frequency[order], p, atol=0.03)
 
 
-def test_what_is_drawn_does_not_depend_on_the_batch(logits):
+def test_draws_do_not_depend_on_the_batch(logits):
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(BATCH)]
     with use_mesh():
         run = jax.jit(draw)
@@ -74,7 +74,7 @@ def test_what_is_drawn_does_not_depend_on_the_batch(logits):
     np.testing.assert_array_equal(together, split)
 
 
-def test_penalties_and_bias_change_logits_as_their_formulas_say(logits):
+def test_penalties_and_bias_follow_their_formulas(logits):
     params = [
         SamplingParams(repetition_penalty=1.7),
         SamplingParams(presence_penalty=1.5),
@@ -108,7 +108,7 @@ def test_penalties_and_bias_change_logits_as_their_formulas_say(logits):
         assert found[row] == own.argmax()
 
 
-def test_log_probabilities_are_the_model_s_own(logits):
+def test_log_probabilities_are_those_of_the_model(logits):
     params = [SamplingParams(temperature=2.0, top_k=2, logprobs=3), *[SamplingParams()] * (BATCH - 1)]
     with use_mesh():
         sampler = sampler_of(params)
@@ -150,7 +150,7 @@ def test_an_answer_ends_at_its_own_stop_tokens_and_length():
         ({"max_tokens": 3}, "has no argument 'max_tokens'"),
     ],
 )
-def test_a_value_out_of_range_is_one_line(wrong, says):
+def test_values_out_of_range_are_refused(wrong, says):
     with pytest.raises(UserError, match=says):
         SamplingParams(**wrong)
 

@@ -40,7 +40,7 @@ def asked(model, policy, cache):
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.thorough if x in THOROUGH else ()) for x in policies(None)]
 )
-def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
+def test_a_loaded_cache_gives_identical_answers(model, name, tmp_path):
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
     expected = asked(model, policy, cache)
@@ -56,7 +56,7 @@ def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
 @pytest.mark.parametrize(
     "name", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "max_entries"))]
 )
-def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tmp_path):
+def test_other_pages_and_meshes_load_the_same_entries(model, name, tmp_path):
     """The stored entries are the same bit by bit. Answers are those of a cache that was read in such pages, up to the
     rounding of sums; reading the context on the other mesh changes them as much."""
     policy = policies(model)[name]()
@@ -78,7 +78,7 @@ def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tm
     np.testing.assert_allclose(others, expected, rtol=0, atol=2e-6)
 
 
-def test_only_what_is_stored_is_written(model, tmp_path):
+def test_only_stored_entries_are_written(model, tmp_path):
     policy = make_policy("streaming_llm:window=9,sink=2")
     cache = prefill(model, CONTEXTS, policy=policy, max_new_tokens=2000, capacity=2000)
     size = save_cache(tmp_path, cache, model, policy)
@@ -89,7 +89,7 @@ def test_only_what_is_stored_is_written(model, tmp_path):
     assert found["held"] == [[20] * 4] * 3
 
 
-def test_a_later_save_takes_an_earlier_ones_place(model, tmp_path):
+def test_a_later_save_replaces_an_earlier_one(model, tmp_path):
     first, second = (prefill(model, [row]) for row in CONTEXTS)
     save_cache(tmp_path, first, model)
     save_cache(tmp_path, second, model)
@@ -97,7 +97,7 @@ def test_a_later_save_takes_an_earlier_ones_place(model, tmp_path):
     assert len(list(tmp_path.glob("arrays-*"))) == 1
 
 
-def test_a_save_that_is_cut_short_leaves_the_earlier_one(model, tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_earlier_one(model, tmp_path, monkeypatch):
     save_cache(tmp_path, prefill(model, CONTEXTS[:1]), model)
     monkeypatch.setattr(
         "kvjax.inference.saving.write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
@@ -154,7 +154,7 @@ def saved(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_what_is_not_whole_is_refused_in_a_line(model, saved, tmp_path, harm):
+def test_damaged_folders_are_refused(model, saved, tmp_path, harm):
     folder = shutil.copytree(saved, tmp_path / "copy")
     change, said = HARM[harm]
     change(folder, model)
@@ -164,7 +164,7 @@ def test_what_is_not_whole_is_refused_in_a_line(model, saved, tmp_path, harm):
 
 
 @pytest.mark.parametrize("capacity", [None, 200])
-def test_what_is_larger_than_the_devices_memory_is_refused_in_a_line(model, saved, monkeypatch, capacity):
+def test_a_cache_that_exceeds_the_memory_is_refused(model, saved, monkeypatch, capacity):
     size = load_cache(saved, model, capacity=capacity).pages.nbytes
     monkeypatch.setattr(caches, "device_bytes", lambda **_: size)
     load_cache(saved, model, capacity=capacity)
@@ -175,7 +175,7 @@ def test_what_is_larger_than_the_devices_memory_is_refused_in_a_line(model, save
         load_cache(saved, model, capacity=capacity)
 
 
-def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
+def test_caches_of_another_model_or_policy_are_refused(model, saved, tmp_path):
     wgkv = policies(model)["wgkv"]()
     gated = save_cache(tmp_path / "gated", prefill(model, CONTEXTS, policy=wgkv), model, wgkv)
     assert gated > 0
@@ -214,7 +214,7 @@ def of_seed(name, model, seed):
 
 
 @pytest.mark.parametrize("name", ["kvpop", pytest.param("fast_kvzip", marks=pytest.mark.thorough)])
-def test_what_other_gates_or_scorers_made_of_the_tokens_is_refused_in_a_line(model, tmp_path, name):
+def test_memories_of_other_gates_or_scorers_are_refused(model, tmp_path, name):
     """Files that were written before the gates were recorded are not refused."""
     policy = of_seed(name, model, 1)
     save_cache(tmp_path, prefill(model, CONTEXTS[1:], policy=policy), model, policy)
@@ -237,13 +237,13 @@ def test_gates_that_nothing_goes_on_with_may_be_others(model, tmp_path):
     load_cache(tmp_path, model, policies_[1])
 
 
-def test_a_folder_of_other_things_is_left_alone(model, tmp_path):
+def test_a_folder_with_other_files_is_not_written_to(model, tmp_path):
     (tmp_path / "thesis.txt").write_text("all of it")
     with pytest.raises(UserError, match="it exists and holds no saved cache"):
         kvjax.save_cache(tmp_path, prefill(model, CONTEXTS), model)
 
 
-def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
+def test_bad_arguments_of_saving_and_loading_are_one_line_errors(model, tmp_path, monkeypatch):
     # users run it without the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     r_kv = make_policy("r_kv:entries=24,when=every,every=8", model=model)
@@ -275,7 +275,7 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
         load_cache(tmp_path / "kept", half)
 
 
-def test_a_first_save_that_fails_leaves_nothing_and_may_be_tried_again(model, tmp_path, monkeypatch):
+def test_a_first_save_that_fails_leaves_nothing(model, tmp_path, monkeypatch):
     cache = prefill(model, CONTEXTS[:1])
     large = "OUT_OF_RANGE: Failed to write 9 bytes: File too large [os_error_code='27']"
     for error, why in ((OSError(28, "full"), "full"), (ValueError(large), "File too large")):
@@ -343,7 +343,7 @@ NOT_WHAT_IT_WAS = {
 
 
 @pytest.mark.parametrize("edit", NOT_WHAT_IT_WAS)
-def test_a_description_that_was_edited_and_sealed_again_is_refused_in_a_line(model, saved, tmp_path, edit):
+def test_edited_descriptions_are_refused(model, saved, tmp_path, edit):
     change, said = NOT_WHAT_IT_WAS[edit]
     folder = resealed(shutil.copytree(saved, tmp_path / "copy"), change)
     with pytest.raises(UserError, match=said) as caught:
@@ -362,7 +362,7 @@ def test_a_description_that_was_edited_and_sealed_again_is_refused_in_a_line(mod
         ("seen", 1_000_000, "other lengths than its tokens allow"),
     ],
 )
-def test_arrays_that_were_edited_are_refused_in_a_line(model, saved, tmp_path, name, value, said):
+def test_edited_arrays_are_refused(model, saved, tmp_path, name, value, said):
     def change(arrays):
         arrays[name].reshape(-1)[0] = value
 
@@ -370,7 +370,7 @@ def test_arrays_that_were_edited_are_refused_in_a_line(model, saved, tmp_path, n
         load_cache(other_arrays(shutil.copytree(saved, tmp_path / "copy"), change), model)
 
 
-def test_pipes_links_and_json_of_any_depth_are_refused_in_a_line(model, saved, tmp_path):
+def test_pipes_links_and_deep_json_are_refused(model, saved, tmp_path):
     for index, (make, said) in enumerate(
         (
             (lambda file: os.mkfifo(file.parent / "pipe"), "not a plain file"),
@@ -393,7 +393,7 @@ def test_pipes_links_and_json_of_any_depth_are_refused_in_a_line(model, saved, t
 @pytest.mark.parametrize(
     "begun", [os.mkfifo, lambda file: file.write_text("[" * 100_000)], ids=["pipe", "deep"]
 )
-def test_what_stands_where_a_description_would_is_not_waited_for(tmp_path, begun):
+def test_a_pipe_in_place_of_the_description_does_not_block(tmp_path, begun):
     begun(tmp_path / DESCRIPTION)
     with pytest.raises(UserError, match="it exists and holds no saved cache"):
         checked_place(tmp_path)
