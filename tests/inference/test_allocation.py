@@ -137,27 +137,27 @@ def test_a_grown_pool_gives_the_answers_of_a_large_one(prompts, shape, exact):
         split = tiny_model()
         small, large = (admitting(split, rate) for rate in (0.01, 1.0))
         first = allocation.new_cache(split, small.compile(split), prompts, 0, PAGE).pages.pool.shape[0]
-        grown, whole = (
+        grown, large_pool = (
             prefill(split, prompts, policy=policy, page_size=PAGE, chunk=16) for policy in (small, large)
         )
         assert grown.pages.pool.shape[0] > first
         if not shape:
             pages_are_whole(grown)
-        for held, there in zip(
-            *map(jax.tree.leaves, (grown.layers.length, whole.layers.length)), strict=True
+        for lengths, expected_lengths in zip(
+            *map(jax.tree.leaves, (grown.layers.length, large_pool.layers.length)), strict=True
         ):
-            np.testing.assert_array_equal(held, there)
+            np.testing.assert_array_equal(lengths, expected_lengths)
         questions = [prompt[:30] for prompt in prompts]
         found, expected = (
             generate(split, questions, answers(40, logprobs=3), policy=policy, cache=cache)
-            for policy, cache in ((small, grown), (large, whole))
+            for policy, cache in ((small, grown), (large, large_pool))
         )
     assert found.stats.pool_pages > grown.pages.pool.shape[0]
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.stats.entries, expected.stats.entries)
-    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
-        np.testing.assert_array_equal(one.chosen, other.chosen)
-        assert one.alternatives == other.alternatives
+    for result, other in zip(found.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_array_equal(result.chosen, other.chosen)
+        assert result.alternatives == other.alternatives
 
 
 def test_a_pool_shrinks_after_the_prompt_is_compacted(model, prompts, exact):

@@ -30,7 +30,7 @@ def test_captured_arrays_are_those_of_attention(shape, tokens):
         view = policy.compile(model).read
         sizes = {"batch": 2, "layers": 3, "kv_heads": 4, "head_dim": 8, "tokens": 20}
         nothing = empty_cache(policy.compile(model), **sizes, dtype=jnp.float32)
-        whole = run(
+        reference = run(
             model,
             view,
             nothing,
@@ -44,17 +44,19 @@ def test_captured_arrays_are_those_of_attention(shape, tokens):
         at_once = run(model, view, cache, *fed, write=False, capture=NAMES)[2]
         rows = [tokens[b, 12 : 12 + count] for b, count in enumerate(counts)]
         by_layer = list(captured_layers(model, policy, cache, rows, NAMES))
-    whole = {name: np.asarray(x) for name, x in whole.items()}
-    logits = np.einsum("lbnth,lbnsh->lbnts", whole["q"], np.repeat(whole["k"], 2, 2)) / np.sqrt(8)
+    reference = {name: np.asarray(x) for name, x in reference.items()}
+    logits = np.einsum("lbnth,lbnsh->lbnts", reference["q"], np.repeat(reference["k"], 2, 2)) / np.sqrt(8)
     lse = np.log(np.where(np.tri(17, dtype=bool), np.exp(logits), 0).sum(-1))
     for b, count in enumerate(counts):
-        np.testing.assert_allclose(whole["lse"][:, b, :, : 12 + count], lse[:, b, :, : 12 + count], atol=1e-5)
+        np.testing.assert_allclose(
+            reference["lse"][:, b, :, : 12 + count], lse[:, b, :, : 12 + count], atol=1e-5
+        )
         for name in NAMES:
             axis = 1 if name == "hidden" else 2
-            wanted = np.take(whole[name][:, b], np.arange(12, 12 + count), axis)
+            wanted = np.take(reference[name][:, b], np.arange(12, 12 + count), axis)
             for found in (at_once[name], np.stack([layer[name] for layer in by_layer])):
-                mine = np.take(np.asarray(found)[:, b], np.arange(count), axis)
-                np.testing.assert_allclose(mine, wanted, atol=1e-5)
+                captured = np.take(np.asarray(found)[:, b], np.arange(count), axis)
+                np.testing.assert_allclose(captured, wanted, atol=1e-5)
 
 
 def test_captures_set_no_mesh_and_accept_an_uncompiled_policy(model):

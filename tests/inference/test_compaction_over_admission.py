@@ -64,8 +64,8 @@ def test_scores_and_kept_entries_match_the_published_method(model, prompts, admi
 def test_observed_queries_are_causal_over_stored_entries(model, prompts, admitted):
     """WG-KV itself uses 256 of each. The comparison is with a softmax whose causal mask is written out by true
     positions. The oldest query's own key is stored, and no entry can be newer."""
-    ((name, told),) = admitted.items()
-    wider = {name: told | {"window": OBSERVED}}
+    ((name, options),) = admitted.items()
+    wider = {name: options | {"window": OBSERVED}}
     policy = make_policy(wider | {"snapkv": {"entries": KEPT, "observed": OBSERVED}}, model=model)
     scores = scored(model, policy, prompts)
     before = inference.prefill(model, prompts, policy=make_policy(wider, model=model), page_size=PAGE)
@@ -88,19 +88,19 @@ def test_observed_queries_are_causal_over_stored_entries(model, prompts, admitte
 @pytest.mark.thorough
 def test_gates_eviction_and_selection_combine(model, prompts, gated):
     """A selection that reads every page gives the answers of no selection, and one that reads few pages does not."""
-    both = gated | {"snapkv": {"observed": OBSERVED, "entries": KEPT}}
+    gates_and_eviction = gated | {"snapkv": {"observed": OBSERVED, "entries": KEPT}}
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
     options = {"page_size": PAGE, "capacity": 100}
-    said = [
+    answers = [
         inference.generate(model, prompts, sampling, policy=policy, **options).tokens
         for policy in (
-            make_policy(both, model=model),
-            make_policy(both | {"quest": {"tokens": 1000}}, model=model),
-            make_policy(both | {"quest": {"tokens": 1}}, model=model),
+            make_policy(gates_and_eviction, model=model),
+            make_policy(gates_and_eviction | {"quest": {"tokens": 1000}}, model=model),
+            make_policy(gates_and_eviction | {"quest": {"tokens": 1}}, model=model),
         )
     ]
-    np.testing.assert_array_equal(said[0], said[1])
-    assert (np.array(said[0]) != np.array(said[2])).any()
+    np.testing.assert_array_equal(answers[0], answers[1])
+    assert (np.array(answers[0]) != np.array(answers[2])).any()
 
 
 @pytest.mark.thorough

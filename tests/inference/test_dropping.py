@@ -18,7 +18,7 @@ from kvjax.sampling_params import SamplingParams
 from tests.cache.kept import lists, positions
 from tests.inference.cached import LENGTH, TOKENS, run
 from tests.inference.delayed import delayed
-from tests.inference.dense import dense_logits, logits_over_what_is_stored
+from tests.inference.dense import dense_logits, logits_over_stored_entries
 from tests.policies.captured import pages_are_whole
 from tests.tiny_models import sliding_model, tiny_gates, tiny_model
 
@@ -62,8 +62,8 @@ def mask(*drops):
 
 
 def gated(model, positions=True, **evicts):
-    own = {"tau": 0.5, "window": WINDOW, "positions": positions}
-    return make_policy({"wgkv": own} | evicts, model=model, gates=tiny_gates(model))
+    options = {"tau": 0.5, "window": WINDOW, "positions": positions}
+    return make_policy({"wgkv": options} | evicts, model=model, gates=tiny_gates(model))
 
 
 POLICIES = {
@@ -129,15 +129,15 @@ def test_sliding_windows_hide_the_dropped_span(tmp_path, name):
 @pytest.mark.mesh
 def test_a_mesh_drops_the_same(model):
     batch, span = np.concatenate([TOKENS, TOKENS[:, ::-1]]), (12, 22)
-    found = []
+    results = []
     for mesh in (make_mesh(), make_mesh(fsdp=2, tensor=4)):
         with jax.set_mesh(mesh):
             split = tiny_model()
             cache = fed(split, gated(split), None, 0, READ, tokens=batch)[0].without(2, *span)
             cache, got = fed(split, gated(split), cache, READ, LENGTH, alone=8, tokens=batch)
-            found.append((np.asarray(cache.layers.length), got))
-    (lengths, want), (own, got) = found
-    np.testing.assert_array_equal(own, lengths)
+            results.append((np.asarray(cache.layers.length), got))
+    (lengths, want), (split_lengths, got) = results
+    np.testing.assert_array_equal(split_lengths, lengths)
     assert np.abs(got - want).max() < 1e-4
 
 
@@ -146,26 +146,26 @@ def rows_of(cache):
     with use_mesh(cache):
         arrays = packed(cache)
     length, counted, slots = arrays["length"], np.asarray(cache.counted), cache.window - 1
-    held, found = np.minimum(counted, slots), {}
-    of_entry, of_token = (places(x).row for x in (length, np.broadcast_to(held[:, None], length.shape)))
+    in_window, by_row = np.minimum(counted, slots), {}
+    of_entry, of_token = (places(x).row for x in (length, np.broadcast_to(in_window[:, None], length.shape)))
     for index, row in enumerate(np.ndindex(length.shape)):
-        slot = (counted[row[1]] - held[row[1]] + np.arange(held[row[1]])) % slots
+        slot = (counted[row[1]] - in_window[row[1]] + np.arange(in_window[row[1]])) % slots
         stored = {
             x: arrays[x][of_entry == index] for x in arrays if x == "entries" or x.startswith("metadata.")
         }
         local = {x: arrays[x][row][slot] for x in arrays if x == "priority" or x.startswith("numbers.")}
-        found[row] = stored, local | {"entries": arrays["ring"][of_token == index]}
-    return found
+        by_row[row] = stored, local | {"entries": arrays["ring"][of_token == index]}
+    return by_row
 
 
-def bounds_are_those_of_the_keys(cache):
+def assert_bounds_match_keys(cache):
     ring, rows = caches.ring_pages(cache.window, PAGE), rows_of(cache)
     for row, (stored, _) in rows.items():
         keys = stored["entries"][:, : stored["entries"].shape[1] // 2]
         for column in range(-(-len(keys) // PAGE)):
-            own = keys[column * PAGE : (column + 1) * PAGE]
+            page_keys = keys[column * PAGE : (column + 1) * PAGE]
             page = int(cache.layers.page_table[(*row, ring + column)])
-            want = np.concatenate([own.min(0), (-own).min(0)])
+            want = np.concatenate([page_keys.min(0), (-page_keys).min(0)])
             np.testing.assert_array_equal(cache.pages.bounds[page], want)
 
 
@@ -183,16 +183,18 @@ def test_remaining_entries_keep_their_metadata_and_bounds(model, name):
     other = cache.without(1, start, end)
     before, after = rows_of(cache), rows_of(other)
     for row, parts in before.items():
-        for part, own, key in zip(parts, after[row], ("metadata.position", "numbers.position"), strict=True):
+        for part, remaining, key in zip(
+            parts, after[row], ("metadata.position", "numbers.position"), strict=True
+        ):
             stays = (part[key] < start) | (part[key] >= end) | (row[1] == 0)
-            assert own.keys() == part.keys()
+            assert remaining.keys() == part.keys()
             for x in part:
-                np.testing.assert_array_equal(own[x], part[x][stays])
+                np.testing.assert_array_equal(remaining[x], part[x][stays])
     if name == "quest":
-        bounds_are_those_of_the_keys(other)
+        assert_bounds_match_keys(other)
     token = jnp.asarray(TOKENS[:, READ])
     if name == "max_entries":
-        want = logits_over_what_is_stored(model, other, token)
+        want = logits_over_stored_entries(model, other, token)
         _, got = fed(model, policies[name], other, READ, READ + 1, alone=1)
         assert np.abs(got[:, 0] - want).max() < 1e-4
 
@@ -211,7 +213,7 @@ def test_after_a_compaction_the_span_is_found_by_position(model, policy):
     assert len({tuple(row) for row in after.values()}) > 12
     token = np.array([5, 6])
     with use_mesh(model):
-        want = logits_over_what_is_stored(model, other, token)
+        want = logits_over_stored_entries(model, other, token)
         view, fed_one = policy.compile(model).decode, (jnp.asarray(token[:, None]), jnp.ones(2, jnp.int32))
         _, got = run(model, view, other, *fed_one)
     assert np.abs(np.asarray(got)[:, 0] - want).max() < 1e-4
@@ -254,7 +256,7 @@ def test_budgets_count_the_tokens_left_in_the_window(model):
 
 
 @pytest.mark.parametrize(
-    ("span", "said"),
+    ("span", "message"),
     [
         ((2, 0, 3), "sequence must be a whole number of at most 1, got 2"),
         ((1, -1, 3), "start must be a whole number of at least 0, got -1"),
@@ -262,9 +264,9 @@ def test_budgets_count_the_tokens_left_in_the_window(model):
         ((1, 5, 25), "end must be a whole number of at most 24, got 25"),
     ],
 )
-def test_invalid_spans_are_refused(model, span, said):
+def test_invalid_spans_are_refused(model, span, message):
     cache, _ = fed(model, make_policy("full"), None, 0, READ)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         cache.without(*span)
 
 

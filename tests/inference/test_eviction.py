@@ -163,13 +163,13 @@ def test_more_tokens_may_be_observed_than_the_page_table_holds(model, prompts):
     it reaches a multiple of the period."""
     policy = make_policy("snapkv:observed=80,entries=90,when=position,every=16", model=model)
     row = prompts[0][:10]
-    found = inference.generate(
+    generation = inference.generate(
         model, [row], SamplingParams(max_new_tokens=20, ignore_eos=True), policy=policy, page_size=PAGE
     )
-    (answer,) = found.tokens
-    said = inference.logits(model, [np.concatenate([row, answer[:-1]])])[0, len(row) - 1 :]
-    np.testing.assert_array_equal(said.argmax(-1), answer)
-    assert (found.stats.entries == 29).all()
+    (answer,) = generation.tokens
+    logits = inference.logits(model, [np.concatenate([row, answer[:-1]])])[0, len(row) - 1 :]
+    np.testing.assert_array_equal(logits.argmax(-1), answer)
+    assert (generation.stats.entries == 29).all()
 
 
 def test_the_decoding_loop_compacts_running_sequences_that_are_due(model, prompts, monkeypatch):

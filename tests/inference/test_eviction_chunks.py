@@ -124,10 +124,10 @@ def test_methods_score_each_chunk_by_itself(model, prompts, name):
 
 def test_a_chunk_longer_than_the_prompt_keeps_the_same_entries(model, prompts):
     chunked = read(model, prompts, ratio=0.5, chunk=60)
-    whole = read(model, prompts, ratio=0.5, when="prompt", chunk=0)
-    np.testing.assert_array_equal(chunked.layers.length, whole.layers.length)
+    at_once = read(model, prompts, ratio=0.5, when="prompt", chunk=0)
+    np.testing.assert_array_equal(chunked.layers.length, at_once.layers.length)
     for row in np.ndindex(3, 2, 4):
-        np.testing.assert_allclose(entries(chunked, *row), entries(whole, *row), atol=1e-6)
+        np.testing.assert_allclose(entries(chunked, *row), entries(at_once, *row), atol=1e-6)
 
 
 def test_a_ratio_of_1_gives_the_full_cache(model, prompts):

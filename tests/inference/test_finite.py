@@ -87,13 +87,13 @@ def test_the_caller_s_cache_can_be_used_after_an_error(model):
 
 def test_no_token_is_drawn_from_logits_that_are_not_finite(clean):
     twice = PROMPTS[:1] * 2
-    said = generate(clean, twice, NINE).tokens[0].tolist()
-    bad = next(x for x in said[2:] if x not in PROMPTS[0] and x not in said[:2])
+    answer = generate(clean, twice, NINE).tokens[0].tolist()
+    bad = next(x for x in answer[2:] if x not in PROMPTS[0] and x not in answer[:2])
     model = tiny_model(tied=False)
     with use_mesh(model):
         with_rows(model.embed, [bad])
     blocks = stream(model, twice, NINE, block=1)
-    for token in said[: said.index(bad) + 1]:
+    for token in answer[: answer.index(bad) + 1]:
         assert next(blocks).tokens[0].tolist() == [token]
     with pytest.raises(UserError, match="not finite"):
         next(blocks)

@@ -187,14 +187,14 @@ def test_texts_give_texts(loaded):
         np.testing.assert_array_equal(line, expected)
         assert text == tokenizer.decode(expected, skip_special_tokens=True)
     cache = inference.prefill(model, texts, tokenizer=tokenizer)
-    asked = inference.generate(
+    continued = inference.generate(
         model, ["x", "y"], SamplingParams(max_new_tokens=5), tokenizer=tokenizer, cache=cache
     )
     more = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in "xy"]
-    whole = inference.generate(
+    joined = inference.generate(
         model, [a + b for a, b in zip(ids, more, strict=True)], SamplingParams(max_new_tokens=5)
     )
-    np.testing.assert_array_equal(np.stack(asked.tokens), np.stack(whole.tokens))
+    np.testing.assert_array_equal(np.stack(continued.tokens), np.stack(joined.tokens))
 
 
 def test_a_stop_text_ends_an_answer_before_it(loaded):
@@ -242,15 +242,15 @@ TEXT = "He said: “it’s 3.5 € – no 🙂🙂, really”.\n\n  Then  he lef
 def test_live_text_adds_up_to_the_whole_answer(make, stop):
     tokenizer, rng = make(), np.random.default_rng(0)
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    whole = decoded(tokenizer, tokens)
-    place = stop_place(whole, stop)
+    text = decoded(tokenizer, tokens)
+    place = stop_place(text, stop)
     for _ in range(20):
         live, parts, start = LiveText(tokenizer, stop), [], 0
         while start < len(tokens):
             size = int(rng.integers(1, 9))
             parts.append(live.more(tokens[start : start + size]))
             start += size
-        assert "".join([*parts, live.end()]) == whole[:place]
+        assert "".join([*parts, live.end()]) == text[:place]
         assert live.stopped == (place is not None)
 
 

@@ -53,11 +53,11 @@ def int8():
     "name", ["wgkv", "quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("max_entries", "full"))]
 )
 def test_logits_are_close_to_those_of_float_entries(model, int8, tokens, name):
-    found = []
-    for one in (model, int8):
-        own = policies_for(one, 6) | {"max_entries": delayed(window=6, max_entries=5, delay=2)}
-        found.append(cached_logits(one, own[name], tokens, CALLS))
-    (want, floats), (logits, cache) = found
+    results = []
+    for loaded in (model, int8):
+        named = policies_for(loaded, 6) | {"max_entries": delayed(window=6, max_entries=5, delay=2)}
+        results.append(cached_logits(loaded, named[name], tokens, CALLS))
+    (want, floats), (logits, cache) = results
     assert 0 < np.sqrt(np.square(logits - want).mean()) < NEAR
     # a gate may decide otherwise about a token whose hidden state is a little different
     np.testing.assert_allclose(cache.layers.length, floats.layers.length, atol=1)
@@ -72,15 +72,17 @@ def test_logits_are_close_to_those_of_float_entries(model, int8, tokens, name):
 )
 def test_evictions_score_the_stored_entries(model, int8, name):
     """Contexts are compacted, and so are answers as they grow."""
-    found = []
-    for one in (model, int8):
+    results = []
+    for loaded in (model, int8):
         texts = {"ratio": 0.5, "repeated": 16, "instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
-        policy = make_policy({"kvzip": texts}, model=one) if name == "kvzip" else policies(one)[name]()
-        cache = prefill(one, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
+        policy = make_policy({"kvzip": texts}, model=loaded) if name == "kvzip" else policies(loaded)[name]()
+        cache = prefill(loaded, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
         pages_are_whole(cache)
-        said = generate(one, QUESTIONS[:2], WITH_LOGPROBS, policy=policy, cache=cache)
-        found.append((np.asarray(cache.layers.length), [own.chosen[0] for own in said.logprobs]))
-    (lengths, first), (own_lengths, own_first) = found
+        answers = generate(loaded, QUESTIONS[:2], WITH_LOGPROBS, policy=policy, cache=cache)
+        results.append(
+            (np.asarray(cache.layers.length), [logprobs.chosen[0] for logprobs in answers.logprobs])
+        )
+    (lengths, first), (own_lengths, own_first) = results
     np.testing.assert_array_equal(own_lengths.sum((0, 2)), lengths.sum((0, 2)))
     # an entry at the edge of the budget may be another one
     np.testing.assert_allclose(own_lengths, lengths, atol=4)
@@ -88,13 +90,13 @@ def test_evictions_score_the_stored_entries(model, int8, name):
 
 
 def test_h2o_counts_the_attention_to_int8_entries(model, int8):
-    found = []
-    for one in (model, int8):
-        policy = make_policy("h2o:entries=1000,when=every,every=8", model=one)
-        cache = prefill(one, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
-        with use_mesh(one):
-            found.append(packed(cache)["metadata.attention"])
-    np.testing.assert_allclose(found[1], found[0], atol=NEAR)
+    attention = []
+    for loaded in (model, int8):
+        policy = make_policy("h2o:entries=1000,when=every,every=8", model=loaded)
+        cache = prefill(loaded, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
+        with use_mesh(loaded):
+            attention.append(packed(cache)["metadata.attention"])
+    np.testing.assert_allclose(attention[1], attention[0], atol=NEAR)
 
 
 def test_entries_are_rounded_only_once(int8, tokens):
@@ -218,9 +220,9 @@ def test_other_dtypes_are_refused(dtype):
 def test_rounding_is_to_nearest_without_clipping():
     kv = jax.random.normal(jax.random.key(0), (50, 16)) * jnp.exp2(jnp.arange(-25, 25))[:, None]
     kv = kv.at[3].set(0).at[4, :8].set(0)
-    values, both = quantised_entries(kv)
+    values, packed_scales = quantised_entries(kv)
     assert values.dtype == jnp.int8
     assert jnp.abs(values.astype(int)).max() <= 127
     largest = jnp.abs(kv.reshape(50, 2, 8)).max(-1, keepdims=True)
-    error = jnp.abs(dequantised_entries(values, both, jnp.float32) - kv).reshape(50, 2, 8)
+    error = jnp.abs(dequantised_entries(values, packed_scales, jnp.float32) - kv).reshape(50, 2, 8)
     assert (error <= largest / 127 * (1 + 2**-7) / 2 * (1 + 1e-6)).all()

@@ -91,26 +91,26 @@ def test_placement_does_not_change_the_model_that_users_see(make, tmp_path):
     [x if x in ("random", "snapkv") else pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES],
 )
 def test_answers_statistics_and_saved_caches_keep_the_model_s_order(name, tmp_path):
-    found, sampling = [], SamplingParams(max_new_tokens=10, ignore_eos=True, stop_token_ids=[])
+    results, sampling = [], SamplingParams(max_new_tokens=10, ignore_eos=True, stop_token_ids=[])
     with jax.set_mesh(make_mesh(tensor=2, sequence=2)):
         model = tiny_model()
-        both = {"own": model, "placed": placed(model, ORDER)}
-        for order, model in both.items():
+        models = {"own": model, "placed": placed(model, ORDER)}
+        for order, model in models.items():
             trained = TRAINED[name](model) if name in TRAINED else {}
             policy = make_policy({name: POLICIES[name] | trained}, model=model)
             cache = inference.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=12)
             save_cache(tmp_path / order, cache, model, policy)
-            said = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
-            found.append((said.tokens, caches.stats(cache).entries, policy))
-        (tokens, entries, _), (same, held, policy) = found
+            answers = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
+            results.append((answers.tokens, caches.stats(cache).entries, policy))
+        (tokens, entries, _), (same, held, policy) = results
         np.testing.assert_array_equal(same, tokens)
         np.testing.assert_array_equal(held, entries)
         # each reads what the other has saved
-        for model, other in zip(both.values(), ("placed", "own"), strict=True):
+        for model, other in zip(models.values(), ("placed", "own"), strict=True):
             cache = load_cache(tmp_path / other, model, policy)
             np.testing.assert_array_equal(caches.stats(cache).entries, entries)
-            said = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
-            np.testing.assert_array_equal(said.tokens, tokens)
+            answers = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
+            np.testing.assert_array_equal(answers.tokens, tokens)
 
 
 def test_heads_are_placed_by_the_policy_s_expectation():

@@ -28,13 +28,13 @@ from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
 
 THOROUGH = "full", "quest", "r_kv", "snapkv", "h2o", "wgkv", "max_entries"
-ASKED = QUESTIONS[:2]
+TWO_QUESTIONS = QUESTIONS[:2]
 
 
-def asked(model, policy, cache):
+def answers_of(model, policy, cache):
     """Return the answers and the log-probabilities of their tokens."""
-    found = generate(model, ASKED, WITH_LOGPROBS, policy=policy, cache=cache)
-    return found.tokens, [own.chosen for own in found.logprobs]
+    answers = generate(model, TWO_QUESTIONS, WITH_LOGPROBS, policy=policy, cache=cache)
+    return answers.tokens, [logprobs.chosen for logprobs in answers.logprobs]
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def asked(model, policy, cache):
 def test_a_loaded_cache_gives_identical_answers(model, name, tmp_path):
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
-    expected = asked(model, policy, cache)
+    expected = answers_of(model, policy, cache)
     save_cache(tmp_path / "saved", cache, model, policy)
     loaded = load_cache(tmp_path / "saved", model, policy)
     pages_are_whole(loaded)
     np.testing.assert_array_equal(caches.stats(loaded).entries, caches.stats(cache).entries)
-    found = asked(model, policy, loaded)
+    found = answers_of(model, policy, loaded)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -62,10 +62,10 @@ def test_other_pages_and_meshes_load_the_same_entries(model, name, tmp_path):
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
     save_cache(tmp_path, cache, model, policy)
-    expected = asked(model, policy, prefill(model, CONTEXTS, policy=policy, page_size=6))
+    expected = answers_of(model, policy, prefill(model, CONTEXTS, policy=policy, page_size=6))
     loaded = load_cache(tmp_path, model, policy, page_size=6, capacity=105)
     assert (loaded.page_size, loaded.limit) == (6, 105 * 2 * 12 // 6)
-    found = asked(model, policy, loaded)
+    found = answers_of(model, policy, loaded)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
     with use_mesh(model):
         stored = packed(cache)
@@ -74,7 +74,7 @@ def test_other_pages_and_meshes_load_the_same_entries(model, name, tmp_path):
         same = policies(split)[name]()
         apart = load_cache(tmp_path, split, same, page_size=6)
         jax.tree.map(np.testing.assert_array_equal, packed(apart), stored)
-        others = asked(split, same, apart)
+        others = answers_of(split, same, apart)
     np.testing.assert_allclose(others, expected, rtol=0, atol=2e-6)
 
 
@@ -123,7 +123,7 @@ def damaged(folder, size):
     file.write_bytes(content)
 
 
-HARM = {
+DAMAGE = {
     "a truncated file": (lambda folder, model: damaged(folder, 0.5), "damaged"),
     "a changed byte": (lambda folder, model: damaged(folder, None), "damaged"),
     "another window": (
@@ -153,12 +153,12 @@ def saved(model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("harm", HARM)
-def test_damaged_folders_are_refused(model, saved, tmp_path, harm):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_refused(model, saved, tmp_path, damage):
     folder = shutil.copytree(saved, tmp_path / "copy")
-    change, said = HARM[harm]
+    change, message = DAMAGE[damage]
     change(folder, model)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_cache(folder, model)
     assert "\n" not in str(caught.value)
 
@@ -179,7 +179,7 @@ def test_caches_of_another_model_or_policy_are_refused(model, saved, tmp_path):
     wgkv = policies(model)["wgkv"]()
     gated = save_cache(tmp_path / "gated", prefill(model, CONTEXTS, policy=wgkv), model, wgkv)
     assert gated > 0
-    for loaded, told, folder, said in (
+    for loaded, options, folder, message in (
         (tiny_model(), {}, saved, "whose weights are not those of"),
         (model, {"policy": wgkv}, saved, "the cache has window 1, policy wgkv has 6"),
         (
@@ -197,8 +197,8 @@ def test_caches_of_another_model_or_policy_are_refused(model, saved, tmp_path):
         ),
         (model, {}, tmp_path / "none", "no cache is saved here"),
     ):
-        with pytest.raises(UserError, match=said) as caught:
-            load_cache(folder, loaded, **told)
+        with pytest.raises(UserError, match=message) as caught:
+            load_cache(folder, loaded, **options)
         assert "\n" not in str(caught.value)
     with pytest.raises(CapacityError, match="capacity 50: .* pages of 16 tokens a device, the cache"):
         load_cache(saved, model, capacity=50)
@@ -206,11 +206,11 @@ def test_caches_of_another_model_or_policy_are_refused(model, saved, tmp_path):
 
 def of_seed(name, model, seed):
     """Return a policy whose state depends on its gates or scorers, which are drawn with this seed."""
-    told = {"window": 6, "max_entries": 20, "scorers": tiny_scorers(model, seed)}
+    options = {"window": 6, "max_entries": 20, "scorers": tiny_scorers(model, seed)}
     if name == "fast_kvzip":
         often = {"entries": 24, "when": "position", "every": 8, "protected": {"last": 8}, "buffer": 8}
-        told = {"gates": tiny_sink_gates(model, seed=seed), **often}
-    return make_policy({name: told}, model=model)
+        options = {"gates": tiny_sink_gates(model, seed=seed), **often}
+    return make_policy({name: options}, model=model)
 
 
 @pytest.mark.parametrize("name", ["kvpop", pytest.param("fast_kvzip", marks=pytest.mark.thorough)])
@@ -254,7 +254,7 @@ def test_bad_arguments_of_saving_and_loading_are_one_line_errors(model, tmp_path
     others.mkdir()
     (others / DESCRIPTION).write_text('{"mine": 1}')
     long = tmp_path / ("x" * 300)
-    for saved, policy, path, said in (
+    for saved, policy, path, message in (
         (None, None, tmp_path / "a", "save_cache: cache must come from prefill, got None"),
         (cache, None, None, "save_cache: path must be that of a folder, got None"),
         (cache, None, others, "it exists and holds no saved cache"),
@@ -262,7 +262,7 @@ def test_bad_arguments_of_saving_and_loading_are_one_line_errors(model, tmp_path
         (cache, None, long, "a cache cannot be written there .*too long"),
         (remembering, None, tmp_path / "a", "remembers more of its tokens than policy full does"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             save_cache(path, saved, model, policy)
     assert json.loads((others / DESCRIPTION).read_text()) == {"mine": 1}
     with pytest.raises(UserError, match="model must come from kvjax.load_model, got 'model'"):
@@ -299,20 +299,24 @@ def test_a_first_save_that_fails_leaves_nothing(model, tmp_path, monkeypatch):
 def resealed(folder, change):
     """Change the folder's description and seal it again, as someone who knows how could do."""
     file = folder / DESCRIPTION
-    found = json.loads(file.read_text())
-    change(found)
-    file.write_text(json.dumps(found | {"sha256": digest_of(found)}))
+    description = json.loads(file.read_text())
+    change(description)
+    file.write_text(json.dumps(description | {"sha256": digest_of(description)}))
     return folder
 
 
 def other_arrays(folder, change):
     """Change the folder's arrays and describe them again."""
-    found = json.loads((folder / DESCRIPTION).read_text())
+    description = json.loads((folder / DESCRIPTION).read_text())
     with ocp.StandardCheckpointer() as checkpointer:
-        arrays = {name: np.array(x) for name, x in checkpointer.restore(folder / found["folder"]).items()}
+        arrays = {
+            name: np.array(x) for name, x in checkpointer.restore(folder / description["folder"]).items()
+        }
     change(arrays)
-    export(folder / found["folder"], arrays)
-    return resealed(folder, lambda found: found.update(files=_digests(folder / found["folder"])))
+    export(folder / description["folder"], arrays)
+    return resealed(
+        folder, lambda description: description.update(files=_digests(folder / description["folder"]))
+    )
 
 
 def at(value, *path):
@@ -324,7 +328,7 @@ def at(value, *path):
     return change
 
 
-NOT_WHAT_IT_WAS = {
+EDITS = {
     "another folder": (at("../..", "folder"), "folder is '../..'"),
     "no such dtype": (at("float64", "dtype"), "dtype is 'float64'"),
     "a window that is text": (at("9", "window"), "window is '9'"),
@@ -342,18 +346,18 @@ NOT_WHAT_IT_WAS = {
 }
 
 
-@pytest.mark.parametrize("edit", NOT_WHAT_IT_WAS)
+@pytest.mark.parametrize("edit", EDITS)
 def test_edited_descriptions_are_refused(model, saved, tmp_path, edit):
-    change, said = NOT_WHAT_IT_WAS[edit]
+    change, message = EDITS[edit]
     folder = resealed(shutil.copytree(saved, tmp_path / "copy"), change)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_cache(folder, model)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("entries", np.nan, "its entries is not finite"),
         ("length", 200, "other lengths than its tokens allow"),
@@ -362,16 +366,16 @@ def test_edited_descriptions_are_refused(model, saved, tmp_path, edit):
         ("seen", 1_000_000, "other lengths than its tokens allow"),
     ],
 )
-def test_edited_arrays_are_refused(model, saved, tmp_path, name, value, said):
+def test_edited_arrays_are_refused(model, saved, tmp_path, name, value, message):
     def change(arrays):
         arrays[name].reshape(-1)[0] = value
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_cache(other_arrays(shutil.copytree(saved, tmp_path / "copy"), change), model)
 
 
 def test_pipes_links_and_deep_json_are_refused(model, saved, tmp_path):
-    for index, (make, said) in enumerate(
+    for index, (make, message) in enumerate(
         (
             (lambda file: os.mkfifo(file.parent / "pipe"), "not a plain file"),
             (lambda file: (file.parent / "link").symlink_to("/etc"), "not a plain file"),
@@ -382,7 +386,7 @@ def test_pipes_links_and_deep_json_are_refused(model, saved, tmp_path):
     ):
         folder = shutil.copytree(saved, tmp_path / str(index))
         make(next(folder.glob("arrays-*/_METADATA")))
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             load_cache(folder, model)
     (folder / DESCRIPTION).unlink()
     os.mkfifo(folder / DESCRIPTION)

@@ -119,7 +119,7 @@ def test_a_ratio_of_1_gives_the_answers_of_the_full_cache(model, policy):
     observers = QUESTIONS if policy.observes else None
     cache = prefill(model, PROMPTS, policy=policy, chunk=16, observers=observers)
     found = generate(model, QUESTIONS, GREEDY, policy=policy, cache=cache)
-    rows = [np.concatenate(both) for both in zip(PROMPTS, QUESTIONS, strict=True)]
+    rows = [np.concatenate(pair) for pair in zip(PROMPTS, QUESTIONS, strict=True)]
     np.testing.assert_array_equal(found.tokens, continued(model, rows))
     assert cache.layers.length.shape[0] == 3
 
@@ -128,8 +128,8 @@ def test_forked_and_loaded_contexts_give_the_same_answers(model, tmp_path):
     policy = make_policy("snapkv:ratio=0.5", model=model)
     cache = prefill(model, [row[:5] for row in PROMPTS], policy=policy)
     want = generate(model, QUESTIONS, GREEDY, policy=policy, cache=cache).tokens
-    both = [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0], QUESTIONS[1]]
-    shared = generate(model, both, GREEDY, policy=policy, cache=cache, share=True).tokens
+    questions = [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0], QUESTIONS[1]]
+    shared = generate(model, questions, GREEDY, policy=policy, cache=cache, share=True).tokens
     np.testing.assert_array_equal([shared[0], shared[3]], want)
     save_cache(tmp_path / "saved", cache, model, policy)
     loaded = load_cache(tmp_path / "saved", model, policy)
@@ -184,7 +184,7 @@ def none_full():
 
 def test_without_full_attention_questions_continue_contexts(none_full):
     cache = prefill(none_full, PROMPTS, capacity=64)
-    rows = [np.concatenate(both) for both in zip(PROMPTS, QUESTIONS, strict=True)]
+    rows = [np.concatenate(pair) for pair in zip(PROMPTS, QUESTIONS, strict=True)]
     np.testing.assert_array_equal(
         generate(none_full, QUESTIONS, GREEDY, cache=cache).tokens, continued(none_full, rows)
     )
@@ -256,13 +256,13 @@ def test_features_and_losses_use_layers_with_full_attention(model):
         hidden, _ = jax.jit(student, static_argnames="window")(
             method, model, jnp.asarray(row[None]), window=1
         )
-        whole = np.asarray(jax.jit(lambda model, x: model.logits(x))(model, hidden))[0]
-    np.testing.assert_allclose(whole, logits(model, row[None])[0], atol=1e-5)
+        student_logits = np.asarray(jax.jit(lambda model, x: model.logits(x))(model, hidden))[0]
+    np.testing.assert_allclose(student_logits, logits(model, row[None])[0], atol=1e-5)
     question = Question(row[40:50], row[50:56], "")
     sample = Sample(context=row[:40], questions=(question,))
     run = TeacherForcing(model, [sample])
     found = run(np.ones((3, 4), bool), 1, 1)
-    chosen = jax.nn.log_softmax(whole[49:55], -1)[np.arange(6), row[50:56]]
+    chosen = jax.nn.log_softmax(student_logits[49:55], -1)[np.arange(6), row[50:56]]
     np.testing.assert_allclose(found.loss, -chosen.mean(), rtol=1e-5)
 
 
