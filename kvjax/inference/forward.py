@@ -142,7 +142,7 @@ def attending(
             name: layer_results[name] if name in layer_results else getattr(step, name) for name in names
         }
         new = _records(view, step, cache.observations, valid)
-        # do not stack over the layers what was not written
+        # leave out what was not written, or it would be stacked over the layers
         layer = dataclasses.replace(layer, key_scale=None)
         if step.q.shape[2] == 1:
             layer = dataclasses.replace(layer, page_table=None)

@@ -108,11 +108,8 @@ def make_sampler(
     stop = np.full((batch, max(stops, _space(max(map(len, ends_of), default=0)))), -1, np.int32)
     biased = np.full((batch, max(biases, _space(longest) if longest else 0)), vocabulary, np.int32)
     bias = np.zeros(biased.shape, np.float32)
-    max_tokens, seeds, numbers = (
-        np.ones(batch, np.int32),
-        np.zeros(batch, np.uint32),
-        np.zeros(batch, np.uint32),
-    )
+    max_tokens = np.ones(batch, np.int32)
+    seeds, numbers = np.zeros(batch, np.uint32), np.zeros(batch, np.uint32)
     fields = {
         "temperature": (0.0, np.float32),
         "top_k": (0, np.int32),

@@ -29,10 +29,8 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
         kv = jnp.concatenate([step.k, step.v], -1)
         if step.q.shape[2] == 1:
             pool, table = as_pages(windows, step.layer)
-            length_of_window, no_entries = (
-                jnp.minimum(seen, used_slots(windows, window)),
-                jnp.zeros(table.shape[:2], jnp.int32),
-            )
+            no_entries = jnp.zeros(table.shape[:2], jnp.int32)
+            length_of_window = jnp.minimum(seen, used_slots(windows, window))
             options = {"new": (step.k, step.v), "implementation": implementation}
             if hidden is None:
                 o, lse = paged_decode(
