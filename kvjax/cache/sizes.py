@@ -141,6 +141,20 @@ def shard_pages(
     return by_shard(pages_of(length, seen, window, page_size)).sum((1, 2))
 
 
+def longest_lengths(
+    length: Int[np.ndarray, "l b k"],
+    seen: Int[np.ndarray, " b"],
+    tokens: int | Int[np.ndarray, " b"],
+    window: int,
+    max_entries: int | None,
+) -> Int[np.ndarray, "l b k"]:
+    """Return the most retained entries that each head cache may have after `tokens` more tokens, whatever the policy
+    retains. `seen`: the tokens that the window counts (`Cache.counted`)."""
+    leaving = np.maximum(seen + tokens - window + 1, 0) - np.maximum(seen - window + 1, 0)
+    longest = length + leaving[:, None]
+    return longest if max_entries is None else np.maximum(np.minimum(longest, max_entries), length)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The shape of a cache, for the current mesh."""

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache import MARGIN, Layout, shard_pages
+from kvjax.cache import MARGIN, Layout, longest_lengths, shard_pages
 from kvjax.policies.policy import Policy
 
 Lengths = Int[np.ndarray, "l b k"]
@@ -27,11 +27,7 @@ class PageCounts:
     def growth(self, length: Lengths, seen: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> int:
         """Return the most further pages that `tokens` more tokens of each sequence may take, whatever the policy
         retains."""
-        slots, max_entries = self._layout.window - 1, self._policy.max_entries
-        leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
-        longer = length + leaving[:, None]
-        if max_entries is not None:
-            longer = np.maximum(np.minimum(longer, max_entries), length)
+        longer = longest_lengths(length, seen, tokens, self._layout.window, self._policy.max_entries)
         sizes = self._layout.window, self._layout.page_size
         return int((shard_pages(longer, seen + tokens, *sizes) - shard_pages(length, seen, *sizes)).max())
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax import cache as caches
-from kvjax.cache import Cache, CapacityError, Layout, shard_pages
+from kvjax.cache import Cache, CapacityError, Layout, longest_lengths, shard_pages
 from kvjax.cache.sliding import slots_for
 from kvjax.errors import UserError, whole_number
 from kvjax.inference.key_scale import key_scale
@@ -303,11 +303,8 @@ def more_pages(
 
     expected: retained entries that each head cache is expected to have afterwards; None: the most that it may have.
     """
-    length, seen, slots = on_host(cache.layers.length), on_host(cache.counted), cache.window - 1
-    leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
-    longer = length + leaving[:, None]
-    if policy.max_entries is not None:
-        longer = np.maximum(np.minimum(longer, policy.max_entries), length)
+    length, seen = on_host(cache.layers.length), on_host(cache.counted)
+    longer = longest_lengths(length, seen, tokens, cache.window, policy.max_entries)
     if expected is not None:
         longer = np.minimum(longer, np.ceil(expected).astype(np.int64))
     sizes = cache.window, cache.page_size
