@@ -158,8 +158,8 @@ def push(
         metadata[SCALE] = _in_ring(metadata[SCALE], layer, jnp.broadcast_to(place, shape), new, window)
     pages = dataclasses.replace(pages, pool=pool, bounds=bounds, metadata=pages.metadata | metadata)
 
-    now = seen + valid
-    newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
+    seen_after = seen + valid
+    newest = seen_after[:, None] - 1 - (seen_after[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
     place = jnp.clip(newest - (seen[:, None] - slots), 0, slots + tokens - 1)
     by_slot = {name: jnp.take_along_axis(x, place[:, None], 2) for name, x in numbers.items()}
     ring = jnp.take_along_axis(priority, place[:, None], 2)

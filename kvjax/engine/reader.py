@@ -67,8 +67,8 @@ class Reader:
     @property
     def tokens(self) -> int:
         """The most tokens that the next step runs."""
-        behind = 0 if self._schedule is None else self._schedule.read_behind
-        return min(self._step_tokens, self._left) + behind
+        read_behind = 0 if self._schedule is None else self._schedule.read_behind
+        return min(self._step_tokens, self._left) + read_behind
 
     @property
     def _schedule(self) -> Schedule | None:

@@ -218,12 +218,12 @@ def layout_for(
     )  # fmt: skip
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `most` that fits. All smaller numbers must fit too."""
+def _largest(high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `high` that fits. All smaller numbers must fit too."""
     low = 0
-    while low < most:
-        middle = -(-(low + most) // 2)
-        low, most = (middle, most) if fits(middle) else (low, middle - 1)
+    while low < high:
+        middle = -(-(low + high) // 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
 
@@ -264,8 +264,8 @@ def laid_out(view: View, layout: Layout, group: int, key_scale: Float[Array, "l 
     local = shape(layout.batch // batch_shards(), layout.kv_heads // axis_size(*HEADS))
     shapes = zip(*(view.memory_shapes(shape(1, heads), layout.layers) for heads in (1, 2)), strict=True)
     specs = tuple(
-        jax.tree.map(functools.partial(_split_like_heads, first), *both)
-        for first, both in zip(((None, BATCH), (BATCH,)), shapes, strict=True)
+        jax.tree.map(functools.partial(_split_like_heads, first), *pair)
+        for first, pair in zip(((None, BATCH), (BATCH,)), shapes, strict=True)
     )
     gathered_view = gather(view, "data", "fsdp")
     return caches.empty(layout, *jax.shard_map(first_memories, out_specs=specs)(gathered_view), key_scale)

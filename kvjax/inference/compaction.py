@@ -192,7 +192,7 @@ def compacted(
     def local(eviction, output, pages, layers, observations, seen, head, quota):
         observations = jax.tree.map(lambda buffer: by_layer(buffer, seen, pages.dtype), observations)
         pages = with_late_numbers(eviction, pages, layers, observations, seen, ring)
-        found = scores(
+        all_scores = scores(
             eviction,
             output,
             pages,
@@ -206,8 +206,8 @@ def compacted(
             cache.window,
             causal,
         )
-        chosen = compaction.choose(found, layers.length, quota, over, ties, model.config.head_order)
-        finite = compaction.scored(found, layers.length, quota)
+        chosen = compaction.choose(all_scores, layers.length, quota, over, ties, model.config.head_order)
+        finite = compaction.scored(all_scores, layers.length, quota)
         pages, layers = compaction.moved(pages, layers, chosen, ring)
         return if_finite(pages, finite), layers
 
@@ -231,11 +231,11 @@ def compacted(
 def output_projections(model: Decoder) -> dict[str, Shaped[Array, "l _ d"]]:
     """Return the output projections of the layers with full attention, split by heads only: values [l (n h) d] and, for
     8-bit weights, their scales."""
-    found = {"values": model.layers.o, "scale": model.layers.o_scale}
-    found = {name: gathered(x, HEADS) for name, x in found.items() if x is not None}
+    projections = {"values": model.layers.o, "scale": model.layers.o_scale}
+    projections = {name: gathered(x, HEADS) for name, x in projections.items() if x is not None}
     if model.config.sliding_layers:
-        found = jax.tree.map(lambda x: x[np.array(model.config.full_layers, np.int32)], found)
-    return found
+        projections = jax.tree.map(lambda x: x[np.array(model.config.full_layers, np.int32)], projections)
+    return projections
 
 
 def by_head(projection: dict[str, Shaped[Array, "_ d"]], like: Float[Array, "..."]) -> Float[Array, "n h d"]:
