@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import Cache
-from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
+from kvjax.cache.saved import DESCRIPTION, describe_cache, digest_of
 from kvjax.errors import UserError
 from kvjax.inference import allocation, generate, prefill, stream
 from kvjax.inference.saving import save_cache
@@ -238,7 +238,7 @@ def test_saved_conversation_continues(llm, tmp_path):
 def write_turns(path, turns):
     """Replace the conversation of a saved cache."""
     description = describe_cache(path) | {"turns": turns}
-    (path / DESCRIPTION).write_text(json.dumps(description | {"sha256": sealed(description)}))
+    (path / DESCRIPTION).write_text(json.dumps(description | {"sha256": digest_of(description)}))
 
 
 def test_conversation_of_an_older_kvjax_continues(dropping, tmp_path):

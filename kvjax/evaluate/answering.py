@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
-from kvjax.cache.rollback import marked, taken_back
+from kvjax.cache.rollback import marked, rolled_back
 from kvjax.cli.stopwatch import Pace, Stopwatch
 from kvjax.inference.decode import Before, decode
 from kvjax.inference.footprint_log import log_steps
@@ -110,7 +110,7 @@ def answer(
                 stopped[row] |= question.stops and bool(
                     np.isin(output[first : start + STEPS, row], stop).any()
                 )
-        cache = taken_back(cache, mark)
+        cache = rolled_back(cache, mark)
     answers = [
         _cut_answer(question, output[:, row], likely[:, row], stop) for row, question in enumerate(questions)
     ]

@@ -1,5 +1,5 @@
-"""Reconstruction passes: tokens that are read after a prompt to look back at a part of it, and leave nothing but
-metadata of its entries (`Reconstruction.passes`)."""
+"""Reconstruction passes: tokens that are read after a prompt and attend to a part of it. They only change the metadata
+of its entries (`Reconstruction.passes`)."""
 
 import dataclasses
 import functools
@@ -28,8 +28,8 @@ from kvjax.policies.views import Passage, Step
 from kvjax.struct import struct
 
 CacheSteps = Generator[Cache, Cache, Cache]
-"""Steps over a cache, which is donated to each. A step yields the cache and is sent it again, with what its pool holds
-by then; the last one returns it."""
+"""Steps over a cache, which is donated to each step. A step yields the cache, and the next one is sent it, possibly
+with a pool that others have changed. The last step returns it."""
 
 
 def all_of(steps: CacheSteps) -> Cache:
@@ -49,12 +49,12 @@ def reconstruct(
     rows: Sequence[Int[np.ndarray, " _"]],
     implementation: str | None = None,
 ) -> CacheSteps:
-    """Return the passes that the policy's eviction makes over the cache (donated) of `rows`, as steps. They fill its
-    entry metadata and change nothing else. The passes of one index run together; a row that has fewer does nothing.
+    """Return the passes that the policy's eviction makes over the cache (donated) of `rows`, as steps. They fill the
+    entry metadata and change nothing else. The i-th passes of all rows run together; rows with fewer passes idle.
 
     Args:
-        policy: its eviction is a `Reconstruction`.
-        cache: it holds every token of `rows`, in pages (`View.stores_all`), and has the eviction's metadata.
+        policy: a policy whose eviction is a `Reconstruction`.
+        cache: a cache that holds every token of `rows` in pages (`View.stores_all`), with the eviction's metadata.
     """
     method, traced, schedule = (
         innermost(policy.host.eviction),
@@ -66,44 +66,46 @@ def reconstruct(
     assert schedule is not None
     passes = [method.passes(row) for row in rows]
     first = bucket(max(schedule.needs.longest_prefix, schedule.needs.first))
-    behind = [max((one.tokens.size for one in own), default=0) for own in passes]
+    behind = [max((x.tokens.size for x in passes_of_row), default=0) for passes_of_row in passes]
     most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
-    check_length(model, [row], most, what="that are read behind them to look at them")
+    check_length(model, [row], most, kind="of a reconstruction pass")
     for index in range(max(map(len, passes), default=0)):
         if index:
             cache = yield cache
         with use_mesh(model):
-            some = [own[index] if index < len(own) else None for own in passes]
-            tokens = [np.zeros(0, np.int32) if one is None else one.tokens for one in some]
+            current = [
+                passes_of_row[index] if index < len(passes_of_row) else None for passes_of_row in passes
+            ]
+            tokens = [np.zeros(0, np.int32) if x is None else x.tokens for x in current]
             log_call(cache, tokens)
-            there = [one for one in some if one is not None]
-            fed, valid = padded(tokens, bucket(_longest(there)))
+            existing = [x for x in current if x is not None]
+            fed, valid = padded(tokens, bucket(_longest(existing)))
             cache = one_pass(
-                model, policy.read, traced, cache, fed, valid, spans(some, fed.shape[0]),
+                model, policy.read, traced, cache, fed, valid, spans(current, fed.shape[0]),
                 first=first, implementation=implementation,
             )  # fmt: skip
     return cache
 
 
 def _longest(passes: Sequence[Pass]) -> int:
-    """Return the most tokens of a pass or its part."""
+    """Return the most tokens of a pass or of the part that it attends to."""
     return max((max(one.tokens.size, one.stop - one.start) for one in passes), default=0)
 
 
 @struct
 class Spans:
-    """The part of each sequence that a pass looks at."""
+    """The part of each sequence that a pass attends to."""
 
     start: Int[Array, " b"]
     """The position of its first token."""
     stop: Int[Array, " b"]
     """The position after its last token."""
     first: Int[Array, " b"]
-    """The number of the prompt's first entries that are looked at in addition."""
+    """The number of the prompt's first entries that the pass attends to in addition."""
 
 
 def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
-    """Return the spans of passes, empty where there is none, and for the rows that pad a batch."""
+    """Return the spans of passes. They are empty for rows without a pass and for rows that pad the batch."""
     table = np.zeros((3, batch), np.int32)
     for row, one in enumerate(passes):
         if one is not None:
@@ -124,7 +126,7 @@ def one_pass(
     first: int,
     implementation: str | None,
 ) -> Cache:
-    """Return the cache after one pass of each sequence. No part may be longer than the padded tokens. `first`: the
+    """Return the cache after one pass of each sequence. No span may be longer than the padded tokens. `first`: the
     number of places for the prompts' first entries."""
 
     def attend(step, metadata, xs):
@@ -162,7 +164,7 @@ def _looked_at(
     spans: Spans,
     first: int,
 ) -> Metadata:
-    """Return the entry metadata after a pass's tokens have looked at one layer's entries."""
+    """Return one layer's entry metadata after a pass's tokens have attended to its entries."""
 
     def local(eviction, step, pages, layer, output, valid, spans):
         own = spans.start[:, None] + jnp.arange(step.q.shape[2])
@@ -170,7 +172,7 @@ def _looked_at(
         exists = jnp.concatenate([begin < spans.first[:, None], own < spans.stop[:, None]], 1)
         place = jnp.concatenate([begin, own], 1)[:, None]
         place = jnp.broadcast_to(place, (*layer.length.shape, place.shape[2]))
-        # all is stored, so there is no local window, and a token's place is its position
+        # every token is stored, so there is no local window, and a token's place is its position
         at = addresses(layer, place, pages.pool.shape[1], 0)
         k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
         numbers = eviction.reconstruct(step, Passage(k, v, exists, first, valid, by_head(output, k)))

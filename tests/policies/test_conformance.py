@@ -19,7 +19,7 @@ from kvjax.policies import make_policy
 from kvjax.policies.policy import DEFAULT_ADMISSION
 from kvjax.struct import changed
 from tests.inference.delayed import delayed
-from tests.inference.dense import logits_over_what_is_stored
+from tests.inference.dense import logits_over_stored_entries
 from tests.tiny_models import TRAINED, tiny_gates, tiny_model
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
@@ -112,7 +112,7 @@ def next_logits(model, policy, cache):
     formula, which another test compares with paged attention, is one program for all policies."""
     if policy.selection is not None:
         return question_logits(model, policy, cache)
-    return logits_over_what_is_stored(model, cache, np.full(cache.seen.shape[0], 5, np.int32))
+    return logits_over_stored_entries(model, cache, np.full(cache.seen.shape[0], 5, np.int32))
 
 
 def outcome(name, model, rows, logits=question_logits, **options):
@@ -156,7 +156,7 @@ def test_a_token_sees_exactly_the_stored_entries(model, name):
         fed = jnp.asarray(np.tile(token[:, None], 3)), jnp.asarray(np.ones(3, np.int32))
         _, hidden, _ = run(model, policy.compile(model).decode, cache, *fed, write=False)
         found = np.asarray(logits_of(model, hidden))[:, 0]
-    np.testing.assert_allclose(found, logits_over_what_is_stored(model, cache, token), atol=1e-4)
+    np.testing.assert_allclose(found, logits_over_stored_entries(model, cache, token), atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.inference import forward, prefill
 from kvjax.inference.attention import cached_attention
-from kvjax.inference.forward import reserve, settle
+from kvjax.inference.forward import release_unused, reserve
 from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
 from kvjax.mesh import HEADS as SPLIT
 from kvjax.models.decoder import scan_layers
@@ -121,7 +121,7 @@ def decoded(model, view, cache, token):
     cache, reserved = reserve(cache, one)
     x, position = model.embed_tokens(token[:, None]), cache.seen[:, None]
     _, pages, (layers, found), _ = scan_layers(model, x, position, attend, cache.pages, (cache.layers, view))
-    pages, layers = settle(cache, pages, layers, reserved)
+    pages, layers = release_unused(cache, pages, layers, reserved)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + 1), found
 
 
