@@ -97,7 +97,7 @@ def test_what_is_no_method_is_refused_in_one_line():
         ("nosuch", "--method nosuch: known are wgkv"),
         ("no.such:X", "no.such cannot be imported"),
         ("kvjax.errors:Nothing", "kvjax.errors has no Nothing"),
-        ("kvjax.errors:UserError", "is no recipe"),
+        ("kvjax.errors:UserError", "is not a recipe"),
     ):
         with pytest.raises(UserError, match=said):
             find_recipe(method)

@@ -68,7 +68,7 @@ def refusal(capsys, args):
         (["--resume"], ["--resume", "no run"]),
         (["--out", "long" * 100], ["--out longlong", "cannot be written: File name too long"]),
         (["--out", "{file}"], ["--out", "is a file, expected a folder"]),
-        (["--report", "none", "--tasks", "vt", "cwe"], ["--tasks vt cwe are the report's", "--report none"]),
+        (["--report", "none", "--tasks", "vt", "cwe"], ["--tasks vt cwe are for the report", "--report none"]),
     ],
 )
 def test_refused_in_one_line(args, parts, capsys):

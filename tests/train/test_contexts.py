@@ -8,7 +8,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.tasks.mixture import Mixture, builtin_mixture
 from kvjax.train import contexts as module
-from kvjax.train.contexts import Choice, builtin_contexts, chosen, text_contexts
+from kvjax.train.contexts import Choice, builtin_contexts, context_texts, text_contexts
 
 
 class Words:
@@ -32,12 +32,12 @@ def test_both_kinds_begin_with_the_first_document_and_the_one_after_a_joined_con
     def documents():
         return iter(texts)
 
-    found = list(chosen(documents, Choice(3, 7, 10, single=3, joins=2)))
+    found = list(context_texts(documents, Choice(3, 7, 10, single=3, joins=2)))
     # a + b have 8, so c is joined, too, and d is left out; f + g have 11, and h is left out
     assert found == ["a", "b", "c", "\n\na\n\nb\n\nc", "\n\nf\n\ng"]
-    assert list(chosen(documents, Choice(3, 7, 15, single=0, joins=1))) == ["\n\na\n\nb\n\nc\n\nd"]
+    assert list(context_texts(documents, Choice(3, 7, 15, single=0, joins=1))) == ["\n\na\n\nb\n\nc\n\nd"]
     # the documents never reach this length
-    assert len(list(chosen(documents, Choice(3, 7, 100, single=1, joins=1)))) == 1
+    assert len(list(context_texts(documents, Choice(3, 7, 100, single=1, joins=1)))) == 1
 
 
 def local(tmp_path, counts):
@@ -69,7 +69,7 @@ def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
 def test_too_few_documents_are_said_in_one_line(tmp_path):
     data, told = local(tmp_path, [5, 6, 2]), {"seed": 0, "tokenizer": Words(), "instruction": ""}
     with pytest.raises(
-        UserError, match=r"2 documents have 5 to 9 tokens, too few for 3 contexts of one and 0 of at least 13"
+        UserError, match=r"2 documents have 5 to 9 tokens, too few for 3 contexts of one document and 0 of at least 13"
     ):
         text_contexts(data, Choice(5, 10, 13, single=3, joins=0), 1, **told)
     with pytest.raises(UserError, match="are trained on: validation needs another, so lower --single"):

@@ -186,7 +186,7 @@ def test_half_of_a_length_at_most_is_held_out(tmp_path):
     assert len(trained) == 4
     assert "x" * 16 in trained
     alone = texts(tmp_path, ["y" * 8, "y" * 8])
-    with pytest.raises(UserError, match=r"but one document for each of --lengths \[8\]: validation needs"):
+    with pytest.raises(UserError, match=r"only one document for each of --lengths \[8\]: validation needs"):
         held_out_of(alone, [8], [8])
 
 

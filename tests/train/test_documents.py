@@ -64,7 +64,7 @@ SURROGATE = rb'{"text": "bad \ud83d half"}'
     ("name", "content", "message"),
     [
         ("x.csv", b"a,b", "expected a .txt, .jsonl, .parquet file"),
-        ("x.parquet", b"not parquet", "is no whole parquet file"),
+        ("x.parquet", b"not parquet", "is not a complete parquet file"),
         ("x.txt", b"", "there is no text in it"),
         ("x.txt", bytes(range(128, 256)) * 4, "is not UTF-8 text: byte 0x80 at offset 0"),
         (

@@ -12,11 +12,11 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.train.batches import Rows
-from kvjax.train.features import HeldOut, Kind, Memory, Shards, batches, check_positions
+from kvjax.train.features import HeldOut, PositionLayout, MemoryStore, FolderStore, batches, check_positions
 from kvjax.train.validation import in_rows
 
 SIZES = 150, 260
-KIND = Kind({"input": ((2, 3), jnp.bfloat16), "score": ((2, 4), jnp.float32)})
+KIND = PositionLayout({"input": ((2, 3), jnp.bfloat16), "score": ((2, 4), jnp.float32)})
 MANIFEST = {
     "data": "texts",
     "contexts": ["a", "b"],
@@ -33,14 +33,14 @@ def fill(store, index):
 
 @pytest.fixture
 def shards(tmp_path):
-    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+    store = FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
     for index in range(2):
         fill(store, index)
     return store
 
 
 def test_the_disk_gives_what_memory_does(shards):
-    memory = Memory(KIND, SIZES)
+    memory = MemoryStore(KIND, SIZES)
     for index in range(2):
         fill(memory, index)
     assert shards.finished == memory.finished == {0, 1}
@@ -53,7 +53,7 @@ def test_the_disk_gives_what_memory_does(shards):
 
 
 def test_a_context_counts_once_it_is_whole(tmp_path):
-    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+    store = FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
 
     def failing():
         with store.writing(0) as arrays:
@@ -83,9 +83,9 @@ def test_foreign_targets_are_refused_in_one_line(shards, changes, said):
         UserError,
         match=rf"^{shards.folder}: these targets are {said}.*name another folder \(--out, --targets\), or remove it$",
     ):
-        Shards(shards.folder, KIND, SIZES, MANIFEST | changes)
+        FolderStore(shards.folder, KIND, SIZES, MANIFEST | changes)
     with pytest.raises(UserError, match="of other arrays"):
-        Shards(shards.folder, Kind({"input": ((2, 5), jnp.bfloat16)}), SIZES, MANIFEST)
+        FolderStore(shards.folder, PositionLayout({"input": ((2, 5), jnp.bfloat16)}), SIZES, MANIFEST)
 
 
 def test_a_damaged_folder_is_refused_in_one_line(shards):
@@ -97,12 +97,12 @@ def test_a_damaged_folder_is_refused_in_one_line(shards):
         shards.read()
     (shards.folder / "manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"manifest.json: is damaged: name another folder"):
-        Shards(shards.folder, KIND, SIZES, MANIFEST)
+        FolderStore(shards.folder, KIND, SIZES, MANIFEST)
 
 
 def test_two_runs_may_compute_a_context_at_once(shards, tmp_path):
     """The files are those of the run that finishes first."""
-    one, other = (Shards(tmp_path / "shared", KIND, SIZES, MANIFEST) for _ in range(2))
+    one, other = (FolderStore(tmp_path / "shared", KIND, SIZES, MANIFEST) for _ in range(2))
     with one.writing(0):
         fill(other, 0)
     fill(one, 1)
@@ -117,17 +117,17 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, mon
     with pytest.raises(
         UserError, match=r"^the targets of 410 positions take 0.0 MiB in .*, whose disk has 1.0 MiB free"
     ):
-        Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+        FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
     assert not (tmp_path / "targets").exists()
 
 
 def test_what_is_finished_needs_no_room(shards, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    assert Shards(shards.folder, KIND, SIZES, MANIFEST).finished == {0, 1}
+    assert FolderStore(shards.folder, KIND, SIZES, MANIFEST).finished == {0, 1}
 
 
 def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
-    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+    store = FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
     fill(store, 1)
 
     def full(*_):
@@ -140,7 +140,7 @@ def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
         fill(store, 0)
     monkeypatch.undo()
     before = (store.folder / "00001" / "score.npy").stat()
-    again = Shards(store.folder, KIND, SIZES, MANIFEST)
+    again = FolderStore(store.folder, KIND, SIZES, MANIFEST)
     assert again.finished == {1}
     fill(again, 0)
     assert again.finished == {0, 1}

@@ -17,7 +17,7 @@ from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.data import FIRST_HELD_OUT, Wanted
-from kvjax.train.labelled import ASKED
+from kvjax.train.labelled import ANSWER_SHARES
 from kvjax.train.loop import train
 from kvjax.train.memory import batch_of
 from kvjax.train.run import TokenCount
@@ -135,7 +135,7 @@ def test_of_the_built_in_tasks_the_answers_are_learned():
         ("train", rows, 0),
         ("evaluate", [(x["tokens"], x["labelled"]) for x in data.held_out], FIRST_HELD_OUT),
     ):
-        own = Mixture(builtin_vocabulary(), builtin_text(split), ASKED)
+        own = Mixture(builtin_vocabulary(), builtin_text(split), ANSWER_SHARES)
         for index, (tokens, learned) in enumerate(found, first):
             sample = own.sample(5, index, 128)
             answers = np.concatenate([question.answer for question in sample.questions])

@@ -82,6 +82,6 @@ def test_a_report_that_is_stopped_says_how_it_is_made(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "report", stopped)
-    use = f"python -m kvjax.train --resume --out {tmp_path}"
-    with pytest.raises(KeyboardInterrupt, match=f"^all but the report is there: {use} makes it$"):
+    command = f"python -m kvjax.train --resume --out {tmp_path}"
+    with pytest.raises(KeyboardInterrupt, match=f"^the run is complete except for its report: {command} makes it$"):
         main(["--out", str(tmp_path / "run")])

@@ -148,7 +148,7 @@ def test_a_template_that_has_a_place_for_reasoning_is_given_it():
 def test_chats_that_cannot_be_read_are_one_line(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has chats, for which the model's tokenizer has no chat template"):
+    with pytest.raises(UserError, match="has chats, but the model's tokenizer has no chat template"):
         Conversation.of(RECORD["messages"]).tokens(tokenizer)
     file = tmp_path / "a.jsonl"
     chats = [], [{"content": "x"}], [{"role": "user", "content": 1}], "x"

@@ -53,14 +53,14 @@ def tmp_path_of(folder, count):
 
 def test_bad_records_are_skipped_up_to_a_share_of_each_pass():
     bad, good = {"text": "\ud83d"}, {"text": "a"}
-    said = "^--data my/set: records that are no documents are skipped"
+    said = "^--data my/set: records that are not documents are skipped"
     with pytest.warns(UserWarning, match=said):
         passed = [text for text, _ in Records(iter([good, bad, {"text": None}, good]), "my/set")]
     assert passed == ["a", "", "", "a"]
     many = Records(iter([good] * 5 + [bad] * 11), "my/set")
     with (
         pytest.warns(UserWarning, match=said),
-        pytest.raises(UserError, match="11 of its first 16 records are no"),
+        pytest.raises(UserError, match="11 of its first 16 records are not"),
     ):
         list(many)
 

@@ -11,9 +11,9 @@ from kvjax.mesh import make_mesh
 from kvjax.policies import Policy, Ratio, Schedule
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.train.contexts import Context
-from kvjax.train.features import Memory
+from kvjax.train.features import MemoryStore
 from kvjax.train.reconstruction import reconstruction
-from kvjax.train.targets import answer, collect, kind_of, larger, next_token
+from kvjax.train.targets import answer, collect, position_layout, larger, next_token
 from tests.tiny_models import tiny_model
 
 PREFIX, MOST = 2, 56
@@ -39,7 +39,7 @@ TEACHERS = {
 
 
 def found(model, teacher, which="hidden"):
-    store = Memory(kind_of(model, which), [len(x.tokens) for x in CONTEXTS])
+    store = MemoryStore(position_layout(model, which), [len(x.tokens) for x in CONTEXTS])
     collect(model, CONTEXTS, store, TEACHERS[teacher], which)
     features = store.read()
     return features.take(np.arange(len(features)))
@@ -125,7 +125,7 @@ def test_of_two_teachers_the_larger_score_counts():
     both = larger(*(TEACHERS[name] for name in names))
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
-        store = Memory(kind_of(model, "hidden"), [len(x.tokens) for x in CONTEXTS])
+        store = MemoryStore(position_layout(model, "hidden"), [len(x.tokens) for x in CONTEXTS])
         collect(model, CONTEXTS, store, both, "hidden")
     made = store.read().take(np.arange(68))
     one, other = (alone(name)["score"] for name in names)
@@ -164,7 +164,7 @@ def test_a_mesh_gives_the_same_targets(teacher):
 def test_a_finished_context_is_not_computed_again():
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
-        store, read = Memory(kind_of(model, "hidden"), [len(x.tokens) for x in CONTEXTS]), []
+        store, read = MemoryStore(position_layout(model, "hidden"), [len(x.tokens) for x in CONTEXTS]), []
 
         def teacher(model, contexts, which, into):
             read.append([bool(arrays) for arrays in into])

@@ -9,7 +9,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.train import teacher
 from kvjax.train.objective import TOKENS_AT_ONCE
-from kvjax.train.teacher import Said, listen, shapes
+from kvjax.train.teacher import TeacherStore, fill_store, shapes
 from tests.tiny_models import tiny_model
 
 COUNT, LENGTH = 5, 24
@@ -17,13 +17,13 @@ ROWS = np.random.default_rng(0).integers(0, 61, (7, LENGTH)).astype(np.int32)
 STEPS, HELD_OUT = [ROWS[:2], ROWS[2:4], ROWS[4:6]], [ROWS[6]]
 
 
-def kept(folder, mesh, model=None, of=1, **share):
+def kept(folder, mesh, model=None, data=1, **share):
     """Store the teacher's outputs; the model is the tiny one by default."""
     with jax.set_mesh(mesh):
         model = tiny_model() if model is None else model
-        said = Said(folder, COUNT)
+        said = TeacherStore(folder, COUNT)
         said.begin(model, "tiny")
-        listen(said, model, iter(STEPS), HELD_OUT, mesh=mesh, tokens=6 * LENGTH, of={"data": of}, **share)
+        fill_store(said, model, iter(STEPS), HELD_OUT, mesh=mesh, tokens=6 * LENGTH, settings={"data": data}, **share)
     return said
 
 
@@ -73,7 +73,7 @@ def test_what_is_there_is_not_computed_again(tmp_path, monkeypatch):
     assert len(before) == 7
     kept(folder, mesh)
     assert len(runs) == 7
-    kept(folder, mesh, of=2)  # this is other data that happens to have the same sequences
+    kept(folder, mesh, data=2)  # this is other data that happens to have the same sequences
     assert len(runs) == 7
 
     lost = sorted(before)[2]
@@ -106,7 +106,7 @@ def test_a_folder_of_another_teacher_is_refused(tmp_path):
         with pytest.raises(UserError, match="the teacher's logits are of weights .*, not .*: name another"):
             said.begin(further, "tiny")
         with pytest.raises(UserError, match="are of teacher_tokens 5, not 6: name another"):
-            Said(tmp_path / "said", 6).begin(tiny_model(), "tiny")
+            TeacherStore(tmp_path / "said", 6).begin(tiny_model(), "tiny")
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(tmp_path, monkeypatch):

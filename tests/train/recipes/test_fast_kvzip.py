@@ -49,10 +49,10 @@ ARGS = [
 
 THIRD_SHARD = """
 from kvjax.train import targets
-from kvjax.train.features import Shards
+from kvjax.train.features import FolderStore
 
-targets.TOGETHER = 1  # a context after another
-writing, written = Shards.writing, []
+targets.TOKENS_TOGETHER = 1  # a context after another
+writing, written = FolderStore.writing, []
 
 def killed_in_the_third(self, index):
     if len(written) == 2:
@@ -61,7 +61,7 @@ def killed_in_the_third(self, index):
     written.append(index)
     return writing(self, index)
 
-Shards.writing = killed_in_the_third
+FolderStore.writing = killed_in_the_third
 """
 
 
@@ -355,7 +355,7 @@ def test_two_processes_train_like_one(whole, tmp_path):
 
 
 def test_shares_of_the_targets_make_the_whole(whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(targets, "TOGETHER", 1)  # one context after another
+    monkeypatch.setattr(targets, "TOKENS_TOGETHER", 1)  # one context after another
     folder = tmp_path / "targets"
     args = [*ARGS[:-2], "--mesh", "1", "--targets", str(folder), "--out", str(tmp_path / "run")]
     for shard in ("0/2", "1/2"):

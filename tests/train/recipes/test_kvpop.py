@@ -395,7 +395,7 @@ def test_bytes_of_each_device_are_an_eighth():
             ["--phase", "sparsify", "--uptrained", MODEL, "--lengths", "512"],
             "--lengths 512 is not above --max-entries 512",
         ),
-        (["--features", "none"], "--features none may be negative, for which --normaliser must be xlstm"),
+        (["--features", "none"], "--features none may be negative, so --normaliser must be xlstm"),
         (["--teacher", "store"], "--teacher store is for --phase sparsify: --phase uptrain has no teacher"),
         (
             ["--phase", "sparsify", "--uptrained", MODEL, "--teacher", "store", "--teacher-tokens", "9999"],

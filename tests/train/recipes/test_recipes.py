@@ -390,7 +390,7 @@ def test_a_scalar_with_a_name_of_the_logs_own_is_refused(name):
         def loss(self, params, frozen, batch, key, step):
             return jnp.float32(0), {name: 1.0}
 
-    recipe, refused = Misnamed(), f"Misnamed.loss: '{name}' is the log's own"
+    recipe, refused = Misnamed(), f"Misnamed.loss: '{name}' is reserved by the log"
     with jax.set_mesh(make_mesh()):
         state = jax.eval_shape(lambda: initial_state(recipe, tiny_model()))
     with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=refused):
