@@ -28,7 +28,7 @@ from train.builtin.__main__ import (
 )
 from train.builtin.scores import best_single_head, score
 from train.builtin.text import VOCABULARY, hold_out, train_tokenizer
-from train.builtin.weights import SMALLEST, initial_weights, margins, record_matchers, settle_margins, trained
+from train.builtin.weights import MIN_MARGIN, initial_weights, margins, record_matchers, settle_margins, trained
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_what_is_set_stays_and_the_rest_is_trained(small):
         moved = np.asarray(change["k"])[m.layer, :, m.head]
         fast = moved.reshape(len(moved), 2, 2, -1)[:, :, 0]
         assert not fast.any()
-        assert moved.any() == (m.way is None)
+        assert moved.any() == (m.question_type is None)
 
 
 def test_margins_are_settled_where_gates_can_learn():
@@ -91,7 +91,7 @@ def test_margins_are_settled_where_gates_can_learn():
     task, make = Recall(vocabulary, builtin_text("train")), partial(as_model, template_of(recipe))
     settled = settle_margins(weights, make, recipe.matchers, task, length=256, samples=2)
     for found in margins(make(settled), recipe.matchers, task, 256, 2):
-        assert abs(np.quantile(found, 0.1) - SMALLEST) < 0.1
+        assert abs(np.quantile(found, 0.1) - MIN_MARGIN) < 0.1
 
 
 @pytest.mark.thorough
