@@ -29,7 +29,7 @@ def seen(blend, length, document=None):
     return (key <= query) & (query < end) & same
 
 
-def test_blocks_are_those_of_the_published_training():
+def test_blocks_match_the_published_training():
     """With 128 sinks and 1,024 local tokens in blocks of 128, a query sees block 0 and the last 897 to 1,024 tokens."""
     published = Blend(jnp.ones((1, 1)), 128, 1024, 128)
     found = seen(published, 1600)
@@ -52,7 +52,7 @@ def test_blocks_of_one_token_are_exact():
     assert exact.band == 5
 
 
-def test_every_document_has_sinks_and_blocks_of_its_own():
+def test_every_document_has_its_own_sinks_and_blocks():
     document = np.repeat([0, 1, 2], [7, 1, 16])
     together = seen(Blend(jnp.ones((1, 1)), 2, 4, 3), 24, document)
     for first, last in ((0, 7), (7, 8), (8, 24)):
@@ -76,7 +76,7 @@ def run():
         yield model, tokens, hidden
 
 
-def test_whole_weights_are_the_dense_and_the_streaming_model(run):
+def test_weights_of_0_and_1_match_the_streaming_and_the_dense_model(run):
     """They are equal bit by bit where all heads are alike, and a mix is equal up to rounding: the pattern's whole heads
     have ends that no query reaches, the blend's have none."""
     model, tokens, hidden = run
@@ -115,7 +115,7 @@ def dense(model, tokens, document, z, streaming):
     return model.norm(x)
 
 
-def test_blocks_of_documents_are_dense_attention_under_two_masks():
+def test_blends_of_packed_documents_match_dense_attention():
     """Some weights are between 0 and 1 and some are either; sinks and windows are not multiples of a block."""
     sink, window, block = 2, 5, 3
     random, model = np.random.default_rng(4), tiny_model()
@@ -137,7 +137,7 @@ def test_blocks_of_documents_are_dense_attention_under_two_masks():
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_weights_have_the_gradients_of_finite_differences(run):
+def test_gradients_of_weights_match_finite_differences(run):
     """The loss is smooth in the weights, and each is moved by itself."""
     model, tokens, hidden = run
     shape = model.config.num_layers, model.config.num_kv_heads

@@ -21,7 +21,7 @@ losses = jax.jit(boundary_loss, static_argnames=("window", "temperature"))
 
 @pytest.mark.parametrize("k", [0, 1, K, T])
 @pytest.mark.parametrize("levels", [None, 3], ids=["distinct", "ties"])
-def test_a_token_is_held_against_the_one_whose_place_it_would_take(k, levels):
+def test_a_token_is_paired_with_the_one_that_it_would_displace(k, levels):
     target = TARGET if levels is None else np.floor(levels * TARGET) / levels
     pairs = pairs_of(target.astype(np.float32), COMPETES, np.int32(k), WINDOW)
     for row in np.ndindex(2, 2):
@@ -35,7 +35,7 @@ def loss_of(score, target):
     return losses(score, target, COMPETES, np.int32(K), window=WINDOW, temperature=0.7)
 
 
-def test_the_loss_is_the_papers():
+def test_the_loss_matches_the_paper():
     """It is the mean over the pairs of softplus(−y Δscore / τ), with y = ±1 by the target and min(1, |Δtarget|) as
     weight."""
     found = jax.device_get(loss_of(SCORE, TARGET))
@@ -47,7 +47,7 @@ def test_the_loss_is_the_papers():
         assert found["pairs"][row] == len(pairs) == T - WINDOW - SINK - K
 
 
-def test_its_gradient_moves_scores_towards_the_targets_order():
+def test_the_gradient_moves_scores_towards_the_targets_order():
     """For one pair, the token that should stay is pushed up and its boundary down, and the reverse."""
     competes = jnp.asarray(np.arange(5)[None, None] > 0)
     told = {"window": 2, "temperature": 1.0}
@@ -69,7 +69,7 @@ def test_its_gradient_moves_scores_towards_the_targets_order():
     assert float(loss(equal, equal)[0]) == 0
 
 
-def test_infinite_scores_of_sinks_do_no_harm():
+def test_infinite_scores_have_no_effect():
     """Priorities have them: above all others for sinks, and below them for the last tokens, which never leave."""
     score = SCORE.copy()
     score[..., :SINK], score[..., 1 - WINDOW :] = np.inf, -np.inf
@@ -80,7 +80,7 @@ def test_infinite_scores_of_sinks_do_no_harm():
     np.testing.assert_array_equal(gradient[..., :SINK], 0)
 
 
-def test_gradients_are_those_of_finite_differences():
+def test_gradients_match_finite_differences():
     with jax.enable_x64(True):
         check_grads(
             jax.jit(lambda x: loss_of(x, TARGET.astype(np.float64))["score_loss"]),

@@ -71,7 +71,7 @@ def refusal(capsys, args):
         (["--report", "none", "--tasks", "vt", "cwe"], ["--tasks vt cwe are for the report", "--report none"]),
     ],
 )
-def test_refused_in_one_line(args, parts, capsys):
+def test_wrong_options_are_errors_of_one_line(args, parts, capsys):
     line = refusal(capsys, [__file__ if arg == "{file}" else arg for arg in args])
     assert all(part in line for part in parts), line
     assert not module.RUNS.exists()
@@ -84,7 +84,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(tmp_path, capsys):
     assert all(part in line for part in (str(file), "'windw'", "nearest known: window")), line
 
 
-def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
+def test_unusable_files_are_named(tmp_path, capsys):
     empty, folder, taken = tmp_path / "empty.txt", tmp_path / "empty-folder", tmp_path / "taken"
     empty.write_text(" \n")
     folder.mkdir()
@@ -103,7 +103,7 @@ def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", PACKAGED)
-def test_every_packaged_config_can_be_trained_with(name):
+def test_every_packaged_config_parses(name):
     config = parse(["--config", name])
     assert config.model == "builtin" or "/" in config.model
     assert sum(config.shares) > 0
@@ -158,7 +158,7 @@ def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_pa
         (["--config", "{file}"], ((512, 2048), (4, 1), 256)),
     ],
 )
-def test_lengths_that_are_told_alone_bring_their_shares_and_a_window(told, found, tmp_path):
+def test_lengths_alone_determine_shares_and_window(told, found, tmp_path):
     (tmp_path / "mine.yaml").write_text("lengths: [512, 2048]\n")
     told = [part.format(file=tmp_path / "mine.yaml") for part in told]
     config = parse(["--model", "some/folder", "--data", "some/data", *told])
@@ -168,7 +168,7 @@ def test_lengths_that_are_told_alone_bring_their_shares_and_a_window(told, found
 
 
 @pytest.mark.parametrize("mesh", ["1", "8", "3", "4x2", "tensor=8", "data=4,fsdp=8"])
-def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
+def test_the_number_of_tokens_does_not_depend_on_the_mesh(mesh):
     config = parse(["--config", "llama-3.1-8b", "--mesh", mesh])
     lengths = draw_step_lengths(config.steps, config.lengths, config.shares, config.seed)
     tokens = config.rows * int(lengths.sum())
@@ -178,7 +178,7 @@ def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
         assert (config.steps, tokens) == (7500, 65_536_000)
 
 
-def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
+def test_a_run_is_numbered_saved_and_resumed(tmp_path):
     first = parse(["--mesh", "4x2", "--lambda", "0.7"])
     assert first.out == tmp_path / "runs/train-1"
     prepare_folder(first)
@@ -202,7 +202,7 @@ def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
     assert (first.out / SAVED).is_file()
 
 
-def test_a_config_beside_resume_must_say_what_the_run_was_told(tmp_path):
+def test_a_config_with_resume_must_agree_with_the_run(tmp_path):
     first = parse(["--mesh", "4x2", "--lambda", "0.7"])
     prepare_folder(first)
     told = (first.out / SAVED).read_text()
@@ -216,13 +216,13 @@ def test_a_config_beside_resume_must_say_what_the_run_was_told(tmp_path):
         parse(["--config", str(tmp_path / "resume.yaml")])
 
 
-def test_a_run_keeps_its_batch_as_it_was_rounded_up(tmp_path):
+def test_a_run_saves_its_rounded_batch(tmp_path):
     prepare_folder(parse(["--mesh", "8", "--batch", "3", "--out", str(tmp_path / "run")]))
     resumed = parse(["--resume", "--mesh", "1", "--out", str(tmp_path / "run")])
     assert (resumed.batch, resumed.rows) == (8, 8)
 
 
-def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path):
+def test_a_folder_with_exports_is_refused(tmp_path):
     (tmp_path / "mine" / "gates").mkdir(parents=True)
     with pytest.raises(
         UserError, match="--out .*mine has gates in it, which the run would replace: name another"
@@ -232,13 +232,13 @@ def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path):
         parse(["--out", ""])
 
 
-def test_a_home_in_a_file_is_the_users(tmp_path, monkeypatch):
+def test_a_tilde_in_a_file_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.yaml").write_text("out: ~/a run\n")
     assert parse(["--config", str(tmp_path / "mine.yaml")]).out == tmp_path / "a run"
 
 
-def test_lengths_beyond_the_models_are_a_warning():
+def test_lengths_beyond_the_models_limit_give_a_warning():
     with pytest.warns(
         UserWarning,
         match=r"^--lengths 5000: more tokens than the 4,096 that the model declares or was trained for$",
@@ -246,7 +246,7 @@ def test_lengths_beyond_the_models_are_a_warning():
         check(parse(["--lengths", "5000"]))
 
 
-def test_a_file_of_another_method_is_named_as_such():
+def test_the_error_for_a_file_of_another_method_names_the_method():
     method = "tests.train.recipes.whole_model:WholeModel"
     with pytest.raises(UserError, match=f"unknown key 'expand'.*The file is for --method wgkv, not {method}"):
         parse(["--method", method, "--config", "llama-3.1-8b"])

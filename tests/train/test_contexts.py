@@ -24,7 +24,7 @@ def words(count, letters):
     return " ".join(["x" * letters] * count)
 
 
-def test_both_kinds_begin_with_the_first_document_and_the_one_after_a_joined_context_is_left_out():
+def test_single_and_joined_contexts_begin_with_the_first_document():
     """The lengths are 5, 3, 6, 4, 2, 6, 5, …; those from 3 to below 7 count, and a joined context has 10 or more."""
     counts = [5, 3, 6, 4, 2, 6, 5, 3, 9, 4]
     texts = [(f" {name}\n", count) for name, count in zip("abcdefghij", counts, strict=True)]
@@ -47,7 +47,7 @@ def local(tmp_path, counts):
     return str(file)
 
 
-def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
+def test_local_text_gives_contexts_and_other_documents_for_the_report(tmp_path):
     data = local(tmp_path, [5, 6, 5, 6, 5, 2, 6, 40])
     told = {"seed": 0, "tokenizer": Words(), "instruction": "Read:"}
     own, held = text_contexts(data, Choice(5, 10, 10, single=2, joins=1), 2, **told)
@@ -66,7 +66,7 @@ def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
     assert [x.digest for x in again] == [x.digest for x in own]
 
 
-def test_too_few_documents_are_said_in_one_line(tmp_path):
+def test_too_few_documents_are_an_error_of_one_line(tmp_path):
     data, told = local(tmp_path, [5, 6, 2]), {"seed": 0, "tokenizer": Words(), "instruction": ""}
     with pytest.raises(
         UserError, match=r"2 documents have 5 to 9 tokens, too few for 3 contexts of one document and 0 of at least 13"
@@ -97,7 +97,7 @@ def test_a_hub_data_set_is_read_in_its_order_by_its_own_count(monkeypatch):
         text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)
 
 
-def test_contexts_of_the_built_in_tasks_are_those_of_their_mixture():
+def test_contexts_of_the_built_in_tasks_match_their_mixture():
     own, held = builtin_contexts([64, 128], [64], seed=3)
     stream = builtin_mixture()
     for index, (context, length) in enumerate(zip(own, (64, 128), strict=True)):

@@ -78,7 +78,7 @@ def test_every_length_gets_its_share_of_the_steps():
     )
 
 
-def test_builtin_sequences_are_the_mixture_whatever_the_processes():
+def test_builtin_sequences_do_not_depend_on_the_processes():
     step_lengths = [128, 256, 128]
     whole = list(opened("builtin", step_lengths, seed=9))
     halves = [list(opened("builtin", step_lengths, Rows(start, start + 2, 4), seed=9)) for start in (0, 2)]
@@ -89,7 +89,7 @@ def test_builtin_sequences_are_the_mixture_whatever_the_processes():
 
 
 @pytest.mark.parametrize("kind", ["builtin", "files"])
-def test_a_position_goes_through_json_and_continues_exactly(kind, tmp_path):
+def test_reading_resumes_exactly_from_a_json_position(kind, tmp_path):
     rng = np.random.default_rng(0)
     documents = ["".join(rng.choice(list("abcdef"), size)) for size in rng.integers(16, 80, 60)]
     source = "builtin" if kind == "builtin" else texts(tmp_path, documents)
@@ -112,7 +112,7 @@ def test_a_position_goes_through_json_and_continues_exactly(kind, tmp_path):
     ("lengths", "found"),
     [((8, 16), {8: "bc", 16: "defgh"}), ((8, 64), {8: "bcdef", 64: "gh"}), ((7,), {7: "abcdefgh"})],
 )
-def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp_path, lengths, found):
+def test_a_document_is_cut_to_the_largest_length_that_it_fills(tmp_path, lengths, found):
     sizes = {"a": 7, "b": 8, "c": 15, "d": 16, "e": 31, "f": 32, "g": 64, "h": 500}
     source = texts(tmp_path, [letter * size for letter, size in sizes.items()])
     for length, letters in found.items():
@@ -136,7 +136,7 @@ def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp
         ([8, 16, *[24] * 100], "of the first 64 documents: 62 cut, which leaves out 33% of the tokens"),
     ],
 )
-def test_what_the_lengths_leave_out_is_counted(sizes, remark):
+def test_left_out_text_is_counted(sizes, remark):
     """The documents are read in this order, for 8 and 16 tokens."""
     documents = iter([*(chr(97 + i) * size for i, size in enumerate(sizes)), None])
     reader = SimpleNamespace(next=lambda: next(documents), get_state=int, set_state=int)
@@ -179,7 +179,7 @@ def test_held_out_documents_do_not_depend_on_the_processes_or_the_steps(numbered
     assert held_out_of(numbered, step_lengths, validation, seed=1)[0] != held
 
 
-def test_half_of_a_length_at_most_is_held_out(tmp_path):
+def test_at_most_half_of_the_documents_of_a_length_are_held_out(tmp_path):
     source = texts(tmp_path, [f"{i:02}" * 4 for i in range(5)] + ["x" * 16])
     held, trained = held_out_of(source, [8, 16] * 6, [8] * 10 + [16] * 3)
     assert len(held) == 2
@@ -190,7 +190,7 @@ def test_half_of_a_length_at_most_is_held_out(tmp_path):
         held_out_of(alone, [8], [8])
 
 
-def test_the_built_in_tasks_are_held_out_on_the_text_of_evaluation():
+def test_held_out_built_in_tasks_use_the_evaluation_text():
     held_out = opened_with("builtin", [128] * 3, [128, 256], seed=4)[1]
     assert [len(tokens) for tokens in held_out] == [128, 256]
     again = opened_with("builtin", [64], [128, 256], seed=4)[1]
@@ -200,7 +200,7 @@ def test_the_built_in_tasks_are_held_out_on_the_text_of_evaluation():
     np.testing.assert_array_equal(held_out[1], held_mixture(4, FIRST_HELD_OUT + 1, 256)[0])
 
 
-def test_processes_share_the_documents_out(tmp_path):
+def test_processes_read_disjoint_documents(tmp_path):
     source = texts(tmp_path, [f"{i:02}" * 4 for i in range(8)])
     seen = [{bytes(t[0].tolist()) for t in opened(source, [8] * 8, Rows(g, g + 1, 2))} for g in (0, 1)]
     assert len(seen[0]) == len(seen[1]) == 4
@@ -238,7 +238,7 @@ def test_data_that_cannot_be_used_is_refused_before_the_first_step(tmp_path, doc
     assert all(part in str(error.value) for part in [source, *parts]), error.value
 
 
-def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
+def test_a_streamed_data_set_resumes_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
         return iter(
@@ -263,12 +263,12 @@ def test_a_streamed_data_set_holds_documents_out(tmp_path, monkeypatch):
     assert trained == {f"{i:02}" * 4 for i in (0, 2, 4, 5, 6, 7)}
 
 
-def test_the_largest_remainders_get_the_steps_that_are_left():
+def test_the_largest_remainders_get_the_remaining_steps():
     lengths = draw_step_lengths(10, (1, 2, 3), (5.0, 3.4, 1.6), seed=0)
     assert Counter(lengths.tolist()) == {1: 5, 2: 3, 3: 2}
 
 
-def test_a_document_that_its_turn_fills_up_is_used(tmp_path):
+def test_the_chat_template_counts_towards_a_documents_length(tmp_path):
     source = texts(tmp_path, ["x" * 50])
     (tokens,) = opened(source, [64], Rows(0, 1, 1), tokenizer=Chat())
     assert tokens.shape == (1, 64)
@@ -288,12 +288,12 @@ def test_tokens_of_many_characters_fill_a_sequence(tmp_path):
     assert tokens.shape == (1, 16)
 
 
-def test_more_processes_than_documents(tmp_path):
+def test_there_may_be_more_processes_than_documents(tmp_path):
     source = texts(tmp_path, ["a" * 8, "b" * 8])
     assert [len(list(opened(source, [8] * 3, Rows(g, g + 1, 4)))) for g in range(4)] == [3] * 4
 
 
-def test_each_length_reads_on_its_own(tmp_path):
+def test_each_length_has_its_own_passes(tmp_path):
     """A pass has every document of a length once, in whatever order the lengths are taken."""
     source = texts(tmp_path, [f"{i:02}" * (size // 2) for size in (8, 16) for i in range(10)])
     taken = [written(t[0]) for t in opened(source, [8, 16] * 10, Rows(0, 1, 1))]

@@ -29,7 +29,7 @@ def test_every_packaged_config_whose_model_s_shape_is_known_passes(name, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_it_says_how_much_would_be_trained(capsys):
+def test_the_output_says_how_much_would_be_trained(capsys):
     main(["--config", "llama-3.1-8b", "--mesh", "tensor=8", "--dry-run"])
     assert capsys.readouterr().out == (
         "wgkv for meta-llama/Llama-3.1-8B-Instruct: 32 layers × 8 KV heads; weights and data "

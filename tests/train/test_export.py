@@ -48,7 +48,7 @@ def contents(folder):
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_gives_what_the_run_exported(run, tmp_path, capsys):
+def test_exporting_the_last_checkpoint_repeats_the_runs_export(run, tmp_path, capsys):
     before = contents(run / "gates")
     command.main([str(run), "--out", str(tmp_path / "new" / "gates")])
     assert contents(tmp_path / "new" / "gates") == before
@@ -78,7 +78,7 @@ def test_an_earlier_checkpoint_gives_the_parameters_of_its_step(run, tmp_path, m
     np.testing.assert_array_equal(policy.admission.gates.w1[...], found.params.w1[...])
 
 
-def test_an_export_that_fails_leaves_the_one_before(run, monkeypatch):
+def test_a_failed_export_keeps_the_previous_one(run, monkeypatch):
     before = contents(run / "gates")
 
     def fails(*_):
@@ -107,7 +107,7 @@ def test_a_trained_model_of_an_earlier_phase_is_exported_whole(tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_what_cannot_be_exported_is_one_line(run, tmp_path):
+def test_impossible_exports_are_errors_of_one_line(run, tmp_path):
     config = parse(["--resume", "--out", str(run)])
     with pytest.raises(
         UserError, match=r"has no checkpoint of step 3000; it has those of steps \[1, 2, 3, 4\]"

@@ -39,7 +39,7 @@ def shards(tmp_path):
     return store
 
 
-def test_the_disk_gives_what_memory_does(shards):
+def test_disk_and_memory_hold_the_same_features(shards):
     memory = MemoryStore(KIND, SIZES)
     for index in range(2):
         fill(memory, index)
@@ -52,7 +52,7 @@ def test_the_disk_gives_what_memory_does(shards):
     np.testing.assert_array_equal(memory.read().take(positions)["input"], whole[positions])
 
 
-def test_a_context_counts_once_it_is_whole(tmp_path):
+def test_an_incomplete_context_does_not_count(tmp_path):
     store = FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
 
     def failing():
@@ -100,7 +100,7 @@ def test_a_damaged_folder_is_refused_in_one_line(shards):
         FolderStore(shards.folder, KIND, SIZES, MANIFEST)
 
 
-def test_two_runs_may_compute_a_context_at_once(shards, tmp_path):
+def test_two_runs_may_compute_a_context_at_the_same_time(shards, tmp_path):
     """The files are those of the run that finishes first."""
     one, other = (FolderStore(tmp_path / "shared", KIND, SIZES, MANIFEST) for _ in range(2))
     with one.writing(0):
@@ -112,7 +112,7 @@ def test_two_runs_may_compute_a_context_at_once(shards, tmp_path):
     assert sorted(path.name for path in one.folder.iterdir()) == ["00000", "00001", "manifest.json"]
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_disk_without_space_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     with pytest.raises(
         UserError, match=r"^the targets of 410 positions take 0.0 MiB in .*, whose disk has 1.0 MiB free"
@@ -121,12 +121,12 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, mon
     assert not (tmp_path / "targets").exists()
 
 
-def test_what_is_finished_needs_no_room(shards, monkeypatch):
+def test_finished_contexts_need_no_space(shards, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert FolderStore(shards.folder, KIND, SIZES, MANIFEST).finished == {0, 1}
 
 
-def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
+def test_finished_results_survive_a_full_disk(tmp_path, monkeypatch):
     store = FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
     fill(store, 1)
 
@@ -148,7 +148,7 @@ def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
+def test_an_epoch_has_each_training_position_once(shards):
     features = shards.read()
     assert features.held_out.tolist() == [0, 100, 200, 300, 400]
     assert len(features.training) == 405
@@ -170,7 +170,7 @@ def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
         check_positions(len(features), 406)
 
 
-def test_batches_go_on_where_they_stood(shards):
+def test_batches_resume_from_their_position(shards):
     reading = batches(shards.read(), Rows(0, 50, 50), 10, seed=1)
     for _ in range(3):
         next(reading)
@@ -180,7 +180,7 @@ def test_batches_go_on_where_they_stood(shards):
     np.testing.assert_array_equal(next(again)["input"], after["input"])
 
 
-def test_held_out_rows_in_batches(shards):
+def test_held_out_rows_are_read_in_batches(shards):
     held = HeldOut(shards.read())
     found = list(in_rows(held, 2))
     assert [count for count, _ in found] == [2, 2, 1]

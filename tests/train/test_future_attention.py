@@ -56,7 +56,7 @@ def dense(at, seen):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("over", ["kept", "all"])
-def test_a_target_is_the_attention_that_is_paid_later(one, over):
+def test_a_target_is_the_attention_that_a_token_gets_later(one, over):
     """It sums over every query that is a window or more later, and is the larger of the two heads of the group. An
     evicted token counts with the attention that it would have got."""
     training, at, (_, lse), mask = one
@@ -73,7 +73,7 @@ def test_a_target_is_the_attention_that_is_paid_later(one, over):
 
 
 @pytest.mark.thorough
-def test_no_query_pays_more_than_it_has(one):
+def test_each_query_pays_a_total_attention_of_at_most_1(one):
     """Summed over all tokens, a query head's targets are at most 1 for each query outside the window; a group's target
     is the larger one of its heads'."""
     training, at, (_, lse), _ = one
@@ -99,7 +99,7 @@ def test_targets_fall_as_scores_do(one):
     np.testing.assert_allclose(target_of(training, at, lse), flat - log_gamma * np.arange(T), rtol=1e-6)
 
 
-def test_the_mask_is_that_of_the_cache(one):
+def test_the_mask_matches_the_cache(one):
     """It has sinks and the last tokens, and of the others those of the highest priorities, at most as many as there are
     places."""
     training, at, _, mask = one
@@ -122,7 +122,7 @@ def test_the_mask_is_that_of_the_cache(one):
     assert [set(np.flatnonzero(row[: T - WINDOW])) for row in seen[:, -1]] == best
 
 
-def test_a_layers_loss_is_of_what_its_masked_attention_paid(one):
+def test_the_loss_uses_the_layers_masked_attention(one):
     """The loss is computed by hand from the first pass's attention: the targets, the tokens that compete for the places
     besides sinks and window, and the loss of their scores."""
     training, at, _, mask = one
@@ -146,7 +146,7 @@ def test_a_layers_loss_is_of_what_its_masked_attention_paid(one):
         assert abs(over_all["score_loss"][0, head] - loss) > 1e-3 * loss, "of other attention it is another"
 
 
-def test_neither_loss_reaches_what_the_other_trains():
+def test_each_loss_trains_only_its_own_parameters():
     """The score loss trains only the scorers, including decays; the tokens' loss only the model. Other gradients are
     exactly 0."""
     model = tiny_model()

@@ -21,7 +21,7 @@ drawn = jax.jit(sample)
 
 
 @pytest.mark.parametrize("log_alpha", FIGURES)
-def test_its_probabilities(log_alpha):
+def test_probabilities_match_figures_computed_separately(log_alpha):
     z = np.asarray(drawn(jax.random.key(0), np.full(DRAWS, log_alpha, np.float32)))
     assert z.min() == 0
     assert z.max() == 1
@@ -44,7 +44,7 @@ def test_a_mask_grows_with_its_log_alpha_and_has_no_gradient_where_it_is_clipped
         assert inside.any()
 
 
-def test_far_from_0_nothing_is_left_to_chance():
+def test_masks_of_extreme_log_alphas_are_certain():
     for seed in range(20):
         z = drawn(jax.random.key(seed), np.float32([-30.0, 30.0]))
         np.testing.assert_array_equal(z, [0, 1])

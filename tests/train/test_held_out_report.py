@@ -55,7 +55,7 @@ def measured(folder, held_out, said):
 
 
 @pytest.mark.slow
-def test_rows_cover_the_shares_by_size_beside_the_full_cache(held_out, tmp_path):
+def test_rows_cover_the_shares_and_the_full_cache(held_out, tmp_path):
     said = []
     rows, written, numbers, shown = measured(tmp_path, held_out[:2], said)
     sizes = [row.kv_ratio for row in rows]
@@ -82,14 +82,14 @@ def test_rows_cover_the_shares_by_size_beside_the_full_cache(held_out, tmp_path)
     assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("heads.png", "tradeoff.png"))
 
 
-def test_an_eviction_has_no_mask_to_lose_by():
+def test_an_eviction_has_no_distillation_loss():
     model = tiny_model()
     policies = {"one": make_policy("snapkv:ratio=0.5"), "other": make_policy("quest:ratio=0.5")}
     assert distillation(model, policies, [np.arange(40, dtype=np.int32)]) == {"one": None, "other": None}
 
 
 @pytest.mark.thorough
-def test_perplexity_and_agreement_are_what_whole_sequences_say(held_out, tmp_path):
+def test_perplexity_and_agreement_match_dense_attention(held_out, tmp_path):
     """This holds for the full cache and for a window so wide that it keeps everything; streaming heads agree less."""
     model, samples = tiny_model(), [continuation(tokens) for tokens in held_out]
     errors = []
@@ -112,7 +112,7 @@ def test_perplexity_and_agreement_are_what_whole_sequences_say(held_out, tmp_pat
     assert rates.shape == (3, 4)
 
 
-def test_the_end_of_a_long_sequence_is_cut_to_what_the_report_predicts():
+def test_a_continuation_has_at_most_the_predicted_tokens():
     tokens = np.arange(64, dtype=np.int32)
     whole, some = continuation(tokens), continuation(tokens, most=3)
     assert (len(whole.questions[0].answer), len(whole.context)) == (8, 55)
@@ -128,7 +128,7 @@ def test_a_recipe_without_a_sweep_has_its_deployed_policy():
     assert (told, policy.name) == ("", "streaming_llm")
 
 
-def test_a_task_that_is_none_is_refused_before_the_start():
+def test_an_unknown_task_is_refused_before_the_start():
     with pytest.raises(UserError, match="unknown task 'no_such'"):
         task_samples(WriteGates(tasks=("no_such",)), 1)
     with pytest.raises(UserError, match="--tasks qa_1 is made of files, which kvjax.evaluate takes"):

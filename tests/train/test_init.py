@@ -60,7 +60,7 @@ class Stopped(BaseException):
 
 
 @pytest.mark.thorough
-def test_a_run_begins_with_them_and_needs_them_no_more(published, tmp_path, monkeypatch):
+def test_a_run_starts_from_gates_and_resumes_without_their_file(published, tmp_path, monkeypatch):
     """The first update has rate 0, so the gates after it are the file's. A run of two updates that is stopped there and
     resumed without the file ends like an uninterrupted one."""
     file, save = published, Checkpoints.save
@@ -89,14 +89,14 @@ def test_a_run_begins_with_them_and_needs_them_no_more(published, tmp_path, monk
     assert not np.array_equal(whole.params.w1[...], wanted.w1[...])
 
 
-def test_a_run_that_has_no_checkpoint_needs_them(published, tmp_path):
+def test_a_resume_without_a_checkpoint_needs_the_initial_gates(published, tmp_path):
     prepare_folder(parse([*ARGS, "--init", str(published), "--out", str(tmp_path / "run")]))
     published.unlink()
     with pytest.raises(UserError, match=r"--init .*gates.pt: cannot be read \(No such file"):
         train(parse(["--resume", "--out", str(tmp_path / "run")]))
 
 
-def test_the_width_is_theirs_where_none_is_told(published, tmp_path):
+def test_the_width_comes_from_the_initial_gates_by_default(published, tmp_path):
     """They also override the built-in config; its own gates have its width."""
     check(parse(["--init", "builtin"]))
     assert parse([*ARGS, "--init", str(published)]).expand == 1.5
@@ -117,7 +117,7 @@ def refusal(*args):
     return str(caught.value)
 
 
-def test_other_gates_are_refused_before_a_run_starts(published, tmp_path):
+def test_gates_of_another_shape_are_refused_before_a_run_starts(published, tmp_path):
     assert "has gates of (layers, kv heads, head_dim, hidden width) = " in refusal(
         "--init", str(published), "--expand", "4"
     )

@@ -102,7 +102,7 @@ def test_a_run_on_two_sources(kind, two, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.thorough), PASSKEYS])
-def test_a_killed_run_ends_like_one_that_was_not(kind, two, tmp_path):
+def test_a_killed_run_ends_like_an_uninterrupted_one(kind, two, tmp_path):
     told = [*ARGS, "--data", two[0], "--also", two[1], "--mix", "1", "2", *kind, "--mesh", "1"]
     again = go_on(run_until_killed(told, tmp_path / "run"), "2")
     whole = train(parse([*told, "--out", str(tmp_path / "whole")]))
@@ -114,7 +114,7 @@ def test_a_killed_run_ends_like_one_that_was_not(kind, two, tmp_path):
     assert again.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-5)
 
 
-def test_the_built_in_tasks_are_a_document_each():
+def test_each_built_in_task_is_one_document():
     data = opened()
     steps = list(data.sequences)
     for index, step in enumerate(steps):
@@ -127,7 +127,7 @@ def test_the_built_in_tasks_are_a_document_each():
     np.testing.assert_array_equal(data.held_out[1]["tokens"], held(5, FIRST_HELD_OUT + 1, 128)[0])
 
 
-def test_of_the_built_in_tasks_the_answers_are_learned():
+def test_only_the_answers_of_the_built_in_tasks_are_learned():
     """The labelled tokens are the answers to each sample's questions, one after another, as far as they fit."""
     data = opened(data_kind="passkeys", lengths=(128,) * 12, validation=(128,) * 4)
     rows = [row for step in data.sequences for row in zip(step["tokens"], step["labelled"], strict=True)]
@@ -147,7 +147,7 @@ def test_of_the_built_in_tasks_the_answers_are_learned():
 
 
 @pytest.mark.parametrize("kind", ["natural", "passkeys"])
-def test_built_in_rows_are_the_same_whatever_the_processes(kind):
+def test_built_in_rows_do_not_depend_on_the_processes(kind):
     whole = list(opened(data_kind=kind).sequences)
     halves = [list(opened(data_kind=kind, rows=Rows(a, a + 2, 4)).sequences) for a in (0, 2)]
     for step, *parts in zip(whole, *halves, strict=True):
@@ -172,7 +172,7 @@ def test_passkeys_of_a_row_do_not_depend_on_the_processes(two):
     assert len({str(row) for step in whole for row in step}) == 12
 
 
-def test_what_a_plan_takes_for_a_batch_is_what_a_run_gets(two):
+def test_planned_batches_match_the_runs_batches(two):
     mesh = make_mesh(fsdp=2)
     with jax.set_mesh(mesh):
         planned = batch_of(Scale(mesh=MeshShape(fsdp=2), batch=4), mesh, 64, tiny_model())
@@ -187,7 +187,7 @@ def test_what_a_plan_takes_for_a_batch_is_what_a_run_gets(two):
                 )
 
 
-def test_tokens_are_counted_whatever_belongs_to_them():
+def test_tokens_of_labelled_rows_are_counted():
     count = TokenCount(opened().sequences, rows=4, tokens=True)
     assert [len(step) for step in count] == [3] * 3
     assert count.take() == 4 * (64 + 128 + 64)
@@ -218,7 +218,7 @@ def test_tokens_are_counted_whatever_belongs_to_them():
         (["--data-kind", "passkeys", "--words", "8"], r"--words must be left out where .* got 8"),
     ],
 )
-def test_options_that_cannot_be_are_one_line(told, said):
+def test_wrong_options_are_errors_of_one_line(told, said):
     with pytest.raises(UserError, match=said) as error:
         parse([*ARGS, *told])
     assert "\n" not in str(error.value)

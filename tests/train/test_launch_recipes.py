@@ -41,7 +41,7 @@ def test_every_command_parses(file):
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda x: x.name)
-def test_scripts_are_of_bash(file):
+def test_scripts_are_valid_bash(file):
     subprocess.run(["bash", "-n", file], check=True)
 
 
@@ -68,7 +68,7 @@ def test_the_jobset_has_the_chips_of_its_mesh():
     )
 
 
-def test_skypilot_tells_jax_of_its_machines():
+def test_skypilot_passes_its_machines_to_jax():
     told = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     subprocess.run(["bash", "-n"], input=told["run"], text=True, check=True)
     script = told["run"].partition("if [")[0] + "env"

@@ -87,7 +87,7 @@ def test_a_checkpoint_comes_after_the_metrics_of_its_steps(whole, saves):
 
 
 @pytest.mark.thorough
-def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypatch):
+def test_a_run_killed_after_a_checkpoint_has_every_step(whole, tmp_path, monkeypatch):
     """The run is killed between the complete checkpoint of step 4 and the next update."""
     folder, save = tmp_path / "run", Checkpoints.save
 
@@ -111,7 +111,7 @@ def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
+def test_a_killed_run_ends_like_an_uninterrupted_one(whole, killed, tmp_path):
     assert (killed / "checkpoints" / "2").is_dir()
     assert [line["step"] for line in written(killed)[0]] == [0, 1, 2, 3], "as far as the checkpoint under way"
     again = resumed(killed, tmp_path, "1")
@@ -121,13 +121,13 @@ def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_killed_run_goes_on_on_another_mesh(whole, killed, tmp_path):
+def test_a_killed_run_resumes_on_another_mesh(whole, killed, tmp_path):
     again = resumed(killed, tmp_path, "4x2")
     assert dict(again.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1}
     assert losses(again.folder) == pytest.approx(losses(whole.folder), rel=1e-5)
 
 
-def test_a_run_leaves_gates_that_make_policy_loads(whole):
+def test_a_run_exports_gates_that_make_policy_loads(whole):
     mesh = make_mesh(tensor=2)
     with jax.set_mesh(mesh):
         model = load_model(builtin_model("test_model"))
@@ -160,7 +160,7 @@ def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(whole, capsys):
 
 
 @pytest.mark.thorough
-def test_validations_as_often_as_told(whole, tmp_path):
+def test_validate_every_sets_the_interval_of_validations(whole, tmp_path):
     args = ["--validate-every", "3", "--validation", "3", "--mesh", "4x2", "--out", str(tmp_path / "run")]
     other = train(parse([*ARGS, *args]))
     _, validations = written(other.folder)
@@ -171,7 +171,7 @@ def test_validations_as_often_as_told(whole, tmp_path):
     assert rates == pytest.approx(first[:3], abs=0.05)
 
 
-def test_the_end_of_a_run_says_what_it_left(whole):
+def test_the_summary_names_the_export_and_its_use(whole):
     config = parse(["--resume", "--out", str(whole.folder), "--mesh", "1"])
     text, found = summary(config, whole, config.deploy(whole.params, whole.model)), whole.validation.numbers
     for part in (
@@ -261,7 +261,7 @@ def missing(*_, **__):
     raise FileNotFoundError
 
 
-def test_a_report_that_the_method_cannot_have_is_refused_before_the_start(tmp_path, capsys):
+def test_an_impossible_report_is_refused_before_the_start(tmp_path, capsys):
     method, told = "tests.probes.hidden_gate:HiddenGates", ARGS[: ARGS.index("--window")]
     args = ["--method", method, *told, "--sequences", "8", "--mesh", "1", "--out", str(tmp_path / "run")]
     with pytest.raises(
@@ -322,7 +322,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(stop, updates, said, tmp_path, 
     assert parse(shlex.split(use)[3:]).resume
 
 
-def test_a_finished_run_is_left_as_it_is(whole):
+def test_resuming_a_finished_run_changes_nothing(whole):
     before = (whole.folder / "metrics.jsonl").read_text()
     again = train(parse(["--resume", "--out", str(whole.folder), "--mesh", "1"]))
     assert (whole.folder / "metrics.jsonl").read_text() == before
@@ -349,7 +349,7 @@ def test_four_processes_train_like_one(whole, tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
+def test_two_processes_stop_together_if_a_number_is_not_finite(tmp_path):
     told = [*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run")]
     _, said = run_processes(TRAIN, *told, ends=2)
     lines = [text.splitlines()[-1] for text in said]
@@ -373,7 +373,7 @@ def test_two_processes_save_a_model_that_they_trained(tmp_path):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path, capsys):
+def test_the_last_update_is_always_validated_and_saved(tmp_path, capsys):
     args = [*ARGS, "--mesh", "1", "--checkpoint-every", "4", "--validate-every", "5", "--validation", "2"]
     found = train(parse([*args, "--out", str(tmp_path / "run")]))
     before, _ = capsys.readouterr().err.split("step 1/6")
@@ -420,14 +420,14 @@ def resuming(notes, group, groups):
     return places
 
 
-def test_processes_go_on_where_each_stood_or_not_at_all():
+def test_each_process_resumes_from_its_own_position():
     assert resuming(["a", "b"], 1, 2) == ["b"]
     assert resuming(["a", "a"], 0, 1) == ["a"]
     with pytest.raises(UserError, match="was read in 2 parts, one for each process; now there are 1"):
         resuming(["a", "b"], 0, 1)
 
 
-def test_positions_are_by_group(monkeypatch):
+def test_positions_are_ordered_by_group(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     other = np.frombuffer(json.dumps([0, {"next": 12}]).encode(), np.uint8)
 
@@ -443,7 +443,7 @@ def test_positions_are_by_group(monkeypatch):
     assert Run.positions(SimpleNamespace(rows=rows, data=data)) == [{"next": 12}, {"next": 7}]
 
 
-def test_a_run_says_what_its_mesh_makes_of_the_batch():
+def test_the_plan_says_if_the_mesh_rounds_the_batch_up():
     config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
     assert plan(config, 0, 65_536_000, 1234) == (
         "1,234 parameters, 7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch "

@@ -35,7 +35,7 @@ def test_help_imports_little_and_names_every_option():
 
 
 @pytest.mark.parametrize(("when", "measured"), [({}, True), ({"when": "every", "every": 8}, False)])
-def test_what_compacts_while_it_decodes_is_neither_reported_nor_compared(when, measured, tmp_path):
+def test_a_policy_that_compacts_while_decoding_is_not_compared(when, measured, tmp_path):
     trained = SimpleNamespace(validation=Validation({"admitted": 0.5}, {}, 1), folder=tmp_path)
     text = summary(WriteGates(), trained, make_policy({"h2o": {"entries": 64, **when}}))
     assert ("compare them: " in text) == measured
@@ -52,7 +52,7 @@ def test_what_compacts_while_it_decodes_is_neither_reported_nor_compared(when, m
         (1, "every", "h2o compacts while it decodes, which is not measured"),
     ],
 )
-def test_a_report_that_cannot_be_made_is_refused_where_it_is_asked_for(
+def test_an_impossible_report_is_refused_if_requested(
     told, option, processes, when, why, monkeypatch
 ):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
@@ -63,11 +63,11 @@ def test_a_report_that_cannot_be_made_is_refused_where_it_is_asked_for(
     assert check_report(WriteGates(report="none"), policy) == ""
 
 
-def test_a_report_that_can_be_made_is():
+def test_a_possible_report_is_not_refused():
     assert check_report(WriteGates(report="full"), make_policy("h2o:entries=64")) == ""
 
 
-def test_a_report_that_is_stopped_says_how_it_is_made(monkeypatch, tmp_path):
+def test_a_stopped_report_says_how_to_make_it(monkeypatch, tmp_path):
     output = SimpleNamespace(
         validation=Validation({"admitted": 0.5}, {}, 1),
         folder=tmp_path,

@@ -27,7 +27,7 @@ def on_one(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
+def test_the_check_compiles_the_runs_own_program(mesh, monkeypatch):
     """It is not compiled twice, and its temporaries are those that the run reports for its longest update."""
     monkeypatch.setattr(memory, "device_bytes", lambda: 1 << 40)
     compiles = []
@@ -64,7 +64,7 @@ def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
     assert said == f"{least}; an update of 2 × 64 tokens takes {shown_bytes(beside)} more"
 
 
-def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
+def test_lengths_that_do_not_fit_are_refused_with_one_that_does(mesh, monkeypatch):
     """Devices have exactly the bytes that the longer or the shorter sequences need, or one byte less."""
     with jax.set_mesh(mesh):
         model, own, dtypes = (
@@ -114,7 +114,7 @@ def test_virtual_cpu_devices_share_the_host_s_memory(mesh, monkeypatch):
         memory.check((RUN,), (make_update(RUN),), (None,), mesh, tiny_model())
 
 
-def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
+def test_a_compilers_refusal_is_an_error_of_one_line(mesh, monkeypatch):
     """A TPU's compiler refuses programs that do not fit, and may not say how much they need."""
 
     def update(state, model, batch, step):
@@ -141,5 +141,5 @@ def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
         ("INVALID_ARGUMENT: something else", None),
     ],
 )
-def test_a_refusal_says_what_is_needed(message, needed):
+def test_needed_bytes_are_read_from_a_refusal(message, needed):
     assert memory.refused_bytes(message) == needed

@@ -47,7 +47,7 @@ def test_the_error_is_in_float32():
 @pytest.mark.parametrize(
     ("delay", "sinks"), [(3, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((0, 0), (5, 0)))]
 )
-def test_training_sees_what_the_cache_keeps(delay, sinks):
+def test_the_training_mask_matches_the_cache(delay, sinks):
     """Whole sequences under the mask of an admission with max_entries are compared with the same in chunks through
     pages."""
     tokens = np.random.default_rng(delay).integers(0, 61, (2, LENGTH))
@@ -71,7 +71,7 @@ masked = jax.jit(lambda admission, at: deployed_mask(admission, at, 6))
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_what_is_shorter_than_the_window_is_seen_whole(length):
+def test_sequences_shorter_than_the_window_are_fully_visible(length):
     """The end of such a sequence has no known priority, and needs none."""
     policy, at = delayed(window=6, max_entries=2, delay=5), step(np.arange(length)[None])
     admission = changed(policy.admission, threshold=jnp.float32(0), max_entries=jnp.int32(2))
@@ -81,7 +81,7 @@ def test_what_is_shorter_than_the_window_is_seen_whole(length):
     assert (np.asarray(priority) == -np.inf).all()
 
 
-def test_training_adds_it_too():
+def test_the_training_mask_has_the_admissions_bias():
     """The mask that `deployed_mask` makes of an admission has its bias."""
     policy = delayed(window=6, delay=2, biased=True)
     at = step(np.arange(20)[None])
@@ -91,7 +91,7 @@ def test_training_adds_it_too():
     assert masked(changed(admission, biased=False), at)[1].log_gate is None
 
 
-def test_a_teacher_is_followed_over_its_likeliest_tokens():
+def test_the_divergence_is_over_the_teachers_likeliest_tokens():
     """The divergence is KL(teacher ‖ student), both renormalised over the teacher's tokens, next to the cross-entropy.
     Sequences are cut in parts of which the last is shorter."""
     model, other = tiny_model(), tiny_model(qk_norm=False)
@@ -119,7 +119,7 @@ def test_a_teacher_is_followed_over_its_likeliest_tokens():
     np.testing.assert_allclose(alone, -picked.mean(), rtol=1e-5)
 
 
-def test_token_losses_have_the_gradients_of_finite_differences(monkeypatch):
+def test_gradients_of_token_losses_match_finite_differences(monkeypatch):
     """The gradients are those of the hidden states, in float64, which a model's own logits never have, over two parts
     of a sequence."""
     random = np.random.default_rng(4)
@@ -148,7 +148,7 @@ def test_token_losses_have_the_gradients_of_finite_differences(monkeypatch):
 
 
 @pytest.mark.slow
-def test_packed_documents_are_as_if_each_was_alone():
+def test_packed_documents_match_separate_ones():
     """Their hidden states are the same, plain and under a mask that counts from their own beginnings, and so are the
     losses of every token but the first of each."""
     model = tiny_model()

@@ -36,7 +36,7 @@ def in_order(path, encode, held_out=()):
     return np.concatenate(found)
 
 
-def test_sequences_are_the_stream_cut_where_they_are_full(path):
+def test_sequences_are_consecutive_parts_of_the_stream(path):
     encode = StreamEncoder(byte_tokenizer())
     stream = in_order(path, encode)
     lengths = np.array([16, 16, 8, 16])
@@ -57,7 +57,7 @@ def test_a_second_pass_follows_the_first(path):
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 6])
-def test_a_position_goes_through_json_and_continues_exactly(path, stop):
+def test_reading_resumes_exactly_from_a_json_position(path, stop):
     encode = StreamEncoder(byte_tokenizer())
     dataset = PackedSequences(readers(path), encode, 2, np.full(8, 13))
     whole, running = list(dataset), iter(dataset)
@@ -69,7 +69,7 @@ def test_a_position_goes_through_json_and_continues_exactly(path, stop):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_what_is_held_out_is_never_trained_on(path):
+def test_held_out_documents_are_never_trained_on(path):
     rows = Rows(0, 2, 2)
     told = {"lengths": (16,), "step_lengths": np.full(30, 16), "validation": np.full(3, 16), "seed": 0}
     data = open_stream(Wanted(str(path), rows=rows, **told, tokenizer=byte_tokenizer()))
@@ -83,7 +83,7 @@ def test_what_is_held_out_is_never_trained_on(path):
     assert held[:2] == [documents[1], documents[3]], "every second one"
 
 
-def test_processes_share_the_documents_out(path):
+def test_processes_read_disjoint_documents(path):
     encode = StreamEncoder(byte_tokenizer())
     found = [
         byte_tokenizer().decode(
@@ -99,7 +99,7 @@ def test_processes_share_the_documents_out(path):
 @pytest.mark.parametrize(
     ("documents", "what"), [(TEXTS, "to train on,"), (["x" * 900], "to hold out, every second document,")]
 )
-def test_too_little_text_is_one_line(tmp_path, documents, what):
+def test_too_little_text_is_an_error_of_one_line(tmp_path, documents, what):
     reader = readers(Path(texts(tmp_path, documents)))()
     with pytest.raises(
         UserError, match=rf"there are \d+ tokens {what} which fill no sequence of --lengths 800"
@@ -138,14 +138,14 @@ def test_chats_are_read_as_the_template_writes_them(tmp_path, kind):
     )
 
 
-def test_a_template_that_has_a_place_for_reasoning_is_given_it():
+def test_a_template_with_reasoning_content_gets_the_reasoning():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
     chat = Conversation.of([{"role": "assistant", "content": "b", "reasoning_content": "a"}])
     assert tokenizer.decode(chat.tokens(tokenizer)) == "[a|b]"
 
 
-def test_chats_that_cannot_be_read_are_one_line(tmp_path):
+def test_unreadable_chats_are_errors_of_one_line(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="has chats, but the model's tokenizer has no chat template"):

@@ -69,7 +69,7 @@ def rows_of(data):
     return [{name: x[i] for name, x in step.items()} for step in data for i in range(len(step["tokens"]))]
 
 
-def test_packs_are_whole_documents_from_their_beginning_and_one_that_is_cut(both):
+def test_packs_are_whole_documents_and_a_cut_last_one(both):
     """They are in the reader's order; the rest of a cut document is dropped."""
     documents = (Documents(Path(both[0]), 0, 16 * LENGTH)[i] for i in range(len(SHORT)))
     own = {both[0]: lambda: FileReader(Documents(Path(both[0]), 0, 16 * LENGTH), 0, 1)}
@@ -93,7 +93,7 @@ def test_no_document_crosses_a_border_and_its_first_token_is_not_learned(both):
         np.testing.assert_array_equal(np.flatnonzero(~pack["labelled"]), [0, *(inner + 1)])
 
 
-def test_a_document_that_is_longer_than_a_sequence_is_one_of_its_beginning(both):
+def test_a_document_longer_than_a_sequence_fills_one_alone(both):
     (found,) = {len(set(x["document"])) for x in rows_of(opened(both[1:], (1.0,)).sequences)}
     assert found == 1
     texts_ = [documents_of(x)[0] for x in rows_of(opened(both[1:], (1.0,), steps=5).sequences)]
@@ -125,7 +125,7 @@ def test_a_pack_is_of_one_source_and_packs_are_mixed_by_weights(both):
 
 
 @pytest.mark.parametrize("stop", range(8))
-def test_a_position_goes_through_json_and_continues_exactly(both, stop):
+def test_reading_resumes_exactly_from_a_json_position(both, stop):
     told = dict(steps=7, lengths=(16, LENGTH))
     whole, running = (
         list(opened(both, (0.4, 0.6), **told).sequences),
@@ -142,7 +142,7 @@ def test_a_position_goes_through_json_and_continues_exactly(both, stop):
             np.testing.assert_array_equal(mine[name], x)
 
 
-def test_what_is_held_out_is_of_both_and_never_trained_on(both):
+def test_held_out_packs_are_from_both_sources_and_never_trained_on(both):
     data = opened(both, (0.5, 0.5), steps=60, validation=6)
     held = [text for pack in data.held_out for text in documents_of(pack)]
     assert [len(x) for x in data.held_out_tokens] == [LENGTH] * 6
@@ -168,7 +168,7 @@ def test_documents_of_a_held_out_pack_that_is_never_full_are_trained_on(tmp_path
     assert not held & trained
 
 
-def test_what_is_held_out_of_one_source_is_trained_on_in_none(tmp_path):
+def test_a_document_held_out_in_one_source_is_trained_on_in_none(tmp_path):
     first, second = (put(tmp_path, name, LONG[::step]) for name, step in (("forth", 1), ("back", -1)))
     data = opened((first, second), (0.5, 0.5), steps=30, validation=8)
     held = {documents_of(pack)[0][:4] for pack in data.held_out}
@@ -176,7 +176,7 @@ def test_what_is_held_out_of_one_source_is_trained_on_in_none(tmp_path):
     assert not held & {documents_of(pack)[0][:4] for pack in rows_of(data.sequences)}
 
 
-def test_processes_share_the_documents_out_and_hold_out_the_same(both):
+def test_processes_read_disjoint_documents_and_hold_out_the_same(both):
     whole = opened(both, (0.4, 0.6))
     parts = [opened(both, (0.4, 0.6), rows=Rows(start, start + 2, 4)) for start in (0, 2)]
     for part in parts:
@@ -231,7 +231,7 @@ def test_too_little_text_names_its_source(tmp_path, both, documents, said):
     assert "\n" not in str(error.value)
 
 
-def test_a_process_without_documents_to_train_on_says_so(tmp_path):
+def test_a_process_without_documents_to_train_on_is_an_error(tmp_path):
     """One of four documents is held out, and a process of four would read only that one."""
     source = put(tmp_path, "few", [letter * 30 for letter in "abcd"])
     for group in range(4):

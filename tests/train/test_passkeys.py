@@ -32,7 +32,7 @@ def runs(learned):
 
 
 @each
-def test_the_answers_and_nothing_else_is_learned(kind):
+def test_only_the_answers_are_learned(kind):
     """The decoded tokens are the words after each question, which also follow the same passkey in the text."""
     tokenizer = TOKENIZERS[kind]
     made = Passkeys(tokenizer, seed=1, count=3, words=4)
@@ -69,7 +69,7 @@ def test_a_passkey_has_the_tokens_of_its_answer(kind):
 
 
 @each
-def test_the_text_is_all_there_around_them(kind):
+def test_the_text_around_passkeys_is_complete(kind):
     tokenizer = TOKENIZERS[kind]
     tokens, document = pack(kind, 4000)
     sequence = Passkeys(tokenizer, seed=1, count=3, words=4)(0, tokens, document)
@@ -80,7 +80,7 @@ def test_the_text_is_all_there_around_them(kind):
     assert len(found) > 1500
 
 
-def test_it_begins_as_the_tokenizer_begins_a_text_and_never_ends_it():
+def test_a_sequence_has_the_begin_token_and_no_end_token():
     beginnings = {kind: Passkeys(x, 0, 1, 1)(0, *pack(kind, 900))["tokens"] for kind, x in TOKENIZERS.items()}
     spaced = TOKENIZERS["spaced"]
     assert beginnings["spaced"][0] == spaced.bos_token_id
@@ -89,7 +89,7 @@ def test_it_begins_as_the_tokenizer_begins_a_text_and_never_ends_it():
     assert TOKENIZERS["bytes"].decode(beginnings["bytes"]).startswith(HEAD)
 
 
-def test_depths_are_spread_from_a_twentieth_to_nineteen_of_the_text():
+def test_depths_are_spread_from_5_to_95_percent_of_the_text():
     """The depth is the share of the text before each passkey, over many sequences."""
     tokenizer, tokens = TOKENIZERS["bytes"], pack("bytes", 4000)
     made, found = Passkeys(tokenizer, seed=0, count=4, words=2), []
@@ -107,7 +107,7 @@ def test_depths_are_spread_from_a_twentieth_to_nineteen_of_the_text():
     assert (DEPTHS[0], DEPTHS[-1], len(DEPTHS)) == (0.05, 0.95, 1000)
 
 
-def test_a_sequence_depends_on_seed_and_index_alone():
+def test_a_sequence_depends_only_on_seed_and_index():
     kind, tokenizer = "smol", TOKENIZERS["smol"]
     first, second = (Passkeys(tokenizer, seed=3, count=2, words=4) for _ in range(2))
     first(5, *pack(kind, 900))  # in any order
@@ -119,7 +119,7 @@ def test_a_sequence_depends_on_seed_and_index_alone():
 
 
 @each
-def test_a_sequence_that_is_too_short_is_one_line_with_the_least_that_is_not(kind):
+def test_the_error_for_a_short_sequence_has_the_minimum_length(kind):
     tokenizer = TOKENIZERS[kind]
     made = Passkeys(tokenizer, seed=0, count=10, words=32)
     with pytest.raises(

@@ -41,7 +41,7 @@ loop.make_update = making
 
 
 @pytest.mark.slow
-def test_a_signal_saves_the_step_that_it_came_in(tmp_path, monkeypatch):
+def test_sigterm_saves_the_current_step(tmp_path, monkeypatch):
     whole = train(parse([*ARGS, "--mesh", "1", "--out", str(tmp_path / "whole")]))
     monkeypatch.setattr(loop, "make_update", loop.make_update)
     exec(SIGNALLED, {})
@@ -56,7 +56,7 @@ def test_a_signal_saves_the_step_that_it_came_in(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_save_the_same_step_and_one_goes_on(tmp_path):
+def test_two_processes_save_the_same_step_and_one_resumes(tmp_path):
     args = [
         *ARGS[: ARGS.index("--sequences")],
         "--sequences",

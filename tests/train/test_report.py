@@ -58,7 +58,7 @@ def test_the_report_is_written(tmp_path):
 
 
 @pytest.mark.parametrize(("how", "least"), [("default", 192), ("full", 500)])
-def test_the_report_asks_enough_and_chooses_on_other_contexts(how, least, monkeypatch, tmp_path):
+def test_the_report_has_enough_answers_and_separate_calibration_contexts(how, least, monkeypatch, tmp_path):
     taken = {}
 
     def compare(model, trained, tasks, **_):

@@ -97,7 +97,7 @@ def gradient(name, **shape):
     "name",
     [pytest.param(x, marks=() if x == "sparsify" else pytest.mark.thorough) for x in RECIPES],
 )
-def test_losses_and_gradients_are_one_device_s(name, mesh, monkeypatch):
+def test_losses_and_gradients_match_one_device(name, mesh, monkeypatch):
     """The loss goes over parts of a sequence, of which each device has its own."""
     monkeypatch.setattr("kvjax.train.objective.TOKENS_AT_ONCE", 6)
     ((loss, figures), found), ((alone, same), wanted) = gradient(name, **mesh), gradient(name)
@@ -153,7 +153,7 @@ def logged(run):
 
 
 @pytest.mark.thorough
-def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
+def test_a_run_ends_as_on_one_device_and_resumes_on_another_mesh(tmp_path):
     runs = {
         mesh: train(parse([*ARGS, "--mesh", mesh, "--out", str(tmp_path / mesh)]))
         for mesh in ("1", "sequence=2")
@@ -172,7 +172,7 @@ def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
 
 
 @pytest.mark.thorough
-def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
+def test_features_and_gates_match_one_device(tmp_path):
     """The method is Fast KVzip: the split model reads and repeats contexts, and reads questions with answers after
     them. The gates then train on positions, split by heads."""
     told = [
@@ -217,7 +217,7 @@ def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
         ),
     ],
 )
-def test_a_mesh_that_does_not_go_with_the_run_is_one_line(told, said, tmp_path, monkeypatch):
+def test_a_mesh_that_does_not_fit_the_run_is_an_error_of_one_line(told, said, tmp_path, monkeypatch):
     """The error comes before weights are read."""
     monkeypatch.setattr("kvjax.train.loop.load_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UserError) as error:

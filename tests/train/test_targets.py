@@ -109,7 +109,7 @@ def alone(teacher):
 @pytest.mark.parametrize(
     "teacher", [pytest.param(x, marks=pytest.mark.thorough if x == "answer" else ()) for x in TEACHERS]
 )
-def test_targets_are_what_a_direct_computation_gives(teacher):
+def test_targets_match_a_direct_computation(teacher):
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
         wanted = np.concatenate([directly(model, teacher, one) for one in CONTEXTS])
@@ -120,7 +120,7 @@ def test_targets_are_what_a_direct_computation_gives(teacher):
     assert np.ptp(score) > 0.1
 
 
-def test_of_two_teachers_the_larger_score_counts():
+def test_larger_takes_the_larger_score_of_two_teachers():
     names = "answer", "reconstruction"
     both = larger(*(TEACHERS[name] for name in names))
     with jax.set_mesh(make_mesh()):
@@ -136,7 +136,7 @@ def test_of_two_teachers_the_larger_score_counts():
 
 
 @pytest.mark.parametrize("teacher", ["next_token", "reconstruction"])
-def test_the_input_is_the_layers_own(teacher):
+def test_inputs_are_those_of_the_layers(teacher):
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
         for which in ("hidden", "k_pre"):

@@ -34,7 +34,7 @@ def logits():
         return np.asarray(jax.jit(lambda x: model.logits(model.hidden(x)))(ROWS))
 
 
-def test_it_is_the_likeliest_tokens_and_their_logits_below_the_largest(tmp_path, logits, monkeypatch):
+def test_the_likeliest_tokens_and_their_relative_logits_are_stored(tmp_path, logits, monkeypatch):
     """The teacher runs in parts of a sequence, on a mesh of which each device has some rows."""
     monkeypatch.setattr(teacher, "TOKENS_AT_ONCE", 10)
     said = kept(tmp_path / "said", make_mesh(fsdp=2, tensor=2))
@@ -51,7 +51,7 @@ def test_it_is_the_likeliest_tokens_and_their_logits_below_the_largest(tmp_path,
     assert TOKENS_AT_ONCE > LENGTH
 
 
-def test_shares_make_the_whole(tmp_path):
+def test_shares_add_up_to_all_sequences(tmp_path):
     folder = tmp_path / "said"
     for index, count in (
         (0, 5),
@@ -63,7 +63,7 @@ def test_shares_make_the_whole(tmp_path):
     assert kept(folder, make_mesh()).finished({"data": 1}).exists()
 
 
-def test_what_is_there_is_not_computed_again(tmp_path, monkeypatch):
+def test_stored_sequences_are_not_computed_again(tmp_path, monkeypatch):
     folder, mesh, runs = tmp_path / "said", make_mesh(), []
     own = teacher._hidden
     monkeypatch.setattr(teacher, "_hidden", lambda *x: runs.append(1) or own(*x))
@@ -118,7 +118,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(tmp_pat
         kept(tmp_path / "said", make_mesh())
 
 
-def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
+def test_finished_results_survive_a_full_disk(tmp_path, monkeypatch):
     own, written = np.savez, []
 
     def filling(out, **found):

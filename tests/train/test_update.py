@@ -58,7 +58,7 @@ def test_training_lowers_the_loss(updated):
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in ("1", "4x2") else pytest.mark.thorough) for x in MESHES]
 )
-def test_each_device_holds_its_part_of_what_is_sharded(updated, name):
+def test_each_device_holds_its_part_of_sharded_arrays(updated, name):
     fsdp, tensor = MESHES[name].get("fsdp", 1), MESHES[name].get("tensor", 1)
     _, state = updated(name)
     sharded = 0
@@ -102,7 +102,7 @@ class TwoGroups(Recipe):
 
 
 @pytest.mark.parametrize("name", ["1", "4x2"])
-def test_groups_have_their_own_rates_and_are_clipped_apart(name):
+def test_groups_have_their_own_rates_and_are_clipped_separately(name):
     recipe, mesh = TwoGroups(), make_mesh(**MESHES[name])
     with jax.set_mesh(mesh):
         model = tiny_model()

@@ -18,7 +18,7 @@ def alone():
     [MeshShape(fsdp=8), MeshShape(fsdp=2, tensor=4)],
     ids=str,
 )
-def test_every_mesh_finds_the_same(alone, shape):
+def test_figures_do_not_depend_on_the_mesh(alone, shape):
     (*_, mine), (*_, theirs) = validated(shape), alone
     np.testing.assert_allclose(mine.by_sequence["rates"], theirs.by_sequence["rates"], atol=1e-6)
     assert mine.numbers == pytest.approx(theirs.numbers, rel=1e-4)
@@ -32,7 +32,7 @@ def test_every_sequence_counts_once(shape):
     assert found.by_sequence.keys() == {"rates"}
 
 
-def test_a_validation_is_said_with_every_mean(alone):
+def test_a_validation_prints_every_mean(alone):
     *_, found = alone
     means = ", ".join(f"{name} {value:.4g}" for name, value in found.numbers.items())
     assert str(found) == f"held out (5 sequences): {means}"

@@ -61,7 +61,7 @@ def test_the_first_layers_heads_start_looking_none_to_three_places_back():
         assert (behind[8:] == offset).all()
 
 
-def test_what_is_set_stays_and_the_rest_is_trained(small):
+def test_fixed_weights_stay_and_the_rest_is_trained(small):
     recipe = recipes(builtin_vocabulary())["model"]
     initial = initial_weights(recipe.config, recipe.matchers, builtin_vocabulary(), seed=0)
     weights = {name: jnp.asarray(array) for name, array in initial.items()}
@@ -95,7 +95,7 @@ def test_margins_are_settled_where_gates_can_learn():
 
 
 @pytest.mark.thorough
-def test_a_stopped_run_goes_on_to_the_same_weights(small, tmp_path):
+def test_a_stopped_run_resumes_to_the_same_weights(small, tmp_path):
     stream = Mixture(builtin_vocabulary(), builtin_text("train"))
     whole = train(small, stream, tmp_path / "whole.npz", save_every=2)
 
@@ -121,7 +121,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(small, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_training_and_heldout_files_are_apart_and_the_tokenizer_loses_nothing(tmp_path, small):
+def test_training_and_held_out_files_are_disjoint_and_the_tokenizer_is_lossless(tmp_path, small):
     files = {f"module_{i}.py": f"def f{i}(x):\n    return x + {i}  # é\n" * 300 for i in range(80)}
     sources, packaged = hold_out(files)
     heldout = split_files(packaged)
@@ -135,7 +135,7 @@ def test_training_and_heldout_files_are_apart_and_the_tokenizer_loses_nothing(tm
     assert tokenizer.decode(text.tolist(), skip_special_tokens=True) == "".join(heldout.values())
 
 
-def test_a_made_folder_loads_with_its_card_and_replaces_the_old_one(small, tmp_path):
+def test_a_written_folder_loads_with_its_card_and_replaces_the_old_one(small, tmp_path):
     from tokenizers import Tokenizer
 
     vocabulary = builtin_vocabulary()
@@ -168,14 +168,14 @@ def test_packaged_folders_are_small_and_complete(name, most_bytes):
     assert tokenizer.decode(ids) == source
 
 
-def test_the_packaged_text_is_small_and_says_whose_it_is():
+def test_the_packaged_text_is_small_and_names_its_owner():
     file = Path(builtin_model()).parent / "heldout.txt"
     assert file.stat().st_size <= 300_000
     assert "Python Software Foundation" in file.read_text(encoding="utf-8").splitlines()[0]
 
 
 @pytest.mark.thorough
-def test_the_packaged_model_scores_what_is_wanted_and_not_with_one_head():
+def test_the_packaged_model_answers_and_no_single_head_suffices():
     model = load_model(builtin_model())
     task = builtin_task(Recall)
     found = score(model, task, 1024, 16)

@@ -27,14 +27,14 @@ def test_pieces_are_whole_paragraphs_of_sizes_in_turn():
     assert len(list(pieces("\n\n".join(paragraphs[:39]), (250, 450)))) == 9
 
 
-def test_no_package_s_file_is_trained_on_and_held_out():
+def test_no_file_is_both_trained_on_and_held_out():
     trained, heldout = ([work for work in WORKS.values() if work.heldout is part] for part in (False, True))
     assert heldout
     for one, other in itertools.product(trained, heldout):
         assert (one.package, one.pattern, one.novel) != (other.package, other.pattern, other.novel)
 
 
-def test_files_are_read_in_order_packed_or_not(tmp_path):
+def test_files_are_read_in_order_compressed_or_not(tmp_path):
     (tmp_path / "doc").mkdir()
     (tmp_path / "doc" / "b.txt").write_text("second")
     (tmp_path / "doc" / "a.txt.gz").write_bytes(gzip.compress(b"first"))
@@ -60,7 +60,7 @@ def test_without_the_package_that_reads_novels_nothing_is_unpacked(command, monk
         main(command)
 
 
-def test_without_dpkg_deb(command):
+def test_a_missing_dpkg_deb_is_an_error(command):
     with pytest.raises(UserError, match="unpacked with dpkg-deb, which this machine lacks"):
         main(command)
 
@@ -110,7 +110,7 @@ def test_a_module_s_functions_lose_their_docstrings():
     assert found[1].function is None
 
 
-def test_records_of_code_are_examples_of_the_suite(tmp_path):
+def test_records_of_code_load_as_scbench_examples(tmp_path):
     pytest.importorskip("tree_sitter_python")
     own = list(code_records([module(12), module(QUESTIONS - 1)], "some", characters=700))
     contexts = [json.loads(record)["context"] for record in own]

@@ -30,7 +30,7 @@ def batch():
     }
 
 
-def test_the_loss_is_the_difference_before_labelled_tokens_and_the_mean_alpha(batch):
+def test_the_loss_is_the_error_before_labelled_tokens_plus_the_mean_alpha(batch):
     model, recipe = tiny_model(), DuoAttention(**SIZES)
     call = jax.jit(lambda p, m, b: recipe.loss(p, m, b, jax.random.key(0), jnp.int32(0)))
 
@@ -56,7 +56,7 @@ def test_the_loss_is_the_difference_before_labelled_tokens_and_the_mean_alpha(ba
     assert float(loss) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
+def test_a_packed_row_has_the_loss_of_its_separate_documents():
     """The losses are weighted by their labelled tokens."""
     recipe, (together, alone) = DuoAttention(regularized=0.0, **SIZES), rows()
     alpha = jnp.asarray(np.random.default_rng(2).uniform(size=(3, 4)), jnp.float32)
@@ -96,7 +96,7 @@ def test_the_rate_is_a_trapezoid():
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_pattern(tmp_path):
+def test_a_run_exports_a_pattern(tmp_path):
     told = [
         *("--method", "duo_attention", "--model", MODEL, "--dtype", "float32", "--mesh", "1"),
         *("--lengths", "128", "--batch", "4", "--sequences", "16", "--sink", "2", "--window", "8"),

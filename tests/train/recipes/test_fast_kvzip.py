@@ -82,7 +82,7 @@ def test_the_rate_warms_up_for_a_hundredth_of_the_updates(updates, warm_up):
     assert found == pytest.approx([0, 0.002, 0.002 * (warm_up - 1), 0.2])
 
 
-def test_the_rate_is_the_authors():
+def test_the_rate_matches_the_authors_code():
     found = [float(rate(update, 0.2, 5000)) for update in (0, 1, 49, 50, 2499, 2500, 3749, 3750, 4999)]
     assert found == pytest.approx([0, 0.002, 0.098, 0.2, 0.2, 0.1, 0.1, 0.05, 0.05])
 
@@ -140,13 +140,13 @@ def test_gates_learn_more_than_each_heads_mean():
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.thorough)])
-def test_losses_are_those_of_one_device(shape):
+def test_losses_on_a_mesh_match_one_device(shape):
     found, measured = trained(*shape, updates=4)
     assert found == pytest.approx(trained(1, 1, 1)[0][:4], rel=1e-5)
     assert measured["loss"].shape == (64,)
 
 
-def test_the_first_loss_is_that_of_predictions_by_hand():
+def test_the_first_loss_matches_predictions_by_hand():
     recipe = KVzipGates(batch=8, sequences=8, dim=4)
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
@@ -197,7 +197,7 @@ def test_every_gate_has_a_gradient(form, inputs):
     [(THIRD_SHARD, 4), (SECOND_SAVE, 8)],
     ids=["targets", "gates"],
 )
-def test_a_run_that_is_killed_ends_like_one_that_is_not(when, files, whole, tmp_path):
+def test_a_killed_run_ends_like_an_uninterrupted_one(when, files, whole, tmp_path):
     """The run is killed while targets are computed, after two numbers of each context were written, or later."""
     folder = run_until_killed([*ARGS, "--mesh", "1"], tmp_path / "run", when)
     shards = {file: file.stat() for file in sorted(folder.glob("targets/0*/*.npy"))}
@@ -220,7 +220,7 @@ def test_memory_trains_like_the_disk_and_a_mesh_like_one_device(whole, tmp_path)
 
 
 @pytest.mark.slow
-def test_what_a_run_leaves(whole, capsys):
+def test_a_run_writes_gates_and_pictures(whole, capsys):
     folder = whole.folder
     for name in ("predictions.png", "losses.png"):
         assert (folder / name).stat().st_size > 1000
@@ -241,7 +241,7 @@ def test_what_a_run_leaves(whole, capsys):
     assert "targets" in capsys.readouterr().err
 
 
-def test_what_contexts_are_read_behind_is_no_gates_to_evict(monkeypatch):
+def test_prefixes_of_contexts_are_never_evicted(monkeypatch):
     """The prefix includes the chat template's system prompt and the instruction, in the prompts that have them."""
     tokenizer, recipe = smol_tokenizer(), KVzipGates()
     monkeypatch.setattr("kvjax.train.recipes.kvzip_scores.load_tokenizer", lambda model: tokenizer)
@@ -253,7 +253,7 @@ def test_what_contexts_are_read_behind_is_no_gates_to_evict(monkeypatch):
         assert [x.schedule.needs.prefix_of(row) for x in policies.values()] == [len(before)] * 4
 
 
-def test_gates_can_begin_with_others(whole, tmp_path):
+def test_gates_can_start_from_exported_ones(whole, tmp_path):
     recipe = dataclasses.replace(
         parse([*ARGS, "--out", str(tmp_path / "run"), "--init", str(whole.folder / "gates")])
     )
@@ -263,7 +263,7 @@ def test_gates_can_begin_with_others(whole, tmp_path):
         np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
 
 
-def test_gates_that_a_run_begins_with_say_their_form_and_sizes(tmp_path):
+def test_initial_gates_determine_form_and_sizes(tmp_path):
     """A file or the command line may override them; the check refuses a run whose sizes differ."""
     with jax.set_mesh(make_mesh()):
         sizes = {"dim": 8, "sinks": 3, "form": "paper"}
@@ -287,7 +287,7 @@ def test_gates_that_a_run_begins_with_say_their_form_and_sizes(tmp_path):
         check(parse([*ARGS, *init, "--dim", "4", "--out", str(tmp_path / "run")]))
 
 
-def test_text_is_learned_from_by_reconstruction_unless_told(tmp_path):
+def test_the_default_target_for_text_is_reconstruction(tmp_path):
     """This also holds for the built-in model, whose own tasks have questions."""
     builtin = ["--method", "fast_kvzip", "--out", str(tmp_path / "run")]
     assert parse(builtin).target == "both"
@@ -297,7 +297,7 @@ def test_text_is_learned_from_by_reconstruction_unless_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_share_a_folder_of_targets_which_others_are_refused(whole, tmp_path, capsys):
+def test_equal_runs_share_targets_and_other_runs_are_refused(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     args = [*ARGS[:-2], "--targets", str(whole.folder / "targets"), "--mesh", "1", "--out", str(folder)]
     with pytest.raises(
@@ -327,7 +327,7 @@ def test_runs_share_a_folder_of_targets_which_others_are_refused(whole, tmp_path
         (["--single", "0", "--joins", "0"], "--single must be at least 1 where --joins is 0, got 0"),
     ],
 )
-def test_wrong_options_are_said_in_one_line(wrong, said, tmp_path):
+def test_wrong_options_are_errors_of_one_line(wrong, said, tmp_path):
     with pytest.raises(UserError, match=said):
         parse([*ARGS, *wrong, "--out", str(tmp_path / "run")])
 
@@ -342,7 +342,7 @@ def refused_before_anything_is_read(args, folder, monkeypatch, said):
     assert not (folder / SAVED).exists()
 
 
-def test_too_few_positions_are_said_in_one_line(tmp_path, monkeypatch):
+def test_too_few_positions_are_an_error_of_one_line(tmp_path, monkeypatch):
     said = r"^an update takes 1000 positions, and there are 199 to train on"
     refused_before_anything_is_read(["--batch", "1000"], tmp_path / "run", monkeypatch, said)
 
@@ -354,7 +354,7 @@ def test_two_processes_train_like_one(whole, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
 
 
-def test_shares_of_the_targets_make_the_whole(whole, tmp_path, capsys, monkeypatch):
+def test_shares_of_the_targets_add_up_to_all_targets(whole, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(targets, "TOKENS_TOGETHER", 1)  # one context after another
     folder = tmp_path / "targets"
     args = [*ARGS[:-2], "--mesh", "1", "--targets", str(folder), "--out", str(tmp_path / "run")]
@@ -369,7 +369,7 @@ def test_shares_of_the_targets_make_the_whole(whole, tmp_path, capsys, monkeypat
 
 
 @pytest.mark.parametrize(("method", "shard"), [("fast_kvzip", "0/2"), ("wgkv", "0/1")])
-def test_a_share_of_what_is_not_kept_is_refused_in_one_line(method, shard):
+def test_a_share_without_a_shared_folder_is_refused(method, shard):
     with pytest.raises(
         UserError, match=f"^--shard {shard} is for what a run computes before its first update"
     ):

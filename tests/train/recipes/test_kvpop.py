@@ -72,7 +72,7 @@ def sparsify(uptrained, folder, *more):
 
 
 @pytest.mark.slow
-def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
+def test_the_second_phase_continues_from_the_first(uptrained, tmp_path):
     run = sparsify(uptrained, tmp_path / "run", "--scorer-warmup", "0")
     assert (
         "model: " + str(uptrained.folder / "parameters" / "model")
@@ -96,7 +96,7 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
         make_policy("kvpop", gates=exported, model=load_model(MODEL))
 
 
-def test_exported_scorers_are_a_policy_and_say_how_they_were_validated(tmp_path):
+def test_exported_scorers_make_a_policy_and_have_their_validation(tmp_path):
     model = tiny_model()
     recipe, scorers = ConstantCache(**SIZES, phase="sparsify"), tiny_scorers(model)
     with use_mesh(model):
@@ -128,7 +128,7 @@ def test_transformers_reads_a_trained_model_and_computes_the_same(uptrained):
         ("uptrain", [], 3e-5),
     ],
 )
-def test_the_fixed_mask_has_a_rate_of_its_own(phase, told, rate):
+def test_the_streaming_mask_has_its_own_learning_rate(phase, told, rate):
     """Adam's first step is the rate; --lr on the command line overrides both rates."""
     before = ["--uptrained", MODEL] if phase == "sparsify" else []
     recipe = parse(["--method", "kvpop", "--mesh", "1", "--phase", phase, *before, *told])
@@ -138,7 +138,7 @@ def test_the_fixed_mask_has_a_rate_of_its_own(phase, told, rate):
     assert float(change["model"][0]) == pytest.approx(-rate, rel=1e-3)
 
 
-def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
+def test_the_summary_of_a_run_without_scorers_names_no_gates(tmp_path):
     """It names the cache that its model was trained for instead. After a dense run it says how to continue."""
     phases = [], ["--phase", "sparsify", "--uptrained", MODEL, "--mask", "streaming", *CACHE]
     said = []
@@ -155,7 +155,7 @@ def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
     assert "goes on" not in fixed
 
 
-def test_with_the_whole_in_view_there_is_nothing_to_distil(uptrained):
+def test_a_cache_of_all_tokens_has_no_divergence(uptrained):
     """With a cache that holds every token, the student equals the teacher."""
     recipe = ConstantCache(phase="sparsify", **SIZES | {"max_entries": 64})
     with jax.set_mesh(make_mesh()):
@@ -184,7 +184,7 @@ def step(recipe, model, **others):
 
 
 @pytest.mark.thorough
-def test_model_and_scorers_have_rates_of_their_own():
+def test_model_and_scorers_have_their_own_learning_rates():
     """AdamW's first step is its rate, whatever the gradient; a warm-up from 0 keeps the scorers unchanged."""
     told = SIZES | {"phase": "sparsify", "lr": 1e-4, "scorer_lr": 1e-2}
     moved, numbers = step(ConstantCache(**told, scorer_warmup=0), tiny_model())
@@ -215,7 +215,7 @@ def moments(opt, which):
 
 
 @pytest.mark.parametrize("long", ["scorers", "model"])
-def test_model_and_scorers_are_clipped_apart(long):
+def test_model_and_scorers_are_clipped_separately(long):
     """A gradient of norm 100 becomes one of norm 1, and the other's of norm .5 is unchanged. AdamW's means begin with
     .1 of it and with .05 of its square."""
     tx, params = optimizer()
@@ -243,7 +243,7 @@ def rates(**told):
 
 
 @pytest.mark.parametrize("peak", [1e-3, 1e-5])
-def test_scorers_have_a_ramp_and_a_cosine_and_the_model_one_rate(peak):
+def test_scorers_have_a_warmup_and_a_cosine_and_the_model_a_constant_rate(peak):
     """The scorers' rate rises from 0 to the peak, which it reaches after the ramp's last update, and falls to 8e-5, or
     to the peak if that is lower."""
     found, end = rates(lr=3e-4, scorer_lr=peak), min(8e-5, peak)
@@ -255,7 +255,7 @@ def test_scorers_have_a_ramp_and_a_cosine_and_the_model_one_rate(peak):
 
 
 @pytest.mark.thorough
-def test_no_array_is_of_all_pairs():
+def test_no_array_holds_all_pairs_of_queries_and_keys():
     """The gradient of an update's loss over 8,192 tokens computes no array as large as each query with all the keys
     that it may see."""
     length, recipe = 8192, ConstantCache(phase="sparsify", lengths=(8192,), shares=(1.0,))
@@ -332,14 +332,14 @@ def test_parts_of_an_update_sum_large_gradients_over_data_once():
     assert summed(4) < 1.2 * summed(1)
 
 
-def test_the_loss_is_next_tokens_and_a_tenth_of_the_teachers_beside_the_scorers():
+def test_the_loss_adds_cross_entropy_divergence_and_score_loss():
     for found in alone("sparsify"):
         own = 0.9 * found["cross_entropy"] + 0.1 * found["divergence"]
         assert found["loss"] == pytest.approx(own + found["score_loss"], rel=1e-6)
         assert min(found["divergence"], found["score_loss"]) > 1e-3, "either would be missed"
 
 
-def test_the_fixed_mask_is_sinks_and_a_window_of_the_same_size():
+def test_the_streaming_mask_is_sinks_and_a_window_of_the_same_size():
     recipe = ConstantCache(phase="sparsify", mask="streaming", **SIZES)
     moved, numbers = step(recipe, tiny_model())
     assert moved.keys() == {"model"}
@@ -351,7 +351,7 @@ def test_the_fixed_mask_is_sinks_and_a_window_of_the_same_size():
     np.testing.assert_array_equal(policy.admission.sink, 2)
 
 
-def test_each_phase_has_the_papers_updates_unless_told():
+def test_each_phase_has_the_papers_updates_by_default():
     told = ["--method", "kvpop", "--config", "kvpop-qwen3-4b"]
     up = parse(told)
     assert (up.steps, up.rows, up.most_tokens) == (5000, 128, 8192)
@@ -361,7 +361,7 @@ def test_each_phase_has_the_papers_updates_unless_told():
 
 
 @pytest.mark.mesh
-def test_bytes_of_each_device_are_an_eighth():
+def test_each_device_holds_an_eighth_of_the_bytes():
     """This holds for parameters, moments and gradients; the scorers are split only by kv heads."""
     recipe, mesh = ConstantCache(phase="sparsify", **SIZES), make_mesh(fsdp=2, tensor=4)
     with jax.set_mesh(mesh):
@@ -405,7 +405,7 @@ def test_bytes_of_each_device_are_an_eighth():
         (["--distilled", "1.5"], "--distilled must be from 0 to 1, got 1.5"),
     ],
 )
-def test_wrong_options_are_one_line(wrong, said, tmp_path):
+def test_wrong_options_are_errors_of_one_line(wrong, said, tmp_path):
     with pytest.raises(UserError, match=said) as error:
         train(parse(["--method", "kvpop", "--model", MODEL, "--out", str(tmp_path / "run"), *wrong]))
     assert "\n" not in str(error.value)
@@ -429,7 +429,7 @@ def killed(uptrained, tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_a_killed_phase_ends_like_one_that_was_not(stored, killed, tmp_path):
+def test_a_killed_phase_ends_like_an_uninterrupted_one(stored, killed, tmp_path):
     resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "1")
     assert metrics_of(resumed) == metrics_of(stored)
     jax.tree.map(
@@ -439,7 +439,7 @@ def test_a_killed_phase_ends_like_one_that_was_not(stored, killed, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_killed_phase_goes_on_on_another_mesh(stored, killed, tmp_path):
+def test_a_killed_phase_resumes_on_another_mesh(stored, killed, tmp_path):
     """The resumed run has four devices."""
     resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "2x2")
     assert metrics_of(resumed)[1] == pytest.approx(metrics_of(stored)[1], rel=1e-5)
@@ -450,7 +450,7 @@ def test_a_killed_phase_goes_on_on_another_mesh(stored, killed, tmp_path):
     assert apart.mean() < 2e-6
 
 
-def test_a_run_that_is_not_finished_has_no_model_to_go_on_from(uptrained, tmp_path):
+def test_an_unfinished_run_cannot_be_sparsified(uptrained, tmp_path):
     left = shutil.copytree(uptrained.folder, tmp_path / "run", ignore=shutil.ignore_patterns("parameters"))
     told = ["--method", "kvpop", "--phase", "sparsify", "--uptrained", str(left)]
     with pytest.raises(
@@ -466,7 +466,7 @@ def metrics_of(run):
 
 
 @pytest.mark.thorough
-def test_what_the_teacher_said_stands_in_for_it(uptrained, stored, tmp_path):
+def test_stored_teacher_outputs_replace_the_teacher(uptrained, stored, tmp_path):
     """The run has no teacher's weights, and its losses are the same up to half precision."""
     beside = sparsify(uptrained, tmp_path / "beside", *STORED[2:])
     for mine, theirs in zip(metrics_of(stored), metrics_of(beside), strict=True):

@@ -33,7 +33,7 @@ SIZES = dict(lengths=(32,), shares=(1.0,), sink=2, window=6, block=1)
 MODEL = str(builtin_model("test_model"))
 
 
-def test_the_wanted_sparsity_rises_for_four_fifths_of_the_updates():
+def test_the_target_sparsity_rises_over_four_fifths_of_the_updates():
     recipe = PruLong(sparsity=0.7)
     assert recipe.steps == 1000
     for step, wanted in ((0, 0), (400, 0.35), (800, 0.7), (999, 0.7)):
@@ -42,7 +42,7 @@ def test_the_wanted_sparsity_rises_for_four_fifths_of_the_updates():
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.7])
 @pytest.mark.parametrize("l0", ["sampled", "expected"])
-def test_as_many_heads_stream_as_are_wanted(monkeypatch, sparsity, l0):
+def test_the_share_of_streaming_heads_reaches_its_target(monkeypatch, sparsity, l0):
     """The run has the paper's rates and 256 heads, and the model's loss is 0. The share is an average over the last 50
     of 1,000 updates."""
     monkeypatch.setattr(prulong, "next_token_losses", lambda *_: jnp.zeros(1))
@@ -91,7 +91,7 @@ def test_multipliers_ascend_masks_descend_and_both_decay():
     np.testing.assert_allclose(change["multipliers"], [-1 - 0.1, 1 - 0.1], rtol=1e-3)
 
 
-def test_multipliers_have_the_gap_and_its_square_for_gradients(monkeypatch):
+def test_gradients_of_multipliers_are_the_gap_and_its_square(monkeypatch):
     """Therefore too few streaming heads lower the first one."""
     monkeypatch.setattr(prulong, "next_token_losses", lambda *_: jnp.zeros(1))
     monkeypatch.setattr(PruLong, "blended", lambda *_: None)
@@ -136,14 +136,14 @@ def changes(gradients, **told):
     return found
 
 
-def test_rates_lead_up_for_a_tenth_of_the_updates_and_down_by_a_cosine():
+def test_rates_warm_up_for_a_tenth_of_the_updates_and_fall_by_a_cosine():
     """Masks, multipliers and model each have their own peak. Adam's step is the rate, and multipliers ascend."""
     for name, steps in changes(np.ones(100), weight_decay=0.0).items():
         sign = 1 if name == "multipliers" else -1
         np.testing.assert_allclose(sign * np.asarray(steps), rates_of(PEAKS[name]), rtol=1e-3, atol=1e-8)
 
 
-def test_every_group_is_adam_s_with_the_paper_s_betas():
+def test_every_group_uses_adamw_with_the_papers_betas():
     """They are 0.9 and 0.95, and decay is multiplied by the rate; the expected values are written out here."""
     gradients = np.random.default_rng(0).standard_normal(30)
     steps = np.arange(1, 31)
@@ -171,7 +171,7 @@ def test_the_model_s_matrices_decay_and_its_norms_and_biases_do_not():
     } <= found.keys() - matrices
 
 
-def test_the_expected_sparsity_is_that_of_many_draws():
+def test_the_expected_sparsity_is_the_mean_of_many_samples():
     log_alpha = jnp.asarray([[4.0, 0.5, -2.0]])
     streams = jax.jit(jax.vmap(lambda key: 1 - (hard_concrete.sample(key, log_alpha) > 0)))
     draws = np.asarray(streams(jax.random.split(jax.random.key(0), 20000)))
@@ -179,7 +179,7 @@ def test_the_expected_sparsity_is_that_of_many_draws():
     np.testing.assert_allclose(draws.mean(0), expected, atol=0.01)
 
 
-def test_log_alphas_have_the_gradients_of_finite_differences():
+def test_gradients_of_log_alphas_match_finite_differences():
     """The whole loss, the model's part and the constraint's, is compared for one sample in which no head's mask is
     clipped."""
     recipe = PruLong(sequences=80, **SIZES)
@@ -208,7 +208,7 @@ def test_log_alphas_have_the_gradients_of_finite_differences():
     assert np.abs(found).min() > 3e-3
 
 
-def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
+def test_a_packed_row_has_the_loss_of_its_separate_documents():
     """The losses are weighted by their labelled tokens, and all rows have the same sampled masks."""
     recipe, (together, alone) = PruLong(start=0.0, **SIZES), rows()
     with jax.set_mesh(make_mesh()):
@@ -227,7 +227,7 @@ def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
     assert float(found) == pytest.approx(weighted(own, alone), rel=1e-5)
 
 
-def test_masks_are_rounded_as_they_are_used():
+def test_masks_are_rounded_as_in_the_deployed_pattern():
     """Equal weights are rounded alike at every share: the earlier head is whole."""
     weights = np.asarray([[0.5, -3.0, 0.5, 9.0], [0.5, 2.0, -3.0, 0.5]], np.float32)
     for share in np.linspace(0, 1, 41):
@@ -266,7 +266,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_pattern_for_any_sparsity(run):
+def test_a_run_exports_a_pattern_for_any_sparsity(run):
     folder = run.folder / "pattern"
     model = load_model(MODEL)
     weights = np.loadtxt(folder / "full_attention_heads.tsv", delimiter="\t", ndmin=2)
@@ -292,7 +292,7 @@ def test_a_run_leaves_a_pattern_for_any_sparsity(run):
 
 
 @pytest.mark.thorough
-def test_a_killed_run_ends_like_one_that_was_not(run, tmp_path):
+def test_a_killed_run_ends_like_an_uninterrupted_one(run, tmp_path):
     """The logged numbers and the results show that sampling of masks, multipliers and moments all continue."""
     told = [*COMMON, "--sparsity", "0.5", "--checkpoint-every", "2"]
     resumed = go_on(run_until_killed(told, tmp_path / "run"), "1")
@@ -332,7 +332,7 @@ def test_pictures_show_what_a_run_learned_and_logged(run, monkeypatch):
     assert np.ptp(course.axes[2].lines[0].get_ydata()) > 0.1, "multipliers move"
 
 
-def test_held_out_sequences_are_measured_as_the_pattern_is_used(run):
+def test_held_out_sequences_are_measured_with_the_deployed_masks(run):
     """If no head streams, there is no difference."""
     found = run.validation.numbers
     assert found["cross_entropy"] != found["full_cross_entropy"]
@@ -373,7 +373,7 @@ def test_the_model_can_be_trained_too(tmp_path):
         ),
     ],
 )
-def test_wrong_options_are_one_line(wrong, message):
+def test_wrong_options_are_errors_of_one_line(wrong, message):
     with pytest.raises(UserError, match=message):
         parse([*COMMON, *wrong])
 
@@ -394,7 +394,7 @@ def kept(context, whole):
 
 
 @pytest.mark.thorough
-def test_a_report_of_text_has_the_sweep_of_sparsities(run, tmp_path):
+def test_a_text_report_has_a_row_for_each_sparsity(run, tmp_path):
     """The rows begin with the smallest cache. Of 64 tokens 8 are predicted, each from those before it."""
     recipe = parse([*COMMON, "--sparsity", "0.5", "--out", str(tmp_path / "run")])
     recipe = dataclasses.replace(recipe, report="default")
@@ -413,7 +413,7 @@ def test_a_report_of_text_has_the_sweep_of_sparsities(run, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_run_s_report_has_a_row_of_it(monkeypatch, tmp_path):
+def test_the_report_has_a_row_for_the_trained_policy(monkeypatch, tmp_path):
     """The report also has the full cache and methods of the same size. Of 128 tokens 124 are read before the
     question."""
     monkeypatch.setitem(report.SAMPLES, "default", {Recall: 2})

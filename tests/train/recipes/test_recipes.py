@@ -109,14 +109,14 @@ def alone(method):
 @pytest.mark.mesh
 @pytest.mark.thorough
 @each_but(*(method for method in RECIPES if method != "wgkv"))
-def test_a_mesh_of_sequences_gives_the_same(method):
+def test_splitting_sequences_over_a_mesh_changes_no_number(method):
     compare_on(make_mesh(fsdp=8), method)
 
 
 @pytest.mark.mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", RECIPES)
-def test_a_mesh_of_sequences_and_heads_gives_the_same(method):
+def test_splitting_sequences_and_heads_changes_no_number(method):
     compare_on(make_mesh(fsdp=2, tensor=4), method)
 
 
@@ -129,14 +129,14 @@ def compare_on(mesh, method):
 
 @pytest.mark.slow
 @each_but(*(method for method in RECIPES if method != "prulong"))
-def test_an_update_in_parts_is_the_update(method):
+def test_an_accumulated_update_has_the_same_numbers(method):
     parts, _ = updates(made(method, accumulate=4), make_mesh(fsdp=2))
     for mine, theirs in zip(parts, alone(method), strict=True):
         assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)
 
 
 @pytest.mark.thorough
-def test_every_update_draws_anew():
+def test_every_update_has_new_samples():
     """Parameters and batch are constant here."""
     recipe, mesh = made("prulong", lr=0.0, multiplier_lr=0.0), make_mesh()
     with jax.set_mesh(mesh):
@@ -199,7 +199,7 @@ def stopping_after(count):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", RECIPES)
-def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
+def test_a_stopped_run_ends_like_an_uninterrupted_one(method, tmp_path, monkeypatch):
     """The run is stopped in its third update, so that a second phase begins after the resume. The test also reads the
     export."""
     whole = loop.train(parse(arguments(method, tmp_path / "whole")))
@@ -243,7 +243,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
 
 
 @pytest.mark.parametrize("method", recipes.RECIPES)
-def test_the_comparison_that_a_run_names_is_one_of_what_it_trained(method):
+def test_the_suggested_comparison_uses_the_trained_gates(method):
     """Policies that do not read its folder would be the wrong ones."""
     told = made(method).evaluate_options(Path("here"))
     if told[-1] == "head_pattern:gates=here":
@@ -252,13 +252,13 @@ def test_the_comparison_that_a_run_names_is_one_of_what_it_trained(method):
     assert any(compared_of(text).takes_gates == made(method).used_as for text in told[1:-2] or POLICIES)
 
 
-def test_every_recipe_is_here():
+def test_every_recipe_is_tested():
     assert set(recipes.RECIPES) <= set(RECIPES)
 
 
 @pytest.mark.slow
 @each_but("duo_attention", "kvpop", "prulong", "fast_kvzip")
-def test_what_is_frozen_stays(method):
+def test_frozen_arrays_do_not_change(method):
     """An update changes the trained parameters, which include neither a frozen model's weights nor constants."""
     recipe = made(method)
     with jax.set_mesh(make_mesh()):
@@ -283,7 +283,7 @@ def test_what_is_frozen_stays(method):
     assert any(changed)
 
 
-def test_held_out_sequences_go_alone_where_a_recipe_has_only_its_loss():
+def test_held_out_sequences_are_measured_one_by_one_by_default():
     """A loss is a mean over its batch, and a sequence's figures must not depend on the mesh."""
     rows = [np.random.default_rng(seed).integers(0, 61, 32).astype(np.int32) for seed in range(3)]
     found = []
@@ -315,7 +315,7 @@ def test_a_trained_model_its_gradients_and_its_moments_are_split():
         assert gradient.sharding.spec == param.sharding.spec
 
 
-def test_master_weights_keep_what_halves_would_lose():
+def test_master_weights_keep_updates_that_bfloat16_would_lose():
     """Steps of a thousandth of a bfloat16's last place add up; the loss sees rounded weights."""
     method, mesh = "tests.train.recipes.whole_model:WholeModel", make_mesh()
     ends = {}
@@ -345,7 +345,7 @@ class NewTree(WholeModel):
         return params | {"more": jnp.zeros(3)}, params["model"]
 
 
-def test_a_later_phase_goes_on_from_master_weights_and_holds_rounded_ones():
+def test_a_later_phase_continues_from_master_weights_and_keeps_rounded_constants():
     first = NewTree(master_weights=True)
     second = first.phases()[1]
     with jax.set_mesh(make_mesh()):
@@ -385,7 +385,7 @@ def test_a_run_in_bfloat16_and_in_parts_is_resumed_exactly(more, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["loss", "step", "tokens_per_second"])
-def test_a_scalar_with_a_name_of_the_logs_own_is_refused(name):
+def test_a_scalar_with_a_reserved_name_is_refused(name):
     class Misnamed(WholeModel):
         def loss(self, params, frozen, batch, key, step):
             return jnp.float32(0), {name: 1.0}
@@ -406,7 +406,7 @@ class TwoAtOnce(WholeModel):
             yield np.maximum(first, next(sequences))
 
 
-def test_what_takes_more_than_an_update_for_a_batch_is_refused(tmp_path):
+def test_a_batch_from_more_than_one_update_is_refused(tmp_path):
     recipe = TwoAtOnce(
         **dataclasses.asdict(parse(arguments("tests.train.recipes.whole_model:WholeModel", tmp_path)))
     )

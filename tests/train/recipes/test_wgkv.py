@@ -25,7 +25,7 @@ from tests.tiny_models import tiny_gates, tiny_model
 from tests.train.write_gates import CONFIG, TAU, WINDOW, batch, held_out, validated
 
 
-def test_the_schedule_is_the_papers():
+def test_the_schedule_matches_the_paper():
     rate = warmup_cosine(7500, 1, 1e-3)
     for update in (0, 1, 400, 749):
         assert float(rate(update)) == pytest.approx(1e-3 * update / 750, rel=1e-6)
@@ -34,7 +34,7 @@ def test_the_schedule_is_the_papers():
         assert float(rate(update)) == pytest.approx(wanted, rel=1e-4, abs=1e-10)
 
 
-def test_the_schedule_is_in_sequences():
+def test_the_schedule_counts_sequences():
     """An update has the rate of its first sequence, whatever the mesh: the paper's rates at sequences 0, 8, 16 and so
     on."""
     ones, eights = warmup_cosine(7500, 1, 1e-3), warmup_cosine(7500, 8, 1e-3)
@@ -46,7 +46,7 @@ def test_the_schedule_is_in_sequences():
     assert float(warmup_cosine(1, 1, 1.0)(0)) == 0
 
 
-def test_a_tenth_is_rounded_down():
+def test_the_warmup_is_rounded_down():
     assert [float(warmup_cosine(25, 1, 1.0)(i)) for i in range(3)] == pytest.approx([0, 0.5, 1])
 
 
@@ -131,7 +131,7 @@ def test_a_window_over_everything_leaves_nothing_to_learn(student):
     assert numbers["kv_size"] == 1
 
 
-def test_open_gates_equal_full_attention_and_shut_ones_do_not(student):
+def test_open_gates_equal_full_attention_and_closed_ones_do_not(student):
     opened, shut = biased(student, 30.0), biased(student, -30.0)
     _, numbers = evaluate(student, window=4, gates=opened)
     assert numbers["distillation"] < 1e-9
@@ -148,7 +148,7 @@ def test_open_gates_equal_full_attention_and_shut_ones_do_not(student):
     assert numbers["sparsity"] == pytest.approx(floor, rel=1e-4)
 
 
-def test_shut_soft_gates_see_the_window_that_hard_ones_see(student):
+def test_closed_soft_gates_see_only_the_window_like_hard_ones(student):
     mesh, model, _ = student
     flat = biased(student, -30.0)
     with jax.set_mesh(mesh):
@@ -178,7 +178,7 @@ def initial_state_on(mesh, model, config=CONFIG):
         return jax.jit(lambda model: initial_state(config, model))(model)
 
 
-def test_gates_begin_alike_on_every_mesh_and_differ_by_seed():
+def test_initial_gates_depend_on_the_seed_and_not_on_the_mesh():
     mesh, model, gates = student_on(make_mesh(fsdp=4, tensor=2))
     alone = initial_state_on(make_mesh(), tiny_model())
     for mine, theirs in zip(jax.tree.leaves(gates), jax.tree.leaves(alone.params), strict=True):
@@ -200,7 +200,7 @@ def alone():
     return validated(MeshShape())
 
 
-def test_hard_gates_lose_what_their_cache_loses(alone):
+def test_the_hard_distillation_loss_matches_the_paged_cache(alone):
     """Each sequence is prefilled into the paged cache, and its final hidden states are compared with full
     attention's."""
     _, mesh, model, gates, found = alone
@@ -225,7 +225,7 @@ def test_hard_gates_lose_what_their_cache_loses(alone):
     assert 0.2 < found.by_sequence["rates"].mean() < 0.8
 
 
-def test_soft_gates_lose_what_training_says(alone):
+def test_the_soft_distillation_loss_matches_training(alone):
     config, mesh, model, gates, found = alone
     errors, means = [], []
     with jax.set_mesh(mesh):
@@ -244,7 +244,7 @@ def test_soft_gates_lose_what_training_says(alone):
 
 
 @pytest.mark.thorough
-def test_validation_hard_sizes_are_the_hard_students(alone):
+def test_validated_sizes_are_those_of_hard_gates(alone):
     config, mesh, model, gates, found = alone
     own, soft = [], []
     with jax.set_mesh(mesh):
@@ -259,7 +259,7 @@ def test_validation_hard_sizes_are_the_hard_students(alone):
     assert np.abs(np.mean(own, 0) - np.mean(soft, 0)).min() > 1e-3, (np.mean(own, 0), np.mean(soft, 0))
 
 
-def test_exported_rates_are_the_mean_and_the_largest(tmp_path):
+def test_exported_rates_are_the_mean_and_the_maximum(tmp_path):
     rates = np.linspace(0, 1, 24).reshape(2, 3, 4)
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
