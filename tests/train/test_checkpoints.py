@@ -46,17 +46,17 @@ def test_the_last_checkpoints_hold_the_states_of_their_steps(tmp_path):
     mesh = make_mesh(fsdp=8)
     with jax.set_mesh(mesh):
         advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
-        state, wanted = made(mesh, size=2048), {}
+        state, states = made(mesh, size=2048), {}
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
         for step in range(1, 6):
-            wanted[step] = jax.tree.map(np.array, state)
+            states[step] = jax.tree.map(np.array, state)
             checkpoints.save(step, state, {})
             state = advance(state)
         checkpoints.close()
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
         for step in (4, 5):
             restored, _ = checkpoints.restore(step, abstract(lambda: make(2048), mesh))
-            assert same(restored, wanted[step])
+            assert same(restored, states[step])
         checkpoints.close()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
 

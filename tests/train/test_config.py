@@ -19,7 +19,7 @@ PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
-def runs_in_a_folder_of_their_own(tmp_path, monkeypatch):
+def isolated_runs_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RUNS", tmp_path / "runs")
 
 
@@ -68,7 +68,10 @@ def refusal(capsys, args):
         (["--resume"], ["--resume", "no run"]),
         (["--out", "long" * 100], ["--out longlong", "cannot be written: File name too long"]),
         (["--out", "{file}"], ["--out", "is a file, expected a folder"]),
-        (["--report", "none", "--tasks", "vt", "cwe"], ["--tasks vt cwe are for the report", "--report none"]),
+        (
+            ["--report", "none", "--tasks", "vt", "cwe"],
+            ["--tasks vt cwe are for the report", "--report none"],
+        ),
     ],
 )
 def test_wrong_options_are_errors_of_one_line(args, parts, capsys):
@@ -85,13 +88,13 @@ def test_a_misspelt_key_is_refused_with_the_nearest(tmp_path, capsys):
 
 
 def test_unusable_files_are_named(tmp_path, capsys):
-    empty, folder, taken = tmp_path / "empty.txt", tmp_path / "empty-folder", tmp_path / "taken"
+    empty, folder, file = tmp_path / "empty.txt", tmp_path / "empty-folder", tmp_path / "taken"
     empty.write_text(" \n")
     folder.mkdir()
-    taken.write_text("a file where a folder should be")
+    file.write_text("a file where a folder should be")
     assert "there is no text in it" in refusal(capsys, ["--data", str(empty)])
     assert "config.json" in refusal(capsys, ["--model", str(folder), "--window", "8"])
-    assert f"--out {taken / 'run'} cannot be written" in refusal(capsys, ["--out", str(taken / "run")])
+    assert f"--out {file / 'run'} cannot be written" in refusal(capsys, ["--out", str(file / "run")])
     (folder / "tokenizer.json").write_text("{}")
     (folder / "config.json").write_text(
         (packaged_configs().parent / "kvjax/builtin/model/config.json").read_text()
@@ -140,14 +143,14 @@ def test_head_masks_are_trained_with_the_published_numbers(method):
 
 def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_paper():
     assert parse([]).window == 16
-    other = parse(["--model", "some/folder", "--data", "some/data"])
-    assert (other.window, other.lambda_, other.tau, other.lr) == (256, 0.04, 0.1, 1e-3)
-    assert (other.sequences, other.batch, other.steps) == (7500, 1, 7500)
+    config = parse(["--model", "some/folder", "--data", "some/data"])
+    assert (config.window, config.lambda_, config.tau, config.lr) == (256, 0.04, 0.1, 1e-3)
+    assert (config.sequences, config.batch, config.steps) == (7500, 1, 7500)
     assert parse(["--config", "builtin", "--window", "9"]).window == 9
 
 
 @pytest.mark.parametrize(
-    ("told", "found"),
+    ("args", "expected"),
     [
         ([], ((4096, 8192, 16384, 32768), (4000, 2000, 1000, 500), 256)),
         (["--lengths", "512", "1024", "2048"], ((512, 1024, 2048), (4, 2, 1), 256)),
@@ -158,13 +161,13 @@ def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_pa
         (["--config", "{file}"], ((512, 2048), (4, 1), 256)),
     ],
 )
-def test_lengths_alone_determine_shares_and_window(told, found, tmp_path):
+def test_lengths_alone_determine_shares_and_window(args, expected, tmp_path):
     (tmp_path / "mine.yaml").write_text("lengths: [512, 2048]\n")
-    told = [part.format(file=tmp_path / "mine.yaml") for part in told]
-    config = parse(["--model", "some/folder", "--data", "some/data", *told])
-    assert (config.lengths, config.shares, config.window) == found
-    if told == ["--lengths", "256"]:
-        assert parse(told).shares == (1,), "of the built-in model's two"
+    args = [part.format(file=tmp_path / "mine.yaml") for part in args]
+    config = parse(["--model", "some/folder", "--data", "some/data", *args])
+    assert (config.lengths, config.shares, config.window) == expected
+    if args == ["--lengths", "256"]:
+        assert parse(args).shares == (1,), "of the built-in model's two"
 
 
 @pytest.mark.parametrize("mesh", ["1", "8", "3", "4x2", "tensor=8", "data=4,fsdp=8"])
@@ -205,13 +208,13 @@ def test_a_run_is_numbered_saved_and_resumed(tmp_path):
 def test_a_config_with_resume_must_agree_with_the_run(tmp_path):
     first = parse(["--mesh", "4x2", "--lambda", "0.7"])
     prepare_folder(first)
-    told = (first.out / SAVED).read_text()
-    (tmp_path / "same.yaml").write_text(told)
+    saved = (first.out / SAVED).read_text()
+    (tmp_path / "same.yaml").write_text(saved)
     assert parse(["--resume", "--config", str(tmp_path / "same.yaml")]).lambda_ == 0.7
-    (tmp_path / "other.yaml").write_text(told.replace("lambda: 0.7", "lambda: 9.0"))
+    (tmp_path / "other.yaml").write_text(saved.replace("lambda: 0.7", "lambda: 9.0"))
     with pytest.raises(UserError, match=r"the run's own --lambda 0.7, got 9.0"):
         parse(["--resume", "--config", str(tmp_path / "other.yaml")])
-    (tmp_path / "resume.yaml").write_text(told + "resume: true\n")
+    (tmp_path / "resume.yaml").write_text(saved + "resume: true\n")
     with pytest.raises(UserError, match="resume belongs on the command line"):
         parse(["--config", str(tmp_path / "resume.yaml")])
 

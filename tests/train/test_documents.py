@@ -16,7 +16,7 @@ from kvjax.train.conversation import chat_check
 from kvjax.train.documents import BLOCK_LINES, Documents
 
 
-def everything(path, piece=1 << 20, seed=0):
+def read_all(path, piece=1 << 20, seed=0):
     documents = Documents(path, seed, piece)
     return [documents[i] for i in range(len(documents))]
 
@@ -32,14 +32,14 @@ def test_a_folder_may_hold_files_of_all_kinds(tmp_path):
     )
     (tmp_path / "notes.md").write_text("not data")
     with pytest.warns(UserWarning, match="2 of 7 documents have no text"):
-        found = everything(tmp_path)
-    assert sorted(text for text in found if text) == ["a text", "line 1", "line 2", "row 1", "row 3"]
+        texts = read_all(tmp_path)
+    assert sorted(text for text in texts if text) == ["a text", "line 1", "line 2", "row 1", "row 3"]
 
 
 def test_pieces_of_a_long_text_cover_it(tmp_path):
     text = "".join(np.random.default_rng(0).choice(list("abc é\n"), 500))
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    pieces = everything(tmp_path / "long.txt", piece=64)
+    pieces = read_all(tmp_path / "long.txt", piece=64)
     assert len(pieces) == -(-len(text.encode()) // 64)
     # a cut through é loses it
     assert sum(map(len, pieces)) >= len(text) - len(pieces)
@@ -49,10 +49,10 @@ def test_pieces_of_a_long_text_cover_it(tmp_path):
 def test_lines_are_read_once_each_in_a_seeded_order(tmp_path):
     lines = [f"line {i}" for i in range(2 * BLOCK_LINES + 5)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    found = [everything(tmp_path / "many.jsonl", seed=seed) for seed in (0, 0, 1)]
-    assert sorted(found[0]) == sorted(lines)
-    assert found[0] == found[1] != found[2]
-    assert found[0] != lines
+    orders = [read_all(tmp_path / "many.jsonl", seed=seed) for seed in (0, 0, 1)]
+    assert sorted(orders[0]) == sorted(lines)
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != lines
 
 
 GOOD = b'{"text": "good"}'
@@ -107,7 +107,7 @@ def test_documents_without_text_are_counted_and_skipped(tmp_path):
     lines = b'{"text": "one"}\r', b"", b'{"text": null}', b'{"text": " "}', b'{"messages": []}'
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b"\n".join(lines))
     with pytest.warns(UserWarning, match="4 of 5 documents have no text and are skipped"):
-        assert sorted(everything(tmp_path / "a.jsonl")) == ["", "", "", "", "one"]
+        assert sorted(read_all(tmp_path / "a.jsonl")) == ["", "", "", "", "one"]
 
 
 def test_a_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
@@ -183,4 +183,4 @@ def test_the_order_of_documents_does_not_change(tmp_path):
     """A checkpoint depends on a file's order. Lines without text have a place, too."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n{"text": " "}\n{"text": "c"}\n')
     with pytest.warns(UserWarning, match="2 of 5 documents"):
-        assert everything(tmp_path / "a.jsonl") == ["a", "c", "", "b", ""]
+        assert read_all(tmp_path / "a.jsonl") == ["a", "c", "", "b", ""]

@@ -19,8 +19,10 @@ def nothing_is_loaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", PACKAGED)
 @pytest.mark.filterwarnings("ignore:contexts of 130,000 tokens:UserWarning")
 def test_every_packaged_config_whose_model_s_shape_is_known_passes(name, tmp_path, capsys):
-    known = not str(read_values(packaged_configs() / f"{name}.yaml").get("model", "")).startswith("models/")
-    if known:
+    has_known_shape = not str(read_values(packaged_configs() / f"{name}.yaml").get("model", "")).startswith(
+        "models/"
+    )
+    if has_known_shape:
         main(["--config", name, "--dry-run"])
         assert " updates of " in capsys.readouterr().out
     else:

@@ -64,9 +64,9 @@ def test_a_run_starts_from_gates_and_resumes_without_their_file(published, tmp_p
     """The first update has rate 0, so the gates after it are the file's. A run of two updates that is stopped there and
     resumed without the file ends like an uninterrupted one."""
     file, save = published, Checkpoints.save
-    wanted = jax.device_get(load_gates(file)[0])
+    expected = jax.device_get(load_gates(file)[0])
     run = [*ARGS, "--init", str(file), "--sequences", "16", "--out"]
-    whole, folder = train(parse([*run, str(tmp_path / "whole")])), tmp_path / "stopped"
+    uninterrupted, folder = train(parse([*run, str(tmp_path / "whole")])), tmp_path / "stopped"
 
     def stopped_after_the_first(self, step, *args):
         save(self, step, *args)
@@ -78,15 +78,15 @@ def test_a_run_starts_from_gates_and_resumes_without_their_file(published, tmp_p
         train(parse([*run, str(folder)]))
     monkeypatch.setattr(Checkpoints, "save", save)
     file.unlink()
-    begun = parse(["--resume", "--out", str(folder)])
-    assert (begun.init_, begun.expand) == (str(file), 1.5)
-    export_checkpoint(begun, 1, tmp_path / "first")
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(load_gates(tmp_path / "first")[0]), wanted)
+    resume_config = parse(["--resume", "--out", str(folder)])
+    assert (resume_config.init_, resume_config.expand) == (str(file), 1.5)
+    export_checkpoint(resume_config, 1, tmp_path / "first")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(load_gates(tmp_path / "first")[0]), expected)
     assert describe(tmp_path / "first")["init"] == str(file)
-    again = train(begun)
-    assert losses(folder) == losses(whole.folder)
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again.params, whole.params)))
-    assert not np.array_equal(whole.params.w1[...], wanted.w1[...])
+    resumed = train(resume_config)
+    assert losses(folder) == losses(uninterrupted.folder)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((resumed.params, uninterrupted.params)))
+    assert not np.array_equal(uninterrupted.params.w1[...], expected.w1[...])
 
 
 def test_a_resume_without_a_checkpoint_needs_the_initial_gates(published, tmp_path):

@@ -43,23 +43,21 @@ def test_a_policy_that_compacts_while_decoding_is_not_compared(when, measured, t
 
 
 @pytest.mark.parametrize(
-    ("told", "option"), [({"report": "full"}, "--report full"), ({"tasks": ("vt",)}, "--tasks vt")]
+    ("options", "option"), [({"report": "full"}, "--report full"), ({"tasks": ("vt",)}, "--tasks vt")]
 )
 @pytest.mark.parametrize(
-    ("processes", "when", "why"),
+    ("processes", "when", "reason"),
     [
         (2, None, "one process makes it, and this run has 2"),
         (1, "every", "h2o compacts while it decodes, which is not measured"),
     ],
 )
-def test_an_impossible_report_is_refused_if_requested(
-    told, option, processes, when, why, monkeypatch
-):
+def test_an_impossible_report_is_refused_if_requested(options, option, processes, when, reason, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     policy = make_policy({"h2o": {"entries": 64, "when": when, "every": 8}}) if when else None
-    with pytest.raises(UserError, match=f"^{option}: there can be no report .{why}.: leave it out$"):
-        check_report(WriteGates(**told), policy)
-    assert check_report(WriteGates(), policy) == f"there will be no report: {why}"
+    with pytest.raises(UserError, match=f"^{option}: there can be no report .{reason}.: leave it out$"):
+        check_report(WriteGates(**options), policy)
+    assert check_report(WriteGates(), policy) == f"there will be no report: {reason}"
     assert check_report(WriteGates(report="none"), policy) == ""
 
 
@@ -83,5 +81,7 @@ def test_a_stopped_report_says_how_to_make_it(monkeypatch, tmp_path):
 
     monkeypatch.setattr(report, "report", stopped)
     command = f"python -m kvjax.train --resume --out {tmp_path}"
-    with pytest.raises(KeyboardInterrupt, match=f"^the run is complete except for its report: {command} makes it$"):
+    with pytest.raises(
+        KeyboardInterrupt, match=f"^the run is complete except for its report: {command} makes it$"
+    ):
         main(["--out", str(tmp_path / "run")])

@@ -99,17 +99,17 @@ def test_lines_have_speed_and_time_left(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "step 3/40  loss 1.00  5 tokens/s  1:14 left"
 
 
-@pytest.mark.parametrize(("first", "total", "told"), [(0, 12, 1), (5, 16, 1), (0, 10, 0), (0, 9, 0)])
-def test_after_ten_steps_a_run_says_when_it_ends(first, total, told, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("first", "total", "count"), [(0, 12, 1), (5, 16, 1), (0, 10, 0), (0, 9, 0)])
+def test_after_ten_steps_a_run_says_when_it_ends(first, total, count, tmp_path, monkeypatch, capsys):
     """Each step takes two seconds, and is timed when the next one has begun."""
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(module.time, "time", lambda: 1e9)
     run(tmp_path, steps=range(first, total), total=total, first=first)
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("after")]
+    estimates = [line for line in capsys.readouterr().err.splitlines() if line.startswith("after")]
     left = 2 * (total - first - 10)
     end = time.strftime("%Y-%m-%d %H:%M", time.localtime(1e9 + left))
-    assert said == told * [f"after 10 steps: 0:{left:02} left, it ends about {end}"]
+    assert estimates == count * [f"after 10 steps: 0:{left:02} left, it ends about {end}"]
 
 
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):

@@ -36,7 +36,7 @@ def test_a_path_is_not_looked_for_on_the_hub(path, monkeypatch):
 
 
 def test_next_returns_none_at_the_end_of_a_pass(tmp_path):
-    documents = Documents(tmp_path_of(tmp_path, 3), 0, 100)
+    documents = Documents(write_texts(tmp_path, 3), 0, 100)
     reader = FileReader(documents, 0, 1)
     pass_ = [reader.next() for _ in range(4)]
     assert pass_[3] is None
@@ -45,7 +45,7 @@ def test_next_returns_none_at_the_end_of_a_pass(tmp_path):
     assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
 
 
-def tmp_path_of(folder, count):
+def write_texts(folder, count):
     for i in range(count):
         (folder / f"{i}.txt").write_text(f"text {i}")
     return folder
@@ -53,13 +53,13 @@ def tmp_path_of(folder, count):
 
 def test_bad_records_are_skipped_up_to_a_share_of_each_pass():
     bad, good = {"text": "\ud83d"}, {"text": "a"}
-    said = "^--data my/set: records that are not documents are skipped"
-    with pytest.warns(UserWarning, match=said):
-        passed = [text for text, _ in Records(iter([good, bad, {"text": None}, good]), "my/set")]
-    assert passed == ["a", "", "", "a"]
+    message = "^--data my/set: records that are not documents are skipped"
+    with pytest.warns(UserWarning, match=message):
+        texts = [text for text, _ in Records(iter([good, bad, {"text": None}, good]), "my/set")]
+    assert texts == ["a", "", "", "a"]
     many = Records(iter([good] * 5 + [bad] * 11), "my/set")
     with (
-        pytest.warns(UserWarning, match=said),
+        pytest.warns(UserWarning, match=message),
         pytest.raises(UserError, match="11 of its first 16 records are not"),
     ):
         list(many)

@@ -41,12 +41,14 @@ def updated():
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["8", "4x2", "2x4"])
 def test_five_steps_are_equal_on_every_mesh(updated, name):
-    (alone, state), (numbers, other) = updated("1"), updated(name)
-    for mine, theirs in zip(numbers, alone, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
+    (expected_numbers, state), (numbers, mesh_state) = updated("1"), updated(name)
+    for actual, expected in zip(numbers, expected_numbers, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)
     # Adam divides by the gradient's own size, which amplifies rounding where a gradient is nearly 0
-    for mine, theirs in zip(jax.tree.leaves(other.params), jax.tree.leaves(state.params), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=5e-4)
+    for actual, expected in zip(
+        jax.tree.leaves(mesh_state.params), jax.tree.leaves(state.params), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, atol=5e-4)
 
 
 def test_training_lowers_the_loss(updated):
@@ -64,8 +66,10 @@ def test_each_device_holds_its_part_of_sharded_arrays(updated, name):
     sharded = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         parts = {axis: axis in jax.tree.leaves(tuple(leaf.sharding.spec)) for axis in ("fsdp", "tensor")}
-        held = leaf.addressable_shards[0].data.nbytes
-        assert held * (fsdp if parts["fsdp"] else 1) * (tensor if parts["tensor"] else 1) == leaf.nbytes, path
+        first_device = leaf.addressable_shards[0].data.nbytes
+        assert (
+            first_device * (fsdp if parts["fsdp"] else 1) * (tensor if parts["tensor"] else 1) == leaf.nbytes
+        ), path
         sharded += leaf.nbytes * parts["fsdp"]
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert sharded > 0.95 * total, "nearly all of the state is split over fsdp"
