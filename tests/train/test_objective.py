@@ -174,8 +174,8 @@ def test_packed_documents_match_separate_ones():
                 np.testing.assert_allclose(x[row, first:last], expected[0], atol=1e-5)
             errors[row].append((last - first - 1, float(error.sum())))
     for loss, parts in zip(np.asarray(losses), errors.values(), strict=True):
-        counts, sums = zip(*parts, strict=True)
-        np.testing.assert_allclose(loss, np.average(sums, weights=counts), rtol=1e-5)
+        counts, means = zip(*parts, strict=True)
+        np.testing.assert_allclose(loss, np.average(means, weights=counts), rtol=1e-5)
 
 
 def streaming_llm(model, window):
