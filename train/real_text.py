@@ -108,12 +108,12 @@ def main(args: list[str] | None = None) -> None:
     if config.out.exists():
         raise UserError(f"--out {config.out} already exists")
     check_rdata()
-    works = {name: work for name, work in WORKS.items() if config.code or not work.code}
-    archives = find_archives(config.packages, works.values())
+    selected = {name: work for name, work in WORKS.items() if config.code or not work.code}
+    archives = find_archives(config.packages, selected.values())
     with tempfile.TemporaryDirectory() as unpacked:
         for package, archive in archives.items():
             unpack(archive, Path(unpacked) / package)
-        files = {name: read(work, Path(unpacked) / work.package) for name, work in works.items()}
+        files = {name: read(work, Path(unpacked) / work.package) for name, work in selected.items()}
     counts = {name: write(config, name, texts) for name, texts in files.items()}
     sources = {
         name: {
@@ -122,7 +122,7 @@ def main(args: list[str] | None = None) -> None:
             "pieces": counts[name],
             "heldout": work.heldout,
         }
-        for name, work in works.items()
+        for name, work in selected.items()
     }
     write_text(config.out / "sources.json", json.dumps(sources, indent=2) + "\n")
     for part in ("train", "heldout", *([CODE] if config.code else [])):

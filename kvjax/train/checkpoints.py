@@ -59,7 +59,7 @@ class Checkpoints:
         """Return the pytree and the notes saved at `step`.
 
         Args:
-            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted (`abstract`). The mesh may differ from the
+            like: a tree of `jax.ShapeDtypeStruct` with the new shardings (`abstract`). The mesh may differ from the
                 one that saved.
 
         Raises:

@@ -120,7 +120,7 @@ def text_contexts(
     context.
 
     Raises:
-        UserError: there is no such data, or it has too few documents of the wanted length.
+        UserError: there is no such data, or it has too few documents of these lengths.
     """
 
     def documents() -> Iterator[Document]:

@@ -132,11 +132,11 @@ class DocumentCount:
 
 
 def hold_out(
-    reader: Reader, bins: Bins, wanted: Sequence[int], trained: Sequence[int], source: str
+    reader: Reader, bins: Bins, held_out_lengths: Sequence[int], trained: Sequence[int], source: str
 ) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes], str]:
-    """Hold out documents: the second, fourth, … document of each length in the reader's order. For each length there
-    are as many as `wanted` lists it, or fewer if the documents run out. The result does not depend on the mesh, the
-    processes or the step of the run.
+    """Hold out the second, fourth, … document of each length in the reader's order. There is one document for each of
+    `held_out_lengths`, or fewer if the documents run out. The result does not depend on the mesh, the processes or the
+    step of the run.
 
     Returns:
         the sequences, cut to their lengths, the digests of their documents, and a remark on how much text is left out
@@ -145,7 +145,7 @@ def hold_out(
     Raises:
         UserError: there is no text at all, no document for one of the `trained` lengths, or none to hold out.
     """
-    remaining, missing = Counter(wanted), set(trained)
+    remaining, missing = Counter(held_out_lengths), set(trained)
     sequences: dict[int, list[Int[np.ndarray, " _"]]] = {length: [] for length in remaining}
     held_out, trained_on, longest = set[bytes](), set[bytes](), 0
     seen: Counter[int] = Counter()
@@ -168,7 +168,7 @@ def hold_out(
             trained_on.add(key)
     if missing:
         raise _no_document(source, bins, min(missing), longest)
-    if wanted and not held_out:
+    if held_out_lengths and not held_out:
         raise UserError(
             f"--data {source}: there is only one document for each of --lengths {list(sequences)}: validation needs "
             "another"
@@ -278,7 +278,7 @@ process's rows, the run's folder and a function that prints a line."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class DataRequest:
     """The data that a run asks for."""
 
     source: str
@@ -303,21 +303,21 @@ class Wanted:
         return open_source(source, self.seed, 16 * max(self.lengths), chat_check(self.tokenizer))
 
 
-def open_data(wanted: Wanted) -> Data:
+def open_data(request: DataRequest) -> Data:
     """Open the run's data, in which each sequence is one document cut to its length.
 
     Raises:
         UserError: there is no such data, no text in it, or no document long enough for one of the lengths.
     """
-    if wanted.source == "builtin":
-        return open_builtin(wanted)
-    longest, rows = max(wanted.lengths), wanted.rows
-    bins = Bins(tuple(wanted.lengths), Encoder(wanted.tokenizer, wanted.instruction, longest))
-    readers, source = wanted.open(wanted.source), wanted.source
-    validation, trained = wanted.validation.tolist(), sorted(set(wanted.step_lengths.tolist()))
+    if request.source == "builtin":
+        return open_builtin(request)
+    longest, rows = max(request.lengths), request.rows
+    bins = Bins(tuple(request.lengths), Encoder(request.tokenizer, request.instruction, longest))
+    readers, source = request.open(request.source), request.source
+    validation, trained = request.validation.tolist(), sorted(set(request.step_lengths.tolist()))
     sequences, held_out, remark = hold_out(readers(0, 1), bins, validation, trained, source)
     own_readers = functools.partial(readers, rows.group, rows.groups)
-    dataset = DocumentSequences(own_readers, bins, rows.count, wanted.step_lengths, source, held_out)
+    dataset = DocumentSequences(own_readers, bins, rows.count, request.step_lengths, source, held_out)
     return Data(prefetched(dataset), sequences, remark)
 
 
@@ -339,7 +339,7 @@ def tasks_and_text(split: Literal["train", "evaluate"]) -> MakeSequence:
 
 
 def open_builtin(
-    wanted: Wanted, make: Callable[[Literal["train", "evaluate"]], MakeSequence] = tasks_and_text
+    request: DataRequest, make: Callable[[Literal["train", "evaluate"]], MakeSequence] = tasks_and_text
 ) -> Data:
     """Open sequences in the built-in model's tokens, made of the packaged training text. The held-out sequences are
     made of the evaluation text. Sequence i of the run is made from index i, whatever the number of processes.
@@ -347,7 +347,7 @@ def open_builtin(
     Raises:
         UserError: a length is too short for the built-in tasks.
     """
-    rows, step_lengths, seed = wanted.rows, wanted.step_lengths, wanted.seed
+    rows, step_lengths, seed = request.rows, request.step_lengths, request.seed
     if (shortest := step_lengths.min()) < SHORTEST_BUILTIN:
         raise UserError(
             f"--lengths {shortest}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
@@ -360,7 +360,7 @@ def open_builtin(
 
     steps = grain.MapDataset.range(len(step_lengths)).map(step)
     sequences = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
-    lengths = wanted.validation.tolist()
+    lengths = request.validation.tolist()
     return Data(
         sequences, [make_held_out(seed, FIRST_HELD_OUT + i, length) for i, length in enumerate(lengths)]
     )

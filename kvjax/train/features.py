@@ -269,10 +269,10 @@ def batches(features: Features, rows: Rows, steps: int, seed: int) -> grain.Data
         return positions[np.random.default_rng((seed, epoch)).permutation(len(positions))]
 
     def step(index: int) -> dict[str, Shaped[np.ndarray, "n ..."]]:
-        epoch, inside = divmod(index, per_epoch)
+        epoch, update_in_epoch = divmod(index, per_epoch)
         with lock:  # one thread draws the order while the others wait
             epoch_positions = order(epoch)
-        first = inside * rows.total
+        first = update_in_epoch * rows.total
         return features.take(epoch_positions[first + rows.start : first + rows.stop])
 
     reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)

@@ -17,11 +17,11 @@ SMOOTHED = 50
 """The number of updates over which training losses are averaged, at most a twentieth of all updates."""
 
 
-def _grid(layers: int, each: float) -> tuple[Any, list[Any]]:
-    """Return a figure with axes for each layer, `each` inches wide and high."""
+def _grid(layers: int, inches: float) -> tuple[Any, list[Any]]:
+    """Return a figure with axes for each layer, which are `inches` wide and high."""
     columns = min(layers, 6)
     rows = -(-layers // columns)
-    sheet = figure(each * columns, each * rows + 0.4)
+    sheet = figure(inches * columns, inches * rows + 0.4)
     return sheet, [sheet.add_subplot(rows, columns, index + 1) for index in range(layers)]
 
 

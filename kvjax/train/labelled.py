@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.decoder import Decoder
-from kvjax.train.data import Data, MakeSequence, Wanted, open_builtin
+from kvjax.train.data import Data, DataRequest, MakeSequence, open_builtin
 from kvjax.train.packing import StreamEncoder
 from kvjax.train.packs import Labelled, labelled, natural, open_packs
 from kvjax.train.passkeys import ORDINALS, Passkeys, Text
@@ -62,15 +62,15 @@ class LabelledRecipe(Recipe):
         dtypes = {"tokens": jnp.int32, "document": jnp.int32, "labelled": jnp.bool_}
         return {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in dtypes.items()}
 
-    def open_data(self, wanted: Wanted) -> Data:
-        if wanted.source == "builtin":
-            return open_builtin(wanted, functools.partial(_make_builtin, self.data_kind == "passkeys"))
-        encode, finish = StreamEncoder(wanted.tokenizer), natural
+    def open_data(self, request: DataRequest) -> Data:
+        if request.source == "builtin":
+            return open_builtin(request, functools.partial(_make_builtin, self.data_kind == "passkeys"))
+        encode, finish = StreamEncoder(request.tokenizer), natural
         if self.data_kind == "passkeys":
-            encode = Text(wanted.tokenizer)
-            finish = Passkeys(wanted.tokenizer, wanted.seed, self.passkeys, self.words)
-            finish.check(min(wanted.lengths))
-        return open_packs(wanted, self.sources, self.mix or (1.0,), encode, finish)
+            encode = Text(request.tokenizer)
+            finish = Passkeys(request.tokenizer, request.seed, self.passkeys, self.words)
+            finish.check(min(request.lengths))
+        return open_packs(request, self.sources, self.mix or (1.0,), encode, finish)
 
 
 def _make_builtin(passkeys: bool, split: Literal["train", "evaluate"]) -> MakeSequence:

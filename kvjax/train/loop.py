@@ -31,7 +31,7 @@ from kvjax.train import memory
 from kvjax.train.batches import Rows
 from kvjax.train.checkpoints import Checkpoints, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
-from kvjax.train.data import Open, Wanted, draw_step_lengths
+from kvjax.train.data import DataRequest, Open, draw_step_lengths
 from kvjax.train.metrics import NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.reporting import check_report
@@ -235,7 +235,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         return model, rows, open_own, rows.total * sum(phase.steps for phase in phases)
     lengths = step_lengths(phases)
     last = phases[-1]
-    wanted = Wanted(
+    request = DataRequest(
         config.data,
         rows=rows,
         step_lengths=lengths,
@@ -245,7 +245,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
         instruction=config.instruction,
     )
-    data = config.open_data(wanted)
+    data = config.open_data(request)
     model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
     return model, rows, lambda *_: data, rows.total * int(lengths.sum())
 

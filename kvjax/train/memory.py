@@ -39,7 +39,9 @@ def check(
     shapes = jax.tree.map(_shape, model)
     for index, (phase, update) in enumerate(zip(phases, updates, strict=True)):
         loaded = None if phase.takes_model else shapes
-        state = abstract(lambda model, at=index: first_state(phases, dtypes, model, at), mesh, shapes)
+        state = abstract(
+            lambda model, phase_index=index: first_state(phases, dtypes, model, phase_index), mesh, shapes
+        )
 
         def need(
             length: int, phase: Recipe = phase, update: Any = update, loaded: Any = loaded, state: Any = state

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from kvjax.errors import UserError
 from kvjax.train.batches import TokenRows
 from kvjax.train.conversation import Conversation
-from kvjax.train.data import Data, Wanted, open_builtin, prefetched
+from kvjax.train.data import Data, DataRequest, open_builtin, prefetched
 from kvjax.train.documents import digest
 from kvjax.train.readers import Reader
 
@@ -103,9 +103,9 @@ class PackedIterator(grain.DatasetIterator[TokenRows]):
 
 
 def hold_out_of_stream(
-    reader: Reader, encode: Encode, wanted: Sequence[int], source: str
+    reader: Reader, encode: Encode, lengths: Sequence[int], source: str
 ) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes]]:
-    """Hold out sequences of the lengths `wanted`, packed from the second, fourth, … document in the reader's order.
+    """Hold out sequences of the given lengths, packed from the second, fourth, … document in the reader's order.
     Only as many documents are held out as are needed, and at most half of the distinct ones. The result does not depend
     on the mesh, the processes or the step of the run.
 
@@ -115,7 +115,7 @@ def hold_out_of_stream(
     Raises:
         UserError: there is not enough text for one sequence to train on and one to hold out.
     """
-    longest, needed = max(wanted), sum(wanted)
+    longest, needed = max(lengths), sum(lengths)
     held_out, trained_on = dict[bytes, Int[np.ndarray, " t"]](), dict[bytes, int]()
     while (text := reader.next()) is not None:
         key = digest(text) if text else b""
@@ -138,24 +138,24 @@ def hold_out_of_stream(
                 f"--data {source}: there are {count} tokens {purpose} which fill no sequence of --lengths {longest}"
             )
     sequences, first = [], 0
-    for length in wanted:
+    for length in lengths:
         if first + length <= len(stream):
             sequences.append(stream[first : first + length])
             first += length
     return sequences, frozenset(held_out)
 
 
-def open_stream(wanted: Wanted) -> Data:
+def open_stream(request: DataRequest) -> Data:
     """Open the run's data: a stream of documents, cut into sequences. Each built-in task is one sequence.
 
     Raises:
         UserError: there is no such data, or too little text in it.
     """
-    if wanted.source == "builtin":
-        return open_builtin(wanted)
-    readers, encode, rows = wanted.open(wanted.source), StreamEncoder(wanted.tokenizer), wanted.rows
-    validation = wanted.validation.tolist()
-    sequences, held_out = hold_out_of_stream(readers(0, 1), encode, validation, wanted.source)
+    if request.source == "builtin":
+        return open_builtin(request)
+    readers, encode, rows = request.open(request.source), StreamEncoder(request.tokenizer), request.rows
+    validation = request.validation.tolist()
+    sequences, held_out = hold_out_of_stream(readers(0, 1), encode, validation, request.source)
     own_readers = functools.partial(readers, rows.group, rows.groups)
-    dataset = PackedSequences(own_readers, encode, rows.count, wanted.step_lengths, held_out)
+    dataset = PackedSequences(own_readers, encode, rows.count, request.step_lengths, held_out)
     return Data(prefetched(dataset), sequences)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int, Shaped
 
 from kvjax.errors import UserError
 from kvjax.train.batches import Rows, stack
-from kvjax.train.data import FIRST_HELD_OUT, Data, Wanted, apportion, prefetched
+from kvjax.train.data import FIRST_HELD_OUT, Data, DataRequest, apportion, prefetched
 from kvjax.train.documents import digest
 from kvjax.train.packing import Encode
 from kvjax.train.readers import Reader
@@ -63,7 +63,7 @@ class PackedDocuments(grain.IterDataset[Labelled]):
 
     Args:
         sources: the function that opens each source's reader, by the source's name.
-        drawn: the source of every row of the run, in all processes (`draw_sources`).
+        row_sources: the source of every row of the run, in all processes (`draw_sources`).
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class PackedDocuments(grain.IterDataset[Labelled]):
         encode: Encode,
         rows: Rows,
         step_lengths: Int[np.ndarray, " steps"],
-        drawn: Int[np.ndarray, " n"],
+        row_sources: Int[np.ndarray, " n"],
         finish: Finish,
         held_out: frozenset[bytes] = frozenset(),
     ):
         super().__init__()
         self.sources, self.encode, self.rows, self.finish = sources, encode, rows, finish
-        self.step_lengths, self.drawn, self.held_out = step_lengths, drawn, held_out
+        self.step_lengths, self.row_sources, self.held_out = step_lengths, row_sources, held_out
 
     def __iter__(self) -> "PackIterator":
         return PackIterator(self)
@@ -101,7 +101,7 @@ class PackIterator(grain.DatasetIterator[Labelled]):
         return stack([self._pack(first + row, length) for row in range(rows.start, rows.stop)])
 
     def _pack(self, index: int, length: int) -> Labelled:
-        source, documents, missing = int(self._data.drawn[index]), [], length
+        source, documents, missing = int(self._data.row_sources[index]), [], length
         while missing:
             documents.append(self._data.encode(self._next(source))[:missing])
             missing -= len(documents[-1])
@@ -129,9 +129,9 @@ class PackIterator(grain.DatasetIterator[Labelled]):
 
 
 def hold_out_packs(
-    reader: Reader, encode: Encode, wanted: Sequence[int], longest: int, source: str
+    reader: Reader, encode: Encode, lengths: Sequence[int], longest: int, source: str
 ) -> tuple[list[tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"]]], frozenset[bytes]]:
-    """Hold out packs of the lengths `wanted`, made of the second, fourth, … document in the reader's order. Only as
+    """Hold out packs of the given lengths, made of the second, fourth, … document in the reader's order. Only as
     many documents are held out as are needed, and at most half of the distinct ones. The result does not depend on the
     mesh, the processes or the step of the run.
 
@@ -148,8 +148,8 @@ def hold_out_packs(
         key = digest(text) if text else b""
         if not text or key in held_out or key in trained_on:
             continue
-        if len(packs) < len(wanted) and len(trained_on) > len(held_out):
-            missing = missing or wanted[len(packs)]
+        if len(packs) < len(lengths) and len(trained_on) > len(held_out):
+            missing = missing or lengths[len(packs)]
             documents.append(encode(text)[:missing])
             held_out.add(key)
             unfinished.add(key)
@@ -160,13 +160,13 @@ def hold_out_packs(
         else:
             trained_on.add(key)
             trained_tokens += len(encode(text)) if trained_tokens < longest else 0
-        if len(packs) == len(wanted) and trained_tokens >= longest:
+        if len(packs) == len(lengths) and trained_tokens >= longest:
             break
     if trained_tokens < longest:
         raise _too_little(source, trained_tokens, "to train on,", longest)
-    if wanted and not packs:
+    if lengths and not packs:
         tokens = sum(map(len, documents))
-        raise _too_little(source, tokens, "to hold out, every second document,", wanted[0])
+        raise _too_little(source, tokens, "to hold out, every second document,", lengths[0])
     return packs, frozenset(held_out - unfinished)
 
 
@@ -177,7 +177,7 @@ def _too_little(source: str, tokens: int, purpose: str, length: int) -> UserErro
 
 
 def open_packs(
-    wanted: Wanted, sources: Sequence[str], weights: Sequence[float], encode: Encode, finish: Finish
+    request: DataRequest, sources: Sequence[str], weights: Sequence[float], encode: Encode, finish: Finish
 ) -> Data:
     """Open the run's data: packs from several sources, which have shares of the tokens by `weights`. The source of a
     row does not depend on the number of processes.
@@ -185,17 +185,17 @@ def open_packs(
     Raises:
         UserError: a source does not exist, or has too little text.
     """
-    rows, longest = wanted.rows, max(wanted.lengths)
-    readers_by_source = {source: wanted.open(source) for source in sources}
-    validation_sources = draw_sources(wanted.validation, weights, wanted.seed)
+    rows, longest = request.rows, max(request.lengths)
+    readers_by_source = {source: request.open(source) for source in sources}
+    validation_sources = draw_sources(request.validation, weights, request.seed)
     packs, held_out = [], frozenset[bytes]()
     for index, (source, readers) in enumerate(readers_by_source.items()):
-        lengths = wanted.validation[validation_sources == index].tolist()
+        lengths = request.validation[validation_sources == index].tolist()
         source_packs, source_digests = hold_out_packs(readers(0, 1), encode, lengths, longest, source)
         packs, held_out = packs + source_packs, held_out | source_digests
-    drawn = draw_sources(np.repeat(wanted.step_lengths, rows.total), weights, wanted.seed)
+    row_sources = draw_sources(np.repeat(request.step_lengths, rows.total), weights, request.seed)
     own_readers = {
         source: partial(readers, rows.group, rows.groups) for source, readers in readers_by_source.items()
     }
-    dataset = PackedDocuments(own_readers, encode, rows, wanted.step_lengths, drawn, finish, held_out)
+    dataset = PackedDocuments(own_readers, encode, rows, request.step_lengths, row_sources, finish, held_out)
     return Data(prefetched(dataset), [finish(FIRST_HELD_OUT + i, *pack) for i, pack in enumerate(packs)])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
     from kvjax.policies.policy import Policy
-    from kvjax.train.data import Data, Open, Wanted
+    from kvjax.train.data import Data, DataRequest, Open
 
 PLAIN = bool, int, float, str, type(None)
 """The types of options that `config.json` can hold, alone or in a tuple."""
@@ -317,12 +317,12 @@ class Recipe(abc.ABC):
         """
         return None
 
-    def open_data(self, wanted: Wanted) -> Data:
+    def open_data(self, request: DataRequest) -> Data:
         """Open the run's sequences and the held-out ones. By default each is one document, cut to its length. Raises
         UserError if the data cannot be used."""
         from kvjax.train.data import open_data
 
-        return open_data(wanted)
+        return open_data(request)
 
     def collect(self) -> Open | None:
         """Return a function that opens the run's data if an update's rows are not sequences of tokens (`row`), else

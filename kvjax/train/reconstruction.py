@@ -22,7 +22,7 @@ from kvjax.policies import Policy, Ratio, Schedule
 from kvjax.policies.compiled import View
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.train.contexts import Context
-from kvjax.train.targets import Into, fill_input, fill_score
+from kvjax.train.targets import Outputs, fill_input, fill_score
 
 PIECE = 1024
 """The number of tokens that are read at a time. A device holds their hidden states of all layers."""
@@ -37,7 +37,7 @@ def repetition(tokenizer: Any, prefix: int, *, plus: bool = False) -> Policy:
 
 
 def reconstruction(
-    model: Decoder, contexts: Sequence[Context], which: str, into: Into, *, policy: Policy
+    model: Decoder, contexts: Sequence[Context], which: str, outputs: Outputs, *, policy: Policy
 ) -> None:
     """Fill in the maximum attention that each key gets while its context is repeated. The policy's reconstruction
     passes compute it over a cache that holds the whole contexts."""
@@ -51,14 +51,14 @@ def reconstruction(
             cache, captured = read_piece(model, compiled.read, cache, *padded(part, size), which=which)
             # padding follows the piece
             captured = on_host(captured)[..., :count, :]
-            fill_input(contexts, into, captured, which, start=start)
+            fill_input(contexts, outputs, captured, which, start=start)
             start += count
         caches.check(cache, policy.name, 0)
         cache = all_of(reconstruct(model, compiled, cache, rows))
         caches.check(cache, policy.name, 0)
         for layer in range(model.config.num_full_layers):
             score = on_host(_scores(cache, np.int32(layer), tokens=longest))
-            fill_score(contexts, into, layer, score)
+            fill_score(contexts, outputs, layer, score)
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="which")

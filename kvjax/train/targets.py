@@ -27,9 +27,9 @@ from kvjax.train.features import FolderStore, MemoryStore, PositionLayout
 from kvjax.train.pace import Pace
 from pallas_kernels.attention_mass import attention_mass
 
-Into = Sequence[dict[str, Shaped[np.ndarray, "_ _ ..."]]]
+Outputs = Sequence[dict[str, Shaped[np.ndarray, "_ _ ..."]]]
 """The arrays to fill, by context. A context without arrays is not stored."""
-Teacher = Callable[[Decoder, Sequence[Context], str, Into], None]
+Teacher = Callable[[Decoder, Sequence[Context], str, Outputs], None]
 """A function that fills `input`, a gate's input (a named field of `Step`), and `score` for every token of the contexts
 except their prefixes. Every batch shard has the same number of contexts."""
 TOKENS_TOGETHER = 4096
@@ -80,31 +80,31 @@ def collect(
             # a group that is too small repeats its last context; after a resume the groups are the same
             padded = [group[min(row, len(group) - 1)] for row in range(together)]
             with contextlib.ExitStack() as stack:
-                into = {index: stack.enter_context(store.writing(index)) for index in missing}
+                outputs = {index: stack.enter_context(store.writing(index)) for index in missing}
                 unused = [{} for _ in padded]
-                arrays = [into.pop(index, unused[row]) for row, index in enumerate(padded)]
+                arrays = [outputs.pop(index, unused[row]) for row, index in enumerate(padded)]
                 teacher(model, [contexts[index] for index in padded], which, arrays)
             pace.advance(sum(sizes[index] for index in missing))
     multihost_utils.sync_global_devices("all targets are there")
 
 
-def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
+def next_token(model: Decoder, contexts: Sequence[Context], which: str, outputs: Outputs) -> None:
     """Fill in the maximum attention that each key gets from later queries of the context and all heads of its group."""
     rows = [context.row for context in contexts]
     for layer, captured in enumerate(_layers(model, rows, (which, "q", "k", "lse"))):
         score = _max_attention(captured["q"], captured["k"], _mask_padding(captured["lse"], rows), offset=1)
-        fill_input(contexts, into, captured[which][None], which, layer=layer)
-        fill_score(contexts, into, layer, score)
+        fill_input(contexts, outputs, captured[which][None], which, layer=layer)
+        fill_score(contexts, outputs, layer, score)
 
 
-def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
+def answer(model: Decoder, contexts: Sequence[Context], which: str, outputs: Outputs) -> None:
     """Fill in the maximum attention that each key of the context gets from questions with their answers. Each question
     is read by itself after the context."""
     rows = [context.row for context in contexts]
     keys: list[np.ndarray] = []
     for layer, captured in enumerate(_layers(model, rows, dict.fromkeys((which, "k")))):
         keys.append(captured["k"])
-        fill_input(contexts, into, captured[which][None], which, layer=layer)
+        fill_input(contexts, outputs, captured[which][None], which, layer=layer)
     cache, best = prefill(model, rows, policy=Policy()), [np.zeros(x.shape[:3], np.float32) for x in keys]
     for turn in range(max(len(context.questions) for context in contexts)):
         # a context without further questions gets its last one again, which changes no maximum
@@ -115,17 +115,17 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
             )
             best[layer] = np.maximum(best[layer], score)
     for layer, score in enumerate(best):
-        fill_score(contexts, into, layer, score)
+        fill_score(contexts, outputs, layer, score)
 
 
 def larger(first: Teacher, second: Teacher) -> Teacher:
     """Return a teacher that fills in the larger score of two teachers."""
 
-    def teach(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
-        first(model, contexts, which, into)
-        others = [{name: np.zeros_like(x) for name, x in arrays.items()} for arrays in into]
+    def teach(model: Decoder, contexts: Sequence[Context], which: str, outputs: Outputs) -> None:
+        first(model, contexts, which, outputs)
+        others = [{name: np.zeros_like(x) for name, x in arrays.items()} for arrays in outputs]
         second(model, contexts, which, others)
-        for arrays, other in zip(into, others, strict=True):
+        for arrays, other in zip(outputs, others, strict=True):
             if arrays:
                 np.maximum(arrays["score"], other["score"], out=arrays["score"])
 
@@ -171,7 +171,7 @@ def _local_max_attention(
 
 def fill_input(
     contexts: Sequence[Context],
-    into: Into,
+    outputs: Outputs,
     captured: Shaped[np.ndarray, "l b ..."],
     which: str,
     *,
@@ -182,7 +182,7 @@ def fill_input(
     `start` on."""
     captured = captured if which == "hidden" else captured.swapaxes(2, 3)
     layers = slice(layer, layer + len(captured))
-    for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
+    for row, (context, arrays) in enumerate(zip(contexts, outputs, strict=True)):
         first = start - len(context.prefix)  # index among the context's own tokens
         stop = min(first + captured.shape[2], len(context.tokens))
         if arrays and stop > max(first, 0):
@@ -191,10 +191,10 @@ def fill_input(
 
 
 def fill_score(
-    contexts: Sequence[Context], into: Into, layer: int, score: Float[np.ndarray, "b k t"]
+    contexts: Sequence[Context], outputs: Outputs, layer: int, score: Float[np.ndarray, "b k t"]
 ) -> None:
     """Fill in one layer's scores of whole rows."""
-    for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
+    for row, (context, arrays) in enumerate(zip(contexts, outputs, strict=True)):
         first = len(context.prefix)
         if arrays:
             arrays["score"][:, layer] = score[row, :, first : first + len(context.tokens)].T

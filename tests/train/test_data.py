@@ -14,9 +14,9 @@ from kvjax.train.batches import Rows
 from kvjax.train.data import (
     FIRST_HELD_OUT,
     Bins,
+    DataRequest,
     DocumentSequences,
     Encoder,
-    Wanted,
     draw_step_lengths,
     hold_out,
     open_data,
@@ -44,7 +44,7 @@ class Chat(Letters):
 
 def open_sequences_and_held_out(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
     """Return the iterator and the held-out sequences."""
-    wanted = Wanted(
+    request = DataRequest(
         source,
         rows=rows,
         step_lengths=np.asarray(step_lengths),
@@ -54,7 +54,7 @@ def open_sequences_and_held_out(source, step_lengths, validation, rows=ALL, seed
         tokenizer=tokenizer or Letters(),
         instruction="Read:",
     )
-    data = open_data(wanted)
+    data = open_data(request)
     return data.sequences, data.held_out
 
 

@@ -16,7 +16,7 @@ from kvjax.models import load_tokenizer
 from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
-from kvjax.train.data import FIRST_HELD_OUT, Wanted
+from kvjax.train.data import FIRST_HELD_OUT, DataRequest
 from kvjax.train.labelled import ANSWER_SHARES
 from kvjax.train.loop import train
 from kvjax.train.memory import batch_of
@@ -55,7 +55,7 @@ def open_recipe_data(data="builtin", rows=ALL, lengths=(64, 128, 64), validation
     recipe = Scale(data=data, **options)
     tokenizer = None if data == "builtin" else load_tokenizer(MODEL)
     return recipe.open_data(
-        Wanted(data, rows, np.array(lengths), sorted(set(lengths)), np.array(validation), 5, tokenizer)
+        DataRequest(data, rows, np.array(lengths), sorted(set(lengths)), np.array(validation), 5, tokenizer)
     )
 
 

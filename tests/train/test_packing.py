@@ -10,7 +10,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.train.batches import Rows
 from kvjax.train.conversation import Conversation
-from kvjax.train.data import Wanted
+from kvjax.train.data import DataRequest
 from kvjax.train.documents import Documents
 from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream, open_stream
 from kvjax.train.readers import FileReader
@@ -72,7 +72,7 @@ def test_reading_resumes_exactly_from_a_json_position(path, stop):
 def test_held_out_documents_are_never_trained_on(path):
     rows = Rows(0, 2, 2)
     options = {"lengths": (16,), "step_lengths": np.full(30, 16), "validation": np.full(3, 16), "seed": 0}
-    data = open_stream(Wanted(str(path), rows=rows, **options, tokenizer=byte_tokenizer()))
+    data = open_stream(DataRequest(str(path), rows=rows, **options, tokenizer=byte_tokenizer()))
     assert [len(x) for x in data.held_out] == [16] * 3
     decode = byte_tokenizer().decode
     held_out = decode(np.concatenate(data.held_out)).split("<|im_end|>")

@@ -10,7 +10,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.train import readers as module
 from kvjax.train.batches import Rows
-from kvjax.train.data import Wanted
+from kvjax.train.data import DataRequest
 from kvjax.train.documents import Documents
 from kvjax.train.packing import StreamEncoder
 from kvjax.train.packs import PackedDocuments, draw_sources, natural, open_packs
@@ -39,7 +39,7 @@ def two_sources(tmp_path):
 
 
 def open_sources(sources, weights, steps=10, rows=ALL, validation=4, seed=0, lengths=(LENGTH,)):
-    wanted = Wanted(
+    request = DataRequest(
         sources[0],
         rows=rows,
         step_lengths=np.resize(lengths, steps),
@@ -48,7 +48,7 @@ def open_sources(sources, weights, steps=10, rows=ALL, validation=4, seed=0, len
         seed=seed,
         tokenizer=TOKENIZER,
     )
-    return open_packs(wanted, sources, weights, ENCODE, natural)
+    return open_packs(request, sources, weights, ENCODE, natural)
 
 
 def documents_of(pack):

@@ -226,12 +226,12 @@ def margins(
         tokens, _ = pack(sample, length + questions_length, v.end)
         q, k = (np.asarray(x[:, 0], np.float32) for x in queries_and_keys(model, jnp.asarray(tokens[None])))
         starts = np.flatnonzero(sample.context == v.record)
-        for place in np.flatnonzero(np.isin(tokens, v.types)):
-            question_type = v.types.index(tokens[place])
+        for position in np.flatnonzero(np.isin(tokens, v.types)):
+            question_type = v.types.index(tokens[position])
             m = heads[question_type]
-            (start,) = starts[tokens[starts + (2 if question_type == 2 else 1)] == tokens[place - 1]]
-            query = q[m.layer, m.head * q.shape[1] // k.shape[1], place] / np.sqrt(q.shape[-1])
-            near = k[m.layer, m.head, place - NEAR + 1 : place + 1] @ query
+            (start,) = starts[tokens[starts + (2 if question_type == 2 else 1)] == tokens[position - 1]]
+            query = q[m.layer, m.head * q.shape[1] // k.shape[1], position] / np.sqrt(q.shape[-1])
+            near = k[m.layer, m.head, position - NEAR + 1 : position + 1] @ query
             right = k[m.layer, m.head, start + KEY_OFFSETS[question_type]] @ query
             values_by_type[question_type].append(right - np.logaddexp.reduce(near))
     return [np.array(values) for values in values_by_type]

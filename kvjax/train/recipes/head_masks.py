@@ -79,8 +79,8 @@ class HeadMasks(LabelledRecipe):
         others. Weights that are all 0 or 1 are used as masks directly."""
         weights = self.head_weights(params)
         order = jnp.argsort(-weights.reshape(-1), stable=True)
-        whole = order[: whole_count(weights.size, self.sparsity)]
-        chosen = jnp.zeros(weights.size).at[whole].set(1).reshape(weights.shape)
+        whole_heads = order[: whole_count(weights.size, self.sparsity)]
+        chosen = jnp.zeros(weights.size).at[whole_heads].set(1).reshape(weights.shape)
         return jnp.where(((weights == 0) | (weights == 1)).all(), weights, chosen)
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:

@@ -23,7 +23,7 @@ from kvjax.policies.admission.kvpop import KVPOP, Scorer, Sizes, save_scorers
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.base import Trainable
 from kvjax.policies.compiled import on_mesh
-from kvjax.train.data import Data, Wanted
+from kvjax.train.data import Data, DataRequest
 from kvjax.train.future_attention import KVPOPTraining
 from kvjax.train.objective import Deployed, Part, distilled_token_loss, likeliest, next_token_loss, student
 from kvjax.train.packing import open_stream
@@ -219,8 +219,8 @@ class ConstantCache(Recipe):
     def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct] | None:
         return None if self.teacher_store is None else shapes(length, self.teacher_tokens)
 
-    def open_data(self, wanted: Wanted) -> Data:
-        return open_stream(wanted)
+    def open_data(self, request: DataRequest) -> Data:
+        return open_stream(request)
 
     def prepare(
         self,
@@ -339,9 +339,9 @@ class ConstantCache(Recipe):
         description = {name: getattr(self, name) for name in (*used, *trained_with, "lengths", "seed")}
         description |= {"updates": self.steps, "batch": self.rows}
         description |= {"validation": validation.numbers | {"sequences": validation.sequences}}
-        whole = gather(params, *AXES)
+        gathered = gather(params, *AXES)
         if jax.process_index() == 0:
-            save_scorers(folder, whole, description)
+            save_scorers(folder, gathered, description)
 
     def remark(self, validation: Validation) -> str:
         return "--phase sparsify --uptrained FOLDER goes on from this run" if self.phase == "uptrain" else ""

@@ -189,9 +189,9 @@ class KVzipScores(Recipe):
             "seed": self.seed,
             "lengths": list(self.lengths),
         }
-        whole = gather(params, *AXES)
+        gathered = gather(params, *AXES)
         if jax.process_index() == 0:
-            self.save(folder, whole, self.own_options() | origin | trained, validation)
+            self.save(folder, gathered, self.own_options() | origin | trained, validation)
 
     def use_options(self, folder: Path) -> Sequence[str]:
         return "--policy", f"{self.used_as}:ratio={self.ratio:g}", "--gates", str(folder)

@@ -109,7 +109,7 @@ class PruLong(HeadMasks):
     def published(self, weights: Float[np.ndarray, "l k"]) -> Float[np.ndarray, "l k"]:
         return 1 / (1 + np.exp(-super().published(weights)))
 
-    def wanted(self, step: Int[Array, ""]) -> Float[Array, ""]:
+    def target_sparsity(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Return the target sparsity of an update, in float32."""
         return self.sparsity * jnp.minimum(1, step / math.ceil(RAMP * self.steps))
 
@@ -125,9 +125,9 @@ class PruLong(HeadMasks):
         error = next_token_losses(model, hidden, batch["tokens"], batch["labelled"]).mean()
         expected = self.l0 == "expected"
         streaming = hard_concrete.probability_of_zero(log_alpha).mean() if expected else 1 - z.mean()
-        wanted = self.wanted(step)
-        gap, (first, second) = streaming - wanted, params["multipliers"]
-        numbers = {"cross_entropy": error, "streaming": streaming, "wanted": wanted}
+        target = self.target_sparsity(step)
+        gap, (first, second) = streaming - target, params["multipliers"]
+        numbers = {"cross_entropy": error, "streaming": streaming, "wanted": target}
         numbers |= {"lambda/1": first, "lambda/2": second}
         return error + first * gap + second * gap**2, numbers
 

@@ -187,9 +187,9 @@ class WriteGates(Recipe):
             "seed": self.seed,
             "init": self.init_,
         }
-        whole = gather(params, *AXES)
+        gathered = gather(params, *AXES)
         if jax.process_index() == 0:
-            save_gates(folder, whole, description)
+            save_gates(folder, gathered, description)
 
     def evaluate_options(self, folder: Path) -> Sequence[str]:
         return "--gates", str(folder)

@@ -37,7 +37,7 @@ def test_the_target_sparsity_rises_over_four_fifths_of_the_updates():
     recipe = PruLong(sparsity=0.7)
     assert recipe.steps == 1000
     for step, expected in ((0, 0), (400, 0.35), (800, 0.7), (999, 0.7)):
-        assert float(recipe.wanted(jnp.int32(step))) == pytest.approx(expected)
+        assert float(recipe.target_sparsity(jnp.int32(step))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.7])
