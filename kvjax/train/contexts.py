@@ -18,7 +18,7 @@ from jaxtyping import Int
 from kvjax.chat_template import opening
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
-from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN
+from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN, plain_tokens
 from kvjax.train.documents import Documents, digest
 from kvjax.train.readers import Records, local_path, open_hub
 
@@ -125,7 +125,7 @@ def text_contexts(
 
     def documents() -> Iterator[Document]:
         tokens = round(math.sqrt(choice.shortest * choice.longest))
-        return source_documents(source, seed, tokens, lambda text: len(_tokens(tokenizer, text)))
+        return source_documents(source, seed, tokens, lambda text: len(plain_tokens(tokenizer, text)))
 
     # documents that are read twice are tokenized once
     read: list[Document] = []
@@ -160,7 +160,7 @@ def text_contexts(
             "validation needs another, so lower --single or --joined"
         )
     opening_tokens = prefix(tokenizer, instruction)
-    return [Context(opening_tokens, _tokens(tokenizer, text)) for text in texts], held_out_rows
+    return [Context(opening_tokens, plain_tokens(tokenizer, text)) for text in texts], held_out_rows
 
 
 def builtin_contexts(
@@ -189,10 +189,6 @@ def builtin_contexts(
     return contexts, others
 
 
-def _tokens(tokenizer: Any, text: str) -> TokenRow:
-    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
-
-
 def prefix(tokenizer: Any, instruction: str) -> TokenRow:
     """Return the tokens before every context: the beginning of the chat template with the instruction or, if there is
     no template, the tokens with which the tokenizer begins every text."""
@@ -203,4 +199,4 @@ def prefix(tokenizer: Any, instruction: str) -> TokenRow:
 
 
 def _with_prefix(tokenizer: Any, instruction: str, text: str) -> TokenRow:
-    return np.concatenate([prefix(tokenizer, instruction), _tokens(tokenizer, text)]).astype(np.int32)
+    return np.concatenate([prefix(tokenizer, instruction), plain_tokens(tokenizer, text)]).astype(np.int32)

@@ -4,6 +4,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 from kvjax.chat_template import templated, token_ids
 from kvjax.errors import UserError, shown
 
@@ -44,9 +47,9 @@ class Conversation(str):
             messages = [_with_inline_reasoning(message) for message in messages]
         return templated(tokenizer, messages, add_generation_prompt=False)
 
-    def tokens(self, tokenizer: Any) -> list[int]:
+    def tokens(self, tokenizer: Any) -> Int[np.ndarray, " t"]:
         """Return the tokens of the `written` chat."""
-        return token_ids(tokenizer, self.written(tokenizer))
+        return np.asarray(token_ids(tokenizer, self.written(tokenizer)), np.int32)
 
 
 def chat_check(tokenizer: Any) -> Callable[[str], None]:

@@ -66,12 +66,17 @@ class Encoder:
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
-            return np.asarray(text.tokens(self.tokenizer), np.int32)
+            return text.tokens(self.tokenizer)
         # tokens have fewer than 64 characters on average, so the cut leaves at least `longest` tokens
         text = text[: 64 * self.longest]
         templated = getattr(self.tokenizer, "chat_template", None)
         ids = encode(self.tokenizer, f"{self.instruction}\n\n{text}" if templated else text)
         return np.asarray(ids, np.int32)
+
+
+def plain_tokens(tokenizer: Any, text: str) -> Int[np.ndarray, " t"]:
+    """Return a text's tokens without the tokenizer's special tokens."""
+    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ class StreamEncoder:
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
-            return np.asarray(text.tokens(self.tokenizer), np.int32)
+            return text.tokens(self.tokenizer)
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
         end = self.tokenizer.eos_token_id
         return np.asarray(ids if end is None or ids[-1:] == [end] else [*ids, end], np.int32)
@@ -134,15 +134,20 @@ def hold_out_of_stream(
         ("to hold out, every second document,", len(stream)),
     ):
         if count < longest:
-            raise UserError(
-                f"--data {source}: there are {count} tokens {purpose} which fill no sequence of --lengths {longest}"
-            )
+            raise too_little_text(source, count, purpose, longest)
     sequences, first = [], 0
     for length in lengths:
         if first + length <= len(stream):
             sequences.append(stream[first : first + length])
             first += length
     return sequences, frozenset(held_out)
+
+
+def too_little_text(source: str, tokens: int, purpose: str, length: int) -> UserError:
+    """Return the error for a source whose text does not fill a sequence. `purpose`: what the text is for."""
+    return UserError(
+        f"--data {source}: there are {tokens} tokens {purpose} which fill no sequence of --lengths {length}"
+    )
 
 
 def open_stream(request: DataRequest) -> Data:

@@ -18,7 +18,7 @@ from kvjax.errors import UserError
 from kvjax.train.batches import Rows, stack
 from kvjax.train.data import FIRST_HELD_OUT, Data, DataRequest, apportion, prefetched
 from kvjax.train.documents import digest
-from kvjax.train.packing import Encode
+from kvjax.train.packing import Encode, too_little_text
 from kvjax.train.readers import Reader
 
 Labelled = dict[str, Shaped[np.ndarray, "*b t"]]
@@ -163,17 +163,11 @@ def hold_out_packs(
         if len(packs) == len(lengths) and trained_tokens >= longest:
             break
     if trained_tokens < longest:
-        raise _too_little(source, trained_tokens, "to train on,", longest)
+        raise too_little_text(source, trained_tokens, "to train on,", longest)
     if lengths and not packs:
         tokens = sum(map(len, documents))
-        raise _too_little(source, tokens, "to hold out, every second document,", lengths[0])
+        raise too_little_text(source, tokens, "to hold out, every second document,", lengths[0])
     return packs, frozenset(held_out - unfinished)
-
-
-def _too_little(source: str, tokens: int, purpose: str, length: int) -> UserError:
-    return UserError(
-        f"--data {source}: there are {tokens} tokens {purpose} which fill no sequence of --lengths {length}"
-    )
 
 
 def open_packs(

@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.train.conversation import Conversation
+from kvjax.train.data import plain_tokens
 from kvjax.train.packs import Labelled, labelled
 
 WORDS = (
@@ -56,8 +57,8 @@ class Text:
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
-            return np.asarray(text.tokens(self.tokenizer), np.int32)
-        return _encode(self.tokenizer, f"{text}\n\n")
+            return text.tokens(self.tokenizer)
+        return plain_tokens(self.tokenizer, f"{text}\n\n")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Passkeys:
 
     def check(self, length: int) -> None:
         """Raise UserError if passkeys may not fit sequences of `length` tokens. The message has the minimum length."""
-        longest = max(WORDS, key=lambda word: len(_encode(self.tokenizer, f" {word} {word}")))
+        longest = max(WORDS, key=lambda word: len(plain_tokens(self.tokenizer, f" {word} {word}")))
         passkey = " ".join([longest] * self.words)
         keys = [self._fill(KEY, i, passkey, "\n\n")[0] for i in range(self.count)]
         questions = [self._fill(QUESTION, i, passkey)[0] for i in range(self.count)]
@@ -112,7 +113,9 @@ class Passkeys:
     ) -> tuple[Int[np.ndarray, " t"], int]:
         """Fill a template. Return its tokens with the words, and the number of tokens before the words."""
         before = template.format(ORDINALS[index])
-        tokens, prefix = (_encode(self.tokenizer, text) for text in (f"{before} {words}{suffix}", before))
+        tokens, prefix = (
+            plain_tokens(self.tokenizer, text) for text in (f"{before} {words}{suffix}", before)
+        )
         agreeing = tokens[: len(prefix)] == prefix[: len(tokens)]
         return tokens, len(agreeing) if agreeing.all() else int(np.argmin(agreeing))
 
@@ -131,10 +134,5 @@ class Passkeys:
         """The tokens before the text, with the tokenizer's begin token if it has one, and the tokens after the text."""
         beginning = self.tokenizer("", verbose=False)["input_ids"][:1]
         beginning = beginning if beginning == [self.tokenizer.bos_token_id] else []
-        head, tail = (_encode(self.tokenizer, text) for text in (HEAD, TAIL))
+        head, tail = (plain_tokens(self.tokenizer, text) for text in (HEAD, TAIL))
         return np.concatenate([np.asarray(beginning, np.int32), head]), tail
-
-
-def _encode(tokenizer: Any, text: str) -> Int[np.ndarray, " t"]:
-    """Return a text's tokens without the tokenizer's special tokens."""
-    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
