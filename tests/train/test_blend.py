@@ -39,7 +39,7 @@ def test_blocks_match_the_published_training():
         expected[max(0, 128 * (query // 128 - 7)) :] = True
         expected[query + 1 :] = False
         np.testing.assert_array_equal(actual[query], expected)
-    assert actual[1151, :1152].all(), "until then nothing is out of sight"
+    assert actual[1151, :1152].all(), "so far every token is visible"
     counts = actual[:, 128:].sum(1)
     assert [counts[1151], counts[1152]] == [1024, 897]
     assert published.band == 897

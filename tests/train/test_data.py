@@ -102,7 +102,7 @@ def test_reading_resumes_exactly_from_a_json_position(kind, tmp_path):
         next(stopped)
     position = json.loads(json.dumps(stopped.get_state()))
     resumed = open_sequences(source, step_lengths)
-    next(resumed)  # the iterator may stand anywhere
+    next(resumed)  # the iterator's position does not matter
     resumed.set_state(position)
     resumed = list(resumed)
     assert len(resumed) == 5

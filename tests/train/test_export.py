@@ -89,7 +89,7 @@ def test_a_failed_export_keeps_the_previous_one(run, monkeypatch):
     with pytest.raises(UserError, match="the disk is full"):
         command.main([str(run), "--step", "1"])
     assert contents(run / "gates") == before
-    assert sorted(file.name for file in run.iterdir()) == names, "nothing half written is left"
+    assert sorted(file.name for file in run.iterdir()) == names, "no partial files are left"
     assert exported_files(run)[0].parent == run / "gates"
 
 

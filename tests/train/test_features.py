@@ -102,7 +102,7 @@ def test_a_damaged_folder_is_refused_in_one_line(shards):
 
 
 def test_two_runs_may_compute_a_context_at_the_same_time(shards, tmp_path):
-    """The files are those of the run that finishes first."""
+    """The run that finishes first keeps its files."""
     first, second = (FolderStore(tmp_path / "shared", KIND, SIZES, MANIFEST) for _ in range(2))
     with first.writing(0):
         fill(second, 0)

@@ -102,8 +102,7 @@ def test_targets_fall_as_scores_do(layer_training):
 
 
 def test_the_mask_matches_the_cache(layer_training):
-    """It has sinks and the last tokens, and of the others those of the highest priorities, at most as many as there are
-    places."""
+    """The sinks and the last tokens are visible, and in the remaining places the tokens with the highest priorities."""
     training, layer_step, _, mask = layer_training
     index = np.arange(T)
     visible = (index[:, None] >= index) & (index[:, None] < np.asarray(mask.end[0])[:, None])

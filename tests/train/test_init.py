@@ -61,8 +61,8 @@ class Stopped(BaseException):
 
 @pytest.mark.thorough
 def test_a_run_starts_from_gates_and_resumes_without_their_file(published, tmp_path, monkeypatch):
-    """The first update has rate 0, so the gates after it are the file's. A run of two updates that is stopped there and
-    resumed without the file ends like an uninterrupted one."""
+    """The first update has rate 0, so the gates after it are the initial ones. A run of two updates that is stopped
+    there and resumed without the file ends like an uninterrupted one."""
     file, save = published, Checkpoints.save
     expected = jax.device_get(load_gates(file)[0])
     run = [*ARGS, "--init", str(file), "--sequences", "16", "--out"]

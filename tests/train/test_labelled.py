@@ -94,7 +94,7 @@ def test_a_run_on_two_sources(kind, two_sources, tmp_path):
     steps, _ = steps_of(tmp_path / "run")
     assert len(steps) == 3
     packed = [line["documents"] > 1 for line in steps]
-    assert any(packed) != bool(kind), "packs of short documents, or one with what is hidden in them"
+    assert any(packed) != bool(kind), "packs have several documents, sequences with passkeys have one"
     for line, has_borders in zip(steps, packed, strict=True):
         assert 0 < line["labelled"] <= 1
         assert (line["labelled"] < 1) == (has_borders or bool(kind))
@@ -249,7 +249,7 @@ def test_sequences_too_short_for_passkeys_are_refused_before_anything_compiles(t
     with pytest.raises(UserError, match=r"--lengths 64: 10 passkeys of 32 words .* take \d+ tokens"):
         train(parse([*ARGS, *args, "--mesh", "1"]))
     assert not (tmp_path / "run").exists()
-    # the error may name any length: of the documents held out here none is too short
+    # 64 tokens are too few even though no held-out sequence has this length
     with pytest.raises(UserError, match="--lengths 64: 1 passkeys of 2 words"):
         open_recipe_data(
             data=two_sources[1],

@@ -222,7 +222,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
 
 @pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
-    """The error is a real one: the weights of the gates grow until nothing is finite."""
+    """The error is not simulated: the weights of the gates grow until they are not finite."""
     folder = tmp_path / "run"
     with pytest.raises(
         UserError, match=r"^step \d of 6: .*no checkpoint before it.* smaller --lr than 1e\+36$"
@@ -404,7 +404,7 @@ def test_a_checkpoint_without_a_validation_comes_after_its_metrics(tmp_path, mon
 
 
 def resuming(notes, group, groups):
-    """Return where a run resumes whose checkpoint has these notes."""
+    """Return the position at which a run resumes from a checkpoint with these notes."""
     places, mesh, state = [], make_mesh(), TrainState(None, None)
     config = WriteGates(resume=True, window=4, expand=4.0)
     checkpoints = SimpleNamespace(latest=lambda: 3, restore=lambda step, like: (state, {"data": notes}))

@@ -121,8 +121,7 @@ def test_the_divergence_is_over_the_teachers_likeliest_tokens():
 
 
 def test_gradients_of_token_losses_match_finite_differences(monkeypatch):
-    """The gradients are those of the hidden states, in float64, which a model's own logits never have, over two parts
-    of a sequence."""
+    """Gradients of the hidden states are compared in float64, with replaced logits, over two parts of a sequence."""
     random = np.random.default_rng(4)
     table = random.standard_normal((32, 11))
     monkeypatch.setattr(Decoder, "to_logits", lambda *_: lambda x: x @ jnp.asarray(table))

@@ -52,7 +52,7 @@ def open_sources(sources, weights, steps=10, rows=ALL, validation=4, seed=0, len
 
 
 def documents_of(pack):
-    """Return the texts of a pack's documents, of which the last may be cut."""
+    """Return the texts of a pack's documents. The last one may be cut."""
     assert {name: x.dtype for name, x in pack.items()} == {
         "tokens": np.int32,
         "document": np.int32,
@@ -126,7 +126,7 @@ def test_a_pack_is_of_one_source_and_packs_are_mixed_by_weights(two_sources):
     assert all(len(kind) == 1 for kind in kinds)
     kinds_of_packs = [kind.pop() for kind in kinds]
     assert (kinds_of_packs.count("s"), kinds_of_packs.count("L")) == (40, 60)
-    assert len(set(kinds_of_packs[:10])) == 2, "drawn, not sorted"
+    assert len(set(kinds_of_packs[:10])) == 2, "shuffled, not sorted"
 
 
 @pytest.mark.parametrize("stop", range(8))
@@ -160,7 +160,7 @@ def test_held_out_packs_are_from_both_sources_and_never_trained_on(two_sources):
     trained = {text[:4] for pack in rows_of(data.sequences) for text in documents_of(pack) if len(text) >= 4}
     assert len(held_out) >= 6
     assert not held_out & trained
-    assert len(held_out | trained) >= 90, "all but those of which a pack has a few letters"
+    assert len(held_out | trained) >= 90, "all except documents that are cut to a few letters"
 
 
 def test_documents_of_a_held_out_pack_that_is_never_full_are_trained_on(tmp_path):

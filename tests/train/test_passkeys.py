@@ -17,7 +17,7 @@ each_tokenizer = pytest.mark.parametrize("kind", TOKENIZERS)
 
 @functools.cache
 def book(kind):
-    """Return the tokens of a text whose lines have numbers."""
+    """Return the tokens of a text with numbered lines."""
     return Text(TOKENIZERS[kind])(" ".join(f"Line {i} of the book." for i in range(1000)))
 
 
@@ -26,7 +26,7 @@ def pack(kind, length):
 
 
 def labelled_runs(learned):
-    """Return where labelled tokens begin and end."""
+    """Return the beginning and the end of each run of labelled tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], learned, [False]])))
     return edges.reshape(-1, 2).tolist()
 

@@ -1,4 +1,4 @@
-"""Test where documents come from."""
+"""Test readers of documents from local files and hub data sets."""
 
 import datasets
 import huggingface_hub

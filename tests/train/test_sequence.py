@@ -51,7 +51,7 @@ PACKED = "prulong", "duo_attention"
 
 
 def sample_batch(mesh, length, rows=8, *, packed=False):
-    """Return tokens. If packed, one document begins where a device's tokens do, and one lies across a border."""
+    """Return tokens. If packed, one document begins at the border between two devices, and one crosses it."""
     tokens = np.random.default_rng(0).integers(0, 61, (rows, length)).astype(np.int32)
     document = np.searchsorted([7, 16, 29], np.arange(length), "right")[None].repeat(rows, 0)
     labelled = np.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
@@ -98,7 +98,7 @@ def gradient(name, **shape):
     [pytest.param(x, marks=() if x == "sparsify" else pytest.mark.thorough) for x in RECIPES],
 )
 def test_losses_and_gradients_match_one_device(name, mesh, monkeypatch):
-    """The loss goes over parts of a sequence, of which each device has its own."""
+    """Each device computes the loss for parts of its own tokens."""
     monkeypatch.setattr("kvjax.train.objective.TOKENS_AT_ONCE", 6)
     ((loss, figures), gradients), ((expected_loss, expected_figures), expected_gradients) = (
         gradient(name, **mesh),
@@ -113,7 +113,7 @@ def test_losses_and_gradients_match_one_device(name, mesh, monkeypatch):
 
 
 def temporaries(name, length, **shape):
-    """Return the bytes of temporaries of a device in an update of one sequence, besides inputs and outputs."""
+    """Return the bytes of temporaries per device in an update of one sequence, without inputs and outputs."""
     recipe, mesh = RECIPES[name], make_mesh(**shape)
     with jax.set_mesh(mesh):
         model = tiny_model()

@@ -172,9 +172,9 @@ def test_a_finished_context_is_not_computed_again():
         model = tiny_model()
         store, calls = MemoryStore(position_layout(model, "hidden"), [len(x.tokens) for x in CONTEXTS]), []
 
-        def teacher(model, contexts, which, into):
-            calls.append([bool(arrays) for arrays in into])
-            for arrays in filter(None, into):
+        def teacher(model, contexts, which, outputs):
+            calls.append([bool(arrays) for arrays in outputs])
+            for arrays in filter(None, outputs):
                 arrays["score"][...] = len(calls)
 
         with store.writing(1) as arrays:

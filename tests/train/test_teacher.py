@@ -44,9 +44,9 @@ def logits():
 
 
 def test_the_likeliest_tokens_and_their_relative_logits_are_stored(tmp_path, logits, monkeypatch):
-    """The teacher runs in parts of a sequence, on a mesh of which each device has some rows."""
+    """The teacher processes parts of a sequence, on a mesh that splits the rows."""
     monkeypatch.setattr(teacher, "TOKENS_AT_ONCE", 10)
-    store = fill(tmp_path / "said", make_mesh(fsdp=2, tensor=2))
+    store = fill(tmp_path / "store", make_mesh(fsdp=2, tensor=2))
     actual = store.read(ROWS[3:7])
     order = np.argsort(-logits[3:7], kind="stable")[..., :COUNT]
     best = np.take_along_axis(logits[3:7], order, -1)
@@ -61,7 +61,7 @@ def test_the_likeliest_tokens_and_their_relative_logits_are_stored(tmp_path, log
 
 
 def test_shares_add_up_to_all_sequences(tmp_path):
-    folder = tmp_path / "said"
+    folder = tmp_path / "store"
     for index, count in (
         (0, 5),
         (1, 7),
@@ -73,7 +73,7 @@ def test_shares_add_up_to_all_sequences(tmp_path):
 
 
 def test_stored_sequences_are_not_computed_again(tmp_path, monkeypatch):
-    folder, mesh, runs = tmp_path / "said", make_mesh(), []
+    folder, mesh, runs = tmp_path / "store", make_mesh(), []
     hidden = teacher._hidden
     monkeypatch.setattr(teacher, "_hidden", lambda *x: runs.append(1) or hidden(*x))
     store = fill(folder, mesh)
@@ -106,7 +106,7 @@ def test_stored_sequences_are_not_computed_again(tmp_path, monkeypatch):
 def test_a_folder_of_another_teacher_is_refused(tmp_path):
     """It may be of another model, or of this one trained a little further, which has the same fingerprint."""
     mesh = make_mesh()
-    store = fill(tmp_path / "said", mesh)
+    store = fill(tmp_path / "store", mesh)
     with jax.set_mesh(mesh):
         other = tiny_model(num_layers=2)
         further = jax.tree.map(lambda x: x * (1 + 1e-5), tiny_model())
@@ -115,7 +115,7 @@ def test_a_folder_of_another_teacher_is_refused(tmp_path):
         with pytest.raises(UserError, match="the teacher's logits are of weights .*, not .*: name another"):
             store.begin(further, "tiny")
         with pytest.raises(UserError, match="are of teacher_tokens 5, not 6: name another"):
-            TeacherStore(tmp_path / "said", 6).begin(tiny_model(), "tiny")
+            TeacherStore(tmp_path / "store", 6).begin(tiny_model(), "tiny")
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(tmp_pat
     with pytest.raises(
         UserError, match=r"likeliest after each of 144 tokens take 0.0 MiB in .*--teacher model"
     ):
-        fill(tmp_path / "said", make_mesh())
+        fill(tmp_path / "store", make_mesh())
 
 
 def test_finished_results_survive_a_full_disk(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_finished_results_survive_a_full_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "savez", filling)
     with pytest.raises(
-        UserError, match="said: the disk is full: sequences are finished and stay; the same command"
+        UserError, match="store: the disk is full: sequences are finished and stay; the same command"
     ):
-        fill(tmp_path / "said", make_mesh())
-    assert len(list((tmp_path / "said").glob("??/*"))) == 3, "and nothing partial"
+        fill(tmp_path / "store", make_mesh())
+    assert len(list((tmp_path / "store").glob("??/*"))) == 3, "no partial files are left"

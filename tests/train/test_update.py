@@ -85,7 +85,7 @@ def test_the_logged_loss_is_that_of_the_first_parameters(updated):
 
 @dataclasses.dataclass(frozen=True)
 class TwoGroups(Recipe):
-    """A recipe with steep slopes where one group takes steps of length 1 and another of length 1/100, on every mesh."""
+    """A recipe with large gradients, in which one group takes steps of length 1 and the other of length 1/100."""
 
     def init(self, model):
         spread = jnp.arange(1.0, 17).reshape(4, 4)
@@ -120,7 +120,7 @@ def test_groups_have_their_own_rates_and_are_clipped_separately(name):
 
 @dataclasses.dataclass(frozen=True)
 class Steep(TwoGroups):
-    """A loss of zero everywhere, whose slope at `at` = 0 is that of a square root."""
+    """A loss with a finite gradient if `at` is 1. At 0 it is the gradient of a square root, which is not finite."""
 
     at: float = 1.0
 

@@ -1,4 +1,4 @@
-"""Test the calibration of TriAttention: its statistics are those of the queries, and the policy reads them."""
+"""Test the calibration of TriAttention: the statistics describe the queries, and the policy reads them."""
 
 import numpy as np
 import pytest

@@ -49,7 +49,7 @@ def test_files_are_read_in_order_compressed_or_not(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Return arguments with which every package is there, and no program is found."""
+    """Return arguments with which every package is found, but no program."""
     for package in {work.package for work in WORKS.values()}:
         (tmp_path / f"{package}_1_all.deb").write_bytes(b"no package")
     (tmp_path / "bin").mkdir()

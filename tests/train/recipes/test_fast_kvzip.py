@@ -214,7 +214,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(when, files, full_run, tmp_
     for file, before in shards.items():
         after = file.stat()
         assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns), file
-    assert len(list((folder / "targets").iterdir())) == 5, "four contexts and the manifest, and nothing else"
+    assert len(list((folder / "targets").iterdir())) == 5, "four contexts and the manifest"
     assert losses(folder) == pytest.approx(losses(full_run.folder), rel=1e-5)
     assert resumed.validation.numbers == pytest.approx(full_run.validation.numbers, rel=1e-5)
 
@@ -272,7 +272,7 @@ def test_gates_can_start_from_exported_ones(full_run, tmp_path):
 
 
 def test_initial_gates_determine_form_and_sizes(tmp_path):
-    """A file or the command line may override them; the check refuses a run whose sizes differ."""
+    """A file or the command line may override them. The check refuses a run with other sizes."""
     with jax.set_mesh(make_mesh()):
         sizes = {"dim": 8, "sinks": 3, "form": "paper"}
         gates = jax.jit(lambda: SinkGate(2, 4, 1, 16, **sizes, rngs=nnx.Rngs(0)))()
@@ -296,7 +296,7 @@ def test_initial_gates_determine_form_and_sizes(tmp_path):
 
 
 def test_the_default_target_for_text_is_reconstruction(tmp_path):
-    """This also holds for the built-in model, whose own tasks have questions."""
+    """This also holds for the built-in model, although its tasks have questions."""
     builtin = ["--method", "fast_kvzip", "--out", str(tmp_path / "run")]
     assert parse(builtin).target == "both"
     assert parse([*builtin, "--data", "texts"]).target == "reconstruction"

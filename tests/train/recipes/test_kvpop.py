@@ -85,7 +85,7 @@ def test_the_second_phase_continues_from_the_first(uptrained, tmp_path):
         float(jnp.abs(x - y).max())
         for x, y in zip(jax.tree.leaves(run.model), jax.tree.leaves(uptrained.model), strict=True)
     ]
-    assert 0 < max(moved) < 1e-3, "from there, by two small updates"
+    assert 0 < max(moved) < 1e-3, "two small updates from the uptrained model"
 
     exported = tmp_path / "run" / "parameters"
     model = load_model(exported / "model")
@@ -419,7 +419,7 @@ STORED = "--teacher", "store", "--teacher-tokens", "16", "--scorer-warmup", "0"
 
 @pytest.fixture(scope="module")
 def stored(uptrained, tmp_path_factory):
-    """Return a second phase whose teacher's outputs are stored on disk."""
+    """Return a second phase with stored teacher outputs."""
     return sparsify(uptrained, tmp_path_factory.mktemp("stored") / "run", *STORED)
 
 

@@ -92,7 +92,7 @@ def test_multipliers_ascend_masks_descend_and_both_decay():
 
 
 def test_gradients_of_multipliers_are_the_gap_and_its_square(monkeypatch):
-    """Therefore too few streaming heads lower the first one."""
+    """Therefore too few streaming heads lower the first multiplier."""
     monkeypatch.setattr(prulong, "next_token_losses", lambda *_: jnp.zeros(1))
     monkeypatch.setattr(PruLong, "blended", lambda *_: None)
     recipe, batch = PruLong(sparsity=0.7, **SIZES), dict.fromkeys(("tokens", "document", "labelled"))
@@ -124,7 +124,7 @@ PEAKS = {"log_alpha": 1.0, "multipliers": 0.5, "model": 1e-3}
 
 
 def changes(gradients, **options):
-    """Return the changes of parameters of 1 of each group in every update, where all have these gradients."""
+    """Return the changes of each group in every update, for parameters of 1 with the same given gradients."""
     sizes = {"sequences": 800, "lr": 1.0, "multiplier_lr": 0.5, "model_lr": 1e-3}
     tx = PruLong(frozen_model=False, **sizes, **SIZES, **options).optimizer()
     params = {name: jnp.ones(2) for name in PEAKS}
@@ -144,7 +144,7 @@ def test_rates_warm_up_for_a_tenth_of_the_updates_and_fall_by_a_cosine():
 
 
 def test_every_group_uses_adamw_with_the_papers_betas():
-    """They are 0.9 and 0.95, and decay is multiplied by the rate; the expected values are written out here."""
+    """The betas are 0.9 and 0.95, and decay is multiplied by the rate. The expected values are computed by hand."""
     gradients = np.random.default_rng(0).standard_normal(30)
     steps = np.arange(1, 31)
     first, second = np.zeros(31), np.zeros(31)
@@ -340,7 +340,7 @@ def test_pictures_show_what_a_run_learned_and_logged(run, monkeypatch):
 
 
 def test_held_out_sequences_are_measured_with_the_deployed_masks(run):
-    """If no head streams, there is no difference."""
+    """Without streaming heads the two losses are equal."""
     numbers = run.validation.numbers
     assert numbers["cross_entropy"] != numbers["full_cross_entropy"]
     dense = dataclasses.replace(parse([*COMMON, "--out", str(run.folder / "x")]), sparsity=0.0)

@@ -49,7 +49,7 @@ RECIPES = {
     "tests.train.recipes.whole_model:WholeModel": {"window": 8},
 }
 USED = {"fast_kvzip": {"ratio": 0.3}, "kvzap": {"ratio": 0.3}}
-"""Arguments of their policies besides those of `deploy`, where they need a budget."""
+"""Arguments that policies with a budget need in addition to those of `deploy`."""
 
 
 def each_method(*thorough):
@@ -137,7 +137,7 @@ def test_an_accumulated_update_has_the_same_numbers(method):
 
 @pytest.mark.thorough
 def test_every_update_has_new_samples():
-    """Parameters and batch are constant here."""
+    """Parameters and batch are constant, so only the samples differ."""
     recipe, mesh = make_recipe("prulong", lr=0.0, multiplier_lr=0.0), make_mesh()
     with jax.set_mesh(mesh):
         model = tiny_model()
@@ -179,7 +179,7 @@ class Stopped(Exception):
 
 
 def stopping_after(count):
-    """Return a `make_update` whose run is stopped after `count` updates."""
+    """Return a `make_update` that stops the run after `count` updates."""
     done = []
 
     def stopping(*args, **options):

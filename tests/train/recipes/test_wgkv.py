@@ -120,7 +120,7 @@ def evaluate(student, *, window, gates=None, sparsity="lifetime"):
 
 
 def gates_with_logits(student, bias):
-    """Return gates whose logits are all `bias`."""
+    """Return gates with logits that are all `bias`."""
     mesh, _, gates = student
     with jax.set_mesh(mesh):
         flat = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), gates)
@@ -129,7 +129,7 @@ def gates_with_logits(student, bias):
 
 
 def test_a_window_over_everything_leaves_nothing_to_learn(student):
-    """The case is that of WG-KV §12.1: W ≥ N equals full attention, and R = 1."""
+    """This is WG-KV's §12.1: W ≥ N equals full attention, and R = 1."""
     loss, numbers = evaluate(student, window=24)
     assert numbers["distillation"] < 1e-9
     assert numbers["sparsity"] == 1
