@@ -69,7 +69,7 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
     with pytest.raises(UserError, match="vt: 64 tokens are too few"):
         train.main([*args, "--lengths", "64"])
     monkeypatch.setitem(held_out_report.SAMPLES, "default", 2)
-    monkeypatch.setitem(held_out_report.PREDICTED, "default", 32)
+    monkeypatch.setitem(held_out_report.MAX_PREDICTED, "default", 32)
     train.main([*args, "--lengths", "1100"])
     output = capsys.readouterr().out
     report = (run / "report.md").read_text()

@@ -97,7 +97,7 @@ def test_unknown_methods_raise_one_line():
         ("nosuch", "--method nosuch: known are wgkv"),
         ("no.such:X", "no.such cannot be imported"),
         ("kvjax.errors:Nothing", "kvjax.errors has no Nothing"),
-        ("kvjax.errors:UserError", "is no recipe"),
+        ("kvjax.errors:UserError", "is not a recipe"),
     ):
         with pytest.raises(UserError, match=message):
             find_recipe(method)

@@ -212,7 +212,7 @@ def memory(program: Program, platform: str) -> Memory:
     """
     import jax
 
-    from kvjax.train.memory import held, refused_bytes
+    from kvjax.train.memory import device_bytes_of, refused_bytes
 
     function = jax.jit(
         program.function.__wrapped__,  # pyright: ignore[reportFunctionMemberAccess]
@@ -220,7 +220,7 @@ def memory(program: Program, platform: str) -> Memory:
         static_argnames=tuple(program.static),
         keep_unused=True,
     )
-    parts = {name: held(tree) for name, tree in program.parts.items()}
+    parts = {name: device_bytes_of(tree) for name, tree in program.parts.items()}
     traced = function.trace(*program.arguments, **program.named, **program.static)
     try:
         compiled = traced.lower(lowering_platforms=(platform,)).compile()

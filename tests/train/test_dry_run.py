@@ -19,8 +19,10 @@ def nothing_is_loaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", PACKAGED)
 @pytest.mark.filterwarnings("ignore:contexts of 130,000 tokens:UserWarning")
 def test_every_packaged_config_whose_model_s_shape_is_known_passes(name, tmp_path, capsys):
-    known = not str(read_values(packaged_configs() / f"{name}.yaml").get("model", "")).startswith("models/")
-    if known:
+    has_known_shape = not str(read_values(packaged_configs() / f"{name}.yaml").get("model", "")).startswith(
+        "models/"
+    )
+    if has_known_shape:
         main(["--config", name, "--dry-run"])
         assert " updates of " in capsys.readouterr().out
     else:
@@ -29,7 +31,7 @@ def test_every_packaged_config_whose_model_s_shape_is_known_passes(name, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_it_says_how_much_would_be_trained(capsys):
+def test_the_output_says_how_much_would_be_trained(capsys):
     main(["--config", "llama-3.1-8b", "--mesh", "tensor=8", "--dry-run"])
     assert capsys.readouterr().out == (
         "wgkv for meta-llama/Llama-3.1-8B-Instruct: 32 layers × 8 KV heads; weights and data "

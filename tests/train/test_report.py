@@ -33,10 +33,10 @@ def test_rivals_have_the_gates_size():
             assert rival.schedule is not None
             assert rival.schedule.budget.ratio == pytest.approx(kv_ratio)
             continue
-        found = stats(prefill(model, context, policy=rival))
-        assert abs(found.kv_ratio - kv_ratio) < (0.03 if "random" in name else 2 / 300), name
+        cache_stats = stats(prefill(model, context, policy=rival))
+        assert abs(cache_stats.kv_ratio - kv_ratio) < (0.03 if "random" in name else 2 / 300), name
         if "rates" in name:
-            assert np.abs((found.entries - 7).mean(1) / 293 - rates).max() < 0.12
+            assert np.abs((cache_stats.entries - 7).mean(1) / 293 - rates).max() < 0.12
 
 
 def test_the_report_is_written(tmp_path):
@@ -57,20 +57,22 @@ def test_the_report_is_written(tmp_path):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("how", "least"), [("default", 192), ("full", 500)])
-def test_the_report_asks_enough_and_chooses_on_other_contexts(how, least, monkeypatch, tmp_path):
-    taken = {}
+@pytest.mark.parametrize(("report", "minimum"), [("default", 192), ("full", 500)])
+def test_the_report_has_enough_answers_and_separate_calibration_contexts(
+    report, minimum, monkeypatch, tmp_path
+):
+    tasks_compared = {}
 
     def compare(model, trained, tasks, **_):
-        taken.update(tasks)
+        tasks_compared.update(tasks)
         return [], np.zeros((1, 1))
 
     monkeypatch.setattr(report_module, "compare", compare)
     monkeypatch.setattr(report_module, "write", lambda *_: None)
     model = tiny_model()
-    report_module.report(model, tiny_gates(model), WriteGates(report=how), tmp_path, print)
-    for samples, calibration in taken.values():
-        assert sum(len(s.questions) for s in samples) >= least
+    report_module.report(model, tiny_gates(model), WriteGates(report=report), tmp_path, print)
+    for samples, calibration in tasks_compared.values():
+        assert sum(len(s.questions) for s in samples) >= minimum
         assert not {s.context.tobytes() for s in samples} & {s.context.tobytes() for s in calibration}
 
 

@@ -32,7 +32,7 @@ def test_published_gates_are_those_of_the_run_in_half_the_bytes(tmp_path):
     assert describe(out).items() >= (described | {"model": "some/model", "data": "text"}).items()
     assert MadeFor.described(describe(out)) == MadeFor("some/model", "00")
     published, _ = load_gates(out)
-    for one, other in zip(jax.tree.leaves(gates), jax.tree.leaves(published), strict=True):
-        assert other.dtype == jnp.float32
-        np.testing.assert_allclose(other, one, rtol=2**-8)
+    for original, published_array in zip(jax.tree.leaves(gates), jax.tree.leaves(published), strict=True):
+        assert published_array.dtype == jnp.float32
+        np.testing.assert_allclose(published_array, original, rtol=2**-8)
     assert make_policy("wgkv", gates=out).window == 8
