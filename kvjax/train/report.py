@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate import pictures
-from kvjax.evaluate.calibrated import Rivals, orders
+from kvjax.evaluate.calibrated import PatternSearch, orders
 from kvjax.evaluate.config import default_chunk
-from kvjax.evaluate.measuring import Manner, Measurement, measure
+from kvjax.evaluate.measuring import Measurement, MeasureSettings, measure
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
@@ -62,7 +62,7 @@ class Row:
 
 def same_size(
     model: Decoder,
-    static: Rivals,
+    static: PatternSearch,
     evictions: Mapping[str, str],
     *,
     kv_ratio: float,
@@ -73,15 +73,15 @@ def same_size(
     """Return the policies that a trained one is compared with, each with the values chosen for it, in words.
 
     Each is sized to hold as many entries as the trained policy did: the share `kv_ratio` of all, and beyond the window
-    the share `rates` of each head. Sink + window and the head pattern are the best on calibration contexts (`Rivals`).
-    Evictions run once a context was read. Random policies keep as many tokens, with the same rate in all heads or with
-    the trained policy's rate of each head.
+    the share `rates` of each head. Sink + window and the head pattern are the best on calibration contexts
+    (`PatternSearch`). Evictions run once a context was read. Random policies keep as many tokens, with the same rate in
+    all heads or with the trained policy's rate of each head.
     """
     entries = kv_ratio * static.context
     choices = {"sink + window": static.sink_and_window(entries), "head pattern": static.head_pattern(entries)}
     random = {"window": window, "seed": seed}
     evenly = float(np.clip((entries - window + 1) / (static.context - window + 1), 0, 1))
-    best = {method: (choice.pattern.policy(model), choice.words) for method, choice in choices.items()}
+    best = {method: (choice.pattern.policy(model), choice.description) for method, choice in choices.items()}
     others = {
         method: make_policy({name: {"ratio": kv_ratio}}, model=model) for method, name in evictions.items()
     }
@@ -116,7 +116,7 @@ def compare(
     def add_row(
         task: str, samples: Sequence[Sample], method: str, policy: Policy, choice: str = ""
     ) -> Measurement:
-        found = measure(model, policy, samples, Manner(chunk=default_chunk(context)))
+        found = measure(model, policy, samples, MeasureSettings(chunk=default_chunk(context)))
         sizes = found.kv_ratio, found.footprint
         rows.append(Row(method, task, context, *sizes, found.score, found.answers, found.by_kind, choice))
         say(f"{task}: {method} {100 * found.score:.1f}% right at {found.kv_ratio:.3f} of the cache")
@@ -128,7 +128,7 @@ def compare(
         first_rates = own.rates if first_rates is None else first_rates
         run, shape = TeacherForcing(model, calibration), own.rates.shape
         known = orders(run, shape, policy.window) | {"the trained rates": own.rates}
-        static = Rivals(run, known, len(samples[0].context), policy.window, shape)
+        static = PatternSearch(run, known, len(samples[0].context), policy.window, shape)
         sizes = {"kv_ratio": own.kv_ratio, "rates": own.rates, "window": policy.window}
         for rival, (other, choice) in same_size(model, static, evictions, seed=seed, **sizes).items():
             add_row(task, samples, rival, other, choice)

@@ -38,7 +38,7 @@ def mean_head(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
     """Return the mean head where each share of the heads is of one kind. The shares add up to 1."""
     first = parts[0][1]
     return Occupancy(
-        np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.passing
+        np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.temporary
     )
 
 

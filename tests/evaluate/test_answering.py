@@ -50,7 +50,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 12, 2)]
     text = np.array([9, 8, 11, 30, 2], np.int32)
     questions = [
-        Question(prompt, text, "", given=given)
+        Question(prompt, text, "", teacher_forced=given)
         for prompt, given in zip(prompts, (False, False, True), strict=True)
     ]
     records = {"pace": pace, "watch": Stopwatch()}
@@ -106,8 +106,8 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, s
 
     said, held, ran, counted = run()
     assert (taken, counted) == ([], 3 * 36)
-    monkeypatch.setattr(answering, "FEWER", 3)
-    monkeypatch.setattr(answering, "AHEAD", 20)
+    monkeypatch.setattr(answering, "SHRINK", 3)
+    monkeypatch.setattr(answering, "SHRINK_STEPS", 20)
     again = run()
     assert taken == [[1]]
     assert again[0] == said

@@ -26,12 +26,12 @@ def test_questions_in_turn_and_cut_contexts(tmp_path):
     assert code["metric"] == "similarity of the first line of code"
     report = (tmp_path / "run" / "report.md").read_text()
     assert (
-        "scbench_many_shot: questions were asked in turn, after those before them and what the model had"
+        "scbench_many_shot: questions were asked in turn, after the earlier questions and the model's answers"
         in report
     )
     with pytest.raises(UserError, match="holds results with --turns own, got golden: name another folder"):
         main([*SMALL, *own, "golden", *data])
-    with pytest.raises(UserError, match="--turns is for SCBench's tasks, which needle is none of"):
+    with pytest.raises(UserError, match="--turns is for SCBench's tasks, got needle"):
         main(
             [
                 *SMALL,

@@ -11,9 +11,9 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
-from kvjax.evaluate.calibrated import CLOSE, TauSearch, nearest
+from kvjax.evaluate.calibrated import CLOSE, TauSearch, nearest_gates
 from kvjax.evaluate.config import parse
-from kvjax.evaluate.gates import by_lambda, most_selective
+from kvjax.evaluate.gates import gates_by_lambda, most_selective
 from kvjax.evaluate.measuring import measure
 from kvjax.evaluate.sized_tasks import sized_tasks
 from kvjax.evaluate.sizing import Sizing, known_orders
@@ -99,8 +99,8 @@ def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
     others = {sample.context.tobytes() for sample in (*task.samples, *task.calibration)}
     given = iter(scores)
 
-    def measure_or_give(model, policy, samples, manner):
-        found = measure(model, policy, samples, manner)
+    def measure_or_give(model, policy, samples, settings):
+        found = measure(model, policy, samples, settings)
         if samples[0].context.tobytes() in others:
             return found
         assert not others & {sample.context.tobytes() for sample in samples}
@@ -119,7 +119,7 @@ def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
 
 def test_the_report_says_which_protocol_each_row_has(evaluated, folders):
     report, found = (evaluated / "report.md").read_text(), cells(evaluated)
-    assert "Two protocols for gates. wgkv:calibrated: τ is searched" in report
+    assert "There are two protocols for gates. wgkv:calibrated: τ is searched" in report
     assert "| policy | 0.3 | 0.8 | 90% at |" in report
     assert "\n| wgkv | λ 0.02 | " + f"{folders / 'large'} | 0.3" in report
     own, searched = found["wgkv", 0.16], found["wgkv:calibrated", 0.3]
@@ -147,15 +147,16 @@ def test_other_gates_in_the_same_folder_are_not_answered_for_by_old_cells(evalua
 
 def test_gates_are_told_apart_by_lambda(folders, tmp_path):
     large, small = (str(folders / name) for name in OWN)
-    assert by_lambda([large, small]) == {0.02: large, 0.16: small}
+    assert gates_by_lambda([large, small]) == {0.02: large, 0.16: small}
     shutil.copytree(large, tmp_path / "copy")
-    with pytest.raises(UserError, match=f"--gates {large} and {tmp_path / 'copy'} have both λ 0.02"):
-        by_lambda([large, str(tmp_path / "copy")])
+    with pytest.raises(UserError, match=f"--gates {large} and {tmp_path / 'copy'} both have λ 0.02"):
+        gates_by_lambda([large, str(tmp_path / "copy")])
     described = json.loads((tmp_path / "copy" / "config.json").read_text())
     del described["lambda"]
     (tmp_path / "copy" / "config.json").write_text(json.dumps(described))
-    with pytest.raises(UserError, match="nothing there says with which lambda"):
-        by_lambda([str(tmp_path / "copy")])
+    with pytest.raises(UserError, match="copy: its description has no lambda"):
+        gates_by_lambda([large, str(tmp_path / "copy")])
+    assert gates_by_lambda([str(tmp_path / "copy")]) == {1.0: str(tmp_path / "copy")}
 
 
 @pytest.mark.thorough
@@ -251,11 +252,11 @@ def test_tau_meets_the_wanted_size(model):
 
     search = TauSearch(policy, size_of)
     for ratio in (0.4, 0.05, 0.8, 0.06):
-        found = float(search.to(ratio).admission.tau)
+        found = float(search.find(ratio).admission.tau)
         assert 0.02 + 0.98 * (gates >= found).mean() == pytest.approx(ratio, rel=1.1 * CLOSE)
     assert len(tried) == len(set(tried)) < 30
     with pytest.raises(UserError, match="wgkv keeps at least 0.02. of the entries, got a budget of 0.01"):
-        search.to(0.01)
+        search.find(0.01)
 
 
 def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model):
@@ -266,13 +267,13 @@ def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model)
         return TauSearch(policy, lambda p: own if float(p.admission.tau) < 0.5 else least)
 
     searches = {"large": search(0.3, 0.35), "small": search(0.1, 0.9), "none": search(0.0, 0.0)}
-    assert list(nearest(searches, 0.35)) == ["large", "small"]
+    assert list(nearest_gates(searches, 0.35)) == ["large", "small"]
     # the large ones are nearer, but keep too much at any τ
-    found = nearest(searches, 0.1)
+    found = nearest_gates(searches, 0.1)
     assert list(found) == ["small", "none"]
     assert float(found["small"].admission.tau) > 0.5
     with pytest.raises(UserError, match=r"wgkv keeps at least 0\.300"):
-        nearest({"large": searches["large"]}, 0.1)
+        nearest_gates({"large": searches["large"]}, 0.1)
     # the size jumps past the wanted one, so the nearest is taken
-    assert float(search(0.3, 0.9).to(0.7).admission.tau) < 0.5
-    assert float(search(0.3, 0.9).to(0.4).admission.tau) > 0.5
+    assert float(search(0.3, 0.9).find(0.7).admission.tau) < 0.5
+    assert float(search(0.3, 0.9).find(0.4).admission.tau) > 0.5

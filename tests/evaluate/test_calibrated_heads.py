@@ -10,7 +10,7 @@ from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.calibrated import (
     SINK,
     SINKS,
-    Rivals,
+    PatternSearch,
     default_contexts,
     measure_heads,
     one_whole,
@@ -87,25 +87,25 @@ def test_a_narrow_window_leaves_room_for_a_whole_head():
 
     assert [whole(entries, 4) for entries in (91.5, 92.0)] == [0, 1]
     assert [whole(entries, 16) for entries in (102.5, 103.0)] == [0, 1]
-    rivals = Rivals(
+    rivals = PatternSearch(
         lambda whole, sink, window: Outcome(float(whole.sum()), 0.0), {"own": weights}, 1024, 16, (3, 4)
     )
     choice = rivals.head_pattern(102.4)
     assert (choice.pattern.whole.sum(), choice.pattern.window) == (1, 16)
-    assert choice.words.startswith("1 of 12 heads whole, window 16; ")
-    assert rivals.head_pattern(50.0).words.startswith("0 of 12 heads whole, ")
+    assert choice.description.startswith("1 of 12 heads whole, window 16; ")
+    assert rivals.head_pattern(50.0).description.startswith("0 of 12 heads whole, ")
 
 
 def test_the_order_is_chosen_once_more_at_the_end():
-    """One order is worse where two heads are whole, as at the narrowest window, and better where one head is."""
+    """One order is worse where two heads are whole, as at the smallest_window window, and better where one head is."""
 
     def run(whole, sink, window):
         alone = whole.sum() == 1
         return Outcome(float(alone) + 0.5 * (bool(whole[1, 2]) == alone), 0.0)
 
-    choice = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 100, SHAPE).head_pattern(400.0)
+    choice = PatternSearch(run, {"bad": -WORTH, "good": WORTH}, 1000, 100, SHAPE).head_pattern(400.0)
     assert choice.pattern.whole[1, 2]
-    assert "order good (of bad 100%, good 150%)" in choice.words
+    assert "order good (of bad 100%, good 150%)" in choice.description
 
 
 def test_the_best_order_then_sinks_then_window_are_chosen():
@@ -116,7 +116,7 @@ def test_the_best_order_then_sinks_then_window_are_chosen():
         right = 0.5 * bool(whole[1, 2]) + 0.25 * (sink == 64)
         return Outcome(right, float(window != best.window))
 
-    rivals = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 16, SHAPE)
+    rivals = PatternSearch(run, {"bad": -WORTH, "good": WORTH}, 1000, 16, SHAPE)
     choice = rivals.head_pattern(400.0)
     assert (choice.pattern.sink, choice.pattern.window) == (best.sink, best.window)
     np.testing.assert_array_equal(choice.pattern.whole, best.whole)
@@ -125,10 +125,10 @@ def test_the_best_order_then_sinks_then_window_are_chosen():
         "sinks 64 (of 4 50%, 16 50%, 64 75%, 128 50%)",
         "window 64",
     ):
-        assert said in choice.words
+        assert said in choice.description
     few = rivals.sink_and_window(100.0)
     assert (few.pattern.sink, few.pattern.window) == (64, 37)
-    assert "128" not in few.words
+    assert "128" not in few.description
 
 
 @pytest.mark.thorough
@@ -139,7 +139,7 @@ def test_on_recall_the_measured_order_is_far_better_than_the_gates():
     seen, others = ([task.sample(first + i, 512) for i in range(4)] for first in (100, 200))
     run, shape = TeacherForcing(model, seen), rates.shape
     order = measure_heads(one_whole, run, shape, 16)
-    rivals = Rivals(run, {"one whole": order, "gates": rates}, 508, 16, shape)
+    rivals = PatternSearch(run, {"one whole": order, "gates": rates}, 508, 16, shape)
     entries = 0.141 * 508
     chosen = rivals.head_pattern(entries).pattern
     by_rates = whole_heads(rates, entries=entries, context=508, window=16, sink=4)

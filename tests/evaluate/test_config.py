@@ -26,7 +26,7 @@ def test_how_questions_follow_each_other_is_checked(tmp_path):
         (["--turns", "all"], "--turns must be one of each, golden, own, got all"),
         (
             ["--turns", "own", "--question-aware"],
-            "--turns own feeds back what is said, so .* takes each or golden",
+            "--turns own depends on the model's answers, so .* use each or golden",
         ),
     ):
         with pytest.raises(UserError, match=message):

@@ -57,7 +57,7 @@ def test_it_says_how_much_would_be_measured(capsys):
 def test_gates_that_are_not_there_yet_are_named(capsys):
     args = ["--model", "llama-3.1-8b", "--policies", "full", "wgkv", "fast_kvzip", "--tasks", "vt"]
     main([*args, "--gates", "one/gates", "two/gates", "--out", "run", "--dry-run"])
-    assert "gates not there yet: one/gates, two/gates; " in (shown := capsys.readouterr().out)
+    assert "gates that do not exist yet: one/gates, two/gates; " in (shown := capsys.readouterr().out)
     assert shown.endswith("names are checked for wgkv, fast_kvzip\n")
     assert "3 policies, 7 with their budgets," in shown
     with pytest.raises(UserError, match="--policies wgkv needs --gates of wgkv"):
@@ -77,7 +77,7 @@ def test_gates_that_are_not_there_yet_are_named(capsys):
         ),
         (
             ["--tasks", "aime_2024"],
-            "whatever the budget; aime_2024 is for those that evict while they answer",
+            "whatever the budget; contests such as aime_2024 need full, streaming_llm",
         ),
         (["--mesh", "1x3"], "tensor axis has size 3, which does not divide the model's kv heads"),
         (

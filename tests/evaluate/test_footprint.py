@@ -151,8 +151,8 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     # and the window of the last
     assert found.tokens.tolist() == [8, 4, 8, 4, 4, 2, 1]
     assert found.held.tolist() == [0, 8, 4, 12, 8, 12, 14]
-    assert found.passing is not None
-    assert found.passing.tolist() == [False, True, False, True, False, False, False]
+    assert found.temporary is not None
+    assert found.temporary.tolist() == [False, True, False, True, False, False, False]
     assert found.length == 23
     assert found.peak == 16 / 23
     # these are the sums of each call's steps: 1 … 8, 5 … 12, 9 … 12, 13 and 14, 15; the patches have 9 … 12 and 13 … 16
@@ -175,10 +175,10 @@ def test_calls_are_passing_if_later_ones_take_their_places():
         )
     ]
     first, second = occupancy(log, 0), occupancy(log, 1)
-    assert first.passing is not None
-    assert second.passing is not None
-    assert first.passing.tolist() == [False, True, True, True, False]
-    assert second.passing.tolist() == [False, True, False]
+    assert first.temporary is not None
+    assert second.temporary is not None
+    assert first.temporary.tolist() == [False, True, True, True, False]
+    assert second.temporary.tolist() == [False, True, False]
     assert (first.length, second.length) == (10, 7)
 
 

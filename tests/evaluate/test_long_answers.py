@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kvjax.evaluate.long_answers import Drawing, measure_drawn
-from kvjax.evaluate.measuring import Manner
+from kvjax.evaluate.long_answers import SamplingSettings, measure_contest
+from kvjax.evaluate.measuring import MeasureSettings
 from kvjax.inference import generate
 from kvjax.policies import make_policy
 from kvjax.tasks.sample import Question, Sample
@@ -17,8 +17,8 @@ from tests.tiny_models import tiny_model, tiny_scorers
 pytestmark = pytest.mark.slow
 
 LENGTH, ENDS = 64, (5, 6)
-DRAWING = Drawing(3, temperature=1.5, top_p=0.95, top_k=20, seed=4)
-MANNER = Manner(batch=6, page_size=4)
+DRAWING = SamplingSettings(3, temperature=1.5, top_p=0.95, top_k=20, seed=4)
+SETTINGS = MeasureSettings(batch=6, page_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def problems():
 
 @pytest.fixture(scope="module")
 def full(model, problems):
-    return measure_drawn(model, make_policy("full", model=model), problems, DRAWING, MANNER)
+    return measure_contest(model, make_policy("full", model=model), problems, DRAWING, SETTINGS)
 
 
 def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
@@ -88,13 +88,13 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
 @pytest.mark.thorough
 def test_draws_do_not_depend_on_the_batch_and_follow_the_seed(model, problems, full):
     policy = make_policy("full", model=model)
-    other = measure_drawn(model, policy, problems, DRAWING, dataclasses.replace(MANNER, batch=5))
+    other = measure_contest(model, policy, problems, DRAWING, dataclasses.replace(SETTINGS, batch=5))
     for (one,), (same,) in zip(full.outputs, other.outputs, strict=True):
         np.testing.assert_array_equal(one, same)
     assert (other.score, other.footprint, other.drawn) == (full.score, full.footprint, full.drawn)
     np.testing.assert_array_equal(other.kv_ratios, full.kv_ratios)
     seeded = dataclasses.replace(DRAWING, seed=5)
-    another = measure_drawn(model, policy, problems, seeded, MANNER)
+    another = measure_contest(model, policy, problems, seeded, SETTINGS)
     assert all(
         len(one) != len(same) or (one != same).any()
         for (one,), (same,) in zip(full.outputs, another.outputs, strict=True)
@@ -103,7 +103,7 @@ def test_draws_do_not_depend_on_the_batch_and_follow_the_seed(model, problems, f
 
 def test_one_draw_has_no_error(model, problems):
     drawing = dataclasses.replace(DRAWING, draws=1)
-    found = measure_drawn(model, make_policy("full", model=model), problems, drawing, MANNER)
+    found = measure_contest(model, make_policy("full", model=model), problems, drawing, SETTINGS)
     assert (found.answers, found.drawn.draws, found.drawn.error) == (4, 1, None)
 
 
@@ -115,7 +115,7 @@ def test_an_answer_that_is_cut_off_is_wrong(model, problems):
         )
         for one in problems
     ]
-    found = measure_drawn(model, make_policy("full", model=model), always, DRAWING, MANNER)
+    found = measure_contest(model, make_policy("full", model=model), always, DRAWING, SETTINGS)
     assert found.score == pytest.approx(1 - found.drawn.cut)
 
 
@@ -134,7 +134,7 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
             {"streaming_llm": {"sink": 2, "window": budget - 2}}, model=model
         ),
     }[name]()
-    found = measure_drawn(model, policy, problems, DRAWING, MANNER)
+    found = measure_contest(model, policy, problems, DRAWING, SETTINGS)
     footprints, held, seen = [], 0, 0
     for index, (said,) in enumerate(found.outputs):
         prompt = len(problems[index // 3].context)
@@ -149,14 +149,14 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
     assert found.kv_ratio == pytest.approx(held / seen)
     assert (
         found.bytes
-        < 0.7 * measure_drawn(model, make_policy("full", model=model), problems, DRAWING, MANNER).bytes
+        < 0.7 * measure_contest(model, make_policy("full", model=model), problems, DRAWING, SETTINGS).bytes
     )
 
 
 def test_an_eviction_while_decoding_keeps_its_budget(model, problems):
     """The eviction runs at every eighth token of a sequence."""
     policy = make_policy("r_kv:entries=16,when=position,every=8,observed=4", model=model)
-    found = measure_drawn(model, policy, problems, DRAWING, MANNER)
+    found = measure_contest(model, policy, problems, DRAWING, SETTINGS)
     held, seen = 0, 0
     for index, (said,) in enumerate(found.outputs):
         prompt = len(problems[index // 3].context)

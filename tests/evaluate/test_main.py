@@ -75,7 +75,7 @@ def ruler_data(tmp_path_factory):
             ["--tasks", "documents"],
             "a task needs --data documents=PATH, a text file or a folder",
         ),
-        (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as --data squad=FILE"),
+        (["--tasks", "qa_1"], "qa_1 needs the JSON file of SQuAD, as --data squad=FILE"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["--order-contexts", "0"], "--order-contexts must be at least 1, got 0"),
@@ -102,7 +102,10 @@ def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
     ("task", "message"),
     [
         ("vt", "--tasks vt: its samples hold context and question in one, .* use --question-aware"),
-        ("cwe", r"--data ruler .*: sample 0 of cwe takes \d+ tokens with its answer, --context is 200"),
+        (
+            "cwe",
+            r"--data ruler .*: sample 0 of cwe takes \d+ tokens with its answer, more than --context 200",
+        ),
         ("fwe", "fwe.jsonl: line 1 has no field `outputs`, it has input"),
         ("niah_single_1", "there are no samples of niah_single_1, expected niah_single_1.jsonl, "),
     ],
@@ -149,7 +152,7 @@ def test_another_model_needs_tasks_of_text(tmp_path):
         )
     with pytest.raises(
         UserError,
-        match="--tasks recall is made of the built-in .*; for any model: needle, documents, text, niah",
+        match="--tasks recall needs the built-in model's tokens, .* expected needle, documents, text, niah",
     ):
         main(
             [

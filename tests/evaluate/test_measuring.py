@@ -12,7 +12,7 @@ import pytest
 from kvjax.cli.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate import measuring
-from kvjax.evaluate.measuring import Manner, measure, measure_together
+from kvjax.evaluate.measuring import MeasureSettings, measure, measure_together
 from kvjax.inference import generate, logits
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models import load_model
@@ -26,8 +26,8 @@ from tests.inference.delayed import delayed
 from tests.tiny_models import tiny_model
 
 CONTEXT, RATIO = 512, 0.2
-MANNER = Manner(chunk=128, capacity=1152)
-"""The manner of measuring the built-in model's samples."""
+SETTINGS = MeasureSettings(chunk=128, capacity=1152)
+"""The settings of measuring the built-in model's samples."""
 TEXT_RATIO = 0.25
 LENGTHS = (41, 48, 56)
 """Lengths of the texts that are given."""
@@ -60,7 +60,7 @@ def test_answers_are_scored_against_what_the_model_says(model):
             answer[1] = (answer[1] + wrong) % 61
             questions.append(Question(prompt, answer, kind))
         samples.append(Sample(context, tuple(questions)))
-    found = measure(model, make_policy("full"), samples, Manner(batch=2))
+    found = measure(model, make_policy("full"), samples, MeasureSettings(batch=2))
     assert found.by_kind == {"right": 1.0, "wrong": 0.0}
     assert (found.score, found.answers, found.kv_ratio) == (0.5, 8, 1.0)
     np.testing.assert_array_equal(found.rates, 1.0)
@@ -82,7 +82,7 @@ def test_questions_are_asked_by_themselves_or_in_turn_as_many_as_there_are(model
         questions = (Question(*pair, f"{at}") for at, pair in enumerate(zip(prompts, said, strict=True), 1))
         samples.append(Sample(context, tuple(questions), conversation=conversation))
         wanted.append(said)
-    found = measure(model, make_policy("full"), samples, Manner(batch=2))
+    found = measure(model, make_policy("full"), samples, MeasureSettings(batch=2))
     assert [[tokens.tolist() for tokens in own] for own in found.outputs] == [
         [tokens.tolist() for tokens in own] for own in wanted
     ]
@@ -100,7 +100,7 @@ def test_a_capacity_and_biases_last_while_questions_are_answered(model):
         Sample(rng.integers(0, 61, 30), (Question(rng.integers(0, 61, 12), rng.integers(0, 61, 6), "any"),))
         for _ in range(2)
     ]
-    found = measure(model, policy, samples, Manner(batch=2))
+    found = measure(model, policy, samples, MeasureSettings(batch=2))
     assert found.kv_ratio == 10 / 30
     for sample_, (said,) in zip(samples, found.outputs, strict=True):
         line = np.concatenate([sample_.context, sample_.questions[0].prompt])
@@ -115,14 +115,14 @@ def test_what_cannot_be_read_together_is_refused(model):
         delayed(window=6, biased=True),
         make_policy({"snapkv": {"ratio": 0.5, "observed": 4, "observers": [1, 2, 3, 4]}}, model=model),
     ):
-        with pytest.raises(UserError, match="are measured by themselves"):
-            measure_together(model, [[policy], [make_policy("full")]], samples, Manner())
+        with pytest.raises(UserError, match="cannot share a reading"):
+            measure_together(model, [[policy], [make_policy("full")]], samples, MeasureSettings())
 
 
 def test_the_built_in_gates_keep_what_is_asked_for(builtin):
     task = builtin_task(Recall)
     policy = make_policy("wgkv", model=builtin, gates="builtin")
-    found = measure(builtin, policy, [task.sample(50 + seed, 512) for seed in range(4)], Manner())
+    found = measure(builtin, policy, [task.sample(50 + seed, 512) for seed in range(4)], MeasureSettings())
     assert found.answers == 64
     assert found.score > 0.9
     assert found.kv_ratio < 0.2
@@ -154,8 +154,8 @@ def test_what_the_question_looks_at_is_kept(builtin, samples):
         [make_policy({"tova": {"ratio": RATIO}}, model=builtin)],
         [make_policy({"r_kv": {"ratio": RATIO}}, model=builtin)],
     ]
-    full, *found = measure_together(builtin, together, samples, MANNER)
-    found.append(measure(builtin, make_policy({"h2o": {"ratio": RATIO}}, model=builtin), samples, MANNER))
+    full, *found = measure_together(builtin, together, samples, SETTINGS)
+    found.append(measure(builtin, make_policy({"h2o": {"ratio": RATIO}}, model=builtin), samples, SETTINGS))
     assert full.score == 1
     assert all(one.kv_ratio == pytest.approx(RATIO, abs=0.01) for one in found)
     assert [one.score for one in found if one.score < 0.9] == []
@@ -169,7 +169,7 @@ def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin
         chunks = {"when": "chunk", "chunk": 128, "observers": observers}
         told = {"ratio": RATIO, "observed": 8, "pyramidkv": {}}
         policy = make_policy({"snapkv": told | chunks}, model=builtin)
-        return measure(builtin, policy, samples, MANNER).score
+        return measure(builtin, policy, samples, SETTINGS).score
 
     patched, naive = score("prompt"), score("own")
     assert patched >= 0.9
@@ -188,12 +188,12 @@ def test_a_known_question_is_read_to_look_only_by_what_looks(unnormed):
         [make_policy("knorm:ratio=0.5", model=unnormed)],
         [make_policy("snapkv:ratio=0.5,observed=4", model=unnormed)],
     ]
-    together = measure_together(unnormed, policies, aware, Manner())
-    alone = [measure(unnormed, policy, aware, Manner()) for (policy,) in policies]
-    unknown = [dataclasses.replace(sample, known=False) for sample in aware]
+    together = measure_together(unnormed, policies, aware, MeasureSettings())
+    alone = [measure(unnormed, policy, aware, MeasureSettings()) for (policy,) in policies]
+    unknown = [dataclasses.replace(sample, question_known=False) for sample in aware]
     for found in (alone, together):
         for (policy,), one in zip(policies[:2], found[:2], strict=True):
-            want = measure(unnormed, policy, unknown, Manner())
+            want = measure(unnormed, policy, unknown, MeasureSettings())
             for name in ("outputs", "footprint", "footprint_held", "peak", "kv_ratio"):
                 np.testing.assert_array_equal(
                     getattr(one, name), getattr(want, name), f"{policy.name} {name}"
@@ -240,10 +240,10 @@ def dense_logits_of_padded(model, text, read, kept):
 
 
 def test_agreement_and_perplexity_are_those_of_dense_attention(unnormed, texts):
-    samples, manner = [continuation(text) for text in texts], Manner(batch=3)
-    full = measure(unnormed, make_policy("full", model=unnormed), samples, manner)
+    samples, settings = [continuation(text) for text in texts], MeasureSettings(batch=3)
+    full = measure(unnormed, make_policy("full", model=unnormed), samples, settings)
     knorm = make_policy({"knorm": {"ratio": TEXT_RATIO}}, model=unnormed)
-    found = measure(unnormed, knorm, score_agreements(samples, full.outputs), manner)
+    found = measure(unnormed, knorm, score_agreements(samples, full.outputs), settings)
     same, right, surprise, surprise_full = [], [], [], []
     for text, sample in zip(texts, samples, strict=True):
         read, count = len(sample.context), len(sample.questions[0].answer)
@@ -266,8 +266,11 @@ def test_agreement_and_perplexity_are_those_of_dense_attention(unnormed, texts):
 
 def test_the_full_cache_agrees_with_itself_in_any_batch(unnormed, texts):
     samples, full = [continuation(text) for text in texts], make_policy("full", model=unnormed)
-    said = measure(unnormed, full, samples, Manner(batch=1)).outputs
-    assert measure(unnormed, full, score_agreements(samples, said), Manner(batch=3, chunk=16)).score == 1
+    said = measure(unnormed, full, samples, MeasureSettings(batch=1)).outputs
+    assert (
+        measure(unnormed, full, score_agreements(samples, said), MeasureSettings(batch=3, chunk=16)).score
+        == 1
+    )
 
 
 ASKED = {"instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
@@ -281,8 +284,8 @@ def test_what_repeats_a_context_is_charged_for_it(unnormed):
     question = Question(random.integers(0, 61, 5), random.integers(0, 61, 3), "any")
     samples, asked = [Sample(random.integers(0, 61, 30), (question,))], 2 + 1
     repeating = make_policy({"kvzip": {"ratio": 1.0, "repeated": 12, **ASKED}}, model=unnormed)
-    full = measure(unnormed, make_policy("full", model=unnormed), samples, Manner())
-    found = measure(unnormed, repeating, samples, Manner())
+    full = measure(unnormed, make_policy("full", model=unnormed), samples, MeasureSettings())
+    found = measure(unnormed, repeating, samples, MeasureSettings())
     assert (found.footprint, found.kv_ratio) == (full.footprint, 1.0)
     np.testing.assert_array_equal(found.outputs, full.outputs)
     length = 30 + 5 + 3 - 1
@@ -295,7 +298,7 @@ def test_what_repeats_a_context_is_charged_for_it(unnormed):
 
 @pytest.mark.thorough
 def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts, monkeypatch):
-    samples, manner, groups = [continuation(text) for text in texts], Manner(batch=2), []
+    samples, settings, groups = [continuation(text) for text in texts], MeasureSettings(batch=2), []
     policies = [
         [make_policy("full", model=unnormed)],
         [make_policy({"knorm": {"ratio": ratio}}, model=unnormed) for ratio in (TEXT_RATIO, 0.5)],
@@ -308,10 +311,10 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
             for ratio in (0.5, 0.25)
         ],
     ]
-    alone = [measure(unnormed, policy, samples, manner) for own in policies for policy in own]
+    alone = [measure(unnormed, policy, samples, settings) for own in policies for policy in own]
     read = measuring.read
     monkeypatch.setattr(measuring, "read", lambda *given: (groups.append(given[2]), read(*given))[1])
-    together = measure_together(unnormed, policies, samples, manner)
+    together = measure_together(unnormed, policies, samples, settings)
     assert groups == [samples[:2], samples[2:]]
     for one, other in zip(alone, together, strict=True):
         assert (one.score, one.footprint, one.footprint_held, one.peak, one.bytes) == (
@@ -324,7 +327,7 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
     # budgets are traced
     policies[1] = [make_policy({"knorm": {"ratio": ratio}}, model=unnormed) for ratio in (0.3, 0.6)]
     watch = Stopwatch()
-    measure_together(unnormed, policies, samples, manner)
+    measure_together(unnormed, policies, samples, settings)
     watch.lap()
     assert not watch.compiled
 
@@ -332,10 +335,10 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
 @pytest.mark.thorough
 def test_int8_entries_keep_their_scales_when_methods_share_a_reading(texts):
     model = tiny_model(qk_norm=False, kv_cache_dtype="int8")
-    samples, manner = [continuation(text) for text in texts[:1]], Manner()
+    samples, settings = [continuation(text) for text in texts[:1]], MeasureSettings()
     repeating = {"kvzip": {"ratio": 0.5, "repeated": 12, **ASKED}}
     policies = [[make_policy(own, model=model)] for own in ("full", "h2o:ratio=0.5", repeating)]
-    together = measure_together(model, policies, samples, manner)
+    together = measure_together(model, policies, samples, settings)
     for (policy,), found in zip(policies, together, strict=True):
-        alone = measure(model, policy, samples, manner)
+        alone = measure(model, policy, samples, settings)
         assert alone.perplexity == pytest.approx(found.perplexity, rel=1e-5)

@@ -14,7 +14,7 @@ from kvjax.builtin import builtin_model
 from kvjax.cli.launch import parse_command
 from kvjax.evaluate import pictures
 from kvjax.evaluate.__main__ import main
-from kvjax.evaluate.calibrated import own_tau
+from kvjax.evaluate.calibrated import wgkv_tau
 from kvjax.evaluate.config import EvaluateConfig, parse
 from kvjax.evaluate.report import _command, report
 from kvjax.evaluate.results import Results
@@ -41,7 +41,7 @@ def test_the_report_says_what_was_done(evaluated, capsys):
     for said in (
         "**Question-independent**", "## needle, 126 tokens", "## text, 126 tokens",
         "next tokens that are the full cache's", "(and perplexity)", "90% at",
-        "48 answers a cell. Brackets have 95% intervals, for", "chunks of 32 tokens",
+        "48 answers per cell. Brackets have 95% intervals, for", "chunks of 32 tokens",
         "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
     ):  # fmt: skip
         assert said in report, said
@@ -66,7 +66,7 @@ def test_a_tau_that_was_searched_can_be_used(evaluated):
         told = parse_command(GenerateConfig, words)
         assert (told.model, told.dtype) == (str(builtin_model("test_model")), "float32")
         policy = make_policy(told.policy, model=load_model(told.model), gates=told.gates)
-        assert own_tau(policy) == cell["tau"]
+        assert wgkv_tau(policy) == cell["tau"]
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
 def test_what_reads_contexts_again_is_said_to(arguments, evaluated, tmp_path):
     """The report states it for KVzip, also with own arguments, but not for a method whose name contains KVzip."""
     folder = shutil.copytree(evaluated[0], tmp_path / "run")
-    said = "KVzip has every context repeated before it compresses it"
+    said = "KVzip repeats every context before it compresses it"
     for name, there in {"kvzip:adakv.over=layer": True, "fast_kvzip": False}.items():
         cells = [
             cell | {"policy": name, "described": name} if cell["policy"] == "snapkv" else cell
@@ -163,6 +163,6 @@ def test_nothing_right_has_no_critical_footprint(arguments, evaluated, tmp_path)
     (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
     main([*arguments, *TASKS, "--out", str(folder)])
     about, _, needle, text, *_ = (folder / "report.md").read_text().split("\n## ")
-    assert "–: the full cache answered nothing" in about
+    assert "– means that the full cache has no right answer" in about
     assert needle.count("| – |") == len(POLICIES) - 1
     assert "| – |" not in text

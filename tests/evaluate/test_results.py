@@ -59,7 +59,7 @@ def test_cells_are_of_the_model_s_weights_and_of_its_contexts(tmp_path):
     (cell,) = lines(out)
     results.write_text(results.read_text().replace(cell["contexts"], "another"))
     with pytest.raises(
-        UserError, match=r"run holds results of needle at 126 tokens on other contexts \(what they"
+        UserError, match=r"run holds results of needle at 126 tokens on other contexts \(their"
     ):
         main(command)
 
@@ -108,7 +108,7 @@ def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
         with pytest.raises(UserError, match=message):
             main([*arguments, *TASKS, "--out", str(folder)])
     (folder / "settings.json").unlink()
-    with pytest.raises(UserError, match=r"there are results but no settings.json beside them"):
+    with pytest.raises(UserError, match=r"it has results but no settings.json"):
         main([*arguments, *TASKS, "--out", str(folder)])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
-from kvjax.evaluate.compared import compared_of
+from kvjax.evaluate.compared import parse_compared
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.results import Results
 from kvjax.evaluate.run import Evaluation
@@ -141,6 +141,6 @@ def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_
     monkeypatch.setattr(
         run, "orders", lambda loss, shape, window, folder, _: found.append((window, folder)) or {}
     )
-    rivals = evaluation._rivals(evaluation.tasks[0], compared_of("head_pattern:calibrated"))
+    search = evaluation._pattern_search(evaluation.tasks[0], parse_compared("head_pattern:calibrated"))
     assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
-    assert rivals.window == 64
+    assert search.window == 64

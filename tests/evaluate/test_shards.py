@@ -50,15 +50,15 @@ def test_merged_shards_are_the_evaluation(evaluated, copied):
     ("harm", "said"),
     [
         (lambda folder: shutil.rmtree(folder / "shard-1-of-2"), "lacks shards 1 of 2"),
-        (lambda folder: [shutil.rmtree(path) for path in folder.glob("shard-*")], "has no folder of a shard"),
+        (lambda folder: [shutil.rmtree(path) for path in folder.glob("shard-*")], "has no shard's folder"),
         (lambda folder: (folder / "shard-0-of-3").mkdir(), "has shards of 2 and of 3"),
         (
             lambda folder: (folder / "shard-0-of-2" / "results.jsonl").write_text(""),
-            r"results are missing, the first of them full at 1 on needle, 126 tokens",
+            r"results are missing, first full at 1 on needle, 126 tokens",
         ),
         (
             lambda folder: (folder / "shard-0-of-2" / "results.jsonl").unlink(),
-            r"results are missing, the first of them full at 1 on needle, 126 tokens",
+            r"results are missing, first full at 1 on needle, 126 tokens",
         ),
         (
             lambda folder: (folder / "shard-1-of-2" / "settings.json").write_text("{}"),

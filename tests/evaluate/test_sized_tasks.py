@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.run import Evaluation
-from kvjax.evaluate.sized_tasks import for_rivals, sized_tasks
+from kvjax.evaluate.sized_tasks import calibration_samples, sized_tasks
 from kvjax.models import load_model, load_tokenizer
 from kvjax.tasks import Recall, builtin_task, builtin_text
 from tests.evaluate.inputs import SMALL, fact
@@ -54,7 +54,7 @@ def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
     for samples, first in (
         (task.samples, 3_000_000),
         (task.calibration, 3_500_000),
-        (for_rivals(task, config, 3, 126), 3_500_004),
+        (calibration_samples(task, config, 3, 126), 3_500_004),
     ):
         for index, found in enumerate(samples):
             sample = builtin_task(Recall).sample(first + index, 126)
@@ -92,7 +92,7 @@ def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
         ]
         config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
         (task,) = sized_tasks(config)
-        others = (for_rivals(task, config, 10, length) for length in (126, 96))
+        others = (calibration_samples(task, config, 10, length) for length in (126, 96))
         return covered(task.samples), covered([*task.calibration, *itertools.chain(*others)])
 
     (compared, calibration), (others, _) = made("0"), made("1")

@@ -43,7 +43,7 @@ def test_the_context_is_cut_and_the_question_is_not():
     for length in (150, 426, 425):
         (sample,) = benchmark(TEXT).samples(Split(0, 1), 1, length)
         text = byte_tokenizer().decode(sample.context)
-        assert length - 1 <= len(sample.context) + sample.room <= length
+        assert length - 1 <= len(sample.context) + sample.tokens_after_context <= length
         assert byte_tokenizer().decode(sample.questions[0].prompt) == "Which?"
         half = (length - 20) // 2
         assert text == TEXT if length == 426 else text == TEXT[:half] + TEXT[6 - half :]
@@ -57,7 +57,7 @@ def test_the_context_is_cut_and_the_question_is_not():
 def test_a_conversation_s_room_is_all_of_it():
     examples = [dataclasses.replace(benchmark(TEXT, count=3).examples[0], conversation=True)]
     (sample,) = dataclasses.replace(benchmark(TEXT), examples=examples).samples(Split(0, 1), 1, 200)
-    assert sample.room == 3 * 26
+    assert sample.tokens_after_context == 3 * 26
     assert 199 <= len(sample.context) + 3 * 26 <= 200
 
 
@@ -90,10 +90,10 @@ def test_a_benchmark_s_tasks_are_opened_by_name(tmp_path):
     assert kv.answers(512) == 1
     assert qasper.metric == "F1 of the words"
     (sample,) = qasper.samples(Split(0, 1), 1, 500)
-    assert 499 <= len(sample.context) + sample.room <= 500
+    assert 499 <= len(sample.context) + sample.tokens_after_context <= 500
     assert sample.questions[0].score(sample.questions[0].answer) == 1
     (known,) = question_aware([sample])
-    assert known.known
+    assert known.question_known
     whole = np.concatenate([sample.context, sample.questions[0].prompt])
     np.testing.assert_array_equal(np.concatenate([known.context, known.questions[0].prompt]), whole)
     assert [len(sample.questions) for sample in kv.samples(Split(0, 2), 2, 512)] == [2, 1]

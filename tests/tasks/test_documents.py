@@ -30,7 +30,7 @@ def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
         np.testing.assert_array_equal(one.context, other.context)
         for a, b in zip(one.questions, other.questions, strict=True):
             np.testing.assert_array_equal(a.prompt, b.prompt)
-        assert len(one.context) + one.room <= LENGTH
+        assert len(one.context) + one.tokens_after_context <= LENGTH
         assert len(one.questions) == questions.answers(LENGTH)
     assert len({sample.context.tobytes() for sample in samples}) == 5
     other = questions.samples(Split(8, 5), 5, LENGTH)
@@ -119,7 +119,7 @@ def test_a_folder_s_samples_have_one_length(tmp_path):
     published = open_task("qa_1", own)
     size = prompt_size(published_examples(tmp_path, "qa_1", 0)[0], own.encode)
     (sample,) = published.samples(Split(0, 1), 1, 2 * size)
-    assert len(sample.context) + sample.room == size
+    assert len(sample.context) + sample.tokens_after_context == size
     (tmp_path / "qa_1.jsonl").unlink()
     (other,) = published.samples(Split(0, 1, calibration=True), 1, 2 * size)
     assert other.context.tolist() == sample.context.tolist(), "read once"
@@ -135,8 +135,8 @@ def test_a_folder_s_samples_have_one_length(tmp_path):
 
 def test_files_are_opened_before_any_context_is_made_and_once(files, tmp_path):
     for task, message in (
-        ("qa_1", "give its JSON file as --data squad=FILE"),
-        ("qa_2", "give its JSON file as --data hotpotqa=FILE"),
+        ("qa_1", "qa_1 needs the JSON file of SQuAD, as --data squad=FILE"),
+        ("qa_2", "qa_2 needs the JSON file of HotpotQA, as --data hotpotqa=FILE"),
         ("documents", "needs --data documents=PATH, a text file"),
     ):
         with pytest.raises(UserError, match=message):

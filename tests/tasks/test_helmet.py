@@ -103,8 +103,8 @@ def test_documents_lose_their_end(records):
 
     def read(task, length):
         (sample,) = HelmetSamples(task, records, encode).samples(Split(0, 1), 1, length)
-        assert len(sample.context) + sample.room <= length
-        return str(tokenizer.decode(sample.context)), len(sample.context) + sample.room
+        assert len(sample.context) + sample.tokens_after_context <= length
+        return str(tokenizer.decode(sample.context)), len(sample.context) + sample.tokens_after_context
 
     whole, size = read("json_kv", 4096)
     documents = '{"k0": "v0", "k1": "v1", "k2": "v2"}'

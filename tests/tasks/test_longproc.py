@@ -272,7 +272,7 @@ def test_an_evaluation_knows_the_tasks(name, published):
         str(published / "run"),
     ]
     (found,) = sized_tasks(parse([*TEST_MODEL, *own, "--data", f"longproc={published}"]))
-    assert [len(sample.context) + sample.room for sample in found.samples] == [4096, 4096]
+    assert [len(sample.context) + sample.tokens_after_context for sample in found.samples] == [4096, 4096]
     assert all(
         question.score(question.answer) == 1 for sample in found.samples for question in sample.questions
     )

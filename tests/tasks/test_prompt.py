@@ -151,16 +151,21 @@ def test_what_stands_between_turns_is_the_template_s(plain, smol):
         for role, text in zip(("user", "assistant", "user"), texts, strict=True)
     ]
     whole = smol.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert texts[0] + encode.said(texts[1]) + texts[2] in whole
-    assert encode.said("Two.").endswith("Two." + encode.next_turn)
-    assert PromptEncoder(plain).said("Two.") == "Two.\n\n"
+    assert texts[0] + encode.answer_turn(texts[1]) + texts[2] in whole
+    assert encode.answer_turn("Two.").endswith("Two." + encode.next_turn)
+    assert PromptEncoder(plain).answer_turn("Two.") == "Two.\n\n"
 
 
 def test_what_a_model_says_is_scored_as_text(plain, chat):
     for tokenizer in (plain, chat):
         sample = PromptEncoder(tokenizer)(Example("Some text.\n", (question(),)))
         (asked,) = sample.questions
-        assert (asked.answer_tokens, asked.kind, asked.stops, asked.given) == (7, "test", True, False)
+        assert (asked.answer_tokens, asked.kind, asked.stops, asked.teacher_forced) == (
+            7,
+            "test",
+            True,
+            False,
+        )
         assert asked.score(asked.answer) == 1
         half = plain.encode(" abc 1", add_special_tokens=False).ids
         assert asked.score(np.array(half, np.int32)) == 0.5

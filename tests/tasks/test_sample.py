@@ -26,18 +26,18 @@ def test_each_context_asks_another_question():
 
 def test_an_answer_is_right_as_a_whole_and_a_text_token_by_token():
     right, other = np.array([3, 4, 5, 6], np.int32), np.array([3, 9, 5, 6], np.int32)
-    exact, text = Question(right[:1], right, ""), Question(right[:1], right, "", given=True)
+    exact, text = Question(right[:1], right, ""), Question(right[:1], right, "", teacher_forced=True)
     assert [exact.score(right), exact.score(other), exact.score(right[:3])] == [1, 0, 0]
     assert [text.score(right), text.score(other)] == [1, 0.75]
     worth = Question(right[:1], right, "", scorer=lambda tokens: len(tokens) / 8, reserved=7)
     assert worth.score(right) == 0.5
     assert [(q.answer_tokens, len(q)) for q in (exact, worth)] == [(4, 5), (7, 8)]
-    assert Sample(right, (exact, worth)).room == 8
+    assert Sample(right, (exact, worth)).tokens_after_context == 8
 
 
 def test_a_text_is_held_against_what_was_said_and_an_answer_is_not():
     right, said = np.array([3, 4], np.int32), np.array([3, 9], np.int32)
-    both = Question(right[:1], right, "", given=True), Question(right[:1], right, "")
+    both = Question(right[:1], right, "", teacher_forced=True), Question(right[:1], right, "")
     ((text, exact),) = (s.questions for s in score_agreements([Sample(right, both)], [[said, said]]))
     assert [text.score(said), text.score(right)] == [1, 0.5]
     assert [exact.score(said), exact.score(right)] == [0, 1]

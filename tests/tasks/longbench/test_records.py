@@ -70,7 +70,7 @@ def test_prompts_are_cut_where_the_context_ends(tmp_path):
 def test_without_jieba_chinese_words_are_not_found(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     words.cache_clear()
-    with pytest.raises(UserError, match=r"Chinese words are found by jieba: pip install 'kvjax\[chinese\]'"):
+    with pytest.raises(UserError, match=r"Chinese scores need jieba: pip install 'kvjax\[chinese\]'"):
         longbench_examples("vcsum", write(tmp_path, {"vcsum": longbench_rows("vcsum")}))
 
 
@@ -168,7 +168,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
         (tmp_path / "qasper.jsonl", "expected a folder, data.zip or a hub data set, OWNER/NAME"),
         (tmp_path / "no.zip", "cannot be read"),
         (tmp_path / "not.zip", r"cannot be read \(.*No such file"),
-        (tmp_path / "data.zip", "there is no qasper.jsonl in it"),
+        (tmp_path / "data.zip", "expected one qasper.jsonl in it, got no"),
     ):
         with pytest.raises(UserError, match=f"--data longbench {data}: {message}") as error:
             longbench_examples("qasper", data)
@@ -182,7 +182,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
     with pytest.raises(
         UserError,
-        match=r"--data longbench: data.zip of THUDM/LongBench cannot be had from the hub \(OSError: no network\)",
+        match=r"--data longbench: data.zip of THUDM/LongBench cannot be loaded from the hub \(OSError: no network\)",
     ):
         longbench_examples("qasper", None)
 
@@ -206,7 +206,7 @@ def test_archives_as_other_tools_leave_them(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"a/qasper.jsonl": "", "b/qasper.jsonl": ""}, "there are 2 qasper.jsonl in it"),
+        ({"a/qasper.jsonl": "", "b/qasper.jsonl": ""}, "expected one qasper.jsonl in it, got 2"),
         (
             {"qasper.jsonl": "{}\n[" + "[" * 100_000},
             r"data\.zip: qasper\.jsonl: line 1 has no field `context`",

@@ -29,13 +29,13 @@ def test_a_sample_fills_its_length(name, smol, files):
     task, encode = make_ruler_task(name, smol, files), PromptEncoder(smol)
     line = len(smol("A secret UUID of 01234567-0123-4123-8123-0123456789ab is ." * 2)["input_ids"])
     for length in (2048, 4096):
-        recipe = task.recipe(length)
+        writer = task.writer(length)
         for seed in (3, 0, 1):
             sample, count = task.example(seed, length), task.units(seed, length)
-            assert sample == recipe.write(seed, count)
+            assert sample == writer.write(seed, count)
             size = prompt_size(sample, encode)
             assert length - max(0.02 * length, line if name == "niah_multikey_3" else 0) <= size <= length
-            assert prompt_size(recipe.write(seed, count + 1), encode) > length
+            assert prompt_size(writer.write(seed, count + 1), encode) > length
 
 
 @pytest.mark.thorough
@@ -95,20 +95,18 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     for name in RULER_TASKS:
         with pytest.raises(UserError, match=rf"{name}: 60 tokens are too few, the shortest .* take \d+"):
             make_ruler_task(name, builtin, files).sample(0, 60)
-    with pytest.raises(UserError, match="give its JSON file as --data squad=FILE"):
+    with pytest.raises(UserError, match="qa_1 needs the JSON file of SQuAD, as --data squad=FILE"):
         make_ruler_task("qa_1", builtin)
-    with pytest.raises(UserError, match="give its JSON file as --data hotpotqa=FILE"):
+    with pytest.raises(UserError, match="qa_2 needs the JSON file of HotpotQA, as --data hotpotqa=FILE"):
         make_ruler_task("qa_2", builtin)
     with pytest.raises(
-        UserError, match="none: there is no such folder, and a hub data set is called OWNER/NAME"
+        UserError, match="none: there is no such folder; expected a folder, or a hub data set OWNER/NAME"
     ):
         published_examples(tmp_path / "none", "vt", 99)
     (tmp_path / "vt.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path.parent)
     for file in (tmp_path / "vt.jsonl", Path(tmp_path.name, "vt.jsonl")):
-        with pytest.raises(
-            UserError, match="--data ruler .*vt.jsonl: is a file; pass the folder that holds it"
-        ):
+        with pytest.raises(UserError, match="--data ruler .*vt.jsonl: expected a folder, got a file"):
             published_examples(file, "vt", 99)
     (tmp_path / "vt.jsonl").unlink()
     (tmp_path / "vt.parquet").write_bytes(b"nothing")
@@ -139,4 +137,6 @@ def test_a_sample_is_its_example_in_tokens(smol):
     expected = PromptEncoder(smol)(example)
     np.testing.assert_array_equal(sample.context, expected.context)
     np.testing.assert_array_equal(sample.questions[0].prompt, expected.questions[0].prompt)
-    assert len(sample.context) + sample.room == prompt_size(example, PromptEncoder(smol)) <= 1500
+    assert (
+        len(sample.context) + sample.tokens_after_context == prompt_size(example, PromptEncoder(smol)) <= 1500
+    )

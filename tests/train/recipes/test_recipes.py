@@ -15,7 +15,7 @@ from kvjax.builtin import builtin_model
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.folder import load_arrays
 from kvjax.cli.launch import MeshShape
-from kvjax.evaluate.compared import compared_of
+from kvjax.evaluate.compared import parse_compared
 from kvjax.evaluate.config import POLICIES
 from kvjax.inference import generate
 from kvjax.mesh import make_mesh
@@ -249,7 +249,7 @@ def test_the_comparison_that_a_run_names_is_one_of_what_it_trained(method):
     if told[-1] == "head_pattern:gates=here":
         return
     assert told[-2:] == ("--gates", "here")
-    assert any(compared_of(text).takes_gates == made(method).used_as for text in told[1:-2] or POLICIES)
+    assert any(parse_compared(text).gated_method == made(method).used_as for text in told[1:-2] or POLICIES)
 
 
 def test_every_recipe_is_here():
