@@ -61,16 +61,16 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
     right, cut, without = np.zeros((4, 3)), 0, 0
     for index, problem in enumerate(problems):
         for draw in range(3):
-            (said,) = full.outputs[3 * index + draw]
+            (tokens_of_answer,) = full.outputs[3 * index + draw]
             sampling = DRAWING.sampling(index, draw, LENGTH - 14)
             alone = generate(model, [problem.context], sampling, page_size=4, block=64)
-            np.testing.assert_array_equal(said, alone.tokens[0])
+            np.testing.assert_array_equal(tokens_of_answer, alone.tokens[0])
             if alone.finish_reasons == ["length"]:
                 cut += 1
-            elif concluded(said) is None:
+            elif concluded(tokens_of_answer) is None:
                 without += 1
             else:
-                right[index, draw] = said[-1] % 2
+                right[index, draw] = tokens_of_answer[-1] % 2
     assert full.score == right.mean()
     assert 0 < full.score < 1
     assert full.by_kind == {
@@ -82,11 +82,11 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
     assert full.drawn.error == pytest.approx(error)
     assert (full.drawn.draws, full.drawn.cut, full.drawn.without) == (3, cut / 12, without / 12)
     assert min(cut, without) > 0
-    assert len({tuple(said.tolist()) for (said,) in full.outputs}) == 12
+    assert len({tuple(tokens_of_answer.tolist()) for (tokens_of_answer,) in full.outputs}) == 12
 
 
 @pytest.mark.thorough
-def test_draws_do_not_depend_on_the_batch_and_follow_the_seed(model, problems, full):
+def test_draws_depend_on_the_seed_but_not_on_the_batch(model, problems, full):
     policy = make_policy("full", model=model)
     other = measure_contest(model, policy, problems, DRAWING, dataclasses.replace(SETTINGS, batch=5))
     for (one,), (same,) in zip(full.outputs, other.outputs, strict=True):
@@ -111,9 +111,9 @@ def test_an_answer_that_is_cut_off_is_wrong(model, problems):
     """It is wrong even if the scorer calls it right."""
     always = [
         dataclasses.replace(
-            one, questions=(dataclasses.replace(one.questions[0], scorer=lambda tokens: 1.0),)
+            problem, questions=(dataclasses.replace(problem.questions[0], scorer=lambda tokens: 1.0),)
         )
-        for one in problems
+        for problem in problems
     ]
     found = measure_contest(model, make_policy("full", model=model), always, DRAWING, SETTINGS)
     assert found.score == pytest.approx(1 - found.drawn.cut)
@@ -121,7 +121,7 @@ def test_an_answer_that_is_cut_off_is_wrong(model, problems):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("kvpop", marks=pytest.mark.thorough), "streaming_llm"])
-def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
+def test_a_cache_of_constant_size_has_its_footprint(name, model, problems):
     """Each query step is charged for the stored entries: the sinks, the local window and the best between them, which
     are no more than the budget."""
     budget = 12
@@ -136,10 +136,10 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
     }[name]()
     found = measure_contest(model, policy, problems, DRAWING, SETTINGS)
     footprints, held, seen = [], 0, 0
-    for index, (said,) in enumerate(found.outputs):
+    for index, (output,) in enumerate(found.outputs):
         prompt = len(problems[index // 3].context)
         # the token drawn last is not run, and a stop token is not in the output
-        tokens = prompt + min(len(said), LENGTH - 14 - 1)
+        tokens = prompt + min(len(output), LENGTH - 14 - 1)
         # a prompt is read in one call, in which it attends to itself
         steps = prompt * (prompt + 1) / 2 + sum(min(n, budget - 1) + 1 for n in range(prompt, tokens))
         footprints.append(steps / (tokens * (tokens + 1) / 2))
@@ -158,9 +158,9 @@ def test_an_eviction_while_decoding_keeps_its_budget(model, problems):
     policy = make_policy("r_kv:entries=16,when=position,every=8,observed=4", model=model)
     found = measure_contest(model, policy, problems, DRAWING, SETTINGS)
     held, seen = 0, 0
-    for index, (said,) in enumerate(found.outputs):
+    for index, (output,) in enumerate(found.outputs):
         prompt = len(problems[index // 3].context)
-        tokens = prompt + min(len(said), LENGTH - 14 - 1)
+        tokens = prompt + min(len(output), LENGTH - 14 - 1)
         held, seen = held + (tokens if tokens < 24 else 16 + tokens % 8), seen + tokens
     assert found.kv_ratio == pytest.approx(held / seen)
     assert found.footprint < 0.95

@@ -85,7 +85,7 @@ def ruler_data(tmp_path_factory):
         (["--page-size", "128"], "--page-size must be at most the shortest --context, 126, got 128"),
     ],
 )
-def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
+def test_invalid_options_are_refused_before_weights_are_read(args, message, tmp_path, monkeypatch):
     """They are named before weights are read."""
     monkeypatch.setattr("kvjax.models.load_model", None)
     policies = [] if "--policies" in args else ["--policies", "full"]
@@ -110,7 +110,7 @@ def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
         ("niah_single_1", "there are no samples of niah_single_1, expected niah_single_1.jsonl, "),
     ],
 )
-def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_path):
+def test_invalid_ruler_data_is_refused(task, message, ruler_data, tmp_path):
     args = ["--policies", "full", "--tasks", task, "--context", "200", "--data", f"ruler={ruler_data}"]
     args += ["--samples", "1"]
     with pytest.raises(UserError, match=message):
@@ -141,7 +141,7 @@ def test_too_few_published_samples_are_refused(policies, samples, message, tmp_p
         main([*SMALL, *args, "--budgets", "0.5", "--samples", samples, "--out", str(tmp_path / "run")])
 
 
-def test_another_model_needs_tasks_of_text(tmp_path):
+def test_builtin_tasks_are_refused_for_another_model(tmp_path):
     """The built-in tasks are token ids of the built-in vocabulary."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -168,7 +168,7 @@ def test_another_model_needs_tasks_of_text(tmp_path):
         )
 
 
-def test_a_mistake_ends_in_one_line():
+def test_a_misspelt_option_ends_in_one_line():
     command = [sys.executable, "-m", "kvjax.evaluate", "--out", "x", "--polices", "full"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2

@@ -17,9 +17,7 @@ from tests.evaluate.inputs import SMALL, fact
 
 
 @pytest.mark.parametrize("question_aware", [False, True])
-def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_length(
-    question_aware, tmp_path
-):
+def test_calibration_uses_the_published_samples_after_those_compared(question_aware, tmp_path):
     """This holds even if heads are ordered on shorter contexts."""
     (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
     config = parse([
@@ -46,7 +44,7 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
     assert houses(others.for_pattern) == list(range(4, 14))
 
 
-def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
+def test_generated_contexts_for_comparison_and_calibration_have_different_seeds(tmp_path):
     args = ["--policies", "wgkv:calibrated", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
     args += ["--out", str(tmp_path / "run")]
     config = parse([*SMALL, *args])
@@ -61,7 +59,7 @@ def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
             np.testing.assert_array_equal(found.context, sample.context)
 
 
-def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
+def test_texts_for_comparison_and_calibration_do_not_overlap(tmp_path):
     """Static rivals are not chosen on such a text either, whatever the seed and the length."""
     text = builtin_text("evaluate")
 
