@@ -121,14 +121,14 @@ def test_a_hub_data_set_has_one_configuration_or_several(tmp_path, monkeypatch):
         ([{"problem": "?", "answer": r"\sqrt 2"}], r"an integer from 0 to 999, got \\sqrt 2"),
     ],
 )
-def test_rows_that_do_not_do_are_named(rows, message, tmp_path):
+def test_errors_name_damaged_rows(rows, message, tmp_path):
     file = write(tmp_path / "aime_2024.jsonl", rows)
     with pytest.raises(UserError, match=message) as error:
         read_problems("aime_2024", file, Integers())
     assert str(error.value).startswith(f"--data contests {file}")
 
 
-def test_where_there_is_nothing(tmp_path, monkeypatch):
+def test_missing_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for data, message in (
         (tmp_path, "there is no aime_2024.jsonl, aime_2024.parquet or folder aime_2024"),
@@ -141,7 +141,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
 
 
-def test_a_problem_is_the_user_s_turn_and_the_rest_of_the_length_its_answer(tmp_path):
+def test_a_problem_is_the_users_turn_and_its_answer_may_fill_the_length(tmp_path):
     """Each byte is one token, so that the prompt can be spelled out here."""
     write(tmp_path / "aime_2024.jsonl", FORMS["Maxwell-Jia/AIME_2024"])
     tokenizer = byte_tokenizer()
@@ -172,7 +172,7 @@ def test_a_problem_is_the_user_s_turn_and_the_rest_of_the_length_its_answer(tmp_
             dataset.samples(Split(0, 1), 1, longest + 15)
 
 
-def test_hmmt_is_asked_and_graded_in_its_own_way(tmp_path):
+def test_hmmt_has_its_own_instruction_and_grader(tmp_path):
     pytest.importorskip("math_verify")
     rows = [
         {"problem_idx": 1, "problem": "?", "answer": r"\frac{1}{576}", "problem_type": ["Combinatorics"]},

@@ -14,7 +14,7 @@ LENGTHS = (1500, 5000)  # the word list is a longer one from a length between th
 
 
 @pytest.mark.parametrize(("length", "words", "example"), [(1500, (6, 1), (3, 1)), (5000, (30, 3), (10, 3))])
-def test_common_words_are_as_common_as_defined(length, words, example, builtin):
+def test_common_words_have_their_numbers_of_occurrences(length, words, example, builtin):
     task = make_ruler_task("cwe", builtin)
     for seed in range(3):
         sample = task.example(seed, length)
@@ -41,7 +41,7 @@ def test_common_words_are_as_common_as_defined(length, words, example, builtin):
 
 
 @pytest.mark.parametrize("units", [300, 900, 1500, 12000])
-def test_words_are_single_at_every_length(units):
+def test_lists_have_distinct_words_at_every_length(units):
     """English words are used as long as there are enough."""
     writer = CommonWords(131072)
     assert writer.supply.most > 12000
@@ -86,7 +86,7 @@ def test_the_fourth_coded_word_always_leads_the_fifth():
         assert counts[3][1] > (counts[4][1] if len(counts) > 4 else 0)
 
 
-def test_coded_words_are_a_fiftieth_of_what_is_left_for_the_text(smol):
+def test_the_number_of_coded_words_is_a_fiftieth_of_the_text(smol):
     """The text has the length without the answer (50 tokens) and the chat template."""
     before = "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n"
     size = len(smol(f"{before}<|im_end|>\n<|im_start|>assistant\n")["input_ids"])

@@ -13,7 +13,7 @@ def documents(sample):
     return [text.strip() for text in parts[1::2]]
 
 
-def test_a_question_s_documents_come_first_then_near_ones_then_any_that_fit():
+def test_given_documents_come_first_then_near_ones_then_others():
     """A document's heading takes two words."""
     texts = tuple(
         f"{name} " * (size - 2) for name, size in zip("abcdefg", (10, 20, 30, 40, 50, 6, 7), strict=True)

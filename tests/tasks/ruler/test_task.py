@@ -40,19 +40,19 @@ def test_a_sample_fills_its_length(name, smol, files):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", RULER_TASKS)
-def test_a_length_counts_no_template_where_there_is_none(name, builtin, files):
+def test_a_sample_without_a_template_fills_its_length(name, builtin, files):
     task, encode = make_ruler_task(name, builtin, files), PromptEncoder(builtin)
     for length in LENGTHS:
         assert 0.95 * length < prompt_size(task.example(1, length), encode) <= length
 
 
-def test_a_sample_does_not_depend_on_those_made_before_it(smol):
+def test_a_sample_does_not_depend_on_earlier_samples(smol):
     task = make_ruler_task("fwe", smol)
     samples = [task.example(seed, 2048) for seed in (2, 0, 1)]
     assert samples == [make_ruler_task("fwe", smol).example(seed, 2048) for seed in (2, 0, 1)]
 
 
-def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
+def test_a_question_is_tokenised_as_a_continuation(chatty):
     """This tokenizer puts a space before any text, but the question continues the context."""
     prompt = make_ruler_task("vt", chatty, chat=False).sample(0, 1500)
     context = chatty.convert_ids_to_tokens(prompt.context.tolist())
@@ -64,7 +64,7 @@ def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
 
 
 @each
-def test_a_seed_says_everything(name, builtin, files):
+def test_samples_are_deterministic_from_the_seed(name, builtin, files):
     first, again = (
         [make_ruler_task(name, builtin, files).example(seed, 1500) for seed in seeds]
         for seeds in ((5, 6), (6, 5))
@@ -123,7 +123,7 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
         make_ruler_task("qa_1", builtin, {"squad": tmp_path / "none"})
 
 
-def test_words_do_not_last_for_ever(builtin, monkeypatch):
+def test_a_length_that_needs_too_many_words_is_refused(builtin, monkeypatch):
     monkeypatch.setattr("kvjax.tasks.ruler.needles.WORD_PAIRS", 20)
     with pytest.raises(
         UserError, match="niah_multikey_2: 1500 tokens are too many, there are only 20 pairs of words"
@@ -131,7 +131,7 @@ def test_words_do_not_last_for_ever(builtin, monkeypatch):
         make_ruler_task("niah_multikey_2", builtin).sample(0, 1500)
 
 
-def test_a_sample_is_its_example_in_tokens(smol):
+def test_a_sample_is_the_encoded_example(smol):
     task = make_ruler_task("vt", smol)
     sample, example = task.sample(3, 1500), task.example(3, 1500)
     expected = PromptEncoder(smol)(example)

@@ -49,7 +49,7 @@ def test_strings():
     assert share_contained("x1 and X2", ["X1", "x2", "x3"]) == 0.67
 
 
-def test_the_nearest_function_counts_if_it_is_near():
+def test_the_most_similar_function_counts_if_it_is_similar_enough():
     pytest.importorskip("tree_sitter_python")
     add, take = FUNCTIONS["add"], FUNCTIONS["take"]
     match = {name: function_match(name, list(FUNCTIONS.items()), "python") for name in FUNCTIONS}
