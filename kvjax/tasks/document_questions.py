@@ -84,7 +84,7 @@ def distinctive_words(passage: str) -> list[tuple[float, str, str]]:
 
     Neither the words before nor the word occur anywhere else, ignoring case.
     """
-    found, context, start = [], (OPENING + passage + QUESTION).lower(), 0
+    candidates, context, start = [], (OPENING + passage + QUESTION).lower(), 0
     for sentence in split_sentences(passage):
         words = list(WORD.finditer(sentence))
         for index in range(FEWEST, len(words)):
@@ -93,7 +93,7 @@ def distinctive_words(passage: str) -> list[tuple[float, str, str]]:
                 continue
             given = sentence[words[max(0, index - MOST)].start() : words[index - 1].end()]
             if context.count(word.lower()) == context.count(given.lower()) == 1:
-                found.append(((start + words[index].start()) / len(passage), given, word))
+                candidates.append(((start + words[index].start()) / len(passage), given, word))
                 break
         start += len(sentence)
-    return found
+    return candidates

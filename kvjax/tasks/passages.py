@@ -99,7 +99,7 @@ def _passages(document: Document, length: int) -> list[str]:
     return texts
 
 
-def draw(items: Sequence[Item], seed: int, count: int, description: str) -> list[Item]:
+def sample_items(items: Sequence[Item], seed: int, count: int, description: str) -> list[Item]:
     """Return `count` different items, chosen at random with the seed.
 
     Raises UserError if there are fewer. description: the items and their source, for the error.

@@ -8,7 +8,7 @@ Llama 2's tokenizer, to 210 tokens less. And documents are cut again until no pr
 stop at line breaks: the official configurations ask for it with an option (`stop_new_line`) that the official program
 does not read.
 
-records, draws: prompts and random choices for all tasks; retrieval, hub_tasks: the tasks; scores: the metrics.
+records, sampling: prompts and random choices for all tasks; retrieval, hub_tasks: the tasks; scores: the metrics.
 """
 
 from collections.abc import Callable

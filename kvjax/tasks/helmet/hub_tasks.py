@@ -10,7 +10,8 @@ from functools import partial
 
 from kvjax.errors import UserError, whole_number
 from kvjax.tasks.datasets import Row, row_field, row_text, row_texts
-from kvjax.tasks.helmet.draws import (
+from kvjax.tasks.helmet.records import OPTION, Files, Prompt, Prompts
+from kvjax.tasks.helmet.sampling import (
     SEED,
     SHOTS,
     TEXTS,
@@ -21,7 +22,6 @@ from kvjax.tasks.helmet.draws import (
     split_off_tenth,
     text_seed,
 )
-from kvjax.tasks.helmet.records import OPTION, Files, Prompt, Prompts
 from kvjax.tasks.helmet.scores import choice_match, label_match, rouge_f1
 from kvjax.tasks.prompt import Scoring
 

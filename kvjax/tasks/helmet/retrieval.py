@@ -10,8 +10,8 @@ from typing import Any
 
 from kvjax.errors import UserError, whole_number
 from kvjax.tasks.datasets import Row, row_field, row_objects, row_text, row_texts
-from kvjax.tasks.helmet.draws import SHOTS, demonstrations, row_key, sampled_first, shuffled
 from kvjax.tasks.helmet.records import LENGTHS, Files, Prompt, Prompts
+from kvjax.tasks.helmet.sampling import SHOTS, demonstrations, row_key, sampled_first, shuffled
 from kvjax.tasks.helmet.scores import ranking_gain, substring_match
 from kvjax.tasks.prompt import all_present
 

@@ -6,8 +6,8 @@ text. `published_examples` reads RULER's own data. Local and published results a
 words and by default the essays differ.
 
 writer: the interface of a task without a tokenizer and a length; task: fitting it to both. needles, needle_by_depth,
-variables, frequent, questions: the writers; haystack, draw, words: their building blocks. question_files: SQuAD and
-HotpotQA. published: RULER's own samples. A new task is an entry in `RULER_TASKS`.
+variables, frequent, questions: the writers; haystack, random_strings, words: their building blocks. question_files:
+SQuAD and HotpotQA. published: RULER's own samples. A new task is an entry in `RULER_TASKS`.
 """
 
 import difflib

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvjax.tasks.prompt import Example, ExampleQuestion
-from kvjax.tasks.ruler.draw import distinct, letters, single_words
+from kvjax.tasks.ruler.random_strings import distinct, letters, single_words
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
 from kvjax.tasks.ruler.writer import Supply, generator
 

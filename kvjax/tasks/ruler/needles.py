@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvjax.tasks.prompt import Example, ExampleQuestion
-from kvjax.tasks.ruler.draw import WORD_PAIRS, distinct, number, random_uuid, word_pairs
 from kvjax.tasks.ruler.haystack import Haystack
+from kvjax.tasks.ruler.random_strings import WORD_PAIRS, distinct, number, random_uuid, word_pairs
 from kvjax.tasks.ruler.writer import Supply, generator
 
 RESERVED = 128

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvjax.tasks.prompt import Example, ExampleQuestion
-from kvjax.tasks.ruler.draw import distinct, letters, number
 from kvjax.tasks.ruler.haystack import PASSAGE, Lines
+from kvjax.tasks.ruler.random_strings import distinct, letters, number
 from kvjax.tasks.ruler.writer import generator
 
 RESERVED = 30
