@@ -1,4 +1,4 @@
-"""Tests of answers against plain attention over the whole line."""
+"""Tests of answers against plain attention over context, question and answer."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def attention_tokens(model, line, count):
 
 
 def test_answers_equal_those_of_plain_attention(model, contexts):
-    """The questions have several lengths: the model answers two itself, and one is given a text."""
+    """The questions have several lengths. The model answers two of them, and one is teacher-forced."""
     policy, pace = make_policy("full", model=model), Counted()
     cache = prefill(model, contexts, policy=policy, max_new_tokens=20)
     prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 12, 2)]

@@ -1,4 +1,4 @@
-"""Tests of gates that are compared at their own τ, with λ swept, and with τ searched, and of what the results state."""
+"""Tests of gates at their exported τ, for each λ, and with a searched τ."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_tau_is_searched_for_the_gates_of_the_nearest_size(evaluated, folders):
 
 @pytest.mark.parametrize("scores", [(0.75, 0.5), (0.5, 0.75), (0.5, 0.5)], ids=str)
 def test_the_better_scoring_of_two_gates_is_compared(scores, arguments, folders, tmp_path, monkeypatch):
-    """They answer contexts that are neither compared nor used to search τ. Of equal gates the nearer are compared."""
+    """The gates answer contexts that are neither compared nor used to search τ. On equal scores the nearer ones win."""
     small, large = (str(folders / name) for name in ("small", "large"))
     command = [
         *arguments,
@@ -223,7 +223,7 @@ def test_each_budget_uses_its_own_gates(arguments, folders, tmp_path):
 
 @pytest.mark.thorough
 def test_gates_may_be_files_of_the_authors(tmp_path):
-    """Each file gives gates to its own method."""
+    """The layout of a file identifies its method."""
     sizes = {"layers": 2, "kv_heads": 4}
     ours, _ = write_published(tmp_path / "fast.pt", **sizes, group=1, width=64)
     theirs = tmp_path / "write.pt"
@@ -271,7 +271,7 @@ def test_the_two_nearest_gates_that_can_meet_the_ratio_are_used(model):
     policy = make_policy("wgkv:window=4", model=model, gates=tiny_gates(model))
 
     def search(least, initial):
-        """Return a search over gates that keep `own` below a τ of 0.5, and `least` above it."""
+        """Return a search over gates that keep `initial` of the entries below a τ of 0.5, and `least` above it."""
         return TauSearch(policy, lambda p: initial if float(p.admission.tau) < 0.5 else least)
 
     searches = {"large": search(0.3, 0.35), "small": search(0.1, 0.9), "none": search(0.0, 0.0)}

@@ -1,4 +1,4 @@
-"""Tests of static rivals: how heads are ranked, and which pattern is chosen on calibration contexts."""
+"""Tests of static policies: how heads are ordered, and which pattern is chosen on calibration contexts."""
 
 import json
 
@@ -29,7 +29,7 @@ IMPORTANCE = np.array([[3.0, -1.0, 0.5], [2.0, 0.0, 9.0]])
 
 
 class Additive:
-    """A model whose heads each take their worth off the loss when they are whole."""
+    """A model in which each whole head reduces the loss by its importance."""
 
     def __init__(self):
         self.asked = []
@@ -97,7 +97,7 @@ def test_a_narrow_window_allows_a_whole_head():
 
 
 def test_the_order_is_chosen_again_at_the_end():
-    """One order is worse where two heads are whole, as at the smallest_window window, and better where one head is."""
+    """One order is worse where two heads are whole, as with the narrowest window, and better where one head is."""
 
     def run(whole, sink, window):
         alone = whole.sum() == 1
@@ -111,7 +111,7 @@ def test_the_order_is_chosen_again_at_the_end():
 
 
 def test_order_sinks_and_window_are_chosen_in_turn():
-    """Right answers decide, or the loss where they are equal."""
+    """The score decides, or the loss if scores are equal."""
     best = whole_heads(IMPORTANCE, entries=400.0, context=1000, window=64, sink=64)
 
     def run(whole, sink, window):

@@ -1,4 +1,4 @@
-"""Tests of whole evaluations on contests: their results, which are kept once finished, the report, and refusals."""
+"""Tests of whole evaluations on contests: their results, the report, and options that are refused."""
 
 import dataclasses
 import json
@@ -93,7 +93,7 @@ def test_answers_are_written_for_reading(evaluated):
 
 @pytest.mark.slow
 def test_finished_results_are_kept(data, evaluated, tmp_path):
-    """The last result is removed, and only that is drawn again and comes out the same."""
+    """The last result is removed. Only this one is measured again, with the same outcome."""
     out = shutil.copytree(evaluated, tmp_path / "run")
     known = (out / "results.jsonl").read_text().splitlines(keepends=True)
     (out / "results.jsonl").write_text("".join([known[0].replace('"score": 0.0', '"score": 1.0'), known[1]]))

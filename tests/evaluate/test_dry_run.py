@@ -1,4 +1,4 @@
-"""Tests of `--dry-run`: a wrong configuration is one line, and for a right one it prints how much would be measured."""
+"""Tests of `--dry-run`: it refuses wrong configurations in one line, and else prints how much would be measured."""
 
 import pytest
 

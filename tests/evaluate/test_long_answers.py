@@ -1,5 +1,4 @@
-"""Tests of problems answered at length, with several draws of each: their scores, their footprints, and that draws
-repeat."""
+"""Tests of contests: scores and footprints of several sampled answers to each problem, which are reproducible."""
 
 import dataclasses
 import math
@@ -122,7 +121,7 @@ def test_an_answer_that_is_cut_off_is_wrong(model, problems):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("kvpop", marks=pytest.mark.thorough), "streaming_llm"])
 def test_a_cache_of_constant_size_has_its_footprint(name, model, problems):
-    """Each query step is charged for the stored entries: the sinks, the local window and the best between them, which
+    """Each query step counts the stored entries: the sinks, the local window and the best between them, which
     are no more than the budget."""
     budget = 12
     policy = {

@@ -1,4 +1,4 @@
-"""The command refuses wrong options in one line each, before anything is run."""
+"""Tests that the command refuses wrong options, each in one line, before anything runs."""
 
 import json
 import subprocess
@@ -86,7 +86,6 @@ def ruler_data(tmp_path_factory):
     ],
 )
 def test_invalid_options_are_refused_before_weights_are_read(args, message, tmp_path, monkeypatch):
-    """They are named before weights are read."""
     monkeypatch.setattr("kvjax.models.load_model", None)
     policies = [] if "--policies" in args else ["--policies", "full"]
     tasks = [] if "--tasks" in args else ["--tasks", "needle"]

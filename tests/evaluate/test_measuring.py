@@ -1,5 +1,5 @@
-"""Tests of answers from a cache that was filled before the questions were known, or with them known. For texts that are
-given, agreement with the full cache and perplexity are compared with densely recomputed attention."""
+"""Tests of answers from a cache, with questions that were known or unknown when the contexts were read. For
+teacher-forced texts, agreement and perplexity are compared with densely recomputed attention."""
 
 import dataclasses
 import itertools
@@ -148,7 +148,7 @@ def samples(request):
 
 @pytest.mark.thorough
 def test_methods_that_observe_the_question_keep_the_entries_it_needs(builtin, samples):
-    """Every method that observes queries keeps what the question asks for at a fifth of the entries."""
+    """Every method that observes queries keeps the entries that the question asks for, at a fifth of all entries."""
     together = [
         [make_policy("full", model=builtin)],
         [make_policy({"snapkv": {"ratio": RATIO, "observed": 8}}, model=builtin)],

@@ -52,7 +52,7 @@ def test_the_report_states_scores_and_settings(evaluated, capsys):
 
 @pytest.mark.thorough
 def test_the_report_has_a_command_for_each_searched_tau(evaluated):
-    """The report has a command for each, and the command's policy has that τ to the last bit."""
+    """The command's policy has the same τ to the last bit."""
     folder = evaluated[0]
     commands = [line for line in (folder / "report.md").read_text().splitlines() if "kvjax.generate" in line]
     results = [result for result in lines(folder) if result["policy"] == "wgkv:calibrated"]
@@ -83,7 +83,7 @@ def test_the_command_has_the_arguments_of_the_policy(arguments, evaluated):
 
 @pytest.mark.thorough
 def test_the_report_explains_kvzips_footprint(arguments, evaluated, tmp_path):
-    """The report states it for KVzip, also with own arguments, but not for a method whose name contains KVzip."""
+    """The explanation also appears for KVzip with arguments, but not for Fast KVzip."""
     folder = shutil.copytree(evaluated[0], tmp_path / "run")
     explanation = "KVzip repeats every context before it compresses it"
     for name, expected in {"kvzip:adakv.over=layer": True, "fast_kvzip": False}.items():

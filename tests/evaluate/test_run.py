@@ -130,7 +130,7 @@ def test_rulers_published_data_is_scored_as_text(tmp_path):
 
 
 def test_the_window_for_ordering_heads_follows_from_the_order_length(tmp_path, monkeypatch):
-    """With the window of much longer contexts, every head would see everything, and all would be worth the same."""
+    """With the window of much longer contexts, every head would see everything, and all would be equally important."""
     config = parse([
         *TEST_MODEL, "--policies", "head_pattern:calibrated", "--tasks", "needle", "--context", "2048",
         "--order-length", "512",

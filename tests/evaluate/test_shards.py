@@ -1,4 +1,4 @@
-"""Shards measure the same as one evaluation, and are merged into it."""
+"""Tests that merged shards equal a single evaluation."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Tests of the samples that are compared, and of those that are calibrated on."""
+"""Tests of the samples for comparison and for calibration."""
 
 import dataclasses
 import itertools
@@ -60,7 +60,7 @@ def test_generated_contexts_for_comparison_and_calibration_have_different_seeds(
 
 
 def test_texts_for_comparison_and_calibration_do_not_overlap(tmp_path):
-    """Static rivals are not chosen on such a text either, whatever the seed and the length."""
+    """This holds for any seed and length, also for the samples on which static policies are chosen."""
     text = builtin_text("evaluate")
 
     def covered(samples):

@@ -1,4 +1,4 @@
-"""Expected answers under a head pattern are scored as through the cache, and one program serves every pattern."""
+"""Tests that head patterns score expected answers as the cache does, with one program for all patterns."""
 
 import jax
 import numpy as np

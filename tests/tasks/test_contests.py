@@ -79,7 +79,7 @@ def test_a_contest_may_be_several_files(tmp_path):
 
 
 def test_a_hub_data_set_has_one_configuration_or_several(tmp_path, monkeypatch):
-    """A folder replaces the hub here, and the hub's dataset client reads it."""
+    """A folder replaces the hub here, and the hub's own client reads it."""
     hub = tmp_path / "hub"
     card = "---\nconfigs:\n" + "".join(
         f"- config_name: AIME2025-{part}\n  data_files:\n  - split: test\n    path: {part}.jsonl\n"

@@ -1,4 +1,4 @@
-"""Test that two tokens identify a passage, and one does not."""
+"""Test that two tokens determine the next one, and a single token does not."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Test a task of one's own suite, added as the documentation describes: with one file and one line."""
+"""Test a new suite, added as the documentation describes, and unknown names of data."""
 
 import json
 import re

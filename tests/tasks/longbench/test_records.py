@@ -1,4 +1,4 @@
-"""Test LongBench's rows as samples: their official scores, where they are found, and the errors for damaged ones."""
+"""Test LongBench's rows as samples: their official scores, their sources, and the errors for damaged rows."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Test which documents stand in the context of a question."""
+"""Test which documents are in the context of a question."""
 
 import re
 from collections import Counter
