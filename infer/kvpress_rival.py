@@ -135,7 +135,7 @@ def compare(config: RivalConfig) -> str:
     except ImportError as error:
         raise UserError(f"kvpress and torch are needed: pip install '.[parity]' ({error})") from None
 
-    from kvjax.evaluate.measuring import Manner, measure
+    from kvjax.evaluate.measuring import MeasureSettings, measure
     from kvjax.evaluate.sized_tasks import sized_tasks
     from kvjax.evaluate.sizing import tokenizer_of
     from kvjax.inference.generate import BLOCK
@@ -144,14 +144,16 @@ def compare(config: RivalConfig) -> str:
 
     assert config.chunk is not None
     tasks = sized_tasks(config)
-    if any(question.given for task in tasks for sample in task.samples for question in sample.questions):
+    if any(
+        question.teacher_forced for task in tasks for sample in task.samples for question in sample.questions
+    ):
         raise UserError("--tasks: texts that are given are not compared with kvpress")
     model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
     dtype = getattr(torch, str(model.dtype))
     twin = transformers.AutoModelForCausalLM.from_pretrained(config.twin, dtype=dtype).eval()
     tokenizer, eos, found = tokenizer_of(config.model), model.config.eos_ids, {}
     for task in tasks:
-        manner = Manner(1, config.chunk, 2 * (task.length + BLOCK), config.page_size)
+        manner = MeasureSettings(1, config.chunk, 2 * (task.length + BLOCK), config.page_size)
         for name, (policy, press, options) in METHODS.items():
             for budget in config.budgets:
                 text = policy.format(observed=config.observed)

@@ -42,7 +42,7 @@ def main() -> None:
     import jax
 
     import kvjax
-    from kvjax.evaluate.measuring import Manner, measure
+    from kvjax.evaluate.measuring import MeasureSettings, measure
     from kvjax.evaluate.pictures import draw_depths
     from kvjax.tasks import Needle, builtin_text, builtin_vocabulary
 
@@ -55,7 +55,7 @@ def main() -> None:
         policy = kvjax.make_policy(config.policy, model=model, gates=config.gates)
         for row, length in enumerate(config.lengths):
             samples = [task.sample(seed, length) for seed in range(config.depths * config.samples)]
-            found = measure(model, policy, samples, Manner())
+            found = measure(model, policy, samples, MeasureSettings())
             grid[row] = [found.by_kind[f"{depth:g}"] for depth in depths]
             sizes.append(found.kv_ratio)
             print(f"{length} tokens: {100 * found.score:.1f}% right at {found.kv_ratio:.3f} of the cache")

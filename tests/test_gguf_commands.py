@@ -11,7 +11,7 @@ from kvjax import generate
 from kvjax.errors import UserError
 from kvjax.evaluate import __main__ as evaluate
 from kvjax.evaluate.config import parse as parse_evaluate
-from kvjax.evaluate.gates import with_gates
+from kvjax.evaluate.gates import choose_default_policies
 from kvjax.evaluate.run import Evaluation
 from kvjax.evaluate.sized_tasks import sized_tasks
 from kvjax.evaluate.sizing import pairs
@@ -124,7 +124,7 @@ def test_comparison_printed_by_a_run_is_possible(window, model, tmp_path):
     trained = RunOutput(loaded, gates, make_mesh(), tmp_path, validation)
     text = train.summary(config, trained, config.deploy(gates, loaded))
     compare = printed_arguments(text, "compare them: python -m kvjax.evaluate ")
-    evaluation = with_gates(parse_evaluate(compare))
+    evaluation = choose_default_policies(parse_evaluate(compare))
     compared = sized_tasks(dataclasses.replace(evaluation, samples=1, batch=1))
     assert [task.name for task in compared] == ["needle", "niah_single_1", "vt"]
     Evaluation(evaluation, loaded, compared)

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import export
 from kvjax.errors import UserError
-from kvjax.evaluate.compared import compared_of
+from kvjax.evaluate.compared import parse_compared
 from kvjax.plugins import only_named
 from kvjax.policies import make_policy
 from kvjax.train import config as train_config
@@ -86,10 +86,10 @@ def test_example_package_trains_generates_and_is_compared(run, tmp_path):
 
 def test_module_names_contain_a_colon():
     """Only the text after the second colon is arguments."""
-    assert not compared_of("tests.probes.head_masks:HeadMasks").takes_budget
-    assert not compared_of("tests.probes.head_masks:HeadMasks:target=0.2,window=4").takes_budget
+    assert not parse_compared("tests.probes.head_masks:HeadMasks").takes_budget
+    assert not parse_compared("tests.probes.head_masks:HeadMasks:target=0.2,window=4").takes_budget
     with pytest.raises(UserError, match="HeadMasks: got target without a value"):
-        compared_of("tests.probes.head_masks:HeadMasks:target")
+        parse_compared("tests.probes.head_masks:HeadMasks:target")
 
 
 def test_unknown_methods_raise_one_line():
@@ -155,7 +155,7 @@ def test_policies_of_a_file_are_imported_only_if_the_command_line_names_them(str
     with only_named(["--policies", "other.strange:Own", "strange:Owner"]):
         for name in ("strange:Own", "strange:Own:x=1", "knorm:strange:Own"):
             with pytest.raises(UserError, match="strange:Own: a module is imported only if the command line"):
-                compared_of(name)
+                parse_compared(name)
     with only_named(["--policies", "tests.probes.head_masks:HeadMasks:target=0.2"]):
-        assert not compared_of("tests.probes.head_masks:HeadMasks").takes_budget
+        assert not parse_compared("tests.probes.head_masks:HeadMasks").takes_budget
     assert "strange" not in sys.modules

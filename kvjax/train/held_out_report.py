@@ -17,7 +17,7 @@ from numpy import ndarray
 from kvjax.errors import UserError
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import default_chunk
-from kvjax.evaluate.measuring import Manner, measure
+from kvjax.evaluate.measuring import MeasureSettings, measure
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.tasks.registry import open_task
@@ -123,13 +123,13 @@ def compare(
     rates = None
     for task, samples in tasks.items():
         longest = max(len(sample.context) for sample in samples)
-        manner = Manner(batch=max(shards, TOKENS_AT_ONCE // longest), chunk=default_chunk(longest))
-        full = measure(model, make_policy(FULL, model=model), samples, manner)
+        settings = MeasureSettings(batch=max(shards, TOKENS_AT_ONCE // longest), chunk=default_chunk(longest))
+        full = measure(model, make_policy(FULL, model=model), samples, settings)
         if full.perplexity is not None:
             full = dataclasses.replace(full, score=1.0)  # it agrees with itself
         results, scored_samples = {FULL: full}, score_agreements(samples, full.outputs)
         for name, policy in policies.items():
-            results[name] = result = measure(model, policy, scored_samples, manner)
+            results[name] = result = measure(model, policy, scored_samples, settings)
             rates = result.rates if rates is None else rates
             say(f"{task}: {name} {100 * result.score:.1f}% at {result.kv_ratio:.3f} of the cache")
         task_rows = [

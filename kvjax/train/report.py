@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate import pictures
-from kvjax.evaluate.calibrated import Rivals, orders
+from kvjax.evaluate.calibrated import PatternSearch, orders
 from kvjax.evaluate.config import default_chunk
-from kvjax.evaluate.measuring import Manner, Measurement, measure
+from kvjax.evaluate.measuring import Measurement, MeasureSettings, measure
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
@@ -62,7 +62,7 @@ class Row:
 
 def same_size(
     model: Decoder,
-    static_rivals: Rivals,
+    static_rivals: PatternSearch,
     evictions: Mapping[str, str],
     *,
     kv_ratio: float,
@@ -74,8 +74,8 @@ def same_size(
 
     Each holds as many entries as the trained policy did: the share `kv_ratio` of all entries, and outside the window
     the share `rates` of each head's. Sink + window and the head pattern are the best on calibration contexts
-    (`Rivals`). Evictions run after a context was read. Random policies keep as many tokens, with the same rate in all
-    heads or with the trained policy's rate of each head.
+    (`PatternSearch`). Evictions run after a context was read. Random policies keep as many tokens, with the same rate
+    in all heads or with the trained policy's rate of each head.
     """
     entries = kv_ratio * static_rivals.context
     calibrated = {
@@ -85,7 +85,7 @@ def same_size(
     random = {"window": window, "seed": seed}
     evenly = float(np.clip((entries - window + 1) / (static_rivals.context - window + 1), 0, 1))
     calibrated_policies = {
-        method: (choice.pattern.policy(model), choice.words) for method, choice in calibrated.items()
+        method: (choice.pattern.policy(model), choice.description) for method, choice in calibrated.items()
     }
     policies = {
         method: make_policy({name: {"ratio": kv_ratio}}, model=model) for method, name in evictions.items()
@@ -121,7 +121,7 @@ def compare(
     def add_row(
         task: str, samples: Sequence[Sample], method: str, policy: Policy, choice: str = ""
     ) -> Measurement:
-        result = measure(model, policy, samples, Manner(chunk=default_chunk(context)))
+        result = measure(model, policy, samples, MeasureSettings(chunk=default_chunk(context)))
         sizes = result.kv_ratio, result.footprint
         rows.append(Row(method, task, context, *sizes, result.score, result.answers, result.by_kind, choice))
         say(f"{task}: {method} {100 * result.score:.1f}% right at {result.kv_ratio:.3f} of the cache")
@@ -135,7 +135,9 @@ def compare(
         head_orders = orders(teacher_forcing, shape, policy.window) | {
             "the trained rates": trained_result.rates
         }
-        static_rivals = Rivals(teacher_forcing, head_orders, len(samples[0].context), policy.window, shape)
+        static_rivals = PatternSearch(
+            teacher_forcing, head_orders, len(samples[0].context), policy.window, shape
+        )
         sizes = {"kv_ratio": trained_result.kv_ratio, "rates": trained_result.rates, "window": policy.window}
         for name, (other, choice) in same_size(model, static_rivals, evictions, seed=seed, **sizes).items():
             add_row(task, samples, name, other, choice)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import stats
-from kvjax.evaluate.calibrated import Rivals
+from kvjax.evaluate.calibrated import PatternSearch
 from kvjax.evaluate.config import UNTRAINED
 from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.inference import prefill
@@ -22,7 +22,7 @@ def test_rivals_have_the_gates_size():
     model = tiny_model()
     rates = np.linspace(0, 0.6, 12).reshape(3, 4)
     kv_ratio = float((7 + rates.mean() * 293) / 300)
-    static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
+    static = PatternSearch(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
     rivals = same_size(model, static, UNTRAINED, kv_ratio=kv_ratio, rates=rates, window=8, seed=0)
     assert {"keydiff", "h2o", "expected_attention"} <= {policy.name for policy, _ in rivals.values()}
     assert rivals["head pattern"][0].name == "head_pattern"
@@ -79,7 +79,7 @@ def test_the_report_has_enough_answers_and_separate_calibration_contexts(
 def test_random_rivals_and_evictions_of_the_gates_size():
     """The configured rates and ratios are compared, not the random results."""
     model, rates = tiny_model(), np.linspace(0, 0.6, 12).reshape(3, 4)
-    static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
+    static = PatternSearch(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
     rivals = same_size(model, static, UNTRAINED, kv_ratio=0.32, rates=rates, window=8, seed=0)
     np.testing.assert_allclose(rivals["random"][0].admission.rates, (96 - 7) / (300 - 7), rtol=1e-6)
     assert {rivals[name][0].schedule.budget.ratio for name in UNTRAINED} == {0.32}

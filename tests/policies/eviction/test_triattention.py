@@ -15,7 +15,7 @@ from kvjax import inference
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.module import filled
 from kvjax.errors import UserError
-from kvjax.evaluate.gates import described
+from kvjax.evaluate.gates import describe_gates
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.eviction.triattention import (
@@ -217,7 +217,7 @@ def test_statistics_survive_a_round_trip(tmp_path, model):
     made_for = MadeFor.of(model, "tiny")
     save_statistics(tmp_path, statistics, {"tokens": 9} | made_for.description)
     read, description = load_statistics(tmp_path, model)
-    assert described(tmp_path)["method"] == "triattention"
+    assert describe_gates(tmp_path)["method"] == "triattention"
     assert (description["tokens"], Sizes.of(read)) == (9, Sizes(3, 8, 8))
     jax.tree.map(np.testing.assert_array_equal, read, statistics)
     policy = make_policy("triattention:ratio=0.5", model=model, gates=tmp_path)
@@ -252,7 +252,7 @@ def test_the_authors_file_is_read(tmp_path, model):
     write_torch(file, content)
     statistics, description = load_statistics(file, model)
     assert (Sizes.of(statistics), description["method"]) == (Sizes(3, 8, 8), "triattention")
-    assert described(file) == {"method": "triattention"}
+    assert describe_gates(file) == {"method": "triattention"}
     for layer, head in ((0, 0), (2, 5)):
         vectors = content["stats"][f"layer{layer:02d}_head{head:02d}"]
         for array, name in (("real", "q_mean_real"), ("imaginary", "q_mean_imag"), ("length", "q_abs_mean")):

@@ -12,7 +12,7 @@ import pytest
 
 from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.evaluate.gates import described
+from kvjax.evaluate.gates import describe_gates
 from kvjax.inference.capture import captured_layers
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.eviction.trimkv import FORMS, KEY_VALUE_FORMS, Sizes, TrimKV, load_gates
@@ -99,7 +99,7 @@ def test_each_form_matches_the_authors_formula(tmp_path, form):
     layers = layer_arrays(form)
     file = write_published(tmp_path, form, layers)
     gates = load_gates(tmp_path, tiny_model())
-    assert (gates.sizes, described(file)) == (load_gates(file).sizes, {"method": "trimkv"})
+    assert (gates.sizes, describe_gates(file)) == (load_gates(file).sizes, {"method": "trimkv"})
     one = step([[0, 1, 2, 3, 4]])
     kv = np.concatenate([np.asarray(one.k[0]), np.asarray(one.v[0])], -1)
     x = kv.transpose(1, 0, 2).reshape(5, -1) if form in KEY_VALUE_FORMS else np.asarray(one.hidden[0])

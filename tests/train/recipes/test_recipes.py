@@ -15,7 +15,7 @@ from kvjax.builtin import builtin_model
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.folder import load_arrays
 from kvjax.cli.launch import MeshShape
-from kvjax.evaluate.compared import compared_of
+from kvjax.evaluate.compared import parse_compared
 from kvjax.evaluate.config import POLICIES
 from kvjax.inference import generate
 from kvjax.mesh import make_mesh
@@ -257,7 +257,7 @@ def test_the_suggested_comparison_uses_the_trained_gates(method):
         return
     assert options[-2:] == ("--gates", "here")
     assert any(
-        compared_of(text).takes_gates == make_recipe(method).used_as for text in options[1:-2] or POLICIES
+        parse_compared(text).gated_method == make_recipe(method).used_as for text in options[1:-2] or POLICIES
     )
 
 

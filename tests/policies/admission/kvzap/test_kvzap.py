@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.checkpoints.published import find_gates
 from kvjax.errors import UserError
-from kvjax.evaluate.gates import of_method
+from kvjax.evaluate.gates import gates_of_method
 from kvjax.inference import prefill
 from kvjax.mesh import HEADS, make_mesh, put, use_mesh
 from kvjax.policies import make_policy
@@ -130,7 +130,7 @@ def test_a_published_folder_is_found_and_belongs_to_kvzap(tmp_path, monkeypatch)
     find_gates("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")
     assert ["model.safetensors" in patterns for patterns in fetched] == [True, False], "not a model's weights"
     for method in ("kvzap", "kvzap_eviction"):
-        assert of_method([str(tmp_path)], method) == (str(tmp_path),)
+        assert gates_of_method([str(tmp_path)], method) == (str(tmp_path),)
 
 
 @pytest.mark.parametrize(
