@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_decode.plane import of_pages, of_pages_by_lanes
+from pallas_kernels.paged_decode.plane import gather_pages, gather_pages_by_lanes
 from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.paged import OTHERS, SHAPES, biased, cache, compiled
 
@@ -50,4 +50,4 @@ def test_without_a_bias_there_is_no_plane_of_any(implementation, t):
 def test_both_ways_of_gathering_biases_agree(page):
     bias = jnp.arange(11 * page, dtype=jnp.float32).reshape(11, page).at[3, 2].set(jnp.nan)
     ids = jnp.asarray([[0, 10, 3, -5], [99, 7, 6, 0]])
-    np.testing.assert_array_equal(of_pages_by_lanes(bias, ids), of_pages(bias, ids))
+    np.testing.assert_array_equal(gather_pages_by_lanes(bias, ids), gather_pages(bias, ids))

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import Append, paged_decode, paged_decode_append
-from pallas_kernels.paged_decode.append import written
+from pallas_kernels.paged_decode.append import append_tokens
 from pallas_kernels.paged_decode.reference import reference
 
 
@@ -197,8 +197,8 @@ def interpreted(kernel, interpret) -> float:
     places[1, 0, :2], places[:, 1, 3] = nowhere, entries
     append, token = Append(*jnp.asarray(places, jnp.int32)), tuple(x[:, :, :1] for x in new)
     pool = jnp.nan_to_num(pool)
-    actual.append(jax.jit(kernel.written, static_argnums=4)(pool, append, token, actual[1], interpret))
-    expected.append(written(pool, append, token, expected[1]))
+    actual.append(jax.jit(kernel.append_tokens, static_argnums=4)(pool, append, token, actual[1], interpret))
+    expected.append(append_tokens(pool, append, token, expected[1]))
     return max(
         float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(actual, expected, strict=True)
     )
