@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.vertical_slash import key_lists
-from pallas_kernels.vertical_slash.tpu_gather import seen
+from pallas_kernels.vertical_slash.tpu_gather import gather_seen
 
 WINDOW = 5
 
@@ -19,9 +19,9 @@ WINDOW = 5
 @functools.cache
 def compiled(block):
     def expected(keys):
-        return key_lists.seen(keys._replace(k=keys.k[1:], v=keys.v[1:]))
+        return key_lists.gather_seen(keys._replace(k=keys.k[1:], v=keys.v[1:]))
 
-    return jax.jit(functools.partial(seen, block=block, row=1)), jax.jit(expected)
+    return jax.jit(functools.partial(gather_seen, block=block, row=1)), jax.jit(expected)
 
 
 def keys(s, head_dim, dtype, gated, counts, seed):

@@ -53,7 +53,7 @@ def interpreted(window, dtype, *arguments):
     params = InterpretGPUParams(detect_races=True)
     if not NEW:  # its interpreter has nothing better for what TMA fills with zeros
         params = dataclasses.replace(params, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
-    band, far = key_lists.gathered(*key_lists.shown_by_row(*arguments[1:]), window=window)
+    band, far = key_lists.gathered(*key_lists.zero_unseen_by_row(*arguments[1:]), window=window)
     first = k.shape[2] - q.shape[2]
     out = hopper.attend(
         q, band, far, dtype, first=first, window=window, interpret=params, machine=INTERPRETED
