@@ -12,7 +12,7 @@ from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name not in ("reference", "hopper")]
 TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
-"""Implementations, of which all but the TPU's run only in thorough tests."""
+"""Implementations. All but the TPU's run only in thorough tests."""
 SHAPES = {  # b, n, k, t, h, page, columns, ring pages
     "one": (3, 4, 2, 1, 32, 16, 9, 2),
     "several tiles": (2, 4, 2, 1, 256, 8, 80, 3),

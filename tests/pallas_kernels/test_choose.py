@@ -34,7 +34,7 @@ def test_the_named_implementation_is_chosen():
     assert choose(NAMES, None, "op", BY_PLATFORM | {"cpu": "gpu"}) is str
 
 
-def test_a_platform_without_a_kernel_is_one_line():
+def test_a_platform_without_a_kernel_is_refused_in_one_line():
     with pytest.raises(ValueError, match="^op: no implementation for platform 'cpu', only for tpu$"):
         choose(NAMES, None, "op", {"tpu": "tpu"})
     with pytest.raises(
