@@ -82,7 +82,7 @@ def test_split_heads_on_hopper_write_once():
     q, pool, table, length, ring, new, _ = cache(shape, RINGS, LENGTHS, 0, jnp.bfloat16)
     pool, append = jnp.nan_to_num(pool), places(pool)
     call = functools.partial(hopper.hopper, interpret=InterpretGPUParams(), machine=INTERPRETED)
-    *_, written = call(q, pool, table, length, ring, RING_PAGES, new, None, q.dtype, append)
+    *_, written = call(q, pool, table, length, ring, RING_PAGES, new, None, None, q.dtype, append)
     assert_same(written, expected_pool(pool, append, new))
 
 

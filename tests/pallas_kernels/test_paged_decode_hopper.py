@@ -45,7 +45,7 @@ def check(monkeypatch, shape, ring_length, length, programs, outside=False):
     @jax.jit
     def call(q, pool, table, length, lengths, new):
         lengths, new = (lengths, new) if ring else (None, None)
-        return form(q, pool, table, length, lengths, ring_pages, new, None, q.dtype)
+        return form(q, pool, table, length, lengths, ring_pages, new, None, None, q.dtype)
 
     *out, _ = call(q, pool, table, length, lengths, new)
     jax.block_until_ready(out)
