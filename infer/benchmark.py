@@ -227,8 +227,8 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
         model, tokenizer = kvjax.load(config.model, config.dtype, max_length=longest)
         if model.config.sliding_layers or model.config.num_experts:
             raise UserError(
-                f"--model {config.model}: the bounds and dense attention beside it are for models without sliding "
-                "windows and experts"
+                f"--model {config.model}: models with sliding windows or experts cannot be timed, since the bounds and "
+                "rivals are for full attention and dense layers"
             )
     names = (FULL, *(name for name in config.policies if name != FULL))
     policies = {name: policy_of(name, model, tokenizer) for name in names}

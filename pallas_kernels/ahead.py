@@ -1,7 +1,7 @@
 """Ahead-of-time compilation for accelerators that this machine does not have.
 
 TPU: the whole compiler, from `libtpu`. It prints to stderr, takes a lock, and reads its settings from the environment
-when it is first used, so run it in a process of its own, started with `ENVIRONMENT`.
+when it is first used, so run it in a separate process, started with `ENVIRONMENT`.
 CUDA: lowering, which needs nothing, and XLA's compiler if `CUDA_PACKAGES` are installed.
 """
 

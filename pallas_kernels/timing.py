@@ -91,7 +91,7 @@ class Part(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A check that `call(implementation, *args)` gives what `call("reference", *args)` does, within `LIMITS`."""
+    """A check that `call(implementation, *args)` equals `call("reference", *args)` within `LIMITS`."""
 
     name: str
     call: Callable[..., Any]

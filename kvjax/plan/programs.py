@@ -333,31 +333,31 @@ def complete_policy(policy: str, config: ModelConfig, make: Make) -> Described:
     return described
 
 
-def _kvzip_texts(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    return {name: TEXT for name in ("instruction", "resumption", "tail") if name not in given}
+def _kvzip_texts(arguments: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    return {name: TEXT for name in ("instruction", "resumption", "tail") if name not in arguments}
 
 
-def _fast_kvzip_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    inputs, width = given.get("inputs", "hidden"), config.width
+def _fast_kvzip_gates(arguments: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    inputs, width = arguments.get("inputs", "hidden"), config.width
     heads = config.num_full_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads
     sizes = Sizes(*heads, width if inputs == "hidden" else config.head_dim, 16, 16, "sink", inputs)
-    if "gates" in given:
-        sizes = gate_sizes(given["gates"])
-    return {"gates": make(sizes.make), "inputs": given.get("inputs", sizes.inputs)}
+    if "gates" in arguments:
+        sizes = gate_sizes(arguments["gates"])
+    return {"gates": make(sizes.make), "inputs": arguments.get("inputs", sizes.inputs)}
 
 
-def _wgkv_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    if "gates" in given:
+def _wgkv_gates(arguments: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    if "gates" in arguments:
         return {}
     heads = config.num_full_layers, config.num_kv_heads
     expand = 1.5 if config.model_type == "qwen3" else 4.0
     gates = make(lambda: WriteGate(*heads, config.head_dim, expand=expand, rngs=nnx.Rngs(0)))
-    rate = {"rate": np.full(heads, given["rate"])} if "rate" in given else {}
-    return {"gates": gates, "window": given.get("window", WINDOW)} | rate
+    rate = {"rate": np.full(heads, arguments["rate"])} if "rate" in arguments else {}
+    return {"gates": gates, "window": arguments.get("window", WINDOW)} | rate
 
 
-def _kvzap_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    if "gates" in given:
+def _kvzap_gates(arguments: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    if "gates" in arguments:
         return {}
     return {"gates": make(kvzap.Sizes(config.num_full_layers, config.num_kv_heads, config.width, 512).make)}
 

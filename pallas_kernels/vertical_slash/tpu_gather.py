@@ -185,8 +185,8 @@ def _kernel(
             # Entries that are not chosen become zero. They may be padding, even NaN, or beyond the keys.
             chosen = wide(jnp.broadcast_to(rank, (LANES, LANES)).T, k_ref.shape[1]) >= 0
             for x, staged in ((k_ref, k_staged), (v_ref, v_staged)):
-                held = jnp.where(chosen, x[chunk].astype(jnp.float32), 0).astype(x.dtype)
-                rows = dot(moved.astype(x.dtype), held).astype(x.dtype)
+                entries = jnp.where(chosen, x[chunk].astype(jnp.float32), 0).astype(x.dtype)
+                rows = dot(moved.astype(x.dtype), entries).astype(x.dtype)
                 staged[pl.ds(begin, ROWS)] += rows[:ROWS]
                 staged[pl.ds(begin + ROWS, LANES)] = rows[ROWS:]
             begin, moved = _places(at, rank, LANES)

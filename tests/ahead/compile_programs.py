@@ -124,8 +124,8 @@ def programs(mesh, config, which="all"):
     int8 = model, view, empty(view, 65536, int8=True), *arguments[3:]
     yield "decode, int8 entries", decode_block, int8, {"count": 8}
 
-    held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
-    shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))
+    page_counts = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
+    shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=page_counts))
     yield "forks", copy_shared_pages, (shared, 0), {}
 
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)

@@ -179,7 +179,7 @@ def test_it_runs_on_a_mesh(form):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda x: {"k": x[1][..., :-1]}, r"mlstm: k is \(2, 3, 37, 7\)"),
         (lambda x: {"log_f": x[4][..., :-1]}, r"mlstm: log_f is \(2, 3, 36\)"),

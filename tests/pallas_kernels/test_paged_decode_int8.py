@@ -75,7 +75,7 @@ def test_mass_equals_that_of_the_dequantised_entries():
 
 
 @pytest.mark.parametrize(
-    ("implementation", "case", "scaled", "said"),
+    ("implementation", "case", "scaled", "message"),
     [
         ("xla", "one", False, "got pool int8, expected a scale if and only if it is int8"),
         ("tpu", "one", True, "pages of a multiple of 32 entries, not 16"),

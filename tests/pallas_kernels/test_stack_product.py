@@ -73,7 +73,7 @@ def test_a_gpu_uses_the_triton_kernel():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"stack": jnp.zeros((3, 40, 8), jnp.bfloat16)}, "does not go with x float32"),
         ({"implementation": "tpu"}, "there is no implementation 'tpu'"),
@@ -103,7 +103,7 @@ def test_mismatched_arguments_are_refused(change, message):
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("make", "own", "calls"),
+    ("make", "options", "calls"),
     [
         (tiny_model, {"mlp_bias": True}, 4),
         # Each of three traced layers has three such products besides those of its experts.

@@ -44,14 +44,14 @@ def test_the_parts_of_training_take_the_bytes_of_a_real_run(mesh, shape):
         model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))()
         state = jax.jit(lambda model: initial_state(RUN, model))(model)
         batch = to_mesh(mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, 64), np.int32))
-        found = make_update(RUN).lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+        analysis = make_update(RUN).lower(state, model, batch, np.int32(0)).compile().memory_analysis()
     assert trained.parts[WEIGHTS] == device_bytes(model)
     assert trained.parts["trained parameters"] == device_bytes(state.params)
     assert trained.parts["optimizer"] == device_bytes(state.opt)
     assert trained.parts["batch"] == device_bytes(batch) + 4
-    assert trained.parts[TEMPORARIES] == found.temp_size_in_bytes > 0
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    compiled = found.argument_size_in_bytes + found.temp_size_in_bytes + results
+    assert trained.parts[TEMPORARIES] == analysis.temp_size_in_bytes > 0
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    compiled = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + results
     # The run's program drops the arguments that it does not read.
     unread = trained.parts["padding"] + trained.total - compiled - trained.parts["program"]
     assert 0 <= unread < device_bytes(model)
@@ -60,9 +60,9 @@ def test_the_parts_of_training_take_the_bytes_of_a_real_run(mesh, shape):
 def test_eight_bit_weights_take_their_bytes_and_scales(mesh, shape):
     small = shape.with_weights("int8")
     with jax.set_mesh(mesh):
-        found = memory_of(update(RUN, small, "float32", mesh, 64), "cpu").parts[WEIGHTS]
+        planned = memory_of(update(RUN, small, "float32", mesh, 64), "cpu").parts[WEIGHTS]
         model = jax.jit(lambda: Decoder(small, rngs=nnx.Rngs(0)))()
-    assert found == device_bytes(model)
+    assert planned == device_bytes(model)
     assert device_bytes(model.layers.down) == model.layers.down.size // 4
 
 

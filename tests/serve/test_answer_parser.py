@@ -246,12 +246,16 @@ def test_pieces_do_not_change_the_result(text, cuts, offered, thinking):
 @given(TEXTS)
 def test_no_text_is_lost(text):
     """Without reasoning and calls the content is the text. Otherwise only tags, calls and white space are missing."""
-    found = parsed([text])
-    if not text.lstrip().startswith("<think>") and not found.tool_calls:
-        assert found == ("", text, [])
-    shown = parsed([text], tools=None)
-    rest = text.lstrip().removeprefix("<think>").replace("</think>", "", 1) if shown.content != text else text
-    assert "".join((shown.reasoning + shown.content).split()) == "".join(rest.split())
+    answer = parsed([text])
+    if not text.lstrip().startswith("<think>") and not answer.tool_calls:
+        assert answer == ("", text, [])
+    without_tools = parsed([text], tools=None)
+    rest = (
+        text.lstrip().removeprefix("<think>").replace("</think>", "", 1)
+        if without_tools.content != text
+        else text
+    )
+    assert "".join((without_tools.reasoning + without_tools.content).split()) == "".join(rest.split())
 
 
 def test_deeply_nested_text_is_content():

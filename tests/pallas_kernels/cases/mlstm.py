@@ -81,10 +81,10 @@ def interpreted(kernel, interpret) -> float:
             memory_terms = (after.c * scale[..., None]) ** 2, after.z * scale
             return (h * weights).sum() + sum(x.sum() for x in memory_terms), (h, after)
 
-        (_, found), gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(
+        (_, outputs), gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(
             args, memory.c, memory.z
         )
-        return found, gradients
+        return outputs, gradients
 
     actual = jax.tree.leaves(value_and_gradients(functools.partial(kernel.tpu, interpret=interpret)))
     expected = jax.tree.leaves(value_and_gradients(reference))

@@ -152,7 +152,7 @@ BUGS = {
     "no page of the ring's left out": ("(index > 0) | (stored_first == page)", "(index >= 0)"),
     "entries not awaited": ("each_copy(lambda fetch, put: fetch.wait())", "None"),
     "written entries not awaited": ("each_copy(lambda fetch, put: put.wait())", "None"),
-    "an entry beside the one that moves": ("at = entry == lax.rem(slot, size)", "at = entry == 0"),
+    "another entry than the one that moves": ("at = entry == lax.rem(slot, size)", "at = entry == 0"),
 }
 
 

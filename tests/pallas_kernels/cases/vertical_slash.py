@@ -74,10 +74,10 @@ BUGS = {
     "a tile too far": ("return (table[0, i] + j - band_tiles(i)) * bk", "return (table[0, i] + j) * bk"),
     "another row's last tile": ("bring(tail, row, slice(None))", "bring(tail, 0, slice(None))"),
     "padding in the band": ("pl.when(table[3, block] > 0)(lambda: clean(slot))", "pass"),
-    "padding in the far list": ("held = jnp.where(chosen, ", "held = jnp.where(True, "),
+    "padding in the far list": ("entries = jnp.where(chosen, ", "entries = jnp.where(True, "),
     "the band of the first heads": ("each(band, row_ref[0], band_start(i)", "each(band, 0, band_start(i)"),
     "a full block of seen keys not written": ("full = filled(", "full = -1 + filled("),
-    "what is left of seen keys not moved on": (
+    "the rest of the seen keys not moved": (
         "            staged[:block] = staged[block : 2 * block]\n",
         "",
     ),
