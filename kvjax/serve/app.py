@@ -16,13 +16,13 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvjax.chat_template import around, keeps_turns, templated, token_ids
 from kvjax.engine import Constraint, Engine, Request
 from kvjax.errors import UserError, check_unicode, shown
-from kvjax.models.chat import content_span, encode, token_rows, turns_end
+from kvjax.models.chat import token_rows
 from kvjax.serve.answer_parser import AnswerParser
 from kvjax.serve.body import DROP, CompletionRequest, read_chat, read_completion, read_message
 from kvjax.serve.metrics import Metrics
+from kvjax.serve.prompts import chat_prompt, text_prompt
 from kvjax.serve.reply import ChatChoice, Choice, Reply, event, usage
 from kvjax.serve.worker import Answer, Failed, Update, Worker
 
@@ -105,7 +105,7 @@ class Server:
         """Answer a chat completion."""
         completion = read_chat(await self._body(http))
         with self._admitted(completion.n) as admission:
-            tokens, thinking, options = await run_in_threadpool(self._chat_prompt, completion)
+            tokens, thinking, options = await run_in_threadpool(chat_prompt, self._tokenizer, completion)
             answers = await self._submit(completion, [tokens], **options)
             tools = completion.tools
             names, max_calls = (None, None) if tools is None else (tools.names, None if tools.parallel else 1)
@@ -123,7 +123,7 @@ class Server:
         completion = read_completion(await self._body(http))
         with self._admitted(completion.n * len(completion.prompts)) as admission:
             rows = await run_in_threadpool(
-                lambda: [self._text_prompt(prompt, completion) for prompt in completion.prompts]
+                lambda: [text_prompt(self._tokenizer, prompt, completion) for prompt in completion.prompts]
             )
             answers = await self._submit(completion, rows)
             choices = [
@@ -268,55 +268,6 @@ class Server:
         with contextlib.ExitStack() as stack:
             stack.callback(release)
             yield stack
-
-    def _chat_prompt(self, completion: CompletionRequest) -> tuple[list[int], bool, dict[str, Any]]:
-        """Return the tokens of a chat's prompt, True if it ends in an open `<think>` block, and further options of
-        `Engine.submit`."""
-        if completion.context is not None:
-            message, *others = completion.messages
-            if others or message["role"] != "user" or completion.tools is not None or completion.dropped:
-                raise UserError("with a context, messages must be one user message, without tools and drop")
-            tokens = encode(self._tokenizer, message["content"], "end", **completion.template_options)
-            has_template = getattr(self._tokenizer, "chat_template", None)
-            after = around(self._tokenizer, **completion.template_options)[1] if has_template else ""
-            return tokens, _ends_in_thinking(after), {}
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise UserError("the model has no chat template: use /v1/completions")
-        tools = None if completion.tools is None else completion.tools.definitions
-        template_options = {"tools": tools, **completion.template_options}
-        text = templated(self._tokenizer, completion.messages, **template_options)
-        tokens, options = token_ids(self._tokenizer, text), {}
-        if not keeps_turns(self._tokenizer, **template_options):
-            options["kept"] = turns_end(self._tokenizer, completion.messages, **template_options)
-        if completion.dropped:
-            options |= self._dropped_spans(completion, tokens, template_options)
-        return tokens, _ends_in_thinking(text), options
-
-    def _dropped_spans(
-        self, completion: CompletionRequest, tokens: list[int], template_options: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the options `dropped` and `dropped_at` of `Engine.submit` for the messages that are dropped.
-
-        Messages are dropped after the chat's last answer, so that the answer has seen them.
-        """
-
-        def span(index: int) -> tuple[int, int]:
-            return content_span(self._tokenizer, completion.messages, tokens, index, **template_options)
-
-        spans = tuple((start, end) for start, end in map(span, completion.dropped) if start < end)
-        roles = [message["role"] for message in completion.messages]
-        # index of the message after the last answer
-        after = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else len(roles)
-        begin = span(after)[0] if after < len(roles) else 0
-        return {"dropped": spans, "dropped_at": max([begin, *(end for _, end in spans)])}
-
-    def _text_prompt(self, prompt: str | list[int], completion: CompletionRequest) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        check_unicode(prompt)
-        if completion.context is not None:
-            return encode(self._tokenizer, prompt, "end")
-        return token_ids(self._tokenizer, prompt, add_special_tokens=True)
 
     async def _submit(
         self, completion: CompletionRequest, prompts: list[list[int]], **more: Any
@@ -499,11 +450,6 @@ def _check_ended(request: Request, update: Update) -> None:
         raise Refused(409, "the context of this request was dropped")
     if update.finish_reason is not None and request.constraint is not None and request.constraint.error:
         raise Refused(400, f"the answer's format cannot be followed: {request.constraint.error}")
-
-
-def _ends_in_thinking(text: str) -> bool:
-    """Return True if a prompt ends in an open `<think>` block."""
-    return text.rstrip().endswith("<think>")
 
 
 def _error(message: str, kind: str) -> dict[str, Any]:

@@ -6,18 +6,19 @@ from kvjax import chat_template
 from kvjax.inference import generate
 from kvjax.sampling_params import SamplingParams
 from kvjax.serve.body import read_chat
+from kvjax.serve.prompts import chat_prompt
 from tests.serve.running import FORMAT, NAME, TOOL, model, running, tool_of, user
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 
-def test_the_spans_of_dropped_messages_are_found(served, monkeypatch):
+def test_the_spans_of_dropped_messages_are_found(monkeypatch):
     """Messages are dropped where the first message after the last answer begins, so that the answer has seen them.
     The chat's text is rendered once."""
     roles = ("system", "user", "assistant", "tool", "assistant", "tool", "user")
     messages = [{"role": role, "content": f"Text of {role}, {i}."} for i, role in enumerate(roles)]
     messages[0]["drop"] = False
     messages[3]["drop"] = True
-    tokens, _, options = served.server._chat_prompt(read_chat({"messages": messages}))
+    tokens, _, options = chat_prompt(byte_tokenizer(), read_chat({"messages": messages}))
     tokenizer, ((start, end),) = byte_tokenizer(), options["dropped"]
     assert tokenizer.decode(tokens[start:end]) == "Text of tool, 3."
     assert tokenizer.decode(tokens[options["dropped_at"] :]).startswith("Text of tool, 5.")
@@ -30,7 +31,7 @@ def test_the_spans_of_dropped_messages_are_found(served, monkeypatch):
         "render",
         lambda template, given: rendered.append(given["messages"]) or render(template, given),
     )
-    options = served.server._chat_prompt(read_chat({"messages": messages}))[2]
+    options = chat_prompt(byte_tokenizer(), read_chat({"messages": messages}))[2]
     assert rendered.count(plain) == 1
     assert options["dropped_at"] == options["dropped"][1][1]
 
