@@ -97,8 +97,7 @@ def merge(
     `append`, the pool has this call's token.
 
     `rows` is the result of `row_table`, q is `[r queries h]`, and `new` has this call's keys and values `[b k t h]`.
-    The
-    slots are in float32: outputs `[slots queries h]` and log-sum-exps to base 2. q and the slots may have more
+    The slots are in float32: outputs `[slots queries h]` and log-sum-exps to base 2. q and the slots may have more
     queries.
     """
     r, queries, h = shares.r, shares.queries, shares.h
@@ -189,8 +188,8 @@ def _write(row, place, places_ref, k_ref, v_ref, pool_ref, shares: Shares, inter
     column, entries = jnp.arange(shares.h2), pool_ref.shape[0]
     exists = column < shares.h
     sides = (0, k_ref), (shares.h, v_ref)
-    inside = jnp.minimum(slot, entries - 1)
-    old = [plt.load(pool_ref.at[inside, first + column], mask=exists, other=0) for first, _ in sides]
+    clipped = jnp.minimum(slot, entries - 1)
+    old = [plt.load(pool_ref.at[clipped, first + column], mask=exists, other=0) for first, _ in sides]
     if not interpret:
         plt.debug_barrier()  # several threads may read a number that one of them then writes
     for (first, new_ref), x in zip(sides, old, strict=True):

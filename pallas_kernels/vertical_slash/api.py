@@ -41,7 +41,7 @@ def vertical_slash(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Compute causal attention in which every key of every kv head has a last query that sees it.
+    """Compute causal attention in which each key of each kv head is visible up to an index of its own.
 
     The queries are the last `t` of the `s` indices: query `i` has index `I = i + s - t`. It sees key `j` iff
     `j <= I < end[j]`. The logit is `q·k / sqrt(h)`, plus `log_gate[j]` if `I >= j + window` (WG-KV's training
