@@ -78,7 +78,7 @@ def test_interrupted_benchmark_continues(tmp_path):
     assert [row["path"] for row in rows] == [row["path"] for row in found["rows"]]
     other = run("benchmark.py", *SMALL, *sizes, "--width", "64", cwd=tmp_path)
     assert other.returncode != 0
-    assert "figures.json: its rows are of another config; name another file" in other.stderr
+    assert "figures.json: its rows have another config; name another file" in other.stderr
     assert "Traceback" not in other.stderr
 
 

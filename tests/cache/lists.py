@@ -16,7 +16,7 @@ from kvjax.mesh import HEADS as SPLIT
 from kvjax.mesh import SHARDS, make_mesh, put
 from kvjax.policies import make_policy
 from kvjax.policies.compiled import compile_policy
-from pallas_kernels.paged_decode.append import written
+from pallas_kernels.paged_decode.append import append_tokens
 
 BATCH, HEADS, TOKENS, PAGE = 2, 2, 6, 3
 CALLS = 5
@@ -86,7 +86,7 @@ def advance_one(cache: caches.Cache, wanted, valid, window: int):
     priority = wanted[..., None].astype(jnp.float32)
     layer, oldest = caches.slot_priority(layer, cache.seen, priority, valid, 0)
     at = caches.place_one(cache.pages, layer, caches.Turnover(oldest > 0.5), cache.seen, valid, window)
-    pool = written(cache.pages.pool, at.append, (kv[..., :1], kv[..., 1:]), jnp.zeros(kv.shape[:3]))
+    pool = append_tokens(cache.pages.pool, at.append, (kv[..., :1], kv[..., 1:]), jnp.zeros(kv.shape[:3]))
     pages = dataclasses.replace(cache.pages, pool=pool)
     pages, layer = caches.push_one(pages, layer, at, oldest, numbers, cache.seen, valid, window)
     layers = jax.tree.map(lambda a: a[None], layer)
