@@ -22,6 +22,7 @@ from kvjax.sampling_params import SamplingParams
 
 TURNS = "turns"
 """The key of the conversation in a saved cache's description."""
+CHANGED = "Session.drop: messages were changed since they were read: call say first"
 
 
 class Session:
@@ -239,7 +240,8 @@ class Session:
             turn: the index of the turn's message in `messages`.
 
         Raises:
-            UserError: there is no such turn, it has not been read yet, or `Cache.without` refuses it.
+            UserError: there is no such turn, it has not been read yet, messages were changed since they were read, or
+                `Cache.without` refuses it.
         """
         cache = self._require_cache("drop")
         turn = whole_number("Session.drop", "turn", turn, 0, len(self.messages) - 1)
@@ -261,11 +263,18 @@ class Session:
                 )
             messages = self.messages[:-1]
             tokens = token_ids(tokenizer, templated(tokenizer, messages, **options))
+            if tokens[: len(self.tokens)] != self.tokens:
+                raise UserError(CHANGED)
             return content_span(tokenizer, messages, tokens, turn, **options)
         if len(self._ends) != len(self._parts):
             raise UserError(
                 "Session.drop: an older kvjax saved the conversation, and not where its turns are"
             )
+        following = {"role": "user", "content": PLACE}
+        if self._templated and not self._length_in(
+            templated(tokenizer, [*self.messages, following], **options)
+        ):
+            raise UserError(CHANGED)
         # the user's first turn since the conversation was last read from its beginning
         first = len(self.messages) - len(self._parts)
         index = 2 * max(0, (turn - first) // 2)

@@ -166,6 +166,20 @@ def test_changed_messages_become_visible_again(dropping, turn, text):
     assert session.stats.entries.max() == session.stats.tokens - len(TEXTS[0])
 
 
+@pytest.mark.parametrize("thoughtful", [False, True])
+def test_changed_messages_are_read_before_turns_are_dropped(model, dropping, thinking, thoughtful):
+    """Else the tokens of another text would be dropped."""
+    session = Session(LLM(model, tokenizer=thinking) if thoughtful else dropping)
+    session.say(TEXTS[0], SHORT)
+    session.say(TEXTS[1], SHORT)
+    session.messages[0]["content"] += " Or not?"
+    with pytest.raises(UserError, match="messages were changed since they were read: call say first"):
+        session.drop(2)
+    session.say(TEXTS[2], SHORT)
+    session.drop(2)
+    assert session.dropped == [2]
+
+
 def test_replaced_question_is_visible_with_thinking_templates(model, thinking):
     """The cache ends with the user's turn, so that it could be continued without reading the question."""
     llm = LLM(model, tokenizer=thinking)
