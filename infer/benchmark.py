@@ -2,18 +2,18 @@
 
     python infer/benchmark.py --policies wgkv snapkv:ratio=0.25 quest:ratio=0.25
 
-The timings include index building, page bookkeeping and compaction. The rival is the same model with full attention by
-the fastest path: contiguous caches (blockwise or einsum attention, XLA's own, and cuDNN's on a GPU) and kvjax's own
-pages under the full policy are all timed, and each phase is compared with the best of them. Paths take turns, so that
+The timings include index building, page bookkeeping and compaction. The rival is the fastest path of the same model
+with full attention. Its paths are contiguous caches (blockwise or einsum attention, XLA's attention, and cuDNN's on a
+GPU) and kvjax's pages under the full policy; each phase is compared with the fastest of them. Paths take turns, so that
 noise of the machine affects all of them. The first round compiles and does not count; the median of the others does.
 
 Prefill reads one sequence. Decoding begins with caches of random entries, as full as each context would leave them
 (`synthetic_cache.py`), and runs one program per policy and batch size for all contexts. Compactions between blocks
 (`when=every`, `overflow`) are left out. Every row has a bound: for decoding, the time that this device takes to copy
-what must be read, weights and entries; for prefill, the time of its products at the rate of a large product.
+the weights and entries that must be read; for prefill, the time of its products at the rate of a large product.
 
 `wgkv` without gates follows WG-KV's protocol (App. I): tokens are admitted at random at an exact rate, and gates of the
-size of trained ones are still evaluated. `kvpop` without scorers has random ones, which cost as much as trained ones.
+usual size are still evaluated. `kvpop` without scorers has random ones, which cost as much as trained ones.
 
 With --json, a run that was interrupted resumes.
 """
@@ -35,8 +35,8 @@ from kvjax.errors import UserError
 from kvjax.files import write_text
 from kvjax.sampling_params import SamplingParams
 
-OWN_FULL = "full"
-"""The path of kvjax's own pages under the full policy."""
+FULL = "full"
+"""The path of kvjax's pages under the full policy."""
 COLUMNS = "phase", "batch", "context", "path", "seconds", "ratio", "roofline", "fraction", "bytes", "kv_ratio"
 """The fields of a row that are printed."""
 
@@ -46,7 +46,7 @@ class BenchmarkConfig:
     """Time prefill and decoding with compressed caches against full attention."""
 
     policies: tuple[str, ...] = ("wgkv",)
-    """Policies to time, each a name with its arguments, as `snapkv:ratio=0.25`. The full cache is always timed."""
+    """Policies to time, each a name with its arguments, such as `snapkv:ratio=0.25`. The full cache is always timed."""
     model: str | None = None
     """A model folder, a GGUF file, a hub id or `builtin`. None: random weights of the sizes below."""
     context: tuple[int, ...] = (16384,)
@@ -63,10 +63,10 @@ class BenchmarkConfig:
     """The number of timings of each path."""
     layers: int = 2
     width: int = 128
-    """Width of the residual stream. It is narrow, so that attention dominates."""
+    """Width of the residual stream. The default is narrow, so that attention dominates."""
     mlp_width: int = 128
     heads: int = 32
-    """Query heads. The defaults of this and the next two are Llama-3.2-1B's."""
+    """Query heads. The defaults of `heads`, `kv_heads` and `head_dim` are those of Llama-3.2-1B."""
     kv_heads: int = 8
     head_dim: int = 64
     json: Path | None = None
@@ -97,19 +97,19 @@ def main(args: list[str] | None = None) -> None:
 def write_rows(config: Any, rows: list[dict[str, Any]]) -> None:
     """Write the rows, the device and the options to the config's file, if it names one."""
     if config.json is not None:
-        write_text(config.json, json.dumps({"rows": rows} | where(config), indent=1) + "\n")
+        write_text(config.json, json.dumps({"rows": rows} | run_description(config), indent=1) + "\n")
 
 
-def where(config: Any) -> dict[str, Any]:
-    """Return the device, jax's version and the options of a run, as its JSON file has them."""
+def run_description(config: Any) -> dict[str, Any]:
+    """Return the fields of a run's JSON file that describe it: device, jax version and options."""
     import jax
 
-    asked = {k: v for k, v in dataclasses.asdict(config).items() if k != "json"}
+    options = {k: v for k, v in dataclasses.asdict(config).items() if k != "json"}
     return {
         "device": jax.devices()[0].device_kind,
         "machine": platform.processor() or platform.machine(),
         "jax": jax.__version__,
-        "config": json.loads(json.dumps(asked)),
+        "config": json.loads(json.dumps(options)),
     }
 
 
@@ -117,11 +117,11 @@ def rows_so_far(config: BenchmarkConfig) -> list[dict[str, Any]]:
     """Return the rows of the config's file. Raises UserError if its device, jax version or options differ."""
     if config.json is None or not config.json.exists():
         return []
-    found = json.loads(config.json.read_text())
-    rows = found.pop("rows")
-    for name, value in where(config).items():
-        if found[name] != value:
-            raise UserError(f"--json {config.json}: its rows are of another {name}; name another file")
+    saved = json.loads(config.json.read_text())
+    rows = saved.pop("rows")
+    for name, value in run_description(config).items():
+        if saved[name] != value:
+            raise UserError(f"--json {config.json}: its rows have another {name}; name another file")
     return rows
 
 
@@ -142,7 +142,7 @@ def random_model(config: BenchmarkConfig) -> Any:
 
 
 def random_gates(model: Any, rate: float = 0.25, window: int = 256) -> Any:
-    """Return a policy that admits tokens at random, at exactly this rate, and still evaluates gates."""
+    """Return a policy that admits tokens at random at exactly this rate, and still evaluates gates."""
     import jax
     from flax import nnx
 
@@ -162,7 +162,7 @@ def random_gates(model: Any, rate: float = 0.25, window: int = 256) -> Any:
 
         def score(self, state, step, seen, valid):
             state, priority, delay = self.random.score(state, step, seen, valid)
-            # far below the resolution of the priorities: the gates are computed but decide nothing
+            # This is far below the resolution of the priorities, so the gates are computed but decide nothing.
             return state, priority + 1e-12 * self.gates(step.k_pre, step.k), delay
 
         def keep(self):
@@ -188,7 +188,7 @@ def policy_of(text: str, model: Any, tokenizer: Any) -> Any:
     wgkv, kvpop = described.get("wgkv"), described.get("kvpop")
     if wgkv is not None and "gates" not in wgkv:
         if len(described) > 1:
-            raise UserError(f"--policies {text}: random gates are timed alone")
+            raise UserError(f"--policies {text}: random gates cannot be combined with other methods")
         return random_gates(model, **wgkv)
     if kvpop is not None and not kvpop.keys() & {"gates", "scorers"}:
         shape = (model.config.num_full_layers, model.config.num_kv_heads, model.config.head_dim)
@@ -201,19 +201,19 @@ class Timing(NamedTuple):
 
     seconds: float
     bound: float
-    """The bound: the least seconds that it can take."""
+    """The least seconds that it can take."""
     bytes: int | None = None
     """Bytes of the pages in use. None: the cache is contiguous."""
     kv_ratio: float | None = None
-    """Entries held, as a share of a full cache's."""
+    """The share of a full cache's entries that is held."""
 
 
-Way = Callable[[], Timing]
+TimePath = Callable[[], Timing]
 """A function that times a phase on one path."""
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """Return, print and write a row for each phase, batch, context and path. Times of decoding are per token."""
+    """Time each phase, batch, context and path. Return, print and write the rows. Decoding times are per token."""
     import jax
     from dense_attention import layers_of
 
@@ -227,10 +227,10 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
         model, tokenizer = kvjax.load(config.model, config.dtype, max_length=longest)
         if model.config.sliding_layers or model.config.num_experts:
             raise UserError(
-                f"--model {config.model}: the bounds and dense attention beside it are for models without sliding "
-                "windows and experts"
+                f"--model {config.model}: models with sliding windows or experts cannot be timed, since the bounds and "
+                "rivals are for full attention and dense layers"
             )
-    names = (OWN_FULL, *(name for name in config.policies if name != OWN_FULL))
+    names = (FULL, *(name for name in config.policies if name != FULL))
     policies = {name: policy_of(name, model, tokenizer) for name in names}
     setting = timing.CPU if jax.default_backend() == "cpu" else timing.ACCELERATOR
     rates = timing.bounds(setting._replace(dtype=config.dtype), jax.random.key(0))
@@ -257,7 +257,7 @@ def report(
     phase: str,
     batch: int,
     context: int,
-    paths: dict[str, Way],
+    paths: dict[str, TimePath],
 ) -> None:
     """Time the paths in turn, and add, print and write their rows."""
     from pallas_kernels.timing import cells
@@ -265,7 +265,7 @@ def report(
     rounds = [{name: path() for name, path in paths.items()} for _ in range(config.repeats + 1)]
     median = {name: statistics.median(timings[name].seconds for timings in rounds[1:]) for name in paths}
     last = rounds[-1]
-    full = [name for name in paths if last[name].bytes is None or name == OWN_FULL]
+    full = [name for name in paths if last[name].bytes is None or name == FULL]
     rival = min(full, key=lambda name: median[name])
     for name, seconds in median.items():
         _, bound, used, kv_ratio = last[name]
@@ -280,7 +280,7 @@ def report(
 
 
 def sizes(cache: Any) -> tuple[int, float]:
-    """Return the bytes of the cache's pages in use, and the entries held as a share of a full cache's."""
+    """Return the bytes of the cache's pages in use, and the share of a full cache's entries that is held."""
     import kvjax
 
     stats, pages = kvjax.stats(cache), cache.pages.free.size
@@ -289,8 +289,8 @@ def sizes(cache: Any) -> tuple[int, float]:
 
 def prefills(
     config: BenchmarkConfig, model: Any, policies: dict[str, Any], rate: float, context: int
-) -> dict[str, Way]:
-    """Return the ways to read a prompt, up to its first new token. rate: FLOPs per second."""
+) -> dict[str, TimePath]:
+    """Return the paths that read a prompt, up to its first new token. rate: FLOPs per second."""
     import jax
     from dense_attention import dense_prefills
 
@@ -301,7 +301,7 @@ def prefills(
     matrices = sum(x.size for x in jax.tree.leaves(model.layers) if x.ndim == 3)
 
     def bound(policy: Any) -> float:
-        """Return the seconds of the products, with attention to the keys that each token sees."""
+        """Return the seconds of the products, including attention to the keys that each token sees."""
         seen = context / 2
         if policy is not None:
             window = min(policy.window, context)
@@ -311,20 +311,20 @@ def prefills(
             context * (2 * matrices + 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen) / rate
         )
 
-    def dense(prefill: Callable) -> Timing:
+    def time_dense(prefill: Callable) -> Timing:
         began = time.perf_counter()
         jax.block_until_ready(prefill(np.asarray(ids[None], np.int32)))
         return Timing(time.perf_counter() - began, bound(None))
 
-    def own(policy: Any) -> Timing:
+    def time_policy(policy: Any) -> Timing:
         sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
         began = time.perf_counter()
         cache = next(stream(model, [ids], sampling, policy=policy, page_size=config.page_size)).cache
         jax.block_until_ready(cache)
         return Timing(time.perf_counter() - began, bound(policy), *sizes(cache))
 
-    found = {name: functools.partial(dense, prefill) for name, prefill in dense_prefills(model).items()}
-    return found | {name: functools.partial(own, policy) for name, policy in policies.items()}
+    paths = {name: functools.partial(time_dense, prefill) for name, prefill in dense_prefills(model).items()}
+    return paths | {name: functools.partial(time_policy, policy) for name, policy in policies.items()}
 
 
 def decodes(
@@ -336,13 +336,13 @@ def decodes(
     rate: float,
     batch: int,
     context: int,
-) -> dict[str, Way]:
-    """Return the ways to decode a token of each sequence.
+) -> dict[str, TimePath]:
+    """Return the paths that decode tokens of each sequence.
 
     Args:
         layers: the result of `layers_of`.
-        caches: filled in for this batch. For each policy it holds the compiled policy and the function that makes
-            caches.
+        caches: for each policy the compiled policy and the function that makes caches of this batch size. Missing ones
+            are added.
         rate: bytes per second.
     """
     import jax
@@ -363,34 +363,34 @@ def decodes(
     shape = model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
 
-    def dense(make: Callable, decode: Callable) -> Timing:
+    def time_dense(make: Callable, decode: Callable) -> Timing:
         entries = batch * context * token_bytes
         state = jax.block_until_ready(make())
         began = time.perf_counter()
         jax.block_until_ready(decode(state))
         return Timing((time.perf_counter() - began) / count, (weights + entries) / rate)
 
-    def own(policy: Any, make: Callable) -> Timing:
+    def time_policy(policy: Any, make: Callable) -> Timing:
         cache = jax.block_until_ready(make(context))
-        held, read = sizes(cache), bytes_read(policy, cache, context)
+        page_bytes_and_ratio, read = sizes(cache), bytes_read(policy, cache, context)
         token, running = put(np.zeros(batch, np.int32), BATCH), put(np.ones(batch, bool), BATCH)
         options = {"count": count, "recurring": recurring(policy.host, cache)}
         began = time.perf_counter()
         jax.block_until_ready(
             decode_block(model, policy.decode, cache, token, running, sampler, np.int32(0), **options)
         )
-        return Timing((time.perf_counter() - began) / count, (weights + read) / rate, *held)
+        return Timing((time.perf_counter() - began) / count, (weights + read) / rate, *page_bytes_and_ratio)
 
     for name, policy in policies.items():
         if name not in caches:
             compiled = policy.compile(model)
             shapes = batch, max(config.context), count, config.page_size
             caches[name] = compiled, synthetic_caches(model, compiled, *shapes)
-    found = {
-        name: functools.partial(dense, *path)
+    paths = {
+        name: functools.partial(time_dense, *path)
         for name, path in dense_decodes(model, layers, batch, context, count).items()
     }
-    return found | {name: functools.partial(own, *pair) for name, pair in caches.items()}
+    return paths | {name: functools.partial(time_policy, *pair) for name, pair in caches.items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Full attention over contiguous caches, by the fastest paths available: the rivals of `benchmark.py`."""
+"""Full attention over contiguous caches by several paths: the rivals of `benchmark.py`."""
 
 import functools
 import math
@@ -30,7 +30,8 @@ def dense_prefills(model: Decoder) -> dict[str, Callable]:
 
     @local
     def xla(step):
-        """Run `jax.nn.dot_product_attention` a block of queries at a time: the whole matrix would not fit."""
+        """Run `jax.nn.dot_product_attention` on one block of queries at a time, since the whole matrix would not
+        fit."""
         q, k, v = (rearrange(x, "b n t h -> b t n h") for x in (step.q, step.k, step.v))
         context = q.shape[1]
         rows = math.gcd(1024, context)
@@ -71,7 +72,7 @@ def dense_prefills(model: Decoder) -> dict[str, Callable]:
 
 
 def layers_of(model: Decoder) -> list[Any]:
-    """Return the model's layers with separate weights: slices of a stack would be copied in every call."""
+    """Return the model's layers with separate weights, since slices of a stack would be copied in every call."""
     return [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(model.config.num_layers)]
 
 
@@ -107,25 +108,25 @@ def dense_decodes(
     def decode(attention, layout, model, layers, state):
         axis = layout.split().index("s")
 
-        def one(carry, place):
+        def step(carry, index):
             caches, token = carry
             x = model.embed_tokens(token[:, None])
-            angles = cos_sin(config.rope, config.head_dim, place[None, None])
+            angles = cos_sin(config.rope, config.head_dim, index[None, None])
             new = []
-            for block, kept in zip(layers, caches, strict=True):
+            for block, cached in zip(layers, caches, strict=True):
                 projected = block.project(x, angles)
                 q, k_new, v_new = (projected[name] for name in ("q", "k", "v"))
                 added = (rearrange(x, f"b k s h -> {layout}") for x in (k_new, v_new))
                 k, v = (
-                    jax.lax.dynamic_update_slice_in_dim(old, add, place, axis)
-                    for old, add in zip(kept, added, strict=True)
+                    jax.lax.dynamic_update_slice_in_dim(old, add, index, axis)
+                    for old, add in zip(cached, added, strict=True)
                 )
                 new.append((k, v))
-                x = block.finish(x, attention(q, k, v, place + 1))
+                x = block.finish(x, attention(q, k, v, index + 1))
             token = jnp.argmax(model.logits(model.norm(x))[:, 0], -1)
             return (new, token), None
 
-        return jax.lax.scan(one, state, context + jnp.arange(new_tokens))[0]
+        return jax.lax.scan(step, state, context + jnp.arange(new_tokens))[0]
 
     def make(layout):
         sizes = {"b": batch, "k": config.num_kv_heads, "s": total, "h": config.head_dim}
@@ -140,17 +141,17 @@ def dense_decodes(
         forms["cuDNN"] = cudnn, "b s k h"
     paths = {}
     for name, form in forms.items():
-        after = jax.jit(functools.partial(decode, *form), donate_argnums=2)
+        run = jax.jit(functools.partial(decode, *form), donate_argnums=2)
         paths[name] = (
             functools.partial(make, form[1]),
-            lambda state, after=after: after(model, layers, state),
+            lambda state, run=run: run(model, layers, state),
         )
     return paths
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _random(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return normal numbers: about a million of them, repeated."""
+    """Return an array that repeats about a million normal numbers."""
     size = math.prod(shape)
     part = jax.random.normal(key, (min(size, 1 << 20),), dtype)
     return part[jnp.arange(size, dtype=np.uint32) % part.size].reshape(shape)

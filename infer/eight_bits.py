@@ -2,9 +2,9 @@
 
     python infer/eight_bits.py --model FILE.gguf --text text/heldout
 
-Every form reads the same pieces of text, through a full cache. Its perplexity, and the share of positions where its
-likeliest next token is float32's, are over all of them. Then the forms take turns at decoding one answer each; the
-first round compiles and does not count, and the least time of the others does.
+Every form reads the same pieces of text with a full cache. Over all of them it has a perplexity, and a share of
+positions at which its most likely next token is that of float32. Then the forms take turns decoding one answer each.
+The first round compiles and does not count; the least time of the others does.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class EightBitsConfig:
     """File to write the rows to."""
 
     def check(self) -> None:
-        """Raise UserError for numbers out of range, and for a text that is not there."""
+        """Raise UserError for numbers out of range and for a missing text."""
         for name, least in {"pieces": 1, "length": 2, "prompt": 1, "new_tokens": 1, "repeats": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(
@@ -90,15 +90,15 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
     for name, (dtype, weights, entries) in FORMS.items():
         stored = {"weights": weights, "kv_cache_dtype": entries}
         model = kvjax.load_model(config.model, dtype, **stored, max_length=longest)
-        loss, own = predictions(model, pieces)
-        likeliest = own if likeliest is None else likeliest
+        loss, predicted = predictions(model, pieces)
+        likeliest = predicted if likeliest is None else likeliest
         rows.append(
             {
                 "form": name,
                 "MiB": sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20,
                 "KiB_per_token": token_bytes(model.config, model.dtype) / 2**10,
                 "perplexity": float(np.exp(loss.mean())),
-                "agreement": float((own == likeliest).mean()),
+                "agreement": float((predicted == likeliest).mean()),
             }
         )
         models[name] = model
@@ -118,9 +118,9 @@ def run(config: EightBitsConfig) -> list[dict[str, Any]]:
 
 
 def read_pieces(config: EightBitsConfig, tokenizer: Any) -> np.ndarray:
-    """Return pieces of the text, [pieces length]. Raises UserError if there is too little of it."""
-    place = Path(config.text)
-    files = sorted(place.glob("*.txt")) if place.is_dir() else [place]
+    """Return token ids of pieces of the text, [pieces length]. Raises UserError if the text is too short."""
+    path = Path(config.text)
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     tokens = np.concatenate(
         [tokenizer(file.read_text(encoding="utf-8"))["input_ids"] for file in files] or [[]]
     )
@@ -133,7 +133,7 @@ def read_pieces(config: EightBitsConfig, tokenizer: Any) -> np.ndarray:
 
 
 def predictions(model: Any, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the losses of the next tokens and the likeliest ones, of all pieces one after another."""
+    """Return the losses of the next tokens and the most likely next tokens, of all pieces one after another."""
     import jax
     import jax.numpy as jnp
 
@@ -143,13 +143,13 @@ def predictions(model: Any, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     from kvjax.policies import Policy
 
     @jax.jit
-    def of(model, view, cache, tokens, following):
+    def read(model, view, cache, tokens, following):
         cache, hidden, _ = forward(model, view, cache, tokens, jnp.full(1, tokens.shape[1], jnp.int32))
         logits = model.logits(hidden)
         loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), following[..., None], -1)
         return cache, (loss[0, :, 0], logits[0].argmax(-1))
 
-    found = []
+    results = []
     with use_mesh(model):
         policy = Policy().compile(model)
         for piece in pieces:
@@ -157,14 +157,14 @@ def predictions(model: Any, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]
             for start in range(0, len(piece) - 1, CHUNK):
                 end = min(start + CHUNK, len(piece) - 1)
                 tokens = piece[None, start:end], piece[None, start + 1 : end + 1]
-                cache, own = of(model, policy.read, cache, *tokens)
-                found.append(jax.device_get(own))
-    loss, own = (np.concatenate(x) for x in zip(*found, strict=True))
-    return loss, own
+                cache, result = read(model, policy.read, cache, *tokens)
+                results.append(jax.device_get(result))
+    loss, predicted = (np.concatenate(x) for x in zip(*results, strict=True))
+    return loss, predicted
 
 
 def decode(model: Any, prompt: np.ndarray, count: int) -> float:
-    """Return the seconds of a token, the first one left out."""
+    """Return the mean seconds of a decoded token after the first."""
     from kvjax.inference import stream
     from kvjax.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Read a long text once into a small cache, then ask several questions of it.
+"""Read a long text once into a small cache, then ask several questions about it.
 
 python infer/generate.py --text book.txt --questions "Who …?" "Where …?" --model FOLDER --gates GATES
 """
@@ -18,13 +18,13 @@ class AskConfig:
     text: Path
     """The text to read."""
     questions: tuple[str, ...]
-    """Questions, each asked on its own right after the text."""
+    """Questions. Each is asked separately, right after the text."""
     model: str = "builtin"
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     gates: Path | None = None
     """Trained WG-KV gates. None: the full cache."""
     max_new_tokens: int = 64
-    """Most tokens of an answer."""
+    """The most tokens of an answer."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
 

@@ -1,12 +1,12 @@
-"""Measure NVIDIA kvpress on the contexts of an evaluation, side by side with kvjax.
+"""Measure NVIDIA kvpress and kvjax on the same contexts of an evaluation.
 
     pip install '.[parity]'
     python -m kvjax.convert models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf models/qwen2.5-coder-0.5b
     python infer/kvpress_rival.py --config claims/qwen2.5-coder-0.5b --tasks niah_multikey_2 documents \
         --twin models/qwen2.5-coder-0.5b --out runs/kvpress
 
-Both libraries read the same token ids one context at a time, compress each to the same share, and answer the same
-questions greedily. Both run the same model; kvpress needs it as a Hugging Face folder.
+Both libraries run the same model. They read the same token ids one context at a time, compress each context to the same
+share, and answer the same questions greedily. kvpress needs the model as a Hugging Face folder.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ METHODS = {
     "SnapKV": ("snapkv:observed={observed}", "SnapKVPress", {"window_size": "{observed}"}),
     "Expected Attention": ("expected_attention", "ExpectedAttentionPress", {}),
     "KeyDiff": ("keydiff", "KeyDiffPress", {}),
-    # kvpress always keeps four tokens, which count towards the budget
+    # kvpress always keeps four tokens, which count towards the budget.
     "KVzip": ("kvzip:sink=4", "KVzipPress", {}),
 }
-"""The policy, the press and the press's arguments of each method."""
+"""Each method's policy in kvjax, its press in kvpress, and the arguments of the press."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Figures:
     score: float
     interval: tuple[float, float] | None
     reading: float | None
-    """Tokens of contexts per second, compression included."""
+    """Context tokens per second, including compression."""
     decoding: float | None
-    """Tokens of answers per second."""
+    """Answer tokens per second."""
     bytes: int
     """Bytes of a context's keys and values after compression."""
 
@@ -66,13 +66,13 @@ def _speed(tokens: float | None) -> str:
     return "–" if tokens is None else f"{tokens:.0f}"
 
 
-def pressed(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[int]) -> Figures:
+def measure_press(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[int]) -> Figures:
     """Measure a press: read each sample and answer its questions, as kvpress's pipeline does."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
 
     from kvjax.evaluate.interval import mean_interval
 
-    right, counts, size = [], [], 0
+    correct, counts, size = [], [], 0
     seconds, tokens = np.zeros(2), np.zeros(2)
     for sample in samples:
         cache, started = transformers.DynamicCache(), time.perf_counter()
@@ -84,46 +84,46 @@ def pressed(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[int]) -
         scores = []
         for question in sample.questions:
             started = time.perf_counter()
-            said, steps = _answer(twin, cache, len(sample.context), question, eos)
+            answer, steps = _answer(twin, cache, len(sample.context), question, eos)
             seconds[1] += time.perf_counter() - started
             tokens[1] += steps
-            scores.append(question.score(said))
-        right.append(float(sum(scores)))
+            scores.append(question.score(answer))
+        correct.append(float(sum(scores)))
         counts.append(len(scores))
     reading, decoding = (tokens / seconds).tolist()
-    score = sum(right) / sum(counts)
-    return Figures(score, mean_interval(right, counts), reading, decoding, size // len(samples))
+    score = sum(correct) / sum(counts)
+    return Figures(score, mean_interval(correct, counts), reading, decoding, size // len(samples))
 
 
 def _answer(twin: Any, cache: Any, seen: int, question: Any, eos: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Return the greedy answer, and the number of tokens fed. The cache is restored."""
+    """Return the greedy answer and the number of tokens fed to the model. The cache is restored."""
     torch = importlib.import_module("torch")
-    held = [layer.get_seq_length() for layer in cache.layers]
-    fed, said, place = list(map(int, question.prompt)), [], seen
+    lengths = [layer.get_seq_length() for layer in cache.layers]
+    fed, answer, next_position = list(map(int, question.prompt)), [], seen
     with torch.no_grad():
-        while len(said) < question.answer_tokens:
-            position = torch.arange(place, place + len(fed))[None]
+        while len(answer) < question.answer_tokens:
+            position = torch.arange(next_position, next_position + len(fed))[None]
             out = twin(
                 torch.tensor(fed)[None], past_key_values=cache, position_ids=position, logits_to_keep=1
             )
-            place += len(fed)
+            next_position += len(fed)
             token = int(out.logits[0, -1].argmax())
             if question.stops and token in eos:
                 break
-            said.append(token)
+            answer.append(token)
             fed = [token]
-    for layer, length in zip(cache.layers, held, strict=True):
+    for layer, length in zip(cache.layers, lengths, strict=True):
         layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-    return np.array(said, np.int32), place - seen
+    return np.array(answer, np.int32), next_position - seen
 
 
-def table(found: dict[tuple[str, str, float], tuple[Figures, Figures]]) -> str:
+def table(results: dict[tuple[str, str, float], tuple[Figures, Figures]]) -> str:
     """Return a Markdown table."""
     names = ["score", "read, tokens/s", "decode, tokens/s", "MiB"]
     head = ["task", "method", "kept", *(f"kvjax: {x}" for x in names), *(f"kvpress: {x}" for x in names)]
     rows = [
         f"| {task} | {method} | {budget:g} | {ours} | {theirs} |"
-        for (task, method, budget), (ours, theirs) in found.items()
+        for (task, method, budget), (ours, theirs) in results.items()
     ]
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 
@@ -135,7 +135,7 @@ def compare(config: RivalConfig) -> str:
     except ImportError as error:
         raise UserError(f"kvpress and torch are needed: pip install '.[parity]' ({error})") from None
 
-    from kvjax.evaluate.measuring import Manner, measure
+    from kvjax.evaluate.measuring import MeasureSettings, measure
     from kvjax.evaluate.sized_tasks import sized_tasks
     from kvjax.evaluate.sizing import tokenizer_of
     from kvjax.inference.generate import BLOCK
@@ -144,14 +144,16 @@ def compare(config: RivalConfig) -> str:
 
     assert config.chunk is not None
     tasks = sized_tasks(config)
-    if any(question.given for task in tasks for sample in task.samples for question in sample.questions):
-        raise UserError("--tasks: texts that are given are not compared with kvpress")
+    if any(
+        question.teacher_forced for task in tasks for sample in task.samples for question in sample.questions
+    ):
+        raise UserError("--tasks: kvpress cannot measure tasks with given texts")
     model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
     dtype = getattr(torch, str(model.dtype))
     twin = transformers.AutoModelForCausalLM.from_pretrained(config.twin, dtype=dtype).eval()
-    tokenizer, eos, found = tokenizer_of(config.model), model.config.eos_ids, {}
+    tokenizer, eos, results = tokenizer_of(config.model), model.config.eos_ids, {}
     for task in tasks:
-        manner = Manner(1, config.chunk, 2 * (task.length + BLOCK), config.page_size)
+        manner = MeasureSettings(1, config.chunk, 2 * (task.length + BLOCK), config.page_size)
         for name, (policy, press, options) in METHODS.items():
             for budget in config.budgets:
                 text = policy.format(observed=config.observed)
@@ -159,17 +161,21 @@ def compare(config: RivalConfig) -> str:
                 ours = measure(
                     model, make_policy(text, model=model, tokenizer=tokenizer), task.samples, manner
                 )
-                given = {key: int(value.format(observed=config.observed)) for key, value in options.items()}
-                theirs = pressed(twin, getattr(kvpress, press)(1 - budget, **given), task.samples, eos)
-                found[task.name, name, budget] = (
+                arguments = {
+                    key: int(value.format(observed=config.observed)) for key, value in options.items()
+                }
+                theirs = measure_press(
+                    twin, getattr(kvpress, press)(1 - budget, **arguments), task.samples, eos
+                )
+                results[task.name, name, budget] = (
                     Figures(ours.score, ours.interval, ours.prefill, ours.decode, ours.bytes), theirs,
                 )  # fmt: skip
                 config.out.mkdir(parents=True, exist_ok=True)
-                write_text(config.out / "kvpress.md", table(found))
+                write_text(config.out / "kvpress.md", table(results))
                 print(
                     f"{task.name}, {name} at {budget:g}: kvjax {ours.score:.3f}, kvpress {theirs.score:.3f}"
                 )
-    return table(found)
+    return table(results)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Draw recall by depth and length: one needle in a long text, which is read into a small cache and then asked for.
+"""Draw recall by depth and length of the text: a needle is hidden in a long text, which is read into a small cache.
 
 python infer/needle.py --policy wgkv --gates GATES --lengths 512 1024 --out needle.png
 """
@@ -14,7 +14,7 @@ from kvjax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class NeedleConfig:
-    """Hide a record at several depths of texts of several lengths, and ask for it. For the built-in model."""
+    """Hide a record at several depths of texts of several lengths, and ask the built-in model for it."""
 
     policy: str = "full"
     """Policy, as in kvjax.generate: wgkv, streaming_llm:window=64, snapkv:ratio=0.25."""
@@ -25,7 +25,7 @@ class NeedleConfig:
     depths: int = 10
     """The number of needle depths, spaced evenly from the start of the text to its end."""
     samples: int = 8
-    """Needles for each length and depth; each is asked for in three ways."""
+    """Needles for each length and depth. Each is asked for in three ways."""
     out: Path = Path("needle.png")
     """The file for the picture."""
     mesh: MeshShape = MeshShape()
@@ -42,7 +42,7 @@ def main() -> None:
     import jax
 
     import kvjax
-    from kvjax.evaluate.measuring import Manner, measure
+    from kvjax.evaluate.measuring import MeasureSettings, measure
     from kvjax.evaluate.pictures import draw_depths
     from kvjax.tasks import Needle, builtin_text, builtin_vocabulary
 
@@ -55,10 +55,10 @@ def main() -> None:
         policy = kvjax.make_policy(config.policy, model=model, gates=config.gates)
         for row, length in enumerate(config.lengths):
             samples = [task.sample(seed, length) for seed in range(config.depths * config.samples)]
-            found = measure(model, policy, samples, Manner())
-            grid[row] = [found.by_kind[f"{depth:g}"] for depth in depths]
-            sizes.append(found.kv_ratio)
-            print(f"{length} tokens: {100 * found.score:.1f}% right at {found.kv_ratio:.3f} of the cache")
+            result = measure(model, policy, samples, MeasureSettings())
+            grid[row] = [result.by_kind[f"{depth:g}"] for depth in depths]
+            sizes.append(result.kv_ratio)
+            print(f"{length} tokens: {100 * result.score:.1f}% right with {result.kv_ratio:.3f} of the cache")
     rows = [f"{length} ({size:.2f})" for length, size in zip(config.lengths, sizes, strict=True)]
     draw_depths(config.out, config.policy, grid, rows, list(depths), "context (share of the cache)")
     print(f"picture: {config.out}")

@@ -1,4 +1,4 @@
-"""Caches of random entries, as full as a context would leave them, to time decoding without reading the context."""
+"""Caches of random entries, as full as a context would leave them. Decoding is timed with them without reading it."""
 
 import dataclasses
 import functools
@@ -33,23 +33,23 @@ def synthetic_caches(
         page_size=page_size,
     )  # fmt: skip
     shape = layout.layers, batch, layout.kv_heads
-    uneven = rng.uniform(0.5, 1.5, shape)
-    ring, group = ring_pages(layout.window, page_size), config.num_heads // config.num_kv_heads
+    unevenness = rng.uniform(0.5, 1.5, shape)
+    window_pages, group = ring_pages(layout.window, page_size), config.num_heads // config.num_kv_heads
 
     def pages_of(length: Int[np.ndarray, "l b k"]) -> Int[np.ndarray, "l b k"]:
         return -(-length // page_size)
 
     def lengths(context: int) -> Int[np.ndarray, "l b k"]:
-        return retained(host, layout, context, uneven)
+        return retained(host, layout, context, unevenness)
 
-    pages = int((ring + pages_of(lengths(longest) + new_tokens)).sum())
-    layout, none = dataclasses.replace(layout, pages=pages), dataclasses.replace(layout, pages=1)
+    pages = int((window_pages + pages_of(lengths(longest) + new_tokens)).sum())
+    layout, one_page = dataclasses.replace(layout, pages=pages), dataclasses.replace(layout, pages=1)
 
     def make(context: int) -> Cache:
-        cache, length = laid_out(policy.decode, none, group), lengths(context)
+        cache, length = laid_out(policy.decode, one_page, group), lengths(context)
         columns = np.arange(cache.layers.page_table.shape[-1])
         used = (columns < ring_pages(min(layout.window, context + 1), page_size)) | (
-            (columns >= ring) & (columns < ring + pages_of(length)[..., None])
+            (columns >= window_pages) & (columns < window_pages + pages_of(length)[..., None])
         )
         ids = rng.permutation(pages).astype(np.int32)
         table = np.full(used.shape, pages, np.int32)
@@ -77,7 +77,7 @@ def synthetic_caches(
 
 
 def bytes_read(policy: CompiledPolicy, cache: Cache, context: int) -> float:
-    """Return the bytes that one token of each sequence reads: entries and, for Quest, the bounds of pages."""
+    """Return the bytes that a decoded token of each sequence reads: entries and, for Quest, the bounds of pages."""
     pool, length = cache.pages.pool, np.asarray(cache.layers.length)
     local = min(context, cache.window - 1)
     selection, read, bounds = policy.host.selection, length, 0
@@ -89,27 +89,27 @@ def bytes_read(policy: CompiledPolicy, cache: Cache, context: int) -> float:
 
 
 def retained(
-    policy: Policy, layout: Layout, context: int, uneven: Float[np.ndarray, "l b k"]
+    policy: Policy, layout: Layout, context: int, unevenness: Float[np.ndarray, "l b k"]
 ) -> Int[np.ndarray, "l b k"]:
     """Return the number of retained entries of each head cache (without the local window) after `context` tokens."""
     local = min(context, layout.window - 1)
-    left = context - local
-    admitted = np.broadcast_to(policy.admission.admitted(left)[:, None], uneven.shape)
-    kept = np.where(admitted < left, admitted * uneven, admitted)
+    distant = context - local
+    admitted = np.broadcast_to(policy.admission.admitted(distant)[:, None], unevenness.shape)
+    kept = np.where(admitted < distant, admitted * unevenness, admitted)
     if policy.max_entries is not None:
         kept = np.minimum(kept, policy.max_entries)
     if policy.schedule is not None:
         token_bytes = 2 * layout.head_dim * layout.dtype.itemsize * layout.layers * layout.kv_heads
         kept = np.minimum(kept, policy.schedule.allowance([context], token_bytes)[0] - local)
-    return np.clip(kept, 0, left).astype(int)
+    return np.clip(kept, 0, distant).astype(int)
 
 
 def _entries(key: Any, layout: Layout) -> tuple[Array, Array | None]:
-    """Return a pool of up to 1000 different pages, repeated, and the bounds of its pages' keys, if it has bounds."""
-    some = min(layout.pages, 1000)
-    part = jax.random.normal(key, (some, layout.page_size, 2 * layout.head_dim), layout.dtype)
+    """Return a pool that repeats up to 1000 random pages, and the bounds of its pages' keys, if it has bounds."""
+    distinct = min(layout.pages, 1000)
+    part = jax.random.normal(key, (distinct, layout.page_size, 2 * layout.head_dim), layout.dtype)
     k = part[..., : layout.head_dim].astype(layout.bounds or layout.dtype)
     bounds = jnp.concatenate([k.min(1), -k.max(1)], -1)
     part = part if layout.stored == layout.dtype else as_bits(part)
-    page = jnp.arange(layout.pages) % some
+    page = jnp.arange(layout.pages) % distinct
     return part[page], None if layout.bounds is None else bounds[page]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from benchmark import OWN_FULL, policy_of, write_rows
+from benchmark import FULL, policy_of, write_rows
 
 from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
@@ -53,9 +53,7 @@ class ThroughputConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 1 <= self.shortest <= self.longest:
-            raise UserError(
-                f"--shortest and --longest must be rising, got {self.shortest} and {self.longest}"
-            )
+            raise UserError(f"--shortest must be from 1 to --longest {self.longest}, got {self.shortest}")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -72,14 +70,14 @@ def main(args: list[str] | None = None) -> None:
 
 
 Generate = Callable[[list[list[int]], int], tuple[list[list[int]], float, float]]
-"""A function that continues each prompt greedily by a number of tokens, whatever they are.
+"""A function that continues each prompt greedily by a number of tokens, without stopping early.
 
-It returns the tokens, the seconds to the first of them, and the seconds of the others.
+It returns the tokens, the seconds to the first one, and the seconds of the others.
 """
 
 
 def with_transformers(folder: Path, dtype: str) -> Generate:
-    """Return transformers' `generate`, with the left padding that it needs. Raises UserError without torch."""
+    """Return a `Generate` by transformers, with the left padding that it needs. Raises UserError without torch."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
@@ -91,10 +89,10 @@ def with_transformers(folder: Path, dtype: str) -> Generate:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def generate(prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
-        came = []
+        times = []
 
-        def watch(ids: Any, logits: Any) -> Any:
-            came.append(time.perf_counter())
+        def record_time(ids: Any, logits: Any) -> Any:
+            times.append(time.perf_counter())
             return logits
 
         began, width = time.perf_counter(), max(map(len, prompts))
@@ -102,29 +100,33 @@ def with_transformers(folder: Path, dtype: str) -> Generate:
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": count, "min_new_tokens": count}
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=mask, logits_processor=[watch], **options)
-        return out[:, width:].tolist(), came[0] - began, time.perf_counter() - came[0]
+            out = model.generate(ids, attention_mask=mask, logits_processor=[record_time], **options)
+        return out[:, width:].tolist(), times[0] - began, time.perf_counter() - times[0]
 
     return generate
 
 
 def with_kvjax(model: Any, policy: Any) -> Generate:
-    """Return kvjax's `stream` under a policy."""
+    """Return a `Generate` by kvjax's `stream` under a policy."""
     from kvjax.inference import stream
 
     def generate(prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
         began, sampling = time.perf_counter(), SamplingParams(max_new_tokens=count, ignore_eos=True)
         blocks = stream(model, prompts, sampling, policy=policy)
         first = np.asarray(next(blocks).tokens)
-        came = time.perf_counter()
+        first_time = time.perf_counter()
         rest = [np.asarray(block.tokens) for block in blocks]
-        return np.concatenate([first, *rest], 1).tolist(), came - began, time.perf_counter() - came
+        return (
+            np.concatenate([first, *rest], 1).tolist(),
+            first_time - began,
+            time.perf_counter() - first_time,
+        )
 
     return generate
 
 
 def run(config: ThroughputConfig) -> list[dict[str, Any]]:
-    """Time a batch. Return and print each path's tokens per second, and the number of answers equal to the rival's."""
+    """Time a batch. Return and print each path's tokens per second, and how many answers equal the rival's."""
     import kvjax
     from kvjax.models.folder import find_model
 
@@ -132,7 +134,7 @@ def run(config: ThroughputConfig) -> list[dict[str, Any]]:
     rival = with_transformers(folder, config.dtype)
     model, tokenizer = kvjax.load(folder, config.dtype)
     policies = {name: policy_of(name, model, tokenizer) for name in config.policies}
-    policies = {OWN_FULL: kvjax.make_policy("full")} | policies
+    policies = {FULL: kvjax.make_policy("full")} | policies
     paths = {TRANSFORMERS: rival} | {name: with_kvjax(model, policy) for name, policy in policies.items()}
     random = np.random.default_rng(0)
     lengths = np.linspace(config.shortest, config.longest, config.prompts).astype(int)
@@ -148,7 +150,7 @@ def run(config: ThroughputConfig) -> list[dict[str, Any]]:
     for name in paths:
         first, rest = (statistics.median(seconds) for seconds in zip(*times[name], strict=True))
         decoded = config.prompts * config.new_tokens
-        same = sum(own == other for own, other in zip(answers[name], answers[TRANSFORMERS], strict=True))
+        same = sum(x == y for x, y in zip(answers[name], answers[TRANSFORMERS], strict=True))
         row = {
             "path": name,
             "prefill_tokens_per_s": int(lengths.sum()) / first,

@@ -1,5 +1,5 @@
-"""kvjax decides which keys and values of a long context are worth keeping, on frozen weights of Llama, Qwen, Mistral
-and Phi models.
+"""kvjax compresses KV caches: it decides which keys and values of a long context are worth keeping. Models are used
+unchanged.
 
     llm = kvjax.LLM("Qwen/Qwen3-4B", policy="snapkv:ratio=0.25")
     for out in llm.generate(["Why is the sky blue?"]):
@@ -10,8 +10,8 @@ Names are imported when first used, so that `import kvjax` and `--help` cost not
 Folders: cache, policies, models, inference, engine, tasks, train, serve, evaluate, plan, checkpoints, cli, builtin.
 Commands: train, export, evaluate, serve, generate, plan, convert, policies. Files: llm: `LLM`; session: conversations;
 sampling_params: `SamplingParams`; topk: selection of the best scores; struct: dataclasses that are pytrees; mesh:
-devices; errors: a user's mistakes; files: reading and writing whole files; hub: files of the Hugging Face hub;
-chat_template, chat_worker: rendering of chat templates; plugins: methods of other packages.
+the device mesh; errors: errors that a user can fix; files: reading and writing of files; hub: files of the Hugging
+Face hub; chat_template, chat_worker: rendering of chat templates; plugins: methods of other packages.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULES = {
     "LLM": "kvjax.llm",
     "Output": "kvjax.llm",
     "SamplingParams": "kvjax.sampling_params",
@@ -37,7 +37,7 @@ _HOME = {
     "CapacityError": "kvjax.cache",
     "UserError": "kvjax.errors",
 }
-__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from kvjax.cache import CapacityError, stats
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

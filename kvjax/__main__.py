@@ -1,4 +1,4 @@
-"""`kvjax COMMAND …`, also `python -m kvjax COMMAND …`: the commands, each of which is `python -m kvjax.COMMAND`."""
+"""`kvjax COMMAND …` or `python -m kvjax COMMAND …` runs `python -m kvjax.COMMAND …`."""
 
 import runpy
 import sys
@@ -11,24 +11,24 @@ COMMANDS = {
     "train": "train gates, scorers or masks for a model",
     "serve": "answer OpenAI's API over HTTP",
     "evaluate": "compare policies: scores against what their caches held",
-    "plan": "what training or serving would take of chips that are not here",
-    "export": "the trained parameters of a run's checkpoint",
-    "convert": "weights from GGUF and Orbax to Hugging Face's format, and back",
-    "policies": "the methods, a line each",
+    "plan": "estimate the memory and time that training or serving would take on other chips",
+    "export": "export the trained parameters of a run's checkpoint",
+    "convert": "convert weights between GGUF, Orbax and Hugging Face's format",
+    "policies": "list the methods, one line each",
 }
-"""The commands, with a line about each."""
+"""The commands with their descriptions."""
 
 
 def main() -> None:
-    """Run the command that is named, as a module; without one, list them."""
+    """Run the named command as a module; without a name, list the commands."""
     run_command(_main)
 
 
 def _main() -> None:
     name, *others = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        wide = max(map(len, COMMANDS))
-        lines = "\n".join(f"  {command:{wide}}  {said}" for command, said in COMMANDS.items())
+        width = max(map(len, COMMANDS))
+        lines = "\n".join(f"  {command:{width}}  {text}" for command, text in COMMANDS.items())
         print(f"usage: kvjax COMMAND …\n\n{lines}\n\nkvjax COMMAND --help says more.")
         return
     if name not in COMMANDS:

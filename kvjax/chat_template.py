@@ -1,4 +1,4 @@
-"""Rendering by a tokenizer's chat template: messages, and the text that it puts before and after a turn."""
+"""Rendering of messages with a tokenizer's chat template, and the text that the template puts around turns."""
 
 import atexit
 import contextlib
@@ -18,21 +18,21 @@ from kvjax.chat_worker import BYTES, SECONDS
 from kvjax.errors import UserError, check_unicode, shown
 
 PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""The character that stands for the text in a rendered template."""
+"""The character that stands for a message's content in a rendered template."""
 CONVERSATION = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
 """A conversation of three turns."""
-LONGEST = 2**18
-"""The most characters of a chat template; published ones have up to 30,000."""
+MAX_CHARACTERS = 2**18
+"""The maximum characters of a chat template. Published templates have up to 30,000."""
 _REASONING = "reasoning_content", "thinking", "reasoning"
-"""The keys of a message's reasoning. Templates read the first."""
+"""The keys under which messages have their reasoning. Templates read the first."""
 
 
 def templated(tokenizer: Any, messages: list[dict[str, Any]], /, **options: Any) -> str:
-    """Return the text that the chat template makes of the messages, as `apply_chat_template` does. The model's turn is
-    begun unless the options say otherwise.
+    """Return the messages rendered with the chat template, as by `apply_chat_template`. By default the text ends with
+    the beginning of the model's turn.
 
-    Raises UserError in one line for a template that fails in any way, that takes longer than 2 s of processor time or
-    more than 1 GiB, or that writes more than a million characters beside four times what it was given.
+    Raises UserError for a template that fails in any way, takes longer than 2 s of processor time or more than 1 GiB,
+    or writes more than a million characters plus four times the request's.
     """
     variables = {
         "messages": [_plain_message(message) for message in messages],
@@ -40,55 +40,62 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], /, **options: Any)
         "documents": None,
         "add_generation_prompt": True,
     }
-    own = getattr(tokenizer, "special_tokens_map", {})
+    special_tokens = getattr(tokenizer, "special_tokens_map", {})
     try:
-        return render(default_template(tokenizer.chat_template), variables | own | options)
+        return render(default_template(tokenizer.chat_template), variables | special_tokens | options)
     except UserError as error:
-        roles = ", ".join(str(one["role"]) for one in messages[:8]) + (", …" if len(messages) > 8 else "")
+        roles = ", ".join(str(message["role"]) for message in messages[:8]) + (
+            ", …" if len(messages) > 8 else ""
+        )
         raise UserError(
             f"the tokenizer's chat template does not take these messages (of {roles}): {error}"
         ) from None
 
 
 def template_variables(where: str, given: Any) -> dict[str, Any]:
-    """Return `chat_template_kwargs` as a dict. Raises UserError for values that cannot be passed on to a template, and
-    for the variables that are set for each prompt. `where` begins the error message."""
-    own = "messages", "add_generation_prompt"
+    """Return `chat_template_kwargs` as a dict. Raises UserError for values that are not JSON, and for variables that
+    kvjax sets for each prompt. `where` begins the error message."""
+    reserved = "messages", "add_generation_prompt"
     try:
-        found = {} if given is None else given
-        if isinstance(found, Mapping) and all(isinstance(name, str) and name not in own for name in found):
-            return json.loads(json.dumps(dict(found)))
+        options = {} if given is None else given
+        if isinstance(options, Mapping) and all(
+            isinstance(name, str) and name not in reserved for name in options
+        ):
+            return json.loads(json.dumps(dict(options)))
     except (TypeError, ValueError, RecursionError):
         pass
     raise UserError(
-        f"{where}: chat_template_kwargs must be a mapping of names, other than {' and '.join(own)}, to JSON values, "
-        f"got {shown(given)}"
+        f"{where}: chat_template_kwargs must be a mapping of names, other than {' and '.join(reserved)}, to JSON "
+        f"values, got {shown(given)}"
     )
 
 
-def default_template(named: Any) -> str:
-    """Return the template of a tokenizer's `chat_template`: the only one, or the one that is named `default`.
+def default_template(templates: Any) -> str:
+    """Return the template in a tokenizer's `chat_template`, which is one template or several with names. Of several,
+    the one named `default` is returned.
 
-    Raises UserError, which names them, if they have names and none is the default.
+    Raises UserError if none of several templates is named `default`.
     """
-    if isinstance(named, list | tuple) and all(isinstance(one, Mapping) for one in named):
-        named = {str(one.get("name")): one.get("template") for one in named}
-    if isinstance(named, Mapping) and "default" not in named:
-        names = ", ".join(sorted(map(shown, named))[:8])
+    if isinstance(templates, list | tuple) and all(isinstance(entry, Mapping) for entry in templates):
+        templates = {str(entry.get("name")): entry.get("template") for entry in templates}
+    if isinstance(templates, Mapping) and "default" not in templates:
+        names = ", ".join(sorted(map(shown, templates))[:8])
         raise UserError(
             f"none of the chat templates is called 'default', there are {names}: set tokenizer.chat_template to one"
         )
-    template = named["default"] if isinstance(named, Mapping) else named
+    template = templates["default"] if isinstance(templates, Mapping) else templates
     if not isinstance(template, str):
         raise UserError(f"a chat template must be a text, got {shown(template)}")
-    if len(template) > LONGEST:
-        raise UserError(f"a chat template has {len(template):,} characters, expected at most {LONGEST:,}")
+    if len(template) > MAX_CHARACTERS:
+        raise UserError(
+            f"a chat template has {len(template):,} characters, expected at most {MAX_CHARACTERS:,}"
+        )
     return template
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message as transformers gives it to templates: without empty fields, and with its reasoning under both
-    names."""
+    """Return the message as transformers passes it to templates: without null fields, and with its reasoning under both
+    names that templates use."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning} | message | {_REASONING[0]: reasoning}
@@ -97,22 +104,22 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def around(
     tokenizer: Any, messages: list[dict[str, Any]] | None = None, /, **options: Any
 ) -> tuple[str, str]:
-    """Return what the template shows before and after `PLACE` in these messages, by default in a user's only message.
+    """Return the rendered text before and after `PLACE` in these messages. By default they are one user's message.
 
-    Raises UserError if it does not show it exactly once.
+    Raises UserError if the template does not show `PLACE` exactly once.
     """
     messages = [{"role": "user", "content": PLACE}] if messages is None else messages
-    whole = templated(tokenizer, messages, **options)
-    if whole.count(PLACE) != 1:
+    text = templated(tokenizer, messages, **options)
+    if text.count(PLACE) != 1:
         raise UserError("the tokenizer's chat template does not show the user's text exactly once")
-    before, _, after = whole.partition(PLACE)
+    before, _, after = text.partition(PLACE)
     return before, after
 
 
 def between(tokenizer: Any, **options: Any) -> str:
-    """Return what the template shows between an assistant's text and the user's next.
+    """Return the rendered text between an assistant's turn and the user's next turn.
 
-    Raises UserError if it does not show three turns, each exactly once.
+    Raises UserError if the template does not show each of three turns exactly once.
     """
     parts = templated(tokenizer, CONVERSATION, **options).split(PLACE)
     if len(parts) != len(CONVERSATION) + 1:
@@ -123,9 +130,9 @@ def between(tokenizer: Any, **options: Any) -> str:
 
 
 def keeps_turns(tokenizer: Any, /, **options: Any) -> bool:
-    """Return True if a turn and its answer, thinking included, are still shown as they were rendered and generated once
-    a later turn follows, apart from white space before the answer. It is True without a template, and False for one
-    that does not take three turns."""
+    """Return True if the template renders a turn and its answer (with thinking) in the same way once a later turn
+    follows. White space before the answer may differ. It is True without a template, and False for a template that does
+    not accept three turns."""
     if not getattr(tokenizer, "chat_template", None):
         return True
     user = {"role": "user", "content": PLACE}
@@ -139,19 +146,20 @@ def keeps_turns(tokenizer: Any, /, **options: Any) -> bool:
 
 
 def opening(tokenizer: Any) -> tuple[int, ...]:
-    """Return the token ids that come before a user's text: the template's own, or without one those that the tokenizer
-    begins any text with."""
+    """Return the token ids before a user's text. They come from the template, or without one from the tokenizer, if it
+    begins every text with special tokens."""
     if getattr(tokenizer, "chat_template", None):
         before, _ = around(tokenizer)
         return tuple(token_ids(tokenizer, before))
-    whole, bare = (tokenizer("a", add_special_tokens=own)["input_ids"] for own in (True, False))
-    return tuple(whole[: whole.index(bare[0])])
+    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
+    first = tokenizer("a", add_special_tokens=False)["input_ids"][0]
+    return tuple(ids[: ids.index(first)])
 
 
 def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Return the tokens of a text, of which the tokenizer adds none of its own unless the options say otherwise.
+    """Return the tokens of a text. By default no special tokens are added. The options are those of the tokenizer.
 
-    Raises UserError if it trips over the text, which a regex in a stranger's tokenizer.json may make it do.
+    Raises UserError if the tokenizer panics, as it may with a faulty regex in tokenizer.json.
     """
     try:
         ids = tokenizer(text, **{"add_special_tokens": False, "verbose": False} | options)["input_ids"]
@@ -163,13 +171,13 @@ def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True for the exception of the tokenizers library that is no `Exception`."""
+    """Return True for a panic of the tokenizers library, which is not a subclass of `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """Return the text that the template makes of the variables. `chat_worker` renders it, under limits of time and
-    memory. Raises UserError for whatever fails."""
+    """Return the template rendered with the variables by `chat_worker`, under limits of time and memory. Raises
+    UserError for any failure."""
     try:
         request = json.dumps(
             {"template": template, "variables": variables}, default=lambda value: f"<{type(value).__name__}>"
@@ -186,41 +194,41 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 class _Worker:
-    """The process that renders templates. It is started by the first request, and again after a request that it did not
-    survive."""
+    """The process that renders templates. It is started by the first request, and restarted after a request that ended
+    it."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._process: Any = None
-        atexit.register(self._end)
+        atexit.register(self._close)
 
     def ask(self, request: bytes) -> dict[str, str] | None:
-        """Return the answer to a request in JSON; None if the process did not survive it."""
+        """Return the reply to a request in JSON; None if the request ended the process."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None and process.poll() is not None:
                 _stop(process)
                 process = None
-            process = process or self._begun()
+            process = process or self._start()
             try:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(request + b"\n")
                     process.stdin.flush()
-                answer = process.stdout.readline()
+                reply = process.stdout.readline()
             except BaseException:
                 _stop(process)
                 raise
-            if not answer:
+            if not reply:
                 _stop(process)
                 return None
             self._process = process
-            return json.loads(answer)
+            return json.loads(reply)
 
-    def _begun(self) -> Any:
+    def _start(self) -> Any:
         packages = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
         program = str(Path(__file__).with_name("chat_worker.py"))
         try:
-            # in a session of its own, so that Ctrl-C ends this process alone
+            # in a new session, so that Ctrl-C does not reach it
             return subprocess.Popen(
                 [sys.executable, "-I", program, *packages],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -228,7 +236,7 @@ class _Worker:
         except OSError as error:
             raise UserError(f"no process could be begun to render it ({error.strerror})") from None
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         if self._process is not None:
             _stop(self._process)
 
@@ -238,14 +246,14 @@ def _stop(process: Any) -> None:
     process.communicate()
 
 
-def _forked() -> None:
-    """Give a forked process a worker of its own, since it must not speak to its parent's."""
+def _replace_worker() -> None:
+    """Give a forked process a new worker, since it must not use its parent's."""
     global _worker
-    _parents.append(_worker._process)  # kept, as Python warns of a process whose end nobody waits for
+    _parent_processes.append(_worker._process)  # kept, since Python warns when a running Popen is deleted
     _worker._process = None
     _worker = _Worker()
 
 
 _worker = _Worker()
-_parents: list[Any] = []
-os.register_at_fork(after_in_child=_forked)
+_parent_processes: list[Any] = []
+os.register_at_fork(after_in_child=_replace_worker)

@@ -1,10 +1,11 @@
-"""The program that renders chat templates under limits, in a process of its own; it imports jinja2 alone.
+"""The program that renders chat templates, in a separate process with limits of time and memory. It imports only
+jinja2.
 
-A chat template comes with a model, so a stranger wrote it. jinja2's sandbox keeps it from the machine, and the limits
-of the process from its memory and time: nothing that runs inside an interpreter bounds `'a' * 10**9`.
+A chat template comes with a model and is not trusted. jinja2's sandbox denies it access to the machine, and the limits
+of the process bound its memory and time, since nothing within an interpreter bounds `'a' * 10**9`.
 
-Each line of the standard input is a JSON object with `template` and `variables`, each line of the standard output one
-with `text` or `error`.
+Each line of standard input is a JSON object with `template` and `variables`. Each line of standard output is a JSON
+object with `text` or `error`.
 """
 
 import contextlib
@@ -17,48 +18,48 @@ import time
 from typing import Any
 
 SECONDS = 2
-"""The most seconds of processor time for one text."""
+"""The maximum processor time for one text, in seconds."""
 BYTES = 1 << 30
-"""The most bytes of memory of the process."""
+"""The maximum memory of the process, in bytes."""
 CHARACTERS = 1 << 20
-"""The most characters of a text, in addition to four times those of the request."""
+"""The maximum characters of a text, in addition to four times those of the request."""
 
 
 def main() -> None:
     sys.path += sys.argv[1:]
-    limit(resource.RLIMIT_AS, BYTES)
-    limit(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_AS, BYTES)
+    set_limit(resource.RLIMIT_CORE, 0)
     for line in sys.stdin.buffer:
-        # the system ends the process at this limit, whatever it is at
-        limit(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS + 1)
+        # at this limit the system ends the process, whatever it is doing
+        set_limit(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS + 1)
         try:
-            reply = {"text": rendered(**json.loads(line), most=CHARACTERS + 4 * len(line))}
+            reply = {"text": render(**json.loads(line), max_length=CHARACTERS + 4 * len(line))}
         except Exception as error:
-            reply = {"error": said(error)}
+            reply = {"error": message(error)}
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def limit(kind: int, most: int) -> None:
-    """Set a limit of this process, where the system has it."""
+def set_limit(kind: int, value: int) -> None:
+    """Set a limit of this process, if the system supports it."""
     _, hard = resource.getrlimit(kind)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def rendered(template: str, variables: dict[str, Any], most: int) -> str:
-    """Return the text that the template makes of the variables."""
+def render(template: str, variables: dict[str, Any], max_length: int) -> str:
+    """Return the template rendered with the variables."""
     parts, length = [], 0
-    for part in compiled(template).generate(**variables):
+    for part in compile_template(template).generate(**variables):
         length += len(part)
-        if length > most:
-            raise ValueError(f"it writes more than {most:,} characters")
+        if length > max_length:
+            raise ValueError(f"it writes more than {max_length:,} characters")
         parts.append(part)
     return "".join(parts)
 
 
-def said(error: Exception) -> str:
-    """Return the error in one line."""
+def message(error: Exception) -> str:
+    """Return the message of an error in one line."""
     from jinja2 import TemplateError
 
     text = " ".join(str(error).split())[:300]
@@ -66,9 +67,8 @@ def said(error: Exception) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def compiled(template: str) -> Any:
-    """Return the template in transformers' environment: with its options, and the functions that it adds to
-    jinja2's."""
+def compile_template(template: str) -> Any:
+    """Compile a template in an environment like transformers', with its options and additional functions."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -76,16 +76,16 @@ def compiled(template: str) -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """The tag around the model's own text, which only a mask of an answer's tokens needs."""
+        """The tag around the model's text. It has no effect, since it is only for masks of an answer's tokens."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser):
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
 
-        def _written(self, caller):
+        def _body(self, caller):
             return caller()
 
     def raise_exception(message):
@@ -97,7 +97,7 @@ def compiled(template: str) -> Any:
         )
 
     class Dict:
-        """Makes dicts, and shows nothing of the class."""
+        """The function `dict`, without access to the class."""
 
         def __call__(self, *args, **kwargs):
             return dict(*args, **kwargs)

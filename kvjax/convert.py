@@ -9,7 +9,7 @@ import tyro
 from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 
 ORBAX = "orbax"
-"""The folder of an export's arrays, beside config.json and the tokenizer."""
+"""The folder of an export's arrays, next to config.json and the tokenizer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class ConvertConfig:
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The folder to write. It must not exist, or be empty; it appears whole or not at all."""
     dtype: str | None = None
-    """float32, bfloat16 or float16; by default that of the weights, float32 where they are quantised."""
+    """float32, bfloat16 or float16; by default the dtype of the weights, or float32 if they are quantised."""
     to: Literal["huggingface", "orbax"] = "huggingface"
-    """The format. orbax writes the model's own arrays as an Orbax checkpoint (the folder `orbax`), by kvjax's names."""
+    """The format. orbax writes the arrays, with kvjax's names, as an Orbax checkpoint in the folder `orbax`."""
 
 
 def run(config: ConvertConfig) -> None:
@@ -32,7 +32,7 @@ def run(config: ConvertConfig) -> None:
 
     from kvjax.checkpoints.orbax import export
     from kvjax.models import save_model
-    from kvjax.models.decoder import own_values
+    from kvjax.models.decoder import unfused_values
     from kvjax.models.saving import check_new, new_folder
 
     check_new(config.out)
@@ -40,7 +40,7 @@ def run(config: ConvertConfig) -> None:
         model = _read(config)
         if config.to == "orbax":
             with new_folder(model, config.out, config.source) as partial:
-                export(partial / ORBAX, own_values(model))
+                export(partial / ORBAX, unfused_values(model))
         else:
             save_model(model, config.out, tokenizer_from=config.source)
     size = sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20
@@ -48,14 +48,14 @@ def run(config: ConvertConfig) -> None:
 
 
 def _read(config: ConvertConfig):
-    """Return the model, from whatever holds it."""
+    """Return the model of the source, which may be an Orbax export."""
     import jax
     import jax.numpy as jnp
 
     from kvjax.checkpoints.orbax import abstract, restore_export
     from kvjax.errors import UserError
     from kvjax.models import load_model, read_config
-    from kvjax.models.decoder import own_values
+    from kvjax.models.decoder import unfused_values
     from kvjax.models.folder import find_model
     from kvjax.models.json_file import JsonObject
     from kvjax.models.kinds import few
@@ -68,11 +68,11 @@ def _read(config: ConvertConfig):
     stored = JsonObject.read(source / "config.json").get("torch_dtype", str)
     dtype = parameter_dtype(config.dtype or stored)
     like = model_shapes(shape, dtype)
-    own = restore_export(source / ORBAX, abstract(own_values, jax.sharding.get_mesh(), like))
+    arrays = restore_export(source / ORBAX, abstract(unfused_values, jax.sharding.get_mesh(), like))
     finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
-    if broken := [name for name, good in jax.device_get(finite(own)).items() if not good]:
+    if broken := [name for name, is_finite in jax.device_get(finite(arrays)).items() if not is_finite]:
         raise UserError(f"{source / ORBAX}: NaN or infinite numbers in {few(broken)}, read as {dtype.name}")
-    return like.with_own(own)
+    return like.with_unfused(arrays)
 
 
 def main(args: list[str] | None = None) -> None:

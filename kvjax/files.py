@@ -1,5 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever stops the writer, and text that is either read or
-refused in one line."""
+"""Writing of files and folders that appear whole or not at all, and reading of text files with one-line errors."""
 
 import codecs
 import contextlib
@@ -18,15 +17,14 @@ from kvjax.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-
 LARGEST_TEXT = 4 << 30
-"""The most bytes of a text file that is read whole."""
+"""The maximum bytes of a text file."""
 UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
-"""The marks that UTF-16 files begin with."""
+"""The byte-order marks of UTF-16 files."""
 
 
 def is_there(path: Path, option: str) -> bool:
-    """Return True if there is a file or a folder. Raises `UserError` for a path that cannot exist."""
+    """Return True if the path exists. Raises `UserError` for a path that cannot exist."""
     try:
         return path.exists()
     except OSError as error:  # such as a name that is too long
@@ -34,18 +32,25 @@ def is_there(path: Path, option: str) -> bool:
 
 
 def check_regular(file: Path, option: str = "", *, pipe: bool = False) -> int:
-    """Return a file's size. Raises `UserError`, before anything is opened, for a device, a pipe unless it is allowed,
-    a folder, or a file that is not there. It names the option."""
+    """Return a file's size, without opening it.
+
+    Args:
+        option: the option that names the file, for messages.
+        pipe: True if it may be a pipe.
+
+    Raises:
+        UserError: it does not exist, or is a folder, a device or (unless allowed) a pipe.
+    """
     where = f"{option} {file}".lstrip()
     try:
-        found = file.stat()
+        status = file.stat()
     except (OSError, ValueError) as error:
         raise UserError(f"{where}: cannot be read ({os_reason(error)})") from None
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise UserError(f"{where}: is a folder, expected a file")
-    if not (stat.S_ISREG(found.st_mode) or (pipe and stat.S_ISFIFO(found.st_mode))):
+    if not (stat.S_ISREG(status.st_mode) or (pipe and stat.S_ISFIFO(status.st_mode))):
         raise UserError(f"{where}: is a pipe or a device, expected a file")
-    return found.st_size
+    return status.st_size
 
 
 def os_reason(error: Exception) -> str:
@@ -54,14 +59,15 @@ def os_reason(error: Exception) -> str:
 
 
 def read_text(file: Path, option: str, *, most: int = LARGEST_TEXT, pipe: bool = False) -> str:
-    """Return a file's text, its lines ended by line feeds, without a byte-order mark.
+    """Return a file's text with line feeds as line ends, and without a byte-order mark.
 
     Args:
-        most: bytes that it may have.
+        option: the option that names the file, for messages.
+        most: the maximum bytes.
         pipe: True if it may be a pipe.
 
     Raises:
-        UserError: what cannot be read, is no file, is larger, or is not UTF-8 text. It names the option.
+        UserError: it cannot be read, is not a file, is too large, or is not UTF-8.
     """
     if check_regular(file, option, pipe=pipe) > most:
         raise UserError(f"{option} {file}: is larger than {most >> 10} KiB")
@@ -72,22 +78,22 @@ def read_text(file: Path, option: str, *, most: int = LARGEST_TEXT, pipe: bool =
     try:
         text = data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        at = error.start + len(data) - len(error.object)
-        raise UserError(f"{option} {file}: {not_utf8(data[:2], data[at], at)}") from None
+        offset = error.start + len(data) - len(error.object)
+        raise UserError(f"{option} {file}: {not_utf8(data[:2], data[offset], offset)}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def not_utf8(begin: bytes, byte: int, at: int) -> str:
-    """Return what is wrong with a file that is not UTF-8, by its first bytes and the first one that cannot be read."""
-    if begin[:2] in UTF16:
+def not_utf8(first_bytes: bytes, byte: int, offset: int) -> str:
+    """Return an error message for a file that is not UTF-8, given its first bytes and its first invalid byte."""
+    if first_bytes[:2] in UTF16:
         return "is not UTF-8 text but UTF-16: convert it (iconv -f UTF-16 -t UTF-8)"
     advice = "if it is Latin-1, convert it (iconv -f LATIN1 -t UTF-8)"
-    return f"is not UTF-8 text: byte 0x{byte:02x} at offset {at}; {advice}"
+    return f"is not UTF-8 text: byte 0x{byte:02x} at offset {offset}; {advice}"
 
 
 def write_text(file: Path, text: str, *, new: bool = False) -> None:
-    """Write beside `file` and move into place. `new`: raise FileExistsError if it is there, also if another process
-    made it just now."""
+    """Write a text file at once, through a temporary file in the same folder. `new`: raise FileExistsError if the file
+    exists, even if another process has only just made it."""
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
         with partial.open("w", encoding="utf-8") as out:
@@ -105,8 +111,8 @@ def write_text(file: Path, text: str, *, new: bool = False) -> None:
 def write_tensors(
     file: Path, tensors: dict[str, "np.ndarray"], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, and wait until it is on the disk. The umask decides who may read it: safetensors 0.8
-    lets only the owner.
+    """Write a safetensors file, and wait until it is on the disk. Its permissions follow the umask; safetensors 0.8
+    alone would let only the owner read it.
 
     Raises:
         OSError: it could not be written.
@@ -128,26 +134,25 @@ def write_tensors(
 
 @contextlib.contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
-    """Yield a new folder beside `target`, for files that are moved to `target` once they are whole. It is removed at
-    the end.
+    """Yield a new folder next to `target`, for the caller to fill and move to `target`. If it is not moved, it is
+    removed at the end.
 
-    Every call has a folder of its own and holds a lock on it, which ends with the process. Folders that killed
-    processes left for the same target can thus be told from those in use, and are removed first. On a file system
-    without locks they stay.
+    Each call holds a lock on its folder. The lock ends with the process, so that folders left by killed processes can
+    be told from folders in use. They are removed first. On a file system without locks they stay.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.partial-"
-    # one process at a time: nobody sees a new folder before it is locked
+    # one process at a time, so that nobody sees a new folder before it is locked
     with locked(target.parent):
-        for left in target.parent.glob(f"{glob.escape(prefix)}*"):
-            with locked(left, wait=False) as unused:
+        for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
+            with locked(leftover, wait=False) as unused:
                 if unused:
-                    shutil.rmtree(left, ignore_errors=True)
+                    shutil.rmtree(leftover, ignore_errors=True)
         partial = target.with_name(prefix + uuid.uuid4().hex[:8])
         partial.mkdir()
-        own = contextlib.ExitStack()
-        own.enter_context(locked(partial))
-    with own:
+        lock = contextlib.ExitStack()
+        lock.enter_context(locked(partial))
+    with lock:
         try:
             yield partial
         finally:
@@ -156,8 +161,8 @@ def partial_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of a folder. Yields True if it was acquired: not if another process holds it and `wait` is False,
-    nor where there are no locks."""
+    """Hold the lock of a folder. Yields False if it was not acquired: another process holds it and `wait` is False, or
+    the file system has no locks."""
     try:
         opened = os.open(folder, os.O_RDONLY)
     except OSError:  # another process has just moved or removed it
@@ -166,9 +171,9 @@ def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            got = True
+            acquired = True
         except OSError:
-            got = False
-        yield got
+            acquired = False
+        yield acquired
     finally:
         os.close(opened)

@@ -10,11 +10,11 @@ HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def fetch(hub_id: str, patterns: Sequence[str], expected: str) -> Path:
-    """Return the folder with those files of a hub repository that match the patterns, downloaded if they are not in the
-    local cache.
+    """Return a folder with the files of a hub repository that match the patterns. They are downloaded if they are not
+    in the local cache.
 
     Args:
-        expected: what to pass where no hub is reached, for the error.
+        expected: what to pass without a network, for the message.
 
     Raises:
         UserError: the repository cannot be fetched.

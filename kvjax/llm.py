@@ -1,4 +1,4 @@
-"""`LLM`: a model, its tokenizer and a policy, to read contexts and generate text with."""
+"""`LLM`: a model, its tokenizer and a policy, for reading contexts and generating text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvjax.policies.make import check_policy
 from kvjax.sampling_params import SamplingParams
 
 SLOTS = 64
-"""Answers that are made at once."""
+"""The default number of answers that are generated at the same time."""
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
 """A text, token ids, or the messages of a chat."""
 
@@ -41,19 +41,19 @@ class Output:
     """One answer."""
 
     prompt: int
-    """Index of its prompt among those given."""
+    """The index of its prompt."""
     text: str
     tokens: list[int]
-    """Tokens of the answer, without the stop token."""
+    """The tokens of the answer, without the stop token."""
     finish_reason: FinishReason
-    """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens. `capacity`: the pool of
-    stated capacity had no page for more of it."""
+    """`stop`: the model generated a stop token or a stop text. `length`: the answer has `max_new_tokens` tokens.
+    `capacity`: the pool, whose capacity is fixed, had no free page."""
     kv_ratio: float
-    """Entries that the cache held at the end, as a share of a full cache's."""
+    """The entries in the cache at the end, as a share of a full cache's."""
     logprobs: Float[np.ndarray, " t"] | None = None
-    """Log-probability of each token by the model's own distribution."""
+    """The log-probability of each token in the model's distribution."""
     top_logprobs: list[dict[int, float]] | None = None
-    """The most likely tokens at each place, with their log-probabilities."""
+    """The most likely tokens at each position, with their log-probabilities."""
 
 
 class LLM:
@@ -68,26 +68,26 @@ class LLM:
         policy: a policy's text (`snapkv:ratio=0.25`), mapping or object, as `kvjax.make_policy` takes it.
         gates: the policy's trained parameters: a folder, a file of the method's authors, or the hub id of either
             (`Jang-Hyun/Fast-KVzip`).
-        tokenizer: by default the model's own; needed beside a model that was loaded before.
-        mesh: from `kvjax.make_mesh`; by default one device. Where it splits kv heads that keep different amounts, these
-            are placed so that devices hold the same. With a loaded model, mesh, dtype, weights,
-            kv_cache_dtype and max_length are the model's and are refused here.
-        dtype: float32, bfloat16 or float16; by default that of the weights.
+        tokenizer: by default the model's tokenizer; required with a loaded model.
+        mesh: from `kvjax.make_mesh`; by default one device. If it splits kv heads that keep different numbers of
+            entries, heads are placed so that devices hold about the same number. A loaded model already has its mesh,
+            dtype, weights, kv_cache_dtype and max_length, so these are refused with it.
+        dtype: float32, bfloat16 or float16; by default the dtype of the weights.
         weights: "int8" or "fp8" to keep the layers' matrices in 8 bits, as in `kvjax.load_model`.
         kv_cache_dtype: "int8" to keep entries in 8 bits.
-        max_length: tokens of the longest prompt with its answer; by default what the model declares.
-        capacity: size of the page pool, a bound: entries per KV head on average (4096), bytes (`2GiB`) or a share of
+        max_length: tokens of the longest prompt with its answer; by default the context that the model declares.
+        capacity: the fixed size of the page pool: entries per KV head on average (4096), bytes (`2GiB`) or a share of
             each device's memory (`30%`). By default the pool follows the policy's expected need.
-        page_size: tokens per page; by default 64 on a TPU (128 of int8 entries) and 16 elsewhere and for a policy with
-            a selection.
-        chunk: prompt tokens that are read in one call.
-        slots: answers that are made at once. Where more are asked for, the others begin as soon as some have ended.
+        page_size: tokens per page; by default 64 on a TPU (128 for int8 entries), and 16 elsewhere or for a policy
+            with a selection.
+        chunk: the number of prompt tokens that are read in one call.
+        slots: the number of answers generated at the same time. Further answers begin as soon as others have ended.
         chat_template_kwargs: variables of the tokenizer's chat template, such as `{"enable_thinking": False}`.
         force: accept gates and patterns that were made for another model of the same shape.
 
     Raises:
-        UserError: a model, policy or gates that cannot be read or do not fit each other; before weights are read where
-            that can be known.
+        UserError: the model, the policy or gates cannot be read or do not fit each other. If possible it is raised
+            before weights are read.
     """
 
     @named_arguments(where="LLM")
@@ -116,14 +116,12 @@ class LLM:
         if isinstance(model, Decoder):
             loading = {"mesh": mesh, "dtype": dtype, "weights": weights, "kv_cache_dtype": kv_cache_dtype}
             loading |= {"max_length": max_length}
-            if given := [name for name, value in loading.items() if value is not None]:
+            if refused := [name for name, value in loading.items() if value is not None]:
                 raise UserError(
-                    f"LLM: got {given[0]} with a loaded model, expected it where the model is loaded"
+                    f"LLM: got {refused[0]} with a loaded model, expected it where the model is loaded"
                 )
             if tokenizer is None:
-                raise UserError(
-                    "LLM: a model that was loaded before needs tokenizer=, from kvjax.load_tokenizer"
-                )
+                raise UserError("LLM: a loaded model needs tokenizer=, from kvjax.load_tokenizer")
             self.model, self.tokenizer = model, tokenizer
             with use_mesh(model):
                 self.policy = make_policy(policy, model=model, gates=gates, tokenizer=tokenizer, force=force)
@@ -146,23 +144,25 @@ class LLM:
         return {"policy": self.policy, "tokenizer": self.tokenizer, "chunk": self.chunk}
 
     def _rows(self, prompts: Any, part: Part) -> list[np.ndarray]:
-        """Return prompts as token ids, rendered with `chat_template_kwargs`."""
+        """Return the token ids of prompts, rendered with `chat_template_kwargs`."""
         size = self.model.config.vocab_size
-        return token_rows(listed(prompts), size, self.tokenizer, part, **self.chat_template_kwargs)
+        return token_rows(as_list(prompts), size, self.tokenizer, part, **self.chat_template_kwargs)
 
     @named_arguments(where="LLM.prefill")
     def prefill(self, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int = 0) -> Cache:
-        """Read contexts and keep what the policy keeps of them.
+        """Read contexts and return their compressed cache.
 
         Args:
-            prompts: one prompt or a list of them. A text or a chat leaves the user's turn open for the question.
-            max_new_tokens: tokens of a question with its answer to leave space for; the pool grows without it, too.
+            prompts: one prompt or a list of them. The user's turn of a text or a chat is left open for the question.
+            max_new_tokens: reserve space for a question with its answer of this many tokens. The pool also grows
+                without it.
 
         Returns:
-            The cache, for `generate(…, context=cache)`, as often as wanted.
+            The cache, for any number of calls of `generate(…, context=cache)`.
 
         Raises:
-            UserError: a prompt that is empty or no prompt. CapacityError: `capacity` is too small.
+            UserError: a prompt is empty or not a prompt.
+            CapacityError: `capacity` is too small.
         """
         return prefill(
             self.model,
@@ -202,57 +202,60 @@ class LLM:
         context: Cache | None = None,
         stream: bool = False,
     ) -> list[Output] | Iterator[str]:
-        """Answer prompts, as one batch, or in `slots` that go from one answer to the next.
+        """Answer prompts, in one batch if `slots` are enough for all answers.
 
         Args:
             prompts: one prompt or a list of them.
-            sampling: one for all prompts or one for each.
-            context: from `prefill`. Each prompt continues it; where it holds several contexts, as many prompts continue
-                each, one context's after another's.
-            stream: yield the text of one answer in pieces, as it is made.
+            sampling: the parameters of all prompts, or one for each.
+            context: a cache from `prefill`, which each prompt continues. If it has several contexts, each is continued
+                by the same number of prompts, and prompts are ordered by context.
+            stream: yield the text of one answer in pieces, as it is generated.
 
         Returns:
-            the answers in the prompts' order, the n of a prompt one after another; with `stream` an iterator of texts.
+            The answers in the order of prompts, with all n answers of a prompt together; with `stream` an iterator of
+            pieces of text.
 
         Raises:
-            UserError: a prompt that is empty or no prompt, a token id outside the vocabulary, `stream` for several
-                answers. CapacityError: `capacity` is too small.
+            UserError: a prompt is empty or not a prompt, a token id is outside the vocabulary, or `stream` is used for
+                several answers.
+            CapacityError: `capacity` is too small.
         """
-        asked = self._rows(prompts, "whole" if context is None else "end")
+        rows = self._rows(prompts, "whole" if context is None else "end")
         options = self._options
         if context is None:
             options |= {"capacity": self.capacity, "page_size": self.page_size}
         else:
             options |= {"cache": context, "share": True}
         if stream:
-            if len(asked) != 1 or not isinstance(sampling, SamplingParams) or sampling.n != 1:
-                raise UserError(f"LLM.generate: stream=True is for one answer, got {len(asked)} prompts")
-            return self._pieces(asked, sampling, options)
-        params = [sampling] * len(asked) if isinstance(sampling, SamplingParams) else list(sampling)
-        if context is None and len(params) == len(asked) and self._takes_turns(params):
-            return self._in_turns(asked, params)
-        return outputs(generate(self.model, asked, sampling, **options))
+            if len(rows) != 1 or not isinstance(sampling, SamplingParams) or sampling.n != 1:
+                raise UserError(f"LLM.generate: stream=True is for one answer, got {len(rows)} prompts")
+            return self._pieces(rows, sampling, options)
+        params = [sampling] * len(rows) if isinstance(sampling, SamplingParams) else list(sampling)
+        if context is None and len(params) == len(rows) and self._needs_engine(params):
+            return self._generate_in_engine(rows, params)
+        return outputs(generate(self.model, rows, sampling, **options))
 
-    def _takes_turns(self, params: Sequence[Any]) -> bool:
-        """Return True for more answers than slots, unless the policy compacts all sequences together while decoding."""
-        if not all(isinstance(one, SamplingParams) for one in params):
+    def _needs_engine(self, params: Sequence[Any]) -> bool:
+        """Return True for more answers than slots, unless the policy compacts all sequences together in decoding."""
+        if not all(isinstance(sampling, SamplingParams) for sampling in params):
             return False
         schedule = self.policy.schedule
         together = (
             self.policy.compacts_answers and schedule is not None and schedule.trigger.when != "position"
         )
-        return sum(one.n for one in params) > self.slots and not together
+        return sum(sampling.n for sampling in params) > self.slots and not together
 
-    def _in_turns(self, rows: list[np.ndarray], params: list[SamplingParams]) -> list[Output]:
-        longest = max(row.size + one.max_new_tokens for row, one in zip(rows, params, strict=True))
+    def _generate_in_engine(self, rows: list[np.ndarray], params: list[SamplingParams]) -> list[Output]:
+        pairs = list(zip(rows, params, strict=True))
+        max_length = max(row.size + sampling.max_new_tokens for row, sampling in pairs)
         engine = Engine(
-            self.model, self.policy, tokenizer=self.tokenizer, slots=self.slots, max_length=longest,
+            self.model, self.policy, tokenizer=self.tokenizer, slots=self.slots, max_length=max_length,
             capacity=self.capacity, page_size=self.page_size, chunk=self.chunk,
         )  # fmt: skip
-        requests = [engine.submit(row, one) for row, one in zip(rows, params, strict=True)]
+        submitted = [engine.submit(row, sampling) for row, sampling in pairs]
         while engine.busy:
             engine.step()
-        return [output_of(i, one) for i, asked in enumerate(requests) for one in asked]
+        return [output_of(i, request) for i, requests in enumerate(submitted) for request in requests]
 
     def _pieces(
         self, rows: list[np.ndarray], sampling: SamplingParams, options: dict[str, Any]
@@ -265,8 +268,8 @@ class LLM:
             yield piece
 
 
-def listed(prompts: Any) -> list[Any]:
-    """Return a list of prompts, of one prompt or of several."""
+def as_list(prompts: Any) -> list[Any]:
+    """Return a list of prompts, given one prompt or several."""
     if isinstance(prompts, str) or is_chat(prompts) or is_token_ids(prompts):
         return [prompts]
     if isinstance(prompts, Mapping) or not hasattr(prompts, "__iter__"):
@@ -275,30 +278,30 @@ def listed(prompts: Any) -> list[Any]:
 
 
 def output_of(prompt: int, request: Request) -> Output:
-    """Return the answer of a request that has ended."""
+    """Return the answer of a finished request."""
     tokens, logprobs, alternatives = request.answer(), None, None
     if request.sampling.logprobs is not None:
         logprobs = np.concatenate([part.chosen for part in request.logprobs])[: len(tokens)]
-        alternatives = [place for part in request.logprobs for place in part.alternatives][: len(tokens)]
+        alternatives = [top for part in request.logprobs for top in part.alternatives][: len(tokens)]
     assert request.finish_reason is not None
     return Output(
         prompt, request.text, tokens, request.finish_reason, request.kv_ratio, logprobs, alternatives
     )
 
 
-def outputs(found: Generation) -> list[Output]:
-    """Return the answers one by one."""
-    layers, _, heads = found.stats.entries.shape
-    shares = found.stats.entries.sum((0, 2)) / np.maximum(1, layers * heads * found.stats.tokens)
+def outputs(generation: Generation) -> list[Output]:
+    """Return the answers of a batch."""
+    layers, _, heads = generation.stats.entries.shape
+    shares = generation.stats.entries.sum((0, 2)) / np.maximum(1, layers * heads * generation.stats.tokens)
     return [
         Output(
-            prompt=found.prompts[i],
-            text="" if found.texts is None else found.texts[i],
-            tokens=found.tokens[i].tolist(),
-            finish_reason=found.finish_reasons[i],
+            prompt=generation.prompts[i],
+            text="" if generation.texts is None else generation.texts[i],
+            tokens=generation.tokens[i].tolist(),
+            finish_reason=generation.finish_reasons[i],
             kv_ratio=float(shares[i]),
-            logprobs=None if found.logprobs is None else found.logprobs[i].chosen,
-            top_logprobs=None if found.logprobs is None else found.logprobs[i].alternatives,
+            logprobs=None if generation.logprobs is None else generation.logprobs[i].chosen,
+            top_logprobs=None if generation.logprobs is None else generation.logprobs[i].alternatives,
         )
-        for i in range(len(found.tokens))
+        for i in range(len(generation.tokens))
     ]

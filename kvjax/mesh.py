@@ -1,10 +1,10 @@
-"""The device mesh: five explicit axes, and a mesh of one device where none is set.
+"""The device mesh: five explicit axes, and a mesh of one device if none is set.
 
-`data` and `fsdp` split the batch (`fsdp` splits stored weights too), `tensor` splits heads. `sequence` splits the
-tokens of what is computed token by token and, beside `tensor`, the kv heads of attention, of methods and of the cache.
-`replica` is for more devices than a model has kv heads: beside `tensor` it splits the MLP, experts and the vocabulary,
-and the query heads of attention for many tokens. Methods and the cache are the same on all its devices. Every mesh has
-all five, so a `PartitionSpec` written beside a parameter is valid on all of them.
+`data` and `fsdp` split the batch; `fsdp` also splits stored weights. `tensor` splits heads. `sequence` splits tokens in
+operations on single tokens and, together with `tensor`, the kv heads of attention, of methods and of the cache.
+`replica` is for more devices than a model has kv heads: together with `tensor` it splits the MLP, experts and the
+vocabulary, and it splits the query heads of attention for many tokens. All its devices have the same methods and cache.
+Every mesh has all five axes, so a `PartitionSpec` next to a parameter is valid on every mesh.
 """
 
 import contextlib
@@ -40,43 +40,43 @@ def make_mesh(
     replica: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Return a mesh of `data · fsdp · tensor · sequence · replica` devices (the first ones of `jax.devices()` unless
-    `devices` names them). Of several slices of TPUs, or several hosts of GPUs, the first axes that can are split over
-    the network between them: `data`, then `fsdp`.
+    """Return a mesh of `data · fsdp · tensor · sequence · replica` devices, by default the first of `jax.devices()`.
+    With several slices of TPUs or hosts of GPUs, the first possible axes (`data`, then `fsdp`) are split over the
+    network between them.
 
-    Raises UserError if there are fewer, or if the mesh does not fill the slices evenly.
+    Raises UserError if there are too few devices, or if the mesh does not fill the slices evenly.
     """
-    given = zip(AXES, (data, fsdp, tensor, sequence, replica), strict=True)
-    sizes = {axis: whole_number("make_mesh", axis, size) for axis, size in given}
+    arguments = zip(AXES, (data, fsdp, tensor, sequence, replica), strict=True)
+    sizes = {axis: whole_number("make_mesh", axis, size) for axis, size in arguments}
     count = math.prod(sizes.values())
-    said = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "a mesh of one"
+    label = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "a mesh of one"
     devices = jax.devices() if devices is None else devices
     if not isinstance(devices, Sequence | np.ndarray) or not all(hasattr(x, "device_kind") for x in devices):
         raise UserError(f"make_mesh: devices must be a list of jax.devices(), got {shown(devices)}")
     if len(devices) < count:
-        more = ""
+        advice = ""
         if devices and devices[0].platform == "cpu":
-            more = f"; before anything runs, jax.config.update('jax_num_cpu_devices', {count}) makes virtual ones"
-        raise UserError(f"make_mesh: {said} takes {count} devices, there are {len(devices)}{more}")
+            advice = f"; before anything runs, jax.config.update('jax_num_cpu_devices', {count}) makes virtual ones"
+        raise UserError(f"make_mesh: {label} takes {count} devices, there are {len(devices)}{advice}")
     kinds = (AxisType.Explicit,) * len(AXES)
     devices = devices[:count]
     slices = len({getattr(device, "slice_index", None) for device in devices})
     if slices == 1:
         return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
-    between, left = [], slices
+    between, remaining = [], slices
     for size in sizes.values():
-        between.append(math.gcd(size, left))
-        left //= between[-1]
+        between.append(math.gcd(size, remaining))
+        remaining //= between[-1]
     within = [size // part for size, part in zip(sizes.values(), between, strict=True)]
     try:
         grid = mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     except ValueError:
-        raise UserError(f"make_mesh: {said} does not fill {slices} slices of devices evenly") from None
+        raise UserError(f"make_mesh: {label} does not fill {slices} slices of devices evenly") from None
     return Mesh(grid, AXES, axis_types=kinds)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """Return the mesh that the arrays of `tree` live on, or None if they are on no named mesh."""
+    """Return the mesh of the arrays of `tree`; None if they are not on a mesh with these axes."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         mesh = getattr(sharding, "mesh", None)
@@ -86,19 +86,19 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def use_mesh(tree: Any = None) -> contextlib.AbstractContextManager:
-    """Return a context with a mesh: the one that is set, else that of `tree`'s arrays, else a mesh of one device."""
+    """Return a context with a mesh: the current one, or else the mesh of `tree`'s arrays, or else one device."""
     if not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh_of(tree) or make_mesh())
 
 
 def put(x: Any, *spec: Any) -> jax.Array:
-    """Return `x` on the current mesh, split as `spec` says. Of several processes, each has the whole of `x`."""
+    """Return `x` on the current mesh, split as in `spec`. With several processes, each must have all of `x`."""
     if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, P(*spec))
-    # device_put would have all processes compare their values
-    whole, sharding = np.asarray(x), NamedSharding(jax.sharding.get_mesh(), P(*spec))
-    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+    # device_put would make all processes compare their values
+    array, sharding = np.asarray(x), NamedSharding(jax.sharding.get_mesh(), P(*spec))
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def adopt(tree: Any) -> Any:
@@ -114,18 +114,17 @@ def gather(tree: Any, *axes: str) -> Any:
     """Return `tree` with its arrays no longer split along the named mesh axes (an all-gather; its transpose
     scatters)."""
 
-    def part(names):
+    def other_axes(names):
         return tuple(name for name in names_in(names) if name not in axes) or None
 
-    def whole(leaf):
-        return jax.sharding.reshard(leaf, P(*map(part, jax.typeof(leaf).sharding.spec)))
+    def gather_leaf(leaf):
+        return jax.sharding.reshard(leaf, P(*map(other_axes, jax.typeof(leaf).sharding.spec)))
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(gather_leaf, tree)
 
 
 def on_host(x: Any) -> np.ndarray:
-    """Return the whole of an array, as numpy's. What only other processes have is gathered first, so that all processes
-    must call it."""
+    """Return a whole array as a numpy array. Parts on other processes are gathered, so call it in every process."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         with use_mesh(x):
             x = _replicated(x)
@@ -138,7 +137,7 @@ def _replicated(x: jax.Array) -> jax.Array:
 
 
 def on_cpu() -> bool:
-    """Return True if the current mesh is one of CPU devices."""
+    """Return True if the current mesh has CPU devices."""
     return jax.sharding.get_mesh().devices.flat[0].platform == "cpu"
 
 
@@ -159,14 +158,14 @@ def batch_shards() -> int:
 
 
 def token_shards(tokens: int) -> int:
-    """Return the number of parts that the current mesh splits so many tokens of each sequence into: one if it does not
-    divide them."""
+    """Return the number of parts that the current mesh splits the tokens of a sequence into; 1 if it does not divide
+    them."""
     size = axis_size("sequence")
     return 1 if tokens % size else size
 
 
 def token_axis(tokens: int) -> str | None:
-    """Return the axis that splits so many tokens; None if they are whole on every device."""
+    """Return the axis that splits this number of tokens; None if every device has all of them."""
     return "sequence" if token_shards(tokens) > 1 else None
 
 

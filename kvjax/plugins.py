@@ -1,4 +1,4 @@
-"""Methods of other packages, by an entry point's name or as `package.module:NAME`."""
+"""Methods of other packages, named by an entry point or as `package.module:NAME`."""
 
 import contextlib
 import importlib
@@ -12,20 +12,18 @@ from typing import Any
 from kvjax.errors import UserError
 
 METHODS = "kvjax.methods"
-"""The entry points of recipes (`kvjax.train.recipe.Recipe`), which say what is trained and how a policy is made of
-it."""
+"""The group of entry points of training recipes (`kvjax.train.recipe.Recipe`)."""
 POLICIES = "kvjax.policies"
-"""The entry points of methods' classes, and of functions that make a policy of keyword arguments."""
-
+"""The group of entry points of methods' classes, and of functions that return a policy for keyword arguments."""
 
 _command_line: Sequence[str] | None = None
-"""The arguments of the command that is running; None where kvjax is a library."""
+"""The arguments of the running command; None if kvjax is used as a library."""
 
 
 @contextlib.contextmanager
 def only_named(arguments: Sequence[str]) -> Iterator[None]:
-    """Return a context in which `package.module:NAME` is imported only if an argument names it, since files may be a
-    stranger's."""
+    """Return a context in which `package.module:NAME` is imported only if an argument names it, since files that name
+    one are not trusted."""
     global _command_line
     before, _command_line = _command_line, arguments
     try:
@@ -35,14 +33,14 @@ def only_named(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def names(group: str) -> list[str]:
-    """Return the names that installed packages offer for a group."""
+    """Return the names of a group's entry points in installed packages."""
     return sorted({point.name for point in _points(group)})
 
 
 def find(name: str, group: str, what: str) -> Any:
     """Return the object of an entry point of `group`, or of `package.module:NAME`; None if `name` is neither.
 
-    A module is also looked for in the current folder, as `python -m` does it.
+    Modules are also searched in the current folder, as by `python -m`. `what` begins the error messages.
 
     Raises:
         UserError: it cannot be imported, the module has no such name, or only a file names it (`only_named`).
@@ -52,8 +50,8 @@ def find(name: str, group: str, what: str) -> Any:
             return load(point.value, what)
     if ":" not in name:
         return None
-    whole = rf"(?<![\w.]){re.escape(name)}(?!\w)"
-    if _command_line is not None and not any(re.search(whole, text) for text in _command_line):
+    pattern = rf"(?<![\w.]){re.escape(name)}(?!\w)"
+    if _command_line is not None and not any(re.search(pattern, text) for text in _command_line):
         raise UserError(f"{what} {name}: a module is imported only if the command line itself names it")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -61,11 +59,11 @@ def find(name: str, group: str, what: str) -> Any:
 
 
 def _points(group: str) -> list[metadata.EntryPoint]:
-    """Return the entry points of installed packages. The current folder, which `python -m` puts on the path, is passed
-    over: it may be a stranger's."""
+    """Return the entry points of a group in installed packages. The current folder, which `python -m` puts on the path,
+    is not searched, since it is not trusted."""
     path = [folder for folder in sys.path if os.path.realpath(folder) != os.path.realpath("")]
-    found = (point for package in metadata.distributions(path=path) for point in package.entry_points)
-    return [point for point in found if point.group == group]
+    points = (point for package in metadata.distributions(path=path) for point in package.entry_points)
+    return [point for point in points if point.group == group]
 
 
 def load(path: str, what: str) -> Any:

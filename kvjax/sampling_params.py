@@ -1,4 +1,4 @@
-"""`SamplingParams`: how an answer's tokens are drawn, and when it ends."""
+"""`SamplingParams`: how the tokens of an answer are sampled, and when it ends."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ from typing import Any
 
 from kvjax.errors import UserError, named_fields, one_of, real_number, shown, whole_number
 
-COLDEST = 1e-6
-"""The lowest temperature above 0: logits divided by a smaller one may not be finite."""
-MOST_ALTERNATIVES = 20
-MOST_PENALTY = 2.0
+MIN_TEMPERATURE = 1e-6
+"""The smallest temperature above 0. Logits divided by a smaller one might not be finite."""
+MAX_ALTERNATIVES = 20
+"""The maximum of `logprobs`."""
+MAX_PENALTY = 2.0
 """The largest presence or frequency penalty, in either direction, as in the OpenAI API."""
 
 
 @named_fields
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of a prompt's answers, and the conditions that end them. Names and meanings are vLLM's,
-    except for `max_new_tokens`.
+    """The sampling parameters of a prompt's answers, and the conditions that end them. Names and meanings are those of
+    vLLM, except for `max_new_tokens`.
 
-    With the same `seed` a prompt gets the same answer in any batch; the n-th answer of a prompt has a stream of random
-    numbers of its own.
+    With the same `seed` a prompt gets the same answer in any batch. Each of the n answers of a prompt has a separate
+    stream of random numbers.
 
     Args:
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: the maximum tokens of an answer.
         temperature: the logits are divided by it; 0 takes the most likely token.
-        top_k: draw from the k most likely tokens; 0 draws from all.
-        top_p: draw from the fewest most likely tokens whose probabilities sum to at least this.
-        min_p: draw from tokens at least this many times as likely as the most likely one.
-        repetition_penalty: logits of tokens that stand in the prompt or the answer are divided by it if positive, and
-            multiplied by it if negative (CTRL, arXiv:1909.05858, Sec. 4.1); 1 changes nothing. Tokens of a context that
+        top_k: sample from the k most likely tokens; 0 samples from all.
+        top_p: sample from the fewest most likely tokens whose probabilities sum to at least this.
+        min_p: sample from tokens with at least this fraction of the most likely token's probability.
+        repetition_penalty: the logits of tokens in the prompt or the answer are divided by it if positive, and
+            multiplied by it if negative (CTRL, arXiv:1909.05858, Sec. 4.1); 1 has no effect. Tokens of a context that
             was read before do not count.
-        presence_penalty: subtracted from the logits of tokens that stand in the answer.
-        frequency_penalty: subtracted once for each time a token stands in the answer.
+        presence_penalty: subtracted from the logits of tokens in the answer.
+        frequency_penalty: subtracted from a token's logit once for each occurrence in the answer.
         logit_bias: numbers added to the logits of token ids.
-        n: answers of each prompt; above 1 needs a temperature above 0.
+        n: the number of answers of each prompt; above 1 it needs a temperature above 0.
         seed: the seed of the random numbers.
         stop: texts that end an answer, which is cut before the first of them.
-        stop_token_ids: tokens that end an answer, beside the model's own.
-        ignore_eos: go on past the model's own stop tokens.
-        logprobs: None, or the number of most likely tokens that are returned with their log-probabilities at each
-            place, by the model's own distribution; 0 gives the log-probability of the chosen token alone.
+        stop_token_ids: tokens that end an answer, in addition to the model's.
+        ignore_eos: continue past the model's stop tokens.
+        logprobs: the number of most likely tokens to return at each position, with their log-probabilities in the
+            model's distribution. 0 returns only those of the chosen tokens, and None returns none.
 
     Raises:
-        UserError: a value outside its range.
+        UserError: a value is out of range.
     """
 
     max_new_tokens: int = 128
@@ -65,13 +66,14 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        whole = {"max_new_tokens": 1, "top_k": 0, "n": 1, "seed": 0}
+        integers = {"max_new_tokens": 1, "top_k": 0, "n": 1, "seed": 0}
         checked: dict[str, Any] = {
-            name: whole_number("sampling", name, getattr(self, name), least) for name, least in whole.items()
+            name: whole_number("sampling", name, getattr(self, name), least)
+            for name, least in integers.items()
         }
         temperature = real_number("sampling", "temperature", self.temperature, 0.0)
         if temperature > 0:
-            real_number("sampling", "temperature above 0", temperature, COLDEST)
+            real_number("sampling", "temperature above 0", temperature, MIN_TEMPERATURE)
         penalties = "presence_penalty", "frequency_penalty"
         checked |= {
             "temperature": temperature,
@@ -84,11 +86,11 @@ class SamplingParams:
             "stop": stop_texts(self.stop),
             "stop_token_ids": _token_ids(self.stop_token_ids),
         } | {
-            name: real_number("sampling", name, getattr(self, name), -MOST_PENALTY, MOST_PENALTY)
+            name: real_number("sampling", name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
             for name in penalties
         }
         if self.logprobs is not None:
-            checked["logprobs"] = whole_number("sampling", "logprobs", self.logprobs, 0, MOST_ALTERNATIVES)
+            checked["logprobs"] = whole_number("sampling", "logprobs", self.logprobs, 0, MAX_ALTERNATIVES)
         one_of("sampling", "ignore_eos", self.ignore_eos, (True, False))
         if checked["n"] > 1 and temperature == 0:
             raise UserError(
@@ -99,12 +101,12 @@ class SamplingParams:
 
     @property
     def penalized(self) -> bool:
-        """True if there is a penalty, for which tokens are counted."""
+        """True if there is a penalty, so that tokens must be counted."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def stop_texts(stop: Any) -> tuple[str, ...]:
-    """Return the texts that end an answer. Raises UserError for what is no list of texts."""
+    """Return the texts that end an answer. Raises UserError if they are not a list of texts."""
     if isinstance(stop, str) or not _is_list(stop):
         raise UserError(f"sampling: stop must be a list of texts, got {shown(stop)}")
     texts = tuple(stop)
@@ -125,7 +127,7 @@ def _token_ids(ids: Any) -> tuple[int, ...]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return True for what can be read one by one; an array of no dimension cannot."""
+    """Return True for an iterable. An array without axes does not count as one."""
     return isinstance(value, Iterable) and getattr(value, "shape", None) != ()
 
 

@@ -1,4 +1,4 @@
-"""A conversation whose cache lives on from turn to turn: only what is new is read."""
+"""`Session`: a conversation that keeps its cache from turn to turn, so that each turn reads only new text."""
 
 import copy
 from pathlib import Path
@@ -17,11 +17,12 @@ from kvjax.inference.prefill import extend, prefill
 from kvjax.inference.saving import read_cache, write_cache
 from kvjax.llm import LLM
 from kvjax.mesh import on_host, use_mesh
-from kvjax.models.chat import content_span, difference, turns_end
+from kvjax.models.chat import content_span, differing_span, stable_prefix_length
 from kvjax.sampling_params import SamplingParams
 
 TURNS = "turns"
-"""Name of the conversation in a saved cache's description."""
+"""The key of the conversation in a saved cache's description."""
+CHANGED = "Session.drop: messages were changed since they were read: call say first"
 
 
 class Session:
@@ -31,20 +32,20 @@ class Session:
         print(session.say("Who wrote Emma?"))
         other = session.fork()
 
-    Each turn reads only the text that the chat template adds to the turns before, and the policy continues as in one
-    long text. Without a template a conversation is one text.
+    Each turn reads only the text that the chat template adds to earlier turns, and the policy continues as in one long
+    text. Without a template a conversation is one text.
 
-    Templates of thinking models cut the thoughts out of earlier answers. With such a template the cache ends with the
-    user's last turn, and the next turn reads the answer as the template then shows it. If a template changes anything
-    else that was read, the conversation is read again from its beginning.
+    Templates of thinking models remove the thoughts from earlier answers. With such a template the cache ends at the
+    user's last turn, and the next turn reads the answer as the template then renders it. If a template changes other
+    text that was read, the conversation is read again from its beginning.
 
     Args:
-        llm: model, tokenizer and policy. A policy that compacts at a prompt's end compacts the first turn alone, with a
-            warning: `when=every` and `when=overflow` compact later turns, too.
-        system: the text of the template's system turn.
+        llm: model, tokenizer and policy. A policy that compacts at a prompt's end compacts only the first turn, with a
+            warning; `when=every` and `when=overflow` also compact later turns.
+        system: the text of the system turn.
 
     Raises:
-        UserError: no LLM, or a system turn that the template does not take or has no place for.
+        UserError: `llm` is not an LLM, or the template does not accept a system turn.
     """
 
     @named_arguments(where="Session")
@@ -68,11 +69,13 @@ class Session:
         if system and not self._templated:
             raise UserError("Session: system= needs a tokenizer with a chat template, and this one has none")
         self.tokens: list[int] = []
-        """The tokens that the next turn continues. The cache has read all of them but perhaps the last."""
+        """The tokens that the next turn continues. The cache has read all of them, except perhaps the last."""
         self._parts: list[str] = []
-        """The text of the tokens, if these include the last answer: by turns the template's text and an answer."""
+        """The text of the tokens, alternately text of the template and an answer; empty if the tokens lack the last
+        answer."""
         self._ends: list[int] = []
-        """The number of tokens up to the end of each part. There are fewer if an older kvjax saved the conversation."""
+        """The number of tokens up to the end of each part. It is incomplete if an older kvjax saved the
+        conversation."""
         self._dropped: dict[int, dict[str, str]] = {}
         """Copies of the messages that were dropped from the cache, by index."""
         self._keeps_turns = keeps_turns(llm.tokenizer, **llm.chat_template_kwargs)
@@ -83,17 +86,19 @@ class Session:
 
     @property
     def dropped(self) -> list[int]:
-        """The indices of the messages that were dropped from the cache and have not been changed since."""
-        return [index for index, one in self._dropped.items() if self.messages[index : index + 1] == [one]]
+        """The indices of messages that were dropped from the cache and have not been changed since."""
+        return [
+            index for index, message in self._dropped.items() if self.messages[index : index + 1] == [message]
+        ]
 
     @property
     def stats(self) -> Stats:
-        """Sizes of its cache. Raises UserError before the first turn."""
-        return caches.stats(self._begun("stats"), 1)
+        """The sizes of the cache. Raises UserError before the first turn."""
+        return caches.stats(self._require_cache("stats"), 1)
 
-    def _begun(self, what: str) -> Cache:
+    def _require_cache(self, method: str) -> Cache:
         if self.cache is None:
-            raise UserError(f"Session.{what}: nothing was said yet")
+            raise UserError(f"Session.{method}: nothing was said yet")
         return self.cache
 
     @named_arguments(where="Session.say")
@@ -101,8 +106,8 @@ class Session:
         """Return the model's answer to a turn.
 
         Raises:
-            UserError: no text, several answers, a stop text that is no token, or a chat template that does not take the
-                turn; the conversation is then as it was.
+            UserError: there is no text, several answers are asked for, a stop text is not a token, or the chat template
+                does not accept the turn. The conversation is then unchanged.
         """
         if not isinstance(text, str) or not text:
             raise UserError(f"Session.say: expected a text, got {shown(text)}")
@@ -118,27 +123,28 @@ class Session:
             )
         llm, blocks = self.llm, []
         messages = [*self.messages, {"role": "user", "content": text}]
-        whole = "".join(self._parts) + text
+        rendered = "".join(self._parts) + text
         if self._templated:
-            whole = templated(llm.tokenizer, messages, **llm.chat_template_kwargs)
+            rendered = templated(llm.tokenizer, messages, **llm.chat_template_kwargs)
         dropped = {index: self._dropped[index] for index in self.dropped}
-        # the cache lacks a text that is to be seen now; without a template the messages do not make the text
-        lacks = self._templated and dropped != self._dropped
-        shown_before = self._shown_before(whole) if self._keeps_turns and not lacks else 0
-        if self._parts and not shown_before:
+        # a dropped message was changed, so the cache lacks text that must be visible now; without a template the
+        # rendered text does not depend on messages
+        must_reread = self._templated and dropped != self._dropped
+        length = self._length_in(rendered) if self._keeps_turns and not must_reread else 0
+        if self._parts and not length:
             self._keeps_turns = False
-        begins = not (self._templated or shown_before)
-        new = token_ids(llm.tokenizer, whole[shown_before:], add_special_tokens=begins)
-        tokens = self.tokens + new if shown_before else new
-        end = len(tokens) - 1  # at least one token has to be read for an answer
+        is_beginning = not (self._templated or length)
+        new = token_ids(llm.tokenizer, rendered[length:], add_special_tokens=is_beginning)
+        tokens = self.tokens + new if length else new
+        end = len(tokens) - 1  # generation must read at least one token
         if not self._keeps_turns:
-            end = min(end, turns_end(llm.tokenizer, messages, **llm.chat_template_kwargs))
+            end = min(end, stable_prefix_length(llm.tokenizer, messages, **llm.chat_template_kwargs))
         cache, read = self.cache, 0 if self.cache is None else int(on_host(self.cache.seen)[0])
-        if lacks or read > end or tokens[:read] != self.tokens[:read]:
+        if must_reread or read > end or tokens[:read] != self.tokens[:read]:
             cache, read = None, 0
         if cache is None and dropped:
-            cache, read, kept = self._read_again(messages, tokens, list(dropped))
-            dropped = {index: dropped[index] for index in kept}
+            cache, read, dropped_again = self._reread(messages, tokens, list(dropped))
+            dropped = {index: dropped[index] for index in dropped_again}
         if read < end and not self._keeps_turns:
             cache, read = self._read(cache, tokens[read:end]), end
         options = {"policy": llm.policy, "tokenizer": llm.tokenizer, "chunk": llm.chunk, "cache": cache}
@@ -148,37 +154,37 @@ class Session:
             blocks.append(block)
         after = blocks[-1].cache
         eos, sizes = llm.model.config.eos_ids, caches.stats(after, 1)
-        found = whole_answers(blocks, [sampling], [0], sizes, eos, llm.tokenizer)
-        assert found.texts is not None
-        answer, said = found.tokens[0].tolist(), found.texts[0]
+        generation = whole_answers(blocks, [sampling], [0], sizes, eos, llm.tokenizer)
+        assert generation.texts is not None
+        answer, reply = generation.tokens[0].tolist(), generation.texts[0]
         if self._keeps_turns or cache is None:
             self.cache, self.tokens = after, tokens + answer
-            before, ends = (self._parts, self._ends) if shown_before else ([], [])
-            self._parts = [*before, whole[shown_before:], said]
+            before, ends = (self._parts, self._ends) if length else ([], [])
+            self._parts = [*before, rendered[length:], reply]
             self._ends = [*ends, len(tokens), len(self.tokens)] if len(ends) == len(before) else []
         else:
             self.cache, self.tokens, self._parts, self._ends = cache, tokens[:read], [], []
-        self.messages, self._dropped = [*messages, {"role": "assistant", "content": said}], dropped
-        return said
+        self.messages, self._dropped = [*messages, {"role": "assistant", "content": reply}], dropped
+        return reply
 
-    def _shown_before(self, whole: str) -> int:
-        """Return how many characters of the text to be answered are the text so far, where answers may have lost the
-        white space around them; 0 if they are not."""
-        place = 0
+    def _length_in(self, rendered: str) -> int:
+        """Return the length of the text so far at the beginning of a rendered text; 0 if it does not begin so. Answers
+        may have lost the white space around them."""
+        length = 0
         for index, part in enumerate(self._parts):
-            forms = (part, part.strip()) if index % 2 else (part,)
-            form = next((x for x in forms if whole.startswith(x, place)), None)
-            if form is None:
+            variants = (part, part.strip()) if index % 2 else (part,)
+            match = next((x for x in variants if rendered.startswith(x, length)), None)
+            if match is None:
                 return 0
-            place += len(form)
-        return place
+            length += len(match)
+        return length
 
     def _read(self, cache: Cache | None, new: list[int]) -> Cache:
-        """Return a copy of the cache that has read new tokens, or a new cache that has."""
+        """Return a copy of the cache, or a new cache, after reading new tokens."""
         llm, rows = self.llm, [np.asarray(new)]
         if cache is None:
-            own = {"capacity": llm.capacity, "page_size": llm.page_size, "chunk": llm.chunk}
-            cache = prefill(llm.model, rows, policy=llm.policy, **own)
+            options = {"capacity": llm.capacity, "page_size": llm.page_size, "chunk": llm.chunk}
+            cache = prefill(llm.model, rows, policy=llm.policy, **options)
             with use_mesh(llm.model):
                 return drop_observation_state(cache, llm.policy.compile(llm.model).decode)
         with use_mesh(llm.model):
@@ -187,14 +193,14 @@ class Session:
             caches.check(cache, llm.policy.name)
         return cache
 
-    def _read_again(
+    def _reread(
         self, messages: list[dict[str, str]], tokens: list[int], dropped: list[int]
     ) -> tuple[Cache | None, int, list[int]]:
-        """Return a new cache, None if it is empty, that has read a chat's tokens up to the end of the last dropped
-        message, the number of these tokens, and the messages that could be dropped again."""
+        """Read a chat's tokens again up to the end of the last dropped message, and drop these messages again. Return
+        the cache (None if nothing was read), the number of tokens read, and the messages that could be dropped."""
         spans: dict[int, tuple[int, int]] = {}
 
-        def kept(index: int, error: UserError) -> None:
+        def warn_kept(index: int, error: UserError) -> None:
             warn(f"Session.say: message {index} was read again and not dropped: {error}", stacklevel=5)
 
         for index in dropped:
@@ -203,7 +209,7 @@ class Session:
                     self.llm.tokenizer, messages, tokens, index, **self.llm.chat_template_kwargs
                 )
             except UserError as error:
-                kept(index, error)
+                warn_kept(index, error)
         read = min(max((end for _, end in spans.values()), default=0), len(tokens) - 1)
         if not read:
             return None, 0, list(spans)
@@ -212,13 +218,13 @@ class Session:
             try:
                 cache = _without(cache, start, min(end, read))
             except UserError as error:
-                kept(index, error)
+                warn_kept(index, error)
                 del spans[index]
         return cache, read, list(spans)
 
     def fork(self) -> "Session":
-        """Return another conversation that begins as this one did so far. They share the cache of what was read, and
-        neither changes the other."""
+        """Return another conversation that continues this one. They share the cache of the turns so far, and neither
+        changes the other."""
         other = copy.copy(self)
         for name in ("messages", "tokens", "_dropped", "_parts", "_ends"):
             setattr(other, name, copy.copy(getattr(self, name)))
@@ -226,17 +232,18 @@ class Session:
 
     @named_arguments(where="Session.drop")
     def drop(self, turn: int) -> None:
-        """Drop a turn from the cache, such as a tool's output that is not needed any more. What was read after it stays
-        as it is, and later turns do not see it. Its pages are free, but for what a fork still holds. A turn that was
-        dropped before stays dropped, and the template goes on to show it.
+        """Drop a turn from the cache, such as a tool's output that is no longer needed. Later turns do not see it. Text
+        that was read after it stays as it is. Its pages become free, except those that a fork holds. The template still
+        renders a dropped turn.
 
         Args:
-            turn: the index of its message in `messages`.
+            turn: the index of the turn's message in `messages`.
 
         Raises:
-            UserError: no such turn, one that is not read yet, or one that `Cache.without` refuses.
+            UserError: there is no such turn, it has not been read yet, messages were changed since they were read, or
+                `Cache.without` refuses it.
         """
-        cache = self._begun("drop")
+        cache = self._require_cache("drop")
         turn = whole_number("Session.drop", "turn", turn, 0, len(self.messages) - 1)
         if turn in self.dropped:
             return
@@ -247,43 +254,50 @@ class Session:
         self._dropped[turn] = dict(self.messages[turn])
 
     def _span(self, turn: int) -> tuple[int, int]:
-        """Return the indices of the first token of a turn's text and of the one after the last."""
+        """Return the span (start, end) of the tokens of a turn's text."""
         tokenizer, options = self.llm.tokenizer, self.llm.chat_template_kwargs
         if not self._parts:
             if turn == len(self.messages) - 1:
                 raise UserError(
                     "Session.drop: the last answer is read with the next turn, as the template then shows it"
                 )
-            read = self.messages[:-1]
-            tokens = token_ids(tokenizer, templated(tokenizer, read, **options))
-            return content_span(tokenizer, read, tokens, turn, **options)
+            messages = self.messages[:-1]
+            tokens = token_ids(tokenizer, templated(tokenizer, messages, **options))
+            if tokens[: len(self.tokens)] != self.tokens:
+                raise UserError(CHANGED)
+            return content_span(tokenizer, messages, tokens, turn, **options)
         if len(self._ends) != len(self._parts):
             raise UserError(
                 "Session.drop: an older kvjax saved the conversation, and not where its turns are"
             )
+        following = {"role": "user", "content": PLACE}
+        if self._templated and not self._length_in(
+            templated(tokenizer, [*self.messages, following], **options)
+        ):
+            raise UserError(CHANGED)
         # the user's first turn since the conversation was last read from its beginning
         first = len(self.messages) - len(self._parts)
-        place = 2 * max(0, (turn - first) // 2)
-        user = first + place
-        begin, end = self._ends[place - 1] if place else 0, self._ends[place]
+        index = 2 * max(0, (turn - first) // 2)
+        user = first + index
+        begin, end = self._ends[index - 1] if index else 0, self._ends[index]
         if turn > user:
-            return end, self._ends[place + 1]
-        part = self._parts[place]
+            return end, self._ends[index + 1]
+        part = self._parts[index]
         if not self._templated:
             return end - len(token_ids(tokenizer, part)), end
-        whole = templated(tokenizer, self.messages[: user + 1], **options)
-        other = [dict(one) for one in self.messages[: user + 1]]
+        rendered = templated(tokenizer, self.messages[: user + 1], **options)
+        other = [dict(message) for message in self.messages[: user + 1]]
         other[turn]["content"] = PLACE
-        text = PLACE.join(around(tokenizer, other, **options))[len(whole) - len(part) :]
-        start, stop = difference(self.tokens[begin:end], token_ids(tokenizer, text))
+        text = PLACE.join(around(tokenizer, other, **options))[len(rendered) - len(part) :]
+        start, stop = differing_span(self.tokens[begin:end], token_ids(tokenizer, text))
         return begin + start, begin + stop
 
     @named_arguments(where="Session.save")
     def save(self, path: str | Path) -> int:
-        """Write it into a folder, for `load`. It returns and raises what `kvjax.save_cache` does."""
+        """Write the conversation into a folder, for `load`. Returns and raises the same as `kvjax.save_cache`."""
         turns = {"messages": self.messages, "tokens": self.tokens, "parts": self._parts, "ends": self._ends}
         turns |= {"dropped": self.dropped}
-        cache = self._begun("save")
+        cache = self._require_cache("save")
         return write_cache(path, cache, self.llm.model, self.llm.policy, {TURNS: turns})
 
     @classmethod
@@ -292,18 +306,17 @@ class Session:
         """Return the conversation that `save` wrote.
 
         Args:
-            llm: the model and tokenizer of the conversation, since the next turn is read after the earlier turns as the
-                chat template rendered them, and a policy as `kvjax.load_cache` takes it.
+            llm: the model and tokenizer of the conversation, and a policy that `kvjax.load_cache` accepts.
 
         Raises:
-            UserError: no LLM, a saved cache that is no conversation, or one that `kvjax.load_cache` refuses.
+            UserError: `llm` is not an LLM, the saved cache has no conversation, or `kvjax.load_cache` refuses it.
         """
         session = cls(llm)
-        cache, found = read_cache(path, llm.model, llm.policy)
-        turns = found.get(TURNS)
+        cache, description = read_cache(path, llm.model, llm.policy)
+        turns = description.get(TURNS)
         if turns is None:
-            raise UserError(f"{path}: a cache that is no conversation: kvjax.load_cache reads it")
-        if not _whole(turns, int(on_host(cache.seen)[0]), llm.model.config.vocab_size):
+            raise UserError(f"{path}: the saved cache has no conversation: kvjax.load_cache reads it")
+        if not _is_valid(turns, int(on_host(cache.seen)[0]), llm.model.config.vocab_size):
             raise UserError(f"{path}: damaged (turns is {shown(turns)})")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]
         session._parts, session._ends = turns["parts"], turns.get("ends", [])
@@ -312,21 +325,21 @@ class Session:
 
 
 def _without(cache: Cache, start: int, end: int) -> Cache:
-    """Return a copy of a cache of one sequence without a span, which may be empty."""
+    """Return a copy of a cache of one sequence without a span of tokens. The span may be empty."""
     return cache.without(0, start, end) if start < end else cache
 
 
-def _whole(turns: Any, seen: int, vocabulary: int) -> bool:
-    """Return True if saved turns are those of a conversation of which `seen` tokens were read."""
+def _is_valid(turns: Any, seen: int, vocabulary: int) -> bool:
+    """Return True if saved turns are consistent with a conversation of which `seen` tokens were read."""
     try:
         messages, tokens, parts = turns["messages"], turns["tokens"], turns["parts"]
-        # older files have neither
+        # older files lack both
         ends, dropped = turns.get("ends", []), turns.get("dropped", [])
-        whole = all(isinstance(x, list) for x in (messages, tokens, parts, ends, dropped))
+        valid = all(isinstance(x, list) for x in (messages, tokens, parts, ends, dropped))
         texts = [x for message in messages for x in (message["role"], message["content"])]
-        whole &= all(type(x) is int and 0 <= x < vocabulary for x in tokens) and len(tokens) >= seen
-        whole &= all(type(x) is int and 0 <= x <= len(tokens) for x in ends) and ends == sorted(ends)
-        whole &= all(type(x) is int and 0 <= x < len(messages) for x in dropped)
-        return whole and all(isinstance(x, str) for x in [*texts, *parts])
+        valid &= all(type(x) is int and 0 <= x < vocabulary for x in tokens) and len(tokens) >= seen
+        valid &= all(type(x) is int and 0 <= x <= len(tokens) for x in ends) and ends == sorted(ends)
+        valid &= all(type(x) is int and 0 <= x < len(messages) for x in dropped)
+        return valid and all(isinstance(x, str) for x in [*texts, *parts])
     except (TypeError, KeyError):
         return False

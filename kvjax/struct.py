@@ -13,19 +13,20 @@ T = TypeVar("T")
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
-    """Return a field that belongs to the tree's structure: it must be hashable, and changing it recompiles."""
+    """Return a field that is part of the tree's structure. It must be hashable, and a new value causes
+    recompilation."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 def host(default: Any = dataclasses.MISSING, *, repr: bool = True) -> Any:
-    """Return a static field that only the host reads. Compiled programs are given None in its place (`bare`), so that
-    they serve all its values."""
+    """Return a static field that only the host reads. Compiled programs get None instead (`bare`), so that one program
+    serves all values."""
     return dataclasses.field(default=default, repr=repr, metadata={"static": True, "host": True})
 
 
 def remembered() -> Any:
-    """Return a `host` field that is no argument of the class, for what files say of themselves. A copy with other
-    values (`dataclasses.replace`) does not have it."""
+    """Return a `host` field that is not an argument of the class, for information about the file of an object.
+    `dataclasses.replace` resets it to None."""
     return dataclasses.field(default=None, init=False, repr=False, metadata={"static": True, "host": True})
 
 
@@ -33,12 +34,12 @@ def remembered() -> Any:
 def struct(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass and a pytree whose children are its fields, except those declared `static`.
 
-    Unflattening skips `__init__`: JAX may put shardings, shapes or `None` where arrays are declared. Its `repr` is
-    `short`. A misspelt argument raises one line (`named_fields`).
+    Unflattening skips `__init__`, since JAX may put shardings, shapes or `None` in place of arrays. The `repr` is
+    `short`. A misspelt argument raises UserError (`named_fields`).
     """
-    own_repr = "__repr__" in cls.__dict__
+    has_repr = "__repr__" in cls.__dict__
     cls = named_fields(dataclasses.dataclass(frozen=True, repr=False)(cls))
-    if not own_repr:
+    if not has_repr:
         cls.__repr__ = short  # pyright: ignore[reportAttributeAccessIssue]
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     data = tuple(f.name for f in fields if not f.metadata.get("static"))
@@ -58,13 +59,13 @@ def struct(cls: type[T]) -> type[T]:
 
 
 def assign(x: Any, **values: Any) -> None:
-    """Write checked values into the fields of a frozen dataclass that is being made (`__post_init__`)."""
+    """Set fields of a frozen dataclass in its `__post_init__`."""
     for name, value in values.items():
         object.__setattr__(x, name, value)
 
 
 def changed(x: T, **values: Any) -> T:
-    """Return a copy with other values. Like JAX's unflattening it skips `__init__` and what that checks."""
+    """Return a copy with other values. Like JAX's unflattening it skips `__init__` and its checks."""
     fields: Any = dataclasses.fields(x)  # pyright: ignore[reportArgumentType]
     new = object.__new__(type(x))
     new.__dict__.update({f.name: getattr(x, f.name) for f in fields} | values)
@@ -72,37 +73,37 @@ def changed(x: T, **values: Any) -> T:
 
 
 def bare(x: T) -> T:
-    """Return a copy without the values that only the host reads."""
+    """Return a copy with None in the fields that only the host reads."""
     fields: Any = dataclasses.fields(x)  # pyright: ignore[reportArgumentType]
     return changed(x, **{f.name: None for f in fields if f.metadata.get("host")})
 
 
 def short(x: Any) -> str:
-    """Return a dataclass in one line, as one would write it. Fields at their default are left out, the first field is
-    its value alone if it has no default or is a dataclass itself, and arrays that do not hold one number are their
-    shape."""
+    """Return a dataclass in one line, as in source code. Fields at their default are left out. The first field is shown
+    without its name if it has no default or is a dataclass. Arrays are shown by dtype and shape, unless all their
+    numbers are equal."""
     parts = []
     for index, f in enumerate(dataclasses.fields(x)):
         value = getattr(x, f.name)
         if not f.repr or _is_default(value, f.default):
             continue
-        bare_value = index == 0 and (f.default is dataclasses.MISSING or dataclasses.is_dataclass(value))
-        parts.append(_shown(value) if bare_value else f"{f.name}={_shown(value)}")
+        positional = index == 0 and (f.default is dataclasses.MISSING or dataclasses.is_dataclass(value))
+        parts.append(_shown(value) if positional else f"{f.name}={_shown(value)}")
     return f"{type(x).__name__}({', '.join(parts)})"
 
 
-MOST_SHOWN = 4096
-"""The most numbers of an array that are compared to see whether they are all one."""
+MAX_COMPARED = 4096
+"""The maximum size of an array whose numbers are compared."""
 
 
 def _number(value: Any) -> Any:
-    """Return the one number that an array holds, else None."""
+    """Return the number that all elements of an array equal; None if there is none."""
     if isinstance(value, jax.Array):
         if isinstance(value, Tracer) or value.is_deleted() or not value.is_fully_addressable:
             return None
     elif not isinstance(value, np.ndarray | np.generic):
         return None
-    if not 0 < value.size <= MOST_SHOWN or getattr(value.dtype, "kind", "O") not in "bif":
+    if not 0 < value.size <= MAX_COMPARED or getattr(value.dtype, "kind", "O") not in "bif":
         return None
     flat = np.asarray(value).reshape(-1)
     return flat[0] if (flat == flat[0]).all() else None
@@ -123,6 +124,6 @@ def _shown(value: Any) -> str:
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Return a tree's leaves by their path in it, so that files do not depend on the classes that hold the leaves."""
+    """Return a tree's leaves by path, so that files do not depend on the classes in the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

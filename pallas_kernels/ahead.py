@@ -1,7 +1,7 @@
 """Ahead-of-time compilation for accelerators that this machine does not have.
 
 TPU: the whole compiler, from `libtpu`. It prints to stderr, takes a lock, and reads its settings from the environment
-when it is first used, so run it in a process of its own, started with `ENVIRONMENT`.
+when it is first used, so run it in a separate process, started with `ENVIRONMENT`.
 CUDA: lowering, which needs nothing, and XLA's compiler if `CUDA_PACKAGES` are installed.
 """
 
@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""Chips and the smallest slice of each."""
+"""The smallest slice of each chip."""
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -38,13 +38,13 @@ CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"
 def tpu_mesh(chip: str) -> Mesh:
     """Return a mesh of one chip."""
     if chip not in TPUS:
-        raise ValueError(f"chip {chip!r}: known are {', '.join(TPUS)}")
+        raise ValueError(f"chip {chip!r}: expected one of {', '.join(TPUS)}")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip]).devices
     return Mesh(devices[:1], ("chip",), axis_types=(AxisType.Explicit,))
 
 
 def compile_for_tpu(chip: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-    """Compile `function` for one chip; `args` are arrays or `jax.ShapeDtypeStruct`s, or pytrees of them."""
+    """Compile `function` for one chip. `args` are pytrees of arrays or `jax.ShapeDtypeStruct`s."""
     return _compile("tpu", tpu_mesh(chip), function, args, donate)
 
 
@@ -88,22 +88,22 @@ gpu_device_info {
   registers_per_core_limit: 65536
 }
 """
-"""The GPU's description for XLA, which divides by these numbers and takes zeros at face value."""
+"""The description of an H100 for XLA. XLA divides by these numbers, so none may be missing."""
 
 
 def cuda_compiler() -> Path:
     """Return the path of the assembler `ptxas`. Raise FileNotFoundError if one of `CUDA_PACKAGES` is not installed."""
-    found = [_spec(name) for name in ("jax_cuda12_plugin", "jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")]
-    for package, spec in zip(CUDA_PACKAGES, found, strict=True):
+    specs = [_spec(name) for name in ("jax_cuda12_plugin", "jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")]
+    for package, spec in zip(CUDA_PACKAGES, specs, strict=True):
         if spec is None:
             raise FileNotFoundError(
                 f"compiling for CUDA needs {', '.join(CUDA_PACKAGES)}; {package} is not installed"
             )
-    return Path(next(iter(found[-1].submodule_search_locations))) / "bin" / "ptxas"
+    return Path(next(iter(specs[-1].submodule_search_locations))) / "bin" / "ptxas"
 
 
 def _spec(name: str) -> Any:
-    """Return what `find_spec` does, and None also for a missing parent, for which it raises."""
+    """Return the result of `find_spec`, or None if a parent package is missing, for which it would raise."""
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
@@ -111,7 +111,7 @@ def _spec(name: str) -> Any:
 
 
 def compile_for_cuda(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-    """Compile `function` for one H100; arguments as for a TPU."""
+    """Compile `function` for one H100. The arguments are those of `compile_for_tpu`."""
     cuda_compiler()
     devices = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices
     mesh = Mesh(devices, ("chip",), axis_types=(AxisType.Explicit,))

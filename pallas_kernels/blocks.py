@@ -11,9 +11,9 @@ from pallas_kernels.choose import target
 
 
 def even(length: int, largest: int) -> tuple[int, int]:
-    """The number and the size of equal blocks, none above `largest`, that cover `length` with little excess.
+    """Return the number and the size of equal blocks of at most `largest` that cover `length` with little excess.
 
-    Sizes are multiples of 16 (of the lanes of a CPU's vectors), as `largest` is, or all of `length`.
+    `largest` must be a multiple of 16, the lanes of a CPU's vectors. The size is one, too, or is `length`.
     """
     count = -(-length // largest)
     size = min(length, -(-length // (16 * count)) * 16)
@@ -21,21 +21,21 @@ def even(length: int, largest: int) -> tuple[int, int]:
 
 
 def block_size(length: int) -> int:
-    """The largest block for a sequence of `length`: a 32nd of it, within [64, 256].
+    """Return the largest block for a sequence of `length`: a 32nd of it, within [64, 256].
 
-    Large blocks lose less time between products and occupy more threads; small ones compute less beyond the mask's
-    edges and stay in cache. Measured on two CPU cores at lengths from 256 to 16K.
+    Large blocks lose less time between products and occupy more threads. Small blocks waste less work at the edges of
+    the mask and stay in cache. Measured on two CPU cores at lengths from 256 to 16K.
     """
     return min(max(length // 32 // 16 * 16, 64), 256)
 
 
 def divisor(length: int, largest: int) -> int:
-    """The largest divisor of `length` that is at most `largest`, and at least 1."""
+    """Return the largest divisor of `length` that is at most `largest`, and at least 1."""
     return next(d for d in range(max(1, min(length, largest)), 0, -1) if length % d == 0)
 
 
 def logits_at_once() -> int:
-    """The target number of logits of a tile, which may hold several (sequence, kv head) rows.
+    """Return the target number of logits of a tile, which may hold several (sequence, kv head) rows.
 
     On a CPU a tile holds one row: jax 0.11 spreads a batch of small products over as many threads as there are virtual
     devices, at several times the cost.
@@ -67,11 +67,11 @@ class Blocks:
         self.query_index = jnp.tile(place + self.s - self.t, self.g)
         """`[block g·bq]`: the index of every query."""
         self.query_owned = jnp.tile(place >= first, self.g)
-        """`[block g·bq]`: False for queries that the block before holds too."""
+        """`[block g·bq]`: False for queries that the block before contains, too."""
         first = jnp.arange(self.tiles)[:, None] * self.bk
         place = jnp.minimum(first, self.s - self.bk) + jnp.arange(self.bk)
         self.key_index = jnp.where(place >= first, place, self.s)
-        """`[tile bk]`: the index of every key; `s`, after every query, for keys that the tile before holds too."""
+        """`[tile bk]`: the index of every key, or `s`, after every query, for keys of the tile before."""
 
     def _corner(self, group):
         return group // self.columns * self.bb, group % self.columns * self.kk

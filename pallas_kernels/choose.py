@@ -9,18 +9,18 @@ BY_PLATFORM = {"cpu": "xla", "tpu": "tpu", "gpu": "gpu"}
 
 
 class Target(NamedTuple):
-    """The target of a traced computation: `platform` is "cpu", "tpu" or "gpu", `kind` the maker's name of the chip."""
+    """The target of a traced computation. `platform` is "cpu", "tpu" or "gpu", and `kind` is the chip's name."""
 
     platform: str
     kind: str
 
 
 def target() -> Target:
-    """The target of the current mesh, whose devices may be elsewhere; without a mesh, that of the default backend."""
+    """Return the target of the current mesh, whose devices may be abstract, or else of the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        here = jax.local_devices()[0]
-        return Target(here.platform, here.device_kind)
+        local = jax.local_devices()[0]
+        return Target(local.platform, local.device_kind)
     return Target(device.platform, device.device_kind)
 
 
@@ -30,12 +30,12 @@ def choose(
     op: str,
     by_platform: Mapping[str, str] = BY_PLATFORM,
 ) -> Callable:
-    """Return the implementation called `name`. None: the platform's own; there is no fallback to another one."""
+    """Return the implementation called `name`. None: the platform's default, without a fallback."""
     if name is None:
         platform = target().platform
         if platform not in by_platform:
             known = ", ".join(by_platform)
-            raise ValueError(f"{op}: nothing is made for platform {platform!r}, only for {known}")
+            raise ValueError(f"{op}: no implementation for platform {platform!r}, only for {known}")
         name = by_platform[platform]
     if name not in implementations:
         known = ", ".join(implementations)

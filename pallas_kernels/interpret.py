@@ -9,7 +9,7 @@ from pallas_kernels.choose import target
 
 
 def tpu_interpret(interpret: Any = None) -> Any:
-    """The `interpret` argument of `pallas_call`: the given one, else no interpreter on a TPU and one elsewhere.
+    """Return the `interpret` argument of `pallas_call`: the given one, or by default an interpreter unless on a TPU.
 
     The general interpreter is faster, but does not work inside `shard_map`. TPU's own does not work under
     `jax.checkpoint`.

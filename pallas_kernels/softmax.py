@@ -16,8 +16,8 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def product(subscripts: str, x: jax.Array, y: jax.Array) -> Float[Array, "..."]:
-    """An einsum with float32 sums, exact if an argument is float32. By default GPUs would use TF32 for it, TPUs
-    bfloat16."""
+    """Compute an einsum with float32 sums. It is exact if an argument is float32, for which GPUs would by default use
+    TF32 and TPUs bfloat16."""
     exact = jnp.float32 in (x.dtype, y.dtype)
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
@@ -29,13 +29,13 @@ def logits(q: Float[Array, "*r q h"], k: Float[Array, "*r s h"]) -> Float[Array,
 
 
 def start(q: Float[Array, "*r q h"]) -> State:
-    """The state before any key."""
+    """Return the state before any key."""
     row = jnp.zeros_like(q[..., 0], jnp.float32)
     return row + MASKED, row, jnp.zeros_like(q, jnp.float32)
 
 
 def update(state: State, x: Float[Array, "*r q s"], v: Float[Array, "*r s h"]) -> State:
-    """The state after the keys with logits `x` (MASKED where unseen) and values `v`."""
+    """Return the state after the keys with logits `x` (MASKED where unseen) and values `v`."""
     m, l, o = state
     m_new = jnp.maximum(m, x.max(-1))
     p = jnp.exp(x - m_new[..., None])
@@ -45,7 +45,7 @@ def update(state: State, x: Float[Array, "*r q s"], v: Float[Array, "*r s h"]) -
 
 
 def finish(state: State) -> tuple[Float[Array, "*r q h"], Float[Array, "*r q"]]:
-    """Output and log-sum-exp in float32; 0 and -inf for a query that saw no key."""
+    """Return output and log-sum-exp in float32. They are 0 and -inf for a query that saw no key."""
     m, l, o = state
     empty = m <= MASKED / 2  # not its opposite, so that a NaN among the visible logits stays NaN
     l = jnp.where(empty, 1, l)
@@ -55,12 +55,14 @@ def finish(state: State) -> tuple[Float[Array, "*r q h"], Float[Array, "*r q"]]:
 def with_sink(
     o: Float[Array, "b n t h"], lse: Float[Array, "b n t"], sink: Float[Array, " n"] | None
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Return attention's output and log-sum-exp with one more logit in each query head's softmax, which has no value;
-    None: as they are."""
+    """Add an attention sink, a logit without a value, to each query head's softmax. Return output and log-sum-exp.
+
+    sink: the logit of each query head. None: nothing is added.
+    """
     if sink is None:
         return o, lse
-    whole = jnp.logaddexp(lse, sink.astype(jnp.float32)[:, None])
-    return (o.astype(jnp.float32) * jnp.exp(lse - whole)[..., None]).astype(o.dtype), whole
+    total = jnp.logaddexp(lse, sink.astype(jnp.float32)[:, None])
+    return (o.astype(jnp.float32) * jnp.exp(lse - total)[..., None]).astype(o.dtype), total
 
 
 def merge(
@@ -69,10 +71,10 @@ def merge(
     o2: Float[Array, "b n t h"],
     lse2: Float[Array, "b n t"],
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
+    """Merge the attention over two disjoint sets of keys into the attention over their union.
 
-    Both results are float32, whatever the parts are, so that the caller can merge many sets and round once. A set in
-    which a query saw nothing (lse = -inf) leaves the other as it is.
+    Both results are float32, so that the caller can merge many sets and round once. A set in which a query saw nothing
+    (lse = -inf) does not change the other.
     """
     m = jnp.maximum(lse1, lse2)
     m = jnp.where(jnp.isfinite(m), m, 0)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that kernels support. The XLA implementations support everything."""
+"""Checks of the arguments of kernels. The XLA implementations take any."""
 
 import jax.numpy as jnp
 
@@ -7,11 +7,14 @@ DTYPES = jnp.float32.dtype, jnp.bfloat16.dtype
 
 
 def require(op: str, implementation: str, *conditions: tuple[bool, str]) -> None:
-    """Raise ValueError for the first condition that does not hold. Its text says what is taken and what was given."""
-    for holds, what in conditions:
+    """Raise ValueError for the first condition that does not hold.
+
+    conditions: pairs of a condition and a text that says what is taken and what was given.
+    """
+    for holds, text in conditions:
         if not holds:
             raise ValueError(
-                f"{op}: implementation {implementation!r} takes {what}; implementation='xla' takes any"
+                f"{op}: implementation {implementation!r} takes {text}; implementation='xla' takes any"
             )
 
 
@@ -19,7 +22,7 @@ def require_whole(op: str, **arrays) -> None:
     """Raise ValueError unless all arrays (indices, lengths) are integers, not bools. None is skipped."""
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{op}: {name} is {x.dtype}, but must be whole numbers, as int32")
+            raise ValueError(f"{op}: {name} is {x.dtype}, but must be whole numbers, such as int32")
 
 
 def require_attention(op: str, implementation: str, q, **others) -> None:

@@ -1,8 +1,8 @@
 """The clock, command line and table that every op's `bench.py` shares.
 
 Compiled and warm programs are timed in turns on the same inputs, and the median counts. One timing covers a batch of
-calls that are sent one after another and awaited together. Short ops run several times inside one program, so that the
-time to start a program is not measured.
+calls that are dispatched one after another and awaited together. Short ops run several times inside one program, so
+that the time to start a program is not measured.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     matmul: int
     """The width of the matrices whose product bounds compute-bound ops."""
     logits: int
-    """The most bytes of logits: a rival that would hold more is left out."""
+    """The most bytes of logits. A rival that would need more is left out."""
     seconds: float
     """The approximate time in seconds that the timings of one context take."""
     window: int = 256
@@ -49,7 +49,7 @@ ACCELERATOR = Setting(32, 8, 128, jnp.bfloat16, 16, 32, 1 << 32, 8192, 1 << 34, 
 CPU = Setting(8, 2, 64, jnp.float32, 4, 1, 1 << 28, 1024, 1 << 30, 10.0)
 """One layer of a small model."""
 BATCH = 0.02
-"""Seconds that one timing takes at least, by repetition."""
+"""The least seconds of one timing. Shorter programs are repeated."""
 UNITS = {"TFLOP/s": 1e12, "TB/s": 1e12, "Gkey/s": 1e9}
 COLUMNS = (
     *("op", "shape", "implementation", "ms", "rate", "unit", "bound", "bound by", "of the bound"),
@@ -59,7 +59,7 @@ LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}
 """Largest relative error of a result, by its dtype; integers are exact."""
 
 Run = Callable[[int], None]
-"""A function that runs a program so many times and waits for it."""
+"""A function that runs a program a number of times and waits for it."""
 
 
 class Candidate(NamedTuple):
@@ -91,7 +91,7 @@ class Part(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A check that `call(implementation, *args)` gives what `call("reference", *args)` does, within `LIMITS`."""
+    """A check that `call(implementation, *args)` equals `call("reference", *args)` within `LIMITS`."""
 
     name: str
     call: Callable[..., Any]
@@ -111,7 +111,7 @@ def _step(call, inner):
 
     def repeated(*args):
         def once(_, out):
-            # keeps a call from starting before the previous one is done
+            # Keep a call from starting before the previous one has ended.
             args_again, _ = lax.optimization_barrier((args, out))
             return call(*args_again)
 
@@ -122,7 +122,7 @@ def _step(call, inner):
 
 
 def runs(step: Callable, args: Any) -> Run:
-    """Return a function that runs `step(*args)` so many times and waits."""
+    """Return a function that runs `step(*args)` a number of times and waits."""
 
     def run(n):
         out = None
@@ -134,10 +134,10 @@ def runs(step: Callable, args: Any) -> Run:
 
 
 def measure(candidates: Iterable[Candidate], seconds: float) -> dict[Candidate, float | str]:
-    """Return the seconds that a call of each takes, or one line that says why there is no time."""
+    """Return the seconds of a call of each candidate, or one line that says why it was not timed."""
     ready: dict[Candidate, tuple[Run, int]] = {}
     failed: dict[Candidate, float | str] = {}
-    once = 0.0
+    round_seconds = 0.0
     for candidate in dict.fromkeys(candidates):
         try:
             run = candidate.prepare()
@@ -145,14 +145,14 @@ def measure(candidates: Iterable[Candidate], seconds: float) -> dict[Candidate, 
             first = _time(run, 1)
         except Exception as error:
             text = str(error).strip() or type(error).__name__
-            full = any(sign in text.lower() for sign in ("resource_exhausted", "out of memory"))
-            failed[candidate] = "out of memory" if full else text.splitlines()[0][:160]
+            out_of_memory = any(sign in text.lower() for sign in ("resource_exhausted", "out of memory"))
+            failed[candidate] = "out of memory" if out_of_memory else text.splitlines()[0][:160]
             continue
         n = max(1, math.ceil(BATCH / first))
         ready[candidate] = run, n
-        once += n * first
+        round_seconds += n * first
     times: dict[Candidate, list[float]] = {candidate: [] for candidate in ready}
-    for _ in range(min(max(3, int(seconds / once)), 15) if ready else 0):
+    for _ in range(min(max(3, int(seconds / round_seconds)), 15) if ready else 0):
         for candidate, (run, n) in ready.items():
             times[candidate].append(_time(run, n) / n / candidate.inner)
     return failed | {candidate: statistics.median(x) for candidate, x in times.items()}
@@ -177,60 +177,72 @@ def bounds(setting: Setting, key: jax.Array) -> dict[str, float]:
 
 
 def rows(op: str, lines: list[Line], bounds: Mapping[str, float], seconds: float) -> list[dict]:
-    """Time the lines together. The speed-up is over the best rival; a program without a time says why instead."""
+    """Time the lines together. The speed-up is over the best rival.
+
+    A program that was not timed has the reason in place of its time.
+    """
     times = measure([x for line in lines for x in (*line.rivals.values(), line.ours)], seconds)
-    found = []
+    table = []
     for line in lines:
         rivals = {name: times[x] for name, x in line.rivals.items()}
         timed = {name: x for name, x in rivals.items() if isinstance(x, float)}
         best = min(timed, key=lambda name: timed[name]) if timed else None
         rates = {**bounds} | {name: line.rivals[name].work / x for name, x in timed.items()}
-        bound, own = rates.get(line.bound), times[line.ours]
+        bound, result = rates.get(line.bound), times[line.ours]
         row = dict.fromkeys(COLUMNS) | {"op": op, "unit": line.unit, "bound by": line.bound}
-        row |= {"shape": line.shape, "implementation": line.implementation, "ms": own, "best rival": best}
+        row |= {
+            "shape": line.shape,
+            "implementation": line.implementation,
+            "ms": result,
+            "best rival": best,
+        }
         row |= {"bound": bound and bound / UNITS[line.unit], "its ms": best and 1e3 * timed[best]}
         row["rivals"] = {name: 1e3 * x if isinstance(x, float) else x for name, x in rivals.items()}
-        if isinstance(own, float):
-            rate = line.ours.work / own
-            row |= {"ms": 1e3 * own, "rate": rate / UNITS[line.unit], "of the bound": bound and rate / bound}
-            row["speed-up"] = best and timed[best] / own
-        found.append(row)
-    return found
+        if isinstance(result, float):
+            rate = line.ours.work / result
+            row |= {
+                "ms": 1e3 * result,
+                "rate": rate / UNITS[line.unit],
+                "of the bound": bound and rate / bound,
+            }
+            row["speed-up"] = best and timed[best] / result
+        table.append(row)
+    return table
 
 
 def cells(values: Iterable[Any]) -> str:
     """Return a row of a table in GitHub's Markdown."""
 
-    def shown(x: Any) -> str:
+    def formatted(x: Any) -> str:
         if isinstance(x, dict):
-            return "; ".join(f"{name}: {shown(own)}" for name, own in x.items())
+            return "; ".join(f"{name}: {formatted(item)}" for name, item in x.items())
         return "" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x).replace("|", "\\|")
 
-    return f"| {' | '.join(map(shown, values))} |"
+    return f"| {' | '.join(map(formatted, values))} |"
 
 
 def check(checks: Iterable[Check], implementations: tuple[str, ...]) -> dict[str, float]:
     """Return the largest error of each implementation. Exit at the first error above its limit."""
-    found = {}
+    errors_by_case = {}
     for case in checks:
         exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, case.args)
         with jax.default_matmul_precision("highest"):
             expected = jax.tree.leaves(jax.jit(functools.partial(case.call, "reference"))(*exact))
         for name in implementations:
             actual = jax.tree.leaves(jax.jit(functools.partial(case.call, name))(*case.args))
-            found[f"{case.name} {name}"] = errors = [
+            errors_by_case[f"{case.name} {name}"] = errors = [
                 error(x, y, by_row=not case.gradient) for x, y in zip(actual, expected, strict=True)
             ]
             limits = [LIMITS.get(x.dtype, 0.0) for x in actual]
             if not all(x <= limit for x, limit in zip(errors, limits, strict=True)):
                 sys.exit(f"not timed: {case.name} of {name!r} is off by {errors}, allowed is {limits}")
-    return {name: max(errors) for name, errors in found.items()}
+    return {name: max(errors) for name, errors in errors_by_case.items()}
 
 
 def error(actual: jax.Array, expected: jax.Array, *, by_row: bool) -> float:
     """Return the largest difference, relative to the norm of its row (along the last axis) or to the largest number.
 
-    With many keys outputs average out to small numbers. One norm for all queries would hide their errors.
+    With many keys outputs average out to small numbers. One norm for all queries would hide errors of these.
     """
     actual, expected = (x.astype(jnp.float32) for x in (actual, expected))
     difference = jnp.where(actual == expected, 0, jnp.abs(actual - expected))
@@ -249,16 +261,20 @@ def run(
 ) -> list[dict]:
     """Run the command `python -m pallas_kernels.OP.bench`: check the op, time it and its rivals, print the table.
 
-    `usual()` gives the implementations that are timed by default. `checks(key, dtype)` run before all timing.
+    `usual()` returns the implementations that are timed by default. The checks of `checks(key, dtype)` run before any
+    timing.
     """
     parser = argparse.ArgumentParser(
-        f"python -m pallas_kernels.{op}.bench", description=f"Time {op} beside its rivals on this device."
+        f"python -m pallas_kernels.{op}.bench",
+        description=f"Check {op} and time it and its rivals on this device.",
     )
-    parser.add_argument("--tokens", type=int, nargs="+", help="contexts instead of the usual ones")
-    parser.add_argument("--implementations", nargs="+", help="what is timed instead of this device's own")
+    parser.add_argument("--tokens", type=int, nargs="+", help="contexts in place of the usual ones")
+    parser.add_argument(
+        "--implementations", nargs="+", help="implementations to time in place of this device's default"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args(arguments)
-    # leave memory to torch; JAX reads these when it first uses the device
+    # Leave memory to torch. JAX reads these variables when it first uses the device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     cpu = jax.default_backend() == "cpu"
@@ -267,24 +283,26 @@ def run(
     seed = time.time_ns() % 2**31
     key = jax.random.key(seed)
     errors = check(checks(key, setting.dtype), implementations)
-    reached = bounds(setting, key)
-    where = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}, seed {seed}"
-    print(f"{where}\n\nerrors: {', '.join(f'{name} {x:.1e}' for name, x in errors.items())}\n")
-    found = []
+    rates = bounds(setting, key)
+    header = (
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}, seed {seed}"
+    )
+    print(f"{header}\n\nerrors: {', '.join(f'{name} {x:.1e}' for name, x in errors.items())}\n")
+    table = []
     for part in parts:
         for s in options.tokens or (part.cpu if cpu else part.accelerator):
-            new = rows(part.name, part.lines(setting, key, s, implementations), reached, setting.seconds)
-            if not found:
+            new = rows(part.name, part.lines(setting, key, s, implementations), rates, setting.seconds)
+            if not table:
                 print(cells(new[0]), cells(["---"] * len(new[0])), sep="\n")
             print(*map(cells, map(dict.values, new)), sep="\n", flush=True)
-            found += new
+            table += new
             if "torch" in sys.modules:
-                # free the memory that torch caches, for JAX
+                # Free the memory that torch caches, so that JAX can use it.
                 sys.modules["torch"].cuda.empty_cache()
     if options.json:
-        content = {"where": where, "errors": errors, "bounds": reached, "rows": found}
+        content = {"where": header, "errors": errors, "bounds": rates, "rows": table}
         options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    return found
+    return table
 
 
 def random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -295,5 +313,5 @@ def random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def tokens(n: int) -> str:
-    """Format a number of tokens, as "8K" for 8192."""
+    """Format a number of tokens, such as "8K" for 8192."""
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)

@@ -1,4 +1,4 @@
-"""Loop carries inside `shard_map`: the initial carry must vary over the same mesh axes as the carry of later steps."""
+"""Varying mesh axes inside `shard_map`. A loop's first carry must vary over the same axes as its later carries."""
 
 from typing import Any
 
@@ -24,5 +24,5 @@ def alike(*arrays: Any) -> Any:
 
 
 def output(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """The shape of a kernel's output that varies over the same mesh axes as `like`."""
+    """Return the shape of a kernel's output that varies over the same mesh axes as `like`."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)

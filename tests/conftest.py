@@ -1,7 +1,6 @@
-"""The environment of every test: 8 virtual CPU devices, checked array shapes, warnings as errors, and a cache of
-compiled programs.
+"""The environment of all tests: 8 virtual CPU devices, checked array shapes, and a cache of compiled programs.
 
-Programs that tests start inherit the environment set here, so they share the cache of compiled programs.
+Processes that tests start inherit this environment, so they share the cache of compiled programs.
 """
 
 import gc
@@ -34,17 +33,16 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["kvjax", "pallas_kernels"], "beartype.beartype")
 
-# Tracing leaves many objects behind that live on: searching them all for cycles at Python's default intervals takes a
-# twentieth of the time.
+# Tracing leaves many long-lived objects. Searching them for cycles at Python's default intervals takes 5% of the time.
 gc.set_threshold(700, 10, 200)
 
 MAPS = Path("/proc/self/maps")
 """Linux's list of the memory mappings of this process."""
 
 EXPECTED_WARNINGS = [
-    # jax 0.11 warns for every kernel for GPUs before Hopper, for which there is no other way
+    # jax 0.11 warns for every kernel for GPUs before Hopper, for which there is no alternative
     "ignore:The Pallas Triton backend is deprecated",
-    # kvpress 0.5.5 needs fire below 0.7, which imports it
+    # kvpress 0.5.5 needs fire below 0.7, which imports pipes
     "ignore:'pipes' is deprecated:DeprecationWarning",
 ]
 """Filters for warnings that other packages cause, each with its reason."""
@@ -52,9 +50,9 @@ EXPECTED_WARNINGS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Free compiled programs after a file if there are many.
+    """Free compiled programs after a test file if there are many.
 
-    Each takes some ten mappings, of which Linux allows a process 65530, and near the end of the tests jaxlib crashed.
+    Each takes about ten memory mappings. Linux allows a process 65530, beyond which jaxlib crashes.
     """
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 15_000:

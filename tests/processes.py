@@ -17,8 +17,8 @@ run_command(main)
 """
 
 
-def run_processes(code, *args, count=2, ends=0):
-    """Run Python code in `count` processes that must end with the exit code `ends`. Return the stdout and the stderr of
+def run_processes(code, *args, count=2, exit_code=0):
+    """Run Python code in `count` processes of one run, check their exit code, and return the stdout and the stderr of
     each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -41,11 +41,12 @@ def run_processes(code, *args, count=2, ends=0):
     ]
     try:
         with ThreadPoolExecutor(count) as pool:  # a full pipe of one must not block the others
-            printed, said = zip(*pool.map(lambda one: one.communicate(timeout=200), processes), strict=True)
+            outputs = pool.map(lambda process: process.communicate(timeout=200), processes)
+            printed, errors = zip(*outputs, strict=True)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert [process.returncode for process in processes] == [ends] * count, said
-    # the network prints, too, in the middle of lines
-    return [re.sub(r"\[Gloo\].*\n", "", text) for text in printed], said
+    assert [process.returncode for process in processes] == [exit_code] * count, errors
+    # Gloo also prints, in the middle of lines
+    return [re.sub(r"\[Gloo\].*\n", "", text) for text in printed], errors

@@ -1,4 +1,4 @@
-"""Test that every bad argument gives a one-line error with its name and value, before anything compiles."""
+"""Tests that a bad argument raises a one-line error with its name and value, before anything compiles."""
 
 from functools import partial
 
@@ -190,9 +190,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "says"), REFUSED)
-def test_of_everything_else(model, compiled, call, says):
-    with pytest.raises(UserError, match=says) as error:
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_other_bad_arguments_raise_one_line(model, compiled, call, message):
+    with pytest.raises(UserError, match=message) as error:
         call(model)
     assert "\n" not in str(error.value)
     assert not compiled
@@ -205,54 +205,54 @@ def one_line(call, argument, value):
     assert type(error.value) is UserError
     assert "\n" not in line
     assert argument in line
-    # an array or a list is shown by its beginning, in one line
+    # an array or a list is shortened
     assert isinstance(value, np.ndarray | jax.Array | list) or str(value) in line
 
 
 @pytest.mark.parametrize(("policy", "argument", "values"), BAD_POLICIES)
-def test_of_make_policy(model, gates, compiled, policy, argument, values):
-    ((name, given),) = POLICIES[policy].items()
-    given = ({"gates": gates} if policy == "wgkv" else {}) | given
+def test_bad_arguments_of_policies_raise_one_line(model, gates, compiled, policy, argument, values):
+    ((name, arguments),) = POLICIES[policy].items()
+    arguments = ({"gates": gates} if policy == "wgkv" else {}) | arguments
     wrapper, _, field = argument.rpartition(".")
     for value in values:
-        told = given | ({wrapper: {field: value}} if wrapper else {field: value})
-        one_line(partial(make_policy, {name: told}, model=model), field, value)
+        changed = arguments | ({wrapper: {field: value}} if wrapper else {field: value})
+        one_line(partial(make_policy, {name: changed}, model=model), field, value)
     assert not compiled
 
 
 @pytest.mark.parametrize("policy", [5, ["snapkv"], None, {}])
-def test_of_what_is_no_policy(compiled, policy):
+def test_values_that_are_not_policies_are_refused(compiled, policy):
     one_line(partial(make_policy, policy), "got", policy)
     assert not compiled
 
 
 @pytest.mark.parametrize("other", ["builtin", 5])
-def test_of_what_is_no_model(compiled, other):
+def test_values_that_are_not_models_are_refused(compiled, other):
     one_line(partial(make_policy, "full", model=other), "model", other)
     assert not compiled
 
 
 @pytest.mark.parametrize(("argument", "values"), BAD_SAMPLING)
-def test_of_sampling_params(compiled, argument, values):
+def test_bad_sampling_params_raise_one_line(compiled, argument, values):
     for value in values:
         one_line(partial(SamplingParams, **{argument: value}), argument, value)
     assert not compiled
 
 
 @pytest.mark.parametrize(("function", "argument", "values"), BAD_CALLS)
-def test_of_calls(model, compiled, function, argument, values):
+def test_bad_arguments_of_calls_raise_one_line(model, compiled, function, argument, values):
     call = getattr(inference, function)
     for value in values:
-        given = {} if argument in ("model", "prompt") else {argument: value}
+        options = {} if argument in ("model", "prompt") else {argument: value}
         prompts = value if argument == "prompt" else PROMPTS
-        of = value if argument == "model" else model
-        one_line(partial(call, of, prompts, **given), argument, value)
+        first = value if argument == "model" else model
+        one_line(partial(call, first, prompts, **options), argument, value)
         if argument in ("chunk", "page_size", "policy", "implementation", "prompt"):
-            one_line(partial(next, inference.stream(of, prompts, **given)), argument, value)
+            one_line(partial(next, inference.stream(first, prompts, **options)), argument, value)
     assert not compiled
 
 
-def test_a_policy_of_another_model_is_refused(model):
+def test_policy_of_another_model_is_refused(model):
     for layers, kv_heads in ((2, 4), (3, 2)):
         with use_mesh(model):
             policy = on_mesh(make_policy("streaming_llm:window=2"), layers, kv_heads)
@@ -263,7 +263,7 @@ def test_a_policy_of_another_model_is_refused(model):
                 call(model, PROMPTS, policy=policy)
 
 
-def test_a_table_of_another_model_is_refused(model):
+def test_rates_of_another_model_are_refused(model):
     policy = make_policy({"random": {"window": 2, "rates": np.ones((2, 4))}})
     with pytest.raises(
         UserError, match="^policy random: rates is made for 2 layers × 4 kv heads, the model has 3 × 4$"
@@ -271,17 +271,20 @@ def test_a_table_of_another_model_is_refused(model):
         inference.prefill(model, PROMPTS, policy=policy)
 
 
-def test_a_policy_made_without_a_model_serves_any(model):
-    """It gives the same as a policy that was made for the model."""
-    for name, given in (("streaming_llm", {"window": 3, "sink": 1}), ("random", {"window": 3, "ratio": 0.5})):
-        policies = make_policy({name: given}), make_policy({name: given}, model=model)
+def test_policy_made_without_a_model_serves_any_model(model):
+    """It keeps the same entries as a policy that was made for the model."""
+    for name, arguments in (
+        ("streaming_llm", {"window": 3, "sink": 1}),
+        ("random", {"window": 3, "ratio": 0.5}),
+    ):
+        policies = make_policy({name: arguments}), make_policy({name: arguments}, model=model)
         kept = [
             inference.prefill(model, [np.arange(1, 40)], policy=policy).layers.length for policy in policies
         ]
         np.testing.assert_array_equal(*kept)
 
 
-def test_numbers_of_any_kind_are_python_numbers():
+def test_numbers_of_any_type_become_python_numbers():
     for value in (8, 8.0, np.int64(8), np.float32(8), np.array(8), jnp.int32(8)):
         for check, kind in ((whole_number, int), (real_number, float)):
             got = check("", "", value)
@@ -289,7 +292,7 @@ def test_numbers_of_any_kind_are_python_numbers():
             assert type(got) is kind
 
 
-def test_prompts_and_stop_tokens_may_come_one_by_one(model):
+def test_prompts_and_stop_tokens_may_be_iterators(model):
     plain = inference.generate(model, PROMPTS, SamplingParams(max_new_tokens=2, ignore_eos=True))
     assert plain.finish_reasons == ["length"]
     stop = plain.tokens[0][0]

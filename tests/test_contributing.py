@@ -1,4 +1,4 @@
-"""Follow CONTRIBUTING's "Adding a method" in a copy of the tree, exactly as it is printed."""
+"""Tests that follow CONTRIBUTING's "Adding a method" in a copy of the tree, exactly as printed."""
 
 import os
 import re
@@ -62,16 +62,16 @@ def run(tree, *command):
 
 
 @pytest.mark.thorough
-def test_the_commands_that_are_printed_pass(printed, tree):
+def test_printed_commands_pass(printed, tree):
     generate, suite = map(shlex.split, printed["sh"].strip().splitlines())
     assert generate[:2] == ["python", "-m"]
     assert run(tree, *generate[1:]).strip()
     assert suite[0] == "pytest"
-    said = run(tree, "-m", *suite, "-p", "no:cacheprovider")
-    assert int(re.search(r"(\d+) passed", said)[1]) >= 4
-    assert "failed" not in said
+    output = run(tree, "-m", *suite, "-p", "no:cacheprovider")
+    assert int(re.search(r"(\d+) passed", output)[1]) >= 4
+    assert "failed" not in output
 
 
 @pytest.mark.slow
-def test_it_keeps_what_it_says(tree):
+def test_printed_method_keeps_the_described_entries(tree):
     assert run(tree, "-c", CHECK).split() == ["3", "40"]

@@ -1,4 +1,4 @@
-"""Test `python -m kvjax.convert`: the files that it writes, for every input format."""
+"""Tests of `python -m kvjax.convert`: the files that it writes, for every input format."""
 
 import gc
 import json
@@ -36,7 +36,7 @@ def file(tmp_path):
     return write_gguf(tmp_path / "model.gguf", CASE, weights(CASE), metadata=pairs)
 
 
-def test_a_gguf_becomes_the_folder_that_it_was_made_of(file, tmp_path):
+def test_gguf_file_becomes_its_source_folder(file, tmp_path):
     original, out = write_folder(tmp_path / "original", CASE), tmp_path / "out"
     run(file, out)
     assert sorted(path.name for path in out.iterdir()) == [
@@ -50,7 +50,7 @@ def test_a_gguf_becomes_the_folder_that_it_was_made_of(file, tmp_path):
     assert "<|im_end|>" in json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
 
 
-def test_an_orbax_export_and_back(file, tmp_path):
+def test_orbax_export_round_trips(file, tmp_path):
     run(file, tmp_path / "export", "--to", "orbax", "--dtype", "bfloat16")
     assert not list((tmp_path / "export").glob("*.safetensors"))
     run(tmp_path / "export", tmp_path / "back")
@@ -63,7 +63,7 @@ def test_an_orbax_export_and_back(file, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_head_of_its_own_goes_with_the_model(tmp_path):
+def test_head_that_differs_from_the_embedding_is_kept(tmp_path):
     tied = CASE | {"tie_word_embeddings": True}
     folder = write_folder(tmp_path / "original", tied, weights(CASE))
     run(folder, tmp_path / "straight")
@@ -74,7 +74,7 @@ def test_a_head_of_its_own_goes_with_the_model(tmp_path):
         assert json.loads((tmp_path / name / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_an_export_that_overflows_is_refused(tmp_path):
+def test_overflowing_export_is_refused(tmp_path):
     tensors = weights(CASE)
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
     run(write_folder(tmp_path / "original", CASE, tensors), tmp_path / "export", "--to", "orbax")
@@ -82,12 +82,12 @@ def test_an_export_that_overflows_is_refused(tmp_path):
     assert "NaN or infinite numbers in layers.up.value, read as float16" in message
 
 
-def test_arguments_that_are_missing_are_named():
+def test_missing_arguments_are_named():
     assert refused() == "missing: SOURCE, OUT; --help says more"
     assert refused("a.gguf") == "missing: OUT; --help says more"
 
 
-def test_what_is_refused_leaves_nothing(file, tmp_path):
+def test_refused_conversions_leave_nothing_behind(file, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "kept").touch()
@@ -101,15 +101,15 @@ def test_what_is_refused_leaves_nothing(file, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["model.gguf/out", "model.gguf/deeper/out", "/proc/out", "x" * 250])
-def test_a_place_where_no_folder_can_be_is_one_line_before_anything_is_read(place, file, tmp_path):
+def test_impossible_output_folder_is_refused_before_reading(place, file, tmp_path):
     out = tmp_path / place
     line = refused(tmp_path / "none.gguf", out)
-    beside = "/proc" if place == "/proc/out" else file if "gguf" in place else tmp_path
-    assert line.startswith(f"{out}: no folder can be made there ({beside}: ")
+    parent = "/proc" if place == "/proc/out" else file if "gguf" in place else tmp_path
+    assert line.startswith(f"{out}: no folder can be made there ({parent}: ")
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-def test_what_a_killed_conversion_left_is_removed(file, tmp_path):
+def test_leftovers_of_a_killed_conversion_are_removed(file, tmp_path):
     left = tmp_path / ".out.partial-4711"
     left.mkdir()
     (left / "config.json").touch()
@@ -117,7 +117,7 @@ def test_what_a_killed_conversion_left_is_removed(file, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
 
 
-def test_of_two_conversions_to_one_folder_the_first_stays(file, tmp_path, monkeypatch):
+def test_first_of_two_conversions_to_one_folder_wins(file, tmp_path, monkeypatch):
     out, load = tmp_path / "out", convert._read
 
     def overtaken(config):
@@ -133,7 +133,7 @@ def test_of_two_conversions_to_one_folder_the_first_stays(file, tmp_path, monkey
 
 # Orbax abandons its other reads when one fails
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_exports_that_are_refused(file, tmp_path):
+def test_damaged_exports_are_refused(file, tmp_path):
     export = tmp_path / "export"
     run(file, export, "--to", "orbax")
     config = json.loads((export / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Test messages for users: each is one line that a terminal shows unchanged."""
+"""Tests of messages for users: each is one printable line."""
 
 import re
 
@@ -17,21 +17,21 @@ from kvjax.errors import UserError, printable, shown, warn
         ("Länge λ: 3 × 4 … 文", "Länge λ: 3 × 4 … 文"),
     ],
 )
-def test_a_message_is_one_printable_line(text, line):
+def test_message_is_one_printable_line(text, line):
     assert str(UserError(text)) == line
     assert str(UserError(f"{UserError(text)}")) == line, "cleaning it again changes nothing"
     with pytest.warns(UserWarning, match=f"^{re.escape(line)}$"):
         warn(text)
 
 
-def test_a_long_message_keeps_its_beginning_and_its_end():
+def test_long_message_keeps_its_beginning_and_end():
     line = str(UserError("begin " + "\x1b" * 100_000 + " end"))
     assert len(line) == 490
     assert line.startswith("begin ")
     assert line.endswith(" end")
 
 
-def test_values_and_tables_are_shown_without_control_characters():
+def test_values_are_shown_without_control_characters():
     class Odd:
         def __repr__(self):
             return "odd\x1b\n"

@@ -1,4 +1,4 @@
-"""Test that files and folders are written completely or not at all."""
+"""Tests that files and folders are written completely or not at all."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ with partial_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
+def test_failed_write_leaves_the_old_file_alone(tmp_path):
     file = tmp_path / "config.yaml"
     write_text(file, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -37,7 +37,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_new_file_is_not_written_over(tmp_path):
+def test_new_file_does_not_overwrite(tmp_path):
     file = tmp_path / "config.yaml"
     write_text(file, "first", new=True)
     with pytest.raises(FileExistsError):
@@ -46,7 +46,7 @@ def test_a_new_file_is_not_written_over(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_partial_folder_is_moved_or_gone(tmp_path):
+def test_partial_folder_is_moved_or_removed(tmp_path):
     target = tmp_path / "new" / "out"
     with pytest.raises(FileNotFoundError), partial_folder(target) as folder:
         (folder / "missing").rename(target)
@@ -59,7 +59,7 @@ def test_a_partial_folder_is_moved_or_gone(tmp_path):
     assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(target.parent.stat().st_mode)
 
 
-def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(tmp_path):
+def test_only_leftovers_of_killed_processes_are_removed(tmp_path):
     target = tmp_path / "out[1]"
     other = tmp_path / ".out.partial-1"
     other.mkdir()
@@ -82,7 +82,7 @@ def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(tmp_
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_the_umask_decides_who_may_read(umask, mode, tmp_path):
+def test_permissions_follow_the_umask(umask, mode, tmp_path):
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     before = os.umask(umask)
     try:

@@ -1,4 +1,4 @@
-"""Test `python -m kvjax.generate` as a user runs it."""
+"""Tests of `python -m kvjax.generate`."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ def generate(*args: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_text_comes_first_and_then_one_line_of_what_it_took(capsys):
+def test_text_is_followed_by_one_line_about_the_cache(capsys):
     done = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20")
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.strip().splitlines()
@@ -42,50 +42,52 @@ def test_text_comes_first_and_then_one_line_of_what_it_took(capsys):
     assert capsys.readouterr().out == done.stdout != ""
 
 
-def test_a_stop_text_cuts_the_answer(capsys):
-    def said(*more):
+def test_stop_text_cuts_the_answer(capsys):
+    def answer(*more):
         main(["--prompt", "def main(", *SMALL, "--max-new-tokens", "20", *more])
         return capsys.readouterr().out
 
-    text = said().removesuffix("\n")
+    text = answer().removesuffix("\n")
     stop = next(text[i : i + 2] for i in range(4, len(text)) if text.find(text[i : i + 2]) == i)
-    assert said("--stop", stop, "never") == text[: text.find(stop)] + "\n"
-    assert said("--stop", text[-1] + "~") == text + "\n"
+    assert answer("--stop", stop, "never") == text[: text.find(stop)] + "\n"
+    assert answer("--stop", text[-1] + "~") == text + "\n"
 
 
 @pytest.mark.thorough
-def test_several_answers_have_numbers_and_tokens_their_log_probabilities(capsys):
-    """The answers are those of `generate`, each followed by its sum and by a line for each token."""
-    drawing = {"max_new_tokens": 4, "temperature": 1.0, "n": 3}
-    options = [x for name, value in drawing.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+def test_answers_are_numbered_and_tokens_have_log_probabilities(capsys):
+    """Each answer of `generate` is followed by its log-probability and a line for each token."""
+    sampling_options = {"max_new_tokens": 4, "temperature": 1.0, "n": 3}
+    options = [
+        x for name, value in sampling_options.items() for x in (f"--{name.replace('_', '-')}", str(value))
+    ]
     main(["--prompt", "def main(", *SMALL, *options, "--seed", "5", "--logprobs"])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     model, tokenizer = kvjax.load(builtin_model("test_model"))
-    sampling = SamplingParams(seed=5, logprobs=0, **drawing)
+    sampling = SamplingParams(seed=5, logprobs=0, **sampling_options)
     found = inference.generate(model, ["def main("], sampling, tokenizer=tokenizer)
     expected = ""
-    for index, (text, tokens, own) in enumerate(
+    for index, (text, tokens, logprobs) in enumerate(
         zip(found.texts, found.tokens, found.logprobs, strict=True), 1
     ):
-        expected += f"[{index}] {text}\nlog-probability {own.chosen.sum():.4f} of {len(tokens)} tokens\n"
-        for token, logprob in zip(tokens, own.chosen, strict=True):
+        expected += f"[{index}] {text}\nlog-probability {logprobs.chosen.sum():.4f} of {len(tokens)} tokens\n"
+        for token, logprob in zip(tokens, logprobs.chosen, strict=True):
             expected += f"{logprob:9.4f} {token:7} {tokenizer.decode([token])!r}\n"
-    assert said.out == expected
-    assert "full: 3 × 5 prompt + 12 new tokens; " in said.err
+    assert output.out == expected
+    assert "full: 3 × 5 prompt + 12 new tokens; " in output.err
 
 
-def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
+def test_policy_keeps_less_of_a_prompt_file(tmp_path, capsys):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4", "--temperature", "0.8"]
     main([*text, *SMALL, "--policy", "streaming_llm:window=16,sink=6+quest:tokens=17"])
-    told = capsys.readouterr().err
-    kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", told).groups())
+    summary = capsys.readouterr().err
+    kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", summary).groups())
     assert kept == 21 < seen
-    assert "streaming_llm+quest: " in told
+    assert "streaming_llm+quest: " in summary
 
 
 @pytest.mark.thorough
-def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsys):
+def test_kvzip_gets_the_models_tokenizer(tmp_path, capsys):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4"]
     main([*text, "--policy", "kvzip:ratio=0.25,repeated=100,adakv"])
@@ -99,7 +101,7 @@ def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         ("--policy snapkv", "snapkv needs a budget: one of ratio, entries, size, threshold"),
         ("--policy snapkv:ratio=3", "ratio must be a finite number, above 0 and at most 1, got 3"),
@@ -125,29 +127,29 @@ def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsy
         ("--dtype float31", "dtype 'float31' is not supported, only float32, float16, bfloat16"),
     ],
 )  # fmt: skip
-def test_arguments_are_refused_before_there_is_a_model(args, says):
+def test_bad_arguments_are_refused_before_the_model_is_looked_up(args, message):
     """The model does not exist, and the message is about the argument."""
     with pytest.raises(UserError) as error:
         main(["--prompt", "x", "--model", "nowhere", *shlex.split(args)])
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("mesh", ["sequence=3", "1x3"])
-def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_split(mesh, monkeypatch):
+def test_mesh_that_does_not_divide_the_heads_is_refused_before_loading(mesh, monkeypatch):
     monkeypatch.setattr("kvjax.models.load_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UserError, match=r"has size 3, which does not divide the model's kv heads \(4\)"):
         main(["--prompt", "x", "--policy", "head_pattern", "--gates", "builtin:prulong", "--mesh", mesh])
 
 
-def test_gates_of_another_shape_are_refused_before_the_weights_are_read(monkeypatch):
+def test_gates_of_another_shape_are_refused_before_loading(monkeypatch):
     monkeypatch.setattr("kvjax.models.load_model", None)
     with pytest.raises(UserError, match="these gates are for"):
         main(["--prompt", "x", *SMALL, "--policy", "wgkv", "--gates", "builtin"])
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         ([], "give either --prompt or --prompt-file"),
         (["--prompt", ""], "the prompt is empty"),
@@ -164,17 +166,17 @@ def test_gates_of_another_shape_are_refused_before_the_weights_are_read(monkeypa
         (["--prompt", "x", "--policy", "full:window=8,window=9"], "full: got window twice"),
     ],
 )
-def test_mistakes_end_in_one_line(args, says, capsys):
+def test_mistakes_end_in_one_line(args, message, capsys):
     with pytest.raises(SystemExit) as end:
         run_command(functools.partial(main, [*SMALL, *args]))
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
-    assert says in line
+    assert message in line
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_control_characters_of_an_answer_do_not_reach_a_terminal(terminal, monkeypatch):
+def test_control_characters_are_escaped_on_a_terminal(terminal, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     answer = "a\tb\n\x1b[31mRED\x07\x9b é"
     shown = "a\tb\n\\x1b[31mRED\\x07\\x9b é"

@@ -9,7 +9,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "getting-started.md"
 
 
 @pytest.mark.thorough
-def test_the_tour_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
+def test_tour_runs_and_prints_the_documented_lines(tmp_path, monkeypatch, capsys):
     tour, _ = PAGE.read_text().split("## Your own model")
     monkeypatch.chdir(tmp_path)
     session = {}

@@ -1,4 +1,4 @@
-"""Test a GGUF file with all commands in sequence: gates are trained for it, and used as the run's output says."""
+"""Tests of a GGUF file with the commands in sequence: gates are trained for it, and used as the run's output says."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from kvjax import generate
 from kvjax.errors import UserError
 from kvjax.evaluate import __main__ as evaluate
 from kvjax.evaluate.config import parse as parse_evaluate
-from kvjax.evaluate.gates import with_gates
+from kvjax.evaluate.gates import choose_default_policies
 from kvjax.evaluate.run import Evaluation
 from kvjax.evaluate.sized_tasks import sized_tasks
 from kvjax.evaluate.sizing import pairs
@@ -52,10 +52,10 @@ def model(tmp_path_factory):
     return write_gguf(folder / "tiny.gguf", config, weights(config), metadata=metadata)
 
 
-def printed(said, use):
-    """Return the arguments of a command that a run prints, with its FILE and FOLDER still to be replaced."""
-    (line,) = (line for line in said.splitlines() if line.startswith(use))
-    return shlex.split(line.removeprefix(use))
+def printed_arguments(output, prefix):
+    """Return the arguments of a command that a run prints. FILE and FOLDER in them are still to be replaced."""
+    (line,) = (line for line in output.splitlines() if line.startswith(prefix))
+    return shlex.split(line.removeprefix(prefix))
 
 
 @pytest.mark.thorough
@@ -69,9 +69,9 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
     with pytest.raises(UserError, match="vt: 64 tokens are too few"):
         train.main([*args, "--lengths", "64"])
     monkeypatch.setitem(held_out_report.SAMPLES, "default", 2)
-    monkeypatch.setitem(held_out_report.PREDICTED, "default", 32)
+    monkeypatch.setitem(held_out_report.MAX_PREDICTED, "default", 32)
     train.main([*args, "--lengths", "1100"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     report = (run / "report.md").read_text()
     assert "| held-out text | full | 1.000 | 1.000 | 100.0% |" in report
     assert "use them: python -m kvjax.generate " in report
@@ -83,12 +83,12 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3, "two steps and their validation"
 
     text.write_text("def main(")
-    use = printed(said, "use them: python -m kvjax.generate ")
+    use = printed_arguments(output, "use them: python -m kvjax.generate ")
     use[use.index("FILE")] = str(text)
     generate.main([*use, "--max-new-tokens", "2"])
     assert "wgkv: " in capsys.readouterr().err
 
-    compare = printed(said, "compare them: python -m kvjax.evaluate ")
+    compare = printed_arguments(output, "compare them: python -m kvjax.evaluate ")
     compare[compare.index("FOLDER")] = str(tmp_path / "compared")
     fewest = [
         "--samples",
@@ -103,8 +103,8 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
         "niah_single_1",
     ]
     evaluate.main([*compare, *fewest, "--policies", "wgkv"])
-    (cell,) = map(json.loads, (tmp_path / "compared" / "results.jsonl").read_text().splitlines())
-    assert (cell["task"], cell["policy"], cell["gates"]) == (
+    (result,) = map(json.loads, (tmp_path / "compared" / "results.jsonl").read_text().splitlines())
+    assert (result["task"], result["policy"], result["gates"]) == (
         "niah_single_1",
         "wgkv",
         str(run / "gates"),
@@ -113,7 +113,7 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("window", [16, 100])
-def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
+def test_comparison_printed_by_a_run_is_possible(window, model, tmp_path):
     """It has every policy at every budget; this test uses fewer contexts."""
     loaded = load_model(model)
     gates = tiny_gates(loaded)
@@ -123,9 +123,9 @@ def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
     validation = Validation({"admitted": 0.5}, {"rates": np.full((1, 2, 2), 0.5)}, 1)
     trained = RunOutput(loaded, gates, make_mesh(), tmp_path, validation)
     text = train.summary(config, trained, config.deploy(gates, loaded))
-    compare = printed(text, "compare them: python -m kvjax.evaluate ")
-    told = with_gates(parse_evaluate(compare))
-    compared = sized_tasks(dataclasses.replace(told, samples=1, batch=1))
+    compare = printed_arguments(text, "compare them: python -m kvjax.evaluate ")
+    evaluation = choose_default_policies(parse_evaluate(compare))
+    compared = sized_tasks(dataclasses.replace(evaluation, samples=1, batch=1))
     assert [task.name for task in compared] == ["needle", "niah_single_1", "vt"]
-    Evaluation(told, loaded, compared)
-    assert len(pairs(told)) > 50
+    Evaluation(evaluation, loaded, compared)
+    assert len(pairs(evaluation)) > 50

@@ -1,4 +1,4 @@
-"""Test the dependency rule: which package may import which, read from the sources without importing them."""
+"""Tests of the dependency rule between packages, read from the sources without importing them."""
 
 import ast
 import sys
@@ -30,8 +30,8 @@ LAYERS = (
     {"kvjax.plan"},
     {"kvjax.__main__"},
 )
-"""Layers, lowest first. A module imports its own layer and those below it: the planner imports training, and training
-no planner."""
+"""Layers, lowest first. A module may import from its own layer and from those below: the planner imports training, but
+training does not import the planner."""
 
 POLICIES_MAY_IMPORT = {
     *(
@@ -60,7 +60,7 @@ def sources(package: str) -> list[Path]:
 
 
 LIBRARY = [path for path in sources("kvjax") if path.parent.name != "kvjax" or path.name != "__init__.py"]
-"""All modules but the package's own `__init__`, which names everything (lazily)."""
+"""All modules but the package's `__init__`, which imports everything lazily."""
 
 
 def module_name(path: Path) -> str:
@@ -87,41 +87,41 @@ def within(name: str, packages: set[str]) -> bool:
 
 
 def layer(name: str) -> int | None:
-    """Return the layer of a module: that of the longest package listed in `LAYERS` which holds it."""
+    """Return the layer of a module, given by the longest package name in `LAYERS` that contains it."""
     holders = [
         (len(p), index) for index, packages in enumerate(LAYERS) for p in packages if within(name, {p})
     ]
     return max(holders)[1] if holders else None
 
 
-def test_imports_point_down():
+def test_modules_import_only_their_own_layer_and_lower_ones():
     for path in LIBRARY:
         name = module_name(path)
-        own = layer(name)
-        assert own is not None, f"{name} stands in no layer: name its package in LAYERS"
-        above = {x for x in imports(path) if (other := layer(x)) is not None and other > own}
+        level = layer(name)
+        assert level is not None, f"{name} is in no layer: add its package to LAYERS"
+        above = {x for x in imports(path) if (other := layer(x)) is not None and other > level}
         assert not above, f"{name} imports upwards: {sorted(above)}"
 
 
 def outside(package: str, allowed: set[str]) -> dict[str, set[str]]:
     """Return the modules of kvjax outside `allowed`, by the file of `package` that imports them."""
-    found = {}
+    violations = {}
     for path in sources(package):
         ours = {name for name in imports(path) if within(name, {"kvjax"})} - {"kvjax"}
         if stray := {name for name in ours if not within(name, allowed)}:
-            found[module_name(path)] = stray
-    return found
+            violations[module_name(path)] = stray
+    return violations
 
 
-def test_policies_know_no_model_and_no_cache():
+def test_policies_import_neither_models_nor_caches():
     assert not outside("kvjax/policies", POLICIES_MAY_IMPORT)
 
 
-def test_the_cache_knows_no_policy_and_no_model():
+def test_cache_imports_neither_policies_nor_models():
     assert not outside("kvjax/cache", CACHE_MAY_IMPORT)
 
 
-def test_a_method_writes_no_sharding():
+def test_methods_do_not_write_shardings():
     """Modules with parameters (gates and scorers) are exempt: each states next to a parameter how it is split."""
     placing = {"kvjax.mesh.put", "kvjax.mesh.P", "kvjax.mesh.BATCH", "jax.sharding.PartitionSpec"}
     folders = "admission.wgkv", "admission.kvpop", "admission.kvzap", "eviction.fast_kvzip"
@@ -133,7 +133,7 @@ def test_a_method_writes_no_sharding():
                 assert "out_sharding" not in path.read_text(encoding="utf-8"), module_name(path)
 
 
-def test_models_know_only_the_policy_type():
+def test_models_import_only_policy_types():
     allowed = {
         "kvjax.policies",
         "kvjax.policies.Policy",
@@ -148,20 +148,20 @@ def test_models_know_only_the_policy_type():
         assert not stray, f"{module_name(path)} imports {sorted(stray)}"
 
 
-def test_kernels_stand_alone():
+def test_kernels_import_only_jax():
     for path in sources("pallas_kernels"):
-        known = KERNELS_MAY_IMPORT | sys.stdlib_module_names
-        stray = {name for name in imports(path) if name.split(".")[0] not in known}
+        allowed = KERNELS_MAY_IMPORT | sys.stdlib_module_names
+        stray = {name for name in imports(path) if name.split(".")[0] not in allowed}
         assert not stray, f"{module_name(path)} imports {sorted(stray)}"
 
 
-def test_the_packages_use_no_program_of_the_repository():
+def test_packages_import_no_programs_of_the_repository():
     for path in [*sources("kvjax"), *sources("pallas_kernels")]:
         stray = {name for name in imports(path) if name.split(".")[0] in {"train", "infer", "tests"}}
         assert not stray, f"{module_name(path)} imports {sorted(stray)}, which the wheel does not install"
 
 
-def test_tests_import_nothing_from_tests():
+def test_tests_do_not_import_test_modules():
     """Helpers that several tests share are in files of their own."""
     for path in sources("tests"):
         shared = {name for name in imports(path) if name.startswith("tests.") and ".test_" in name}

@@ -1,4 +1,4 @@
-"""Test the programs in infer/ as a user runs them, at small sizes."""
+"""Tests of the programs in infer/ at small sizes."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ def test_benchmark_writes_a_row_for_each_phase_batch_context_and_path(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_benchmark_that_was_cut_off_goes_on(tmp_path):
+def test_interrupted_benchmark_continues(tmp_path):
     sizes = [
         "--context",
         "128",
@@ -78,11 +78,11 @@ def test_a_benchmark_that_was_cut_off_goes_on(tmp_path):
     assert [row["path"] for row in rows] == [row["path"] for row in found["rows"]]
     other = run("benchmark.py", *SMALL, *sizes, "--width", "64", cwd=tmp_path)
     assert other.returncode != 0
-    assert "figures.json: its rows are of another config; name another file" in other.stderr
+    assert "figures.json: its rows have another config; name another file" in other.stderr
     assert "Traceback" not in other.stderr
 
 
-def test_throughput_is_that_of_equal_answers(tmp_path):
+def test_throughput_compares_equal_answers(tmp_path):
     pytest.importorskip("torch")
     small = ["--prompts", "3", "--shortest", "5", "--longest", "40", "--new-tokens", "4", "--repeats", "1"]
     options = ["--model", "builtin", "--policies", "knorm:ratio=0.5", "--json", "rows.json"]
@@ -97,7 +97,7 @@ def test_throughput_is_that_of_equal_answers(tmp_path):
 
 
 @pytest.mark.thorough
-def test_weights_in_eight_bits_are_compared_with_float32(tmp_path):
+def test_eight_bits_compares_weights_with_float32(tmp_path):
     (tmp_path / "text.txt").write_text("def main():\n    return [x for x in range(10)]\n" * 40)
     sizes = ["--pieces", "2", "--length", "64", "--prompt", "16", "--new-tokens", "4", "--repeats", "1"]
     options = ["--model", str(builtin_model("test_model")), "--text", "text.txt", "--json", "rows.json"]
@@ -113,7 +113,7 @@ def test_weights_in_eight_bits_are_compared_with_float32(tmp_path):
 
 
 @pytest.mark.thorough
-def test_needle_draws_what_it_prints(tmp_path):
+def test_needle_prints_and_draws_results(tmp_path):
     few = ["--lengths", "128", "--depths", "2", "--samples", "2", "--out", "picture.png"]
     done = run("needle.py", *few, "--policy", "streaming_llm:window=16", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def test_generate_answers_each_question_from_the_text(tmp_path):
     assert done.stdout.index("def second") < done.stdout.index("class Third")
 
 
-def test_generate_says_when_there_is_no_text(tmp_path):
+def test_generate_reports_a_missing_text(tmp_path):
     done = run("generate.py", "--text", "none.txt", "--questions", "what", cwd=tmp_path)
     assert done.returncode != 0
     assert "none.txt" in done.stderr

@@ -1,4 +1,4 @@
-"""Compare kvpress with kvjax: the same answers from the kept entries of the same contexts."""
+"""Tests of the comparison with kvpress: both libraries give the same answers from the same kept entries."""
 
 import dataclasses
 import importlib
@@ -23,12 +23,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_both_libraries_give_the_same_answers(folder, tmp_path, monkeypatch, capsys):
+def test_kvjax_and_kvpress_give_the_same_answers(folder, tmp_path, monkeypatch, capsys):
     pytest.importorskip("kvpress", reason="the parity extra is not installed", exc_type=ImportError)
-    known = sized_tasks.sized_tasks
+    original = sized_tasks.sized_tasks
 
     def identified(config):
-        """Return the tasks with scores that are equal only for equal answers."""
+        """Return the tasks with a score that differs for different answers."""
         score = {"scorer": lambda tokens: hash(tuple(map(int, tokens))) % 1009 / 1009}
 
         def changed(sample):
@@ -38,11 +38,11 @@ def test_both_libraries_give_the_same_answers(folder, tmp_path, monkeypatch, cap
 
         return [
             dataclasses.replace(task, samples=[changed(sample) for sample in task.samples])
-            for task in known(config)
+            for task in original(config)
         ]
 
     monkeypatch.setattr(sized_tasks, "sized_tasks", identified)
-    # kvpress masks KVzip's dropped entries by fake keys, which it does not find for random weights
+    # kvpress masks KVzip's dropped entries with fake keys, which it cannot compute for random weights
     monkeypatch.delitem(METHODS, "KVzip")
     main(
         [*ARGUMENTS, "--model", folder, "--twin", folder, "--observed", "16", "--out", str(tmp_path / "out")]
@@ -60,7 +60,7 @@ def test_both_libraries_give_the_same_answers(folder, tmp_path, monkeypatch, cap
         assert float(cells[6]) == pytest.approx(float(cells[10]), abs=0.11)
 
 
-def test_without_kvpress_the_extra_is_named(monkeypatch):
+def test_missing_kvpress_names_the_extra(monkeypatch):
     def missing(name):
         raise ImportError(name)
 

@@ -1,5 +1,4 @@
-"""Test that `LLM` gives the results of the functions below it, for prompts of every kind, contexts, several answers and
-streams."""
+"""Tests that `LLM` gives the results of `generate`, for all kinds of prompts, contexts, several answers and streams."""
 
 import jax.numpy as jnp
 import jaxtyping
@@ -37,7 +36,7 @@ def llm(model, tokenizer):
     return LLM(model, tokenizer=tokenizer)
 
 
-def test_prompts_are_texts_token_ids_or_chats_one_or_several(llm, model, tokenizer):
+def test_prompts_are_texts_token_ids_or_chats(llm, model, tokenizer):
     prompts = [TEXT, [65, 66, 67], CHAT]
     found = llm.generate(prompts, SHORT)
     want = generate(model, prompts, SHORT, tokenizer=tokenizer)
@@ -51,26 +50,26 @@ def test_prompts_are_texts_token_ids_or_chats_one_or_several(llm, model, tokeniz
         assert alone.text == out.text
 
 
-def test_more_answers_than_slots_take_turns(model, tokenizer):
+def test_more_answers_than_slots_are_generated_in_turns(model, tokenizer):
     prompts, few = [TEXT, [65, 66, 67], CHAT, "Why?"], LLM(model, tokenizer=tokenizer, slots=2)
     each = [SHORT, SamplingParams(max_new_tokens=5, temperature=1.0, n=2, logprobs=1), SHORT, SHORT]
     found, want = few.generate(prompts, each), LLM(model, tokenizer=tokenizer).generate(prompts, each)
     assert [out.prompt for out in found] == [0, 1, 1, 2, 3]
-    for own, other in zip(found, want, strict=True):
-        assert (own.text, own.tokens, own.finish_reason) == (other.text, other.tokens, other.finish_reason)
-        assert own.kv_ratio == other.kv_ratio
-        assert (own.logprobs is not None) == (own.prompt == 1)
-        if own.logprobs is not None:
-            np.testing.assert_allclose(own.logprobs, other.logprobs, atol=1e-5)
-            assert [place.keys() for place in own.top_logprobs] == [
+    for out, other in zip(found, want, strict=True):
+        assert (out.text, out.tokens, out.finish_reason) == (other.text, other.tokens, other.finish_reason)
+        assert out.kv_ratio == other.kv_ratio
+        assert (out.logprobs is not None) == (out.prompt == 1)
+        if out.logprobs is not None:
+            np.testing.assert_allclose(out.logprobs, other.logprobs, atol=1e-5)
+            assert [place.keys() for place in out.top_logprobs] == [
                 place.keys() for place in other.top_logprobs
             ]
     halved = LLM(model, "knorm:ratio=0.5", tokenizer=tokenizer, slots=2)
     assert all(out.kv_ratio < 0.8 for out in halved.generate([TEXT, CHAT, TEXT], SHORT))
 
 
-def test_a_context_is_read_once_and_asked_often(model, tokenizer):
-    """Every question is answered as if it were the only one, and the context stays as it was."""
+def test_context_is_read_once_and_used_repeatedly(model, tokenizer):
+    """Each question is answered as if it were the only one, and the context does not change."""
     llm = LLM(model, "knorm:ratio=0.5", tokenizer=tokenizer)
     context = llm.prefill("A novel. " * 2)
     kept, questions = stats(context), ["Who wrote it?", "When?"]
@@ -80,13 +79,13 @@ def test_a_context_is_read_once_and_asked_often(model, tokenizer):
         assert (alone.text, alone.kv_ratio) == (together[index].text, together[index].kv_ratio)
     assert all(kept.kv_ratio < out.kv_ratio < 1 for out in together)
     np.testing.assert_array_equal(stats(context).entries, kept.entries)
-    # here are two contexts, with one question each
+    # two contexts with one question each
     both = llm.prefill(["A novel. " * 2, "A letter."])
     asked = llm.generate(questions, SHORT, context=both)
     assert asked[0].text == together[0].text
 
 
-def test_several_answers_of_a_prompt_stand_in_order(llm):
+def test_several_answers_of_a_prompt_are_in_order(llm):
     sampling = SamplingParams(max_new_tokens=12, temperature=1.5, n=2, logprobs=1)
     found = llm.generate([TEXT, "When?"], sampling)
     assert [out.prompt for out in found] == [0, 0, 1, 1]
@@ -99,8 +98,8 @@ def test_several_answers_of_a_prompt_stand_in_order(llm):
     assert [out.text for out in each[1:]] == [out.text for out in found[2:]]
 
 
-def test_pieces_of_a_stream_are_the_text_of_the_answer(llm):
-    """This also holds if a stop text ends the answer; the stop text is never shown."""
+def test_streamed_pieces_make_the_answer(llm):
+    """The same holds if a stop text ends the answer. The stop text is never shown."""
     sampling = SamplingParams(max_new_tokens=33, temperature=1.5, seed=3)
     (whole,) = llm.generate(TEXT, sampling)
     pieces = list(llm.generate(TEXT, sampling, stream=True))
@@ -114,7 +113,7 @@ def test_pieces_of_a_stream_are_the_text_of_the_answer(llm):
     assert cut.text == whole.text[: whole.text.index(stop)]
 
 
-def test_variables_of_the_chat_template_hold_for_every_call(model):
+def test_chat_template_variables_apply_to_every_call(model):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template += "{{ '' if thinks | default(true) else '<none>' }}"
     llm = LLM(model, tokenizer=tokenizer, slots=1, chat_template_kwargs={"thinks": False})
@@ -129,7 +128,7 @@ def test_variables_of_the_chat_template_hold_for_every_call(model):
     assert llm.generate(TEXT[5:], SHORT, context=context)[0].text == want[0]
 
 
-def test_gates_come_from_a_folder(model, tokenizer, tmp_path):
+def test_gates_are_read_from_a_folder(model, tokenizer, tmp_path):
     gates = tiny_gates(model)
     save_gates(tmp_path / "gates", gates, {"tau": 0.5, "window": 6})
     (found,) = LLM(model, "wgkv", gates=tmp_path / "gates", tokenizer=tokenizer).generate(TEXT, SHORT)
@@ -139,7 +138,7 @@ def test_gates_come_from_a_folder(model, tokenizer, tmp_path):
     assert found.kv_ratio < 1
 
 
-def test_a_model_is_loaded_with_its_tokenizer():
+def test_model_is_loaded_with_its_tokenizer():
     llm = LLM(builtin_model("test_model"), "streaming_llm:window=8,sink=2", weights="int8")
     assert llm.model.layers.qkv.dtype == jnp.int8
     (out,) = llm.generate("import os\nimport re\nimport sys\n", SamplingParams(max_new_tokens=4))
@@ -147,11 +146,11 @@ def test_a_model_is_loaded_with_its_tokenizer():
     assert out.kv_ratio < 1
 
 
-def test_what_cannot_be_is_one_line(llm, model, tmp_path, monkeypatch):
+def test_invalid_calls_raise_one_line(llm, model, tmp_path, monkeypatch):
     # users do not have the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    for call, says in (
-        (lambda: LLM(model), "a model that was loaded before needs tokenizer="),
+    for call, message in (
+        (lambda: LLM(model), "a loaded model needs tokenizer="),
         (lambda: LLM(model, tokenizer=llm.tokenizer, dtype="bfloat16"), "got dtype with a loaded model"),
         (lambda: LLM(model, chat_template_kwargs=["a"]), r"chat_template_kwargs must be a .* got \['a'\]"),
         (
@@ -171,6 +170,6 @@ def test_what_cannot_be_is_one_line(llm, model, tmp_path, monkeypatch):
         (lambda: llm.generate({"input_ids": [1]}), "prompts must be a text, token ids, a chat or a list"),
         (lambda: llm.generate([TEXT] * 3, context=llm.prefill([TEXT] * 2)), "as many questions"),
     ):
-        with pytest.raises(UserError, match=says) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)

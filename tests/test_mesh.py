@@ -1,4 +1,4 @@
-"""Test meshes of several slices, which only the slow network connects."""
+"""Tests of meshes over several slices, which a slow network connects."""
 
 import dataclasses
 
@@ -35,13 +35,13 @@ CHIPS = [Chip(index, index // 4) for index in range(8)]
         ({"fsdp": 4}, [0, 0, 0, 0]),
     ],
 )
-def test_the_outer_axes_are_split_over_slices(sizes, slices):
+def test_outer_axes_are_split_over_slices(sizes, slices):
     mesh = make_mesh(**sizes, devices=CHIPS)
     assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes
     np.testing.assert_array_equal(np.vectorize(lambda chip: chip.slice_index)(mesh.devices).squeeze(), slices)
 
 
-def test_a_mesh_that_does_not_fill_the_slices_is_refused():
+def test_mesh_that_does_not_fill_the_slices_is_refused():
     with pytest.raises(
         UserError, match="make_mesh: data=3, tensor=2 does not fill 2 slices of devices evenly"
     ):

@@ -1,4 +1,4 @@
-"""Test the package's own names, which are imported when first used."""
+"""Tests of the package's public names, commands and reprs."""
 
 import importlib.util
 import inspect
@@ -19,7 +19,7 @@ from kvjax.policies.registry import WRAPPERS
 from kvjax.sampling_params import SamplingParams
 
 
-def test_importing_the_package_imports_nothing():
+def test_importing_the_package_imports_nothing_heavy():
     heavy = "'jax', 'numpy', 'flax', 'transformers', 'tyro'"
     code = (
         f"import sys, kvjax; kvjax.__version__; dir(kvjax); print([x for x in ({heavy}) if x in sys.modules])"
@@ -29,7 +29,7 @@ def test_importing_the_package_imports_nothing():
 
 
 @pytest.mark.slow
-def test_a_model_is_loaded_in_silence():
+def test_loading_a_model_prints_nothing():
     """Neither jax nor transformers mentions packages that are missing here and not needed."""
     code = "import os, kvjax; kvjax.load('builtin'); assert 'TRANSFORMERS_NO_ADVISORY_WARNINGS' not in os.environ"
     # kvjax's commands set these for the whole process, and a test may have run one in this process
@@ -38,7 +38,7 @@ def test_a_model_is_loaded_in_silence():
     assert done.stdout == done.stderr == ""
 
 
-def test_every_name_is_there():
+def test_every_public_name_can_be_imported():
     for name in kvjax.__all__:
         assert getattr(kvjax, name) is not None
     assert set(kvjax.__all__) <= set(dir(kvjax))
@@ -48,34 +48,34 @@ PUBLIC = [name for name in kvjax.__all__ if name != "Output" and not name.endswi
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_misspelt_argument_is_one_line_with_the_nearest_name(name):
-    """The check comes first, for example before the one for missing arguments; `help` shows the signatures."""
+def test_misspelt_argument_is_refused_with_the_nearest_name(name):
+    """The check comes before others, such as that for missing arguments, and `help` shows the signatures."""
     function = getattr(kvjax, name)
-    known = [own for own in inspect.signature(function).parameters if own != "arguments"]
-    misspelt = {own[:-2] + own[-1] + own[-2]: own for own in known if len(own) > 1} or {"nothing": None}
-    for wrong, own in misspelt.items():
+    names = [name for name in inspect.signature(function).parameters if name != "arguments"]
+    misspelt = {x[:-2] + x[-1] + x[-2]: x for x in names if len(x) > 1} or {"nothing": None}
+    for wrong, right in misspelt.items():
         with pytest.raises(kvjax.UserError) as error:
             function(**{wrong: None})
-        said = str(error.value)
-        assert f" has no argument {wrong!r}; it has {', '.join(known) or 'none'}" in said
-        assert own is None or own in said.partition("; the nearest: ")[2].split(", ")
+        message = str(error.value)
+        assert f" has no argument {wrong!r}; it has {', '.join(names) or 'none'}" in message
+        assert right is None or right in message.partition("; the nearest: ")[2].split(", ")
 
 
-def test_policies_are_listed_with_a_line_each():
+def test_policies_command_lists_every_method():
     done = subprocess.run(
         [sys.executable, "-m", "kvjax.policies"], capture_output=True, text=True, check=True, timeout=120
     )
     lines = done.stdout.splitlines()
     assert {*POLICIES, *WRAPPERS} == {line.partition(":")[0] for line in lines[::2]}
     assert all(line.endswith(".") and len(line) < 180 for line in lines[::2])
-    at = next(i for i, line in enumerate(lines) if line.startswith("snapkv:"))
-    assert "what the last queries looked at" in lines[at]
-    assert lines[at + 1] == "    observed=64, pool=5, pooling=average, group=mean"
+    index = next(i for i, line in enumerate(lines) if line.startswith("snapkv:"))
+    assert "later queries look at the same entries" in lines[index]
+    assert lines[index + 1] == "    observed=64, pool=5, pooling=average, group=mean"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("args", "code", "says"),
+    ("args", "code", "text"),
     [
         ([], 0, "  generate  continue a prompt"),
         (["policies"], 0, "snapkv"),
@@ -88,8 +88,8 @@ def test_policies_are_listed_with_a_line_each():
         (["genrate"], 2, "error: unknown command 'genrate'; the nearest known: generate"),
     ],
 )
-def test_one_command_for_all(args, code, says):
-    """Mistakes in names are found without a model: this model does not exist."""
+def test_kvjax_command_runs_every_command(args, code, text):
+    """Mistakes in names are found before the model is looked up: it does not exist."""
     nowhere = ["--model", "nowhere"] if args[:1] == ["generate"] and code else []
     done = subprocess.run(
         [sys.executable, "-m", "kvjax", *args, *nowhere],
@@ -99,11 +99,11 @@ def test_one_command_for_all(args, code, says):
         timeout=120,
     )
     assert done.returncode == code
-    assert says in done.stdout + done.stderr
+    assert text in done.stdout + done.stderr
     assert set(COMMANDS) == {name for name in MODULES if importlib.util.find_spec(f"kvjax.{name}")}
 
 
-def test_every_command_is_named_and_tried():
+def test_every_command_is_documented_and_checked():
     """The package's docstring names them, and the checks of every change run them."""
     root = Path(__file__).parent.parent
     named = re.search(r"Commands: ([\w,\s]+)\.", kvjax.__doc__)[1]
@@ -115,7 +115,7 @@ def test_every_command_is_named_and_tried():
 MODULES = "generate", "train", "serve", "evaluate", "plan", "export", "convert", "policies"
 
 
-def test_what_is_shown_of_a_cache_and_of_answers_is_short():
+def test_reprs_of_caches_and_answers_are_short():
     model, tokenizer = kvjax.load(builtin_model("test_model"))
     cache = inference.prefill(model, ["def main("], tokenizer=tokenizer, max_new_tokens=8)
     answer = inference.generate(
@@ -126,7 +126,7 @@ def test_what_is_shown_of_a_cache_and_of_answers_is_short():
     assert repr(answer).startswith(
         "Generation(9 answers of 4, 4, 4, 4, 4, 4, 4, 4, … tokens, ended 9 by length,"
     )
-    for one in (cache, kvjax.stats(cache), answer):
-        assert "array" not in repr(one)
-        assert len(repr(one).splitlines()) <= 5
-        assert max(map(len, repr(one).splitlines())) <= 160
+    for value in (cache, kvjax.stats(cache), answer):
+        assert "array" not in repr(value)
+        assert len(repr(value).splitlines()) <= 5
+        assert max(map(len, repr(value).splitlines())) <= 160

@@ -1,4 +1,4 @@
-"""Test methods of other packages: CONTRIBUTING's example package, installed and run from the command line."""
+"""Tests of methods of other packages, with CONTRIBUTING's example package installed."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import export
 from kvjax.errors import UserError
-from kvjax.evaluate.compared import compared_of
+from kvjax.evaluate.compared import parse_compared
 from kvjax.plugins import only_named
 from kvjax.policies import make_policy
 from kvjax.train import config as train_config
@@ -45,7 +45,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_the_example_trains_generates_and_is_compared(run, tmp_path):
+def test_example_package_trains_generates_and_is_compared(run, tmp_path):
     out = tmp_path / "run"
     few = (
         "--lengths",
@@ -77,29 +77,29 @@ def test_the_example_trains_generates_and_is_compared(run, tmp_path):
     asked = "--tasks", "recall", "--context", 256, "--samples", 12, "--gates", gates
     policies = "full", "value_norm:limit=1e9,window=4", "learned_value_norm"
     report = run("evaluate", "--policies", *policies, *asked, "--out", tmp_path / "compared")
-    cells = [json.loads(x) for x in (tmp_path / "compared" / "results.jsonl").read_text().splitlines()]
-    kept = {cell["policy"]: cell["kv_ratio"] for cell in cells}
+    results = [json.loads(x) for x in (tmp_path / "compared" / "results.jsonl").read_text().splitlines()]
+    kept = {result["policy"]: result["kv_ratio"] for result in results}
     assert kept["full"] == 1
     assert kept["value_norm:limit=1e9,window=4"] < 0.05
     assert all(name in report for name in policies)
 
 
-def test_a_module_s_name_has_a_colon_of_its_own():
-    """A module's name contains a colon. The text after the next colon is arguments, as after any other name."""
-    assert not compared_of("tests.probes.head_masks:HeadMasks").takes_budget
-    assert not compared_of("tests.probes.head_masks:HeadMasks:target=0.2,window=4").takes_budget
+def test_module_names_contain_a_colon():
+    """Only the text after the second colon is arguments."""
+    assert not parse_compared("tests.probes.head_masks:HeadMasks").takes_budget
+    assert not parse_compared("tests.probes.head_masks:HeadMasks:target=0.2,window=4").takes_budget
     with pytest.raises(UserError, match="HeadMasks: got target without a value"):
-        compared_of("tests.probes.head_masks:HeadMasks:target")
+        parse_compared("tests.probes.head_masks:HeadMasks:target")
 
 
-def test_what_is_no_method_is_refused_in_one_line():
-    for method, said in (
+def test_unknown_methods_raise_one_line():
+    for method, message in (
         ("nosuch", "--method nosuch: known are wgkv"),
         ("no.such:X", "no.such cannot be imported"),
         ("kvjax.errors:Nothing", "kvjax.errors has no Nothing"),
-        ("kvjax.errors:UserError", "is no recipe"),
+        ("kvjax.errors:UserError", "is not a recipe"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             find_recipe(method)
     with pytest.raises(UserError, match="unknown method 'nosuch'"):
         make_policy("nosuch")
@@ -126,36 +126,36 @@ def strange(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [("strange:Own", "add --method strange:Own$"), ("strange", "--method strange: known are")],
 )
-def test_a_file_does_not_have_a_module_imported(method, said, strange):
+def test_files_cannot_import_modules(method, message, strange):
     (strange / "config.yaml").write_text(f"method: {method}\n")
     for refused in (
         lambda: train_config.parse(["--resume", "--out", "."]),
         lambda: train_config.parse(["--config", "config.yaml", "--out", "new"]),
         lambda: export.main(["."]),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             refused()
     assert "strange" not in sys.modules
 
 
-def test_the_command_line_has_a_module_imported(strange):
+def test_command_line_can_import_a_module(strange):
     (strange / "config.yaml").write_text("method: strange:Own\n")
-    told = ["--method", "strange:Own"]
-    assert train_config.parse(["--resume", "--out", ".", *told]).method == "strange:Own"
+    option = ["--method", "strange:Own"]
+    assert train_config.parse(["--resume", "--out", ".", *option]).method == "strange:Own"
     assert train_config.read_run(Path("."), method="strange:Own").method == "strange:Own"
     (strange / "config.yaml").write_text("method: wgkv\n")
     with pytest.raises(UserError, match="--method strange:Own: the run in . is of --method wgkv"):
-        export.main([".", *told])
+        export.main([".", *option])
 
 
 def test_policies_of_a_file_are_imported_only_if_the_command_line_names_them(strange):
     with only_named(["--policies", "other.strange:Own", "strange:Owner"]):
         for name in ("strange:Own", "strange:Own:x=1", "knorm:strange:Own"):
             with pytest.raises(UserError, match="strange:Own: a module is imported only if the command line"):
-                compared_of(name)
+                parse_compared(name)
     with only_named(["--policies", "tests.probes.head_masks:HeadMasks:target=0.2"]):
-        assert not compared_of("tests.probes.head_masks:HeadMasks").takes_budget
+        assert not parse_compared("tests.probes.head_masks:HeadMasks").takes_budget
     assert "strange" not in sys.modules

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def test_without_a_model_it_is_an_error():
+def test_real_marker_without_a_model_is_an_error():
     env = {name: text for name, text in os.environ.items() if name != "KVJAX_REAL_MODEL"}
     command = [sys.executable, "-m", "pytest", "-m", "real", "tests/real"]
     ended = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True)

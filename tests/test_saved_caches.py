@@ -1,4 +1,4 @@
-"""Test contexts that one command reads and saves, and others use."""
+"""Tests of contexts that one command saves and others continue."""
 
 import re
 
@@ -20,7 +20,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_a_context_is_asked_as_if_it_was_read_with_the_question(saved, capsys):
+def test_saved_context_gives_the_same_answer(saved, capsys):
     options = [*MODEL, *POLICY, "--max-new-tokens", "12"]
     main(["--prompt", QUESTION, *options, "--cache", str(saved)])
     asked = capsys.readouterr()
@@ -29,24 +29,29 @@ def test_a_context_is_asked_as_if_it_was_read_with_the_question(saved, capsys):
     assert re.match(r"streaming_llm: \d+ prompt \+ 12 new tokens; kept", asked.err)
 
 
-def test_what_was_saved_is_said(tmp_path, capsys):
+def test_saving_prints_one_line(tmp_path, capsys):
     main(["--prompt", CONTEXT, *MODEL, *POLICY, "--save-cache", str(tmp_path / "it")])
     (line,) = capsys.readouterr().err.splitlines()
-    said = r"streaming_llm: (\d+) tokens, kept 19 entries a kv head \(\d+%\), 0\.\d\d MiB saved; --cache .*"
-    assert re.fullmatch(said, line)
+    pattern = (
+        r"streaming_llm: (\d+) tokens, kept 19 entries a kv head \(\d+%\), 0\.\d\d MiB saved; --cache .*"
+    )
+    assert re.fullmatch(pattern, line)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("args", "message"),
     [
         (["--cache", "nowhere"], "nowhere: no cache is saved here"),
-        (["--cache", "a", "--save-cache", "b"], "give either --cache, to ask of a context, or --save-cache"),
+        (
+            ["--cache", "a", "--save-cache", "b"],
+            "give either --cache, to continue a context, or --save-cache",
+        ),
         (["--cache", "a", "--page-size", "8"], "--page-size is for a new cache"),
     ],
 )
-def test_mistakes_are_a_line(given, said):
-    with pytest.raises(UserError, match=said) as caught:
-        main(["--prompt", QUESTION, *MODEL, *given])
+def test_mistakes_raise_one_line(args, message):
+    with pytest.raises(UserError, match=message) as caught:
+        main(["--prompt", QUESTION, *MODEL, *args])
     assert "\n" not in str(caught.value)
 
 
@@ -55,7 +60,7 @@ def test_another_policy_is_refused(saved):
         main(["--prompt", QUESTION, *MODEL, "--cache", str(saved)])
 
 
-def test_a_folder_with_other_things_is_refused_before_the_model_is_read(tmp_path, monkeypatch):
+def test_folder_with_other_files_is_refused_before_loading(tmp_path, monkeypatch):
     (tmp_path / "thesis.txt").write_text("")
     monkeypatch.setattr("kvjax.models.load_model", lambda *_, **__: pytest.fail("the model was read"))
     with pytest.raises(UserError, match="holds no saved cache: name another folder"):

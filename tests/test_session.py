@@ -1,4 +1,4 @@
-"""Test conversations: every turn is read after the cached ones, with the result of one long text."""
+"""Tests of conversations: each turn continues the cache, with the result of one long text."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import Cache
-from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
+from kvjax.cache.saved import DESCRIPTION, describe_cache, digest_of
 from kvjax.errors import UserError
 from kvjax.inference import allocation, generate, prefill, stream
 from kvjax.inference.saving import save_cache
@@ -20,9 +20,9 @@ from kvjax.session import Session
 from tests.tasks.model_tokenizers import CHAT_TEMPLATE, THINKING, byte_tokenizer
 from tests.tiny_models import tiny_gates, tiny_model
 
-SAID = "Who?", "When?", "Why?"
+TEXTS = "Who?", "When?", "Why?"
 NEW = 8
-"""With the texts of the user, conversations have at most 128 tokens, and so one cache's shapes."""
+"""With the texts of the user, conversations have at most 128 tokens, so that all caches have the same shapes."""
 SHORT = SamplingParams(max_new_tokens=NEW)
 
 
@@ -47,19 +47,19 @@ def llm(model, tokenizer, policy):
 
 
 LETTERS = SamplingParams(max_new_tokens=33, logit_bias=dict.fromkeys(range(64, 90), 100.0))
-"""Answers are letters only: a text of half characters has other tokens when it is read again."""
+"""Answers are letters only, since text with broken characters has other tokens when it is read again."""
 
 
 def with_stops(model):
     """Return a model's config with a stop token that often ends its answers."""
-    said = generate(model, [np.arange(65, 97)], LETTERS).tokens[0]
-    common = int(np.bincount(said[5:]).argmax())
-    return dataclasses.replace(model.config, eos_ids=(common,))
+    answer = generate(model, [np.arange(65, 97)], LETTERS).tokens[0]
+    most_common = int(np.bincount(answer[5:]).argmax())
+    return dataclasses.replace(model.config, eos_ids=(most_common,))
 
 
-def test_the_last_answer_is_that_of_the_whole_text_read_at_once(llm, model, tokenizer, policy):
+def test_answers_match_reading_the_whole_text_at_once(llm, model, tokenizer, policy):
     session = Session(llm, system="Brief.")
-    for index, text in enumerate(SAID):
+    for index, text in enumerate(TEXTS):
         before = len(session.tokens)
         answer = session.say(text, SHORT)
         assert session.messages[1 + 2 * index :] == [
@@ -77,11 +77,11 @@ def test_the_last_answer_is_that_of_the_whole_text_read_at_once(llm, model, toke
     assert session.stats.tokens.tolist() == [len(session.tokens) - 1]
 
 
-def test_a_policy_goes_on_compressing(model, tokenizer):
-    """It compresses at the same points as for a prefill, questions and answers of the same tokens."""
+def test_policy_compresses_later_turns(model, tokenizer):
+    """It compresses at the same points as without a session, for the same tokens."""
     policy = make_policy("r_kv:entries=40,when=every,every=8", model=model)
     session, cache, line = Session(LLM(model, policy, tokenizer=tokenizer)), None, []
-    for text in SAID:
+    for text in TEXTS:
         session.say(text, SHORT)
         assert session.stats.entries.max() <= 40 + 8
         new = session.tokens[0 if cache is None else int(cache.seen[0]) : -NEW]
@@ -91,17 +91,17 @@ def test_a_policy_goes_on_compressing(model, tokenizer):
         assert line[-NEW:] == session.tokens[-NEW:]
 
 
-def test_forks_share_a_beginning_and_nothing_else(llm):
+def test_forks_share_only_their_beginning(llm):
     session = Session(llm)
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     other = session.fork()
-    mine, theirs = session.say(SAID[1], SHORT), other.say(SAID[2], SHORT)
+    mine, theirs = session.say(TEXTS[1], SHORT), other.say(TEXTS[2], SHORT)
     assert len(session.messages) == len(other.messages) == 4
     assert session.messages[2:] != other.messages[2:]
     alone = Session(llm)
-    alone.say(SAID[0], SHORT)
-    assert alone.fork().say(SAID[1], SHORT) == mine
-    assert alone.say(SAID[2], SHORT) == theirs
+    alone.say(TEXTS[0], SHORT)
+    assert alone.fork().say(TEXTS[1], SHORT) == mine
+    assert alone.say(TEXTS[2], SHORT) == theirs
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +111,11 @@ def dropping(model, tokenizer):
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_a_turn_that_is_dropped_is_not_seen_by_later_ones(dropping, turn):
-    """Turns are the messages: of the system, of the user and answers. A fork still sees it."""
+def test_dropped_turn_is_invisible_to_later_turns(dropping, turn):
+    """The turn is a message of the system, of the user or an answer. A fork still sees it."""
     session = Session(dropping, system="Brief.")
-    session.say(SAID[0], LETTERS)
-    session.say(SAID[1], SHORT)
+    session.say(TEXTS[0], LETTERS)
+    session.say(TEXTS[1], SHORT)
     other, before = session.fork(), session.stats
     text = session.messages[turn]["content"]
     ids = dropping.tokenizer(text)["input_ids"]
@@ -127,103 +127,117 @@ def test_a_turn_that_is_dropped_is_not_seen_by_later_ones(dropping, turn):
     want = other.cache.without(0, start, start + len(text))
     asked = [np.array(session.tokens[-1:])]
     greedy = SamplingParams(max_new_tokens=2, logprobs=0)
-    one, two, three = (
+    dropped, expected, kept = (
         generate(dropping.model, asked, greedy, policy=dropping.policy, cache=x).logprobs[0].chosen
         for x in (session.cache, want, other.cache)
     )
-    np.testing.assert_array_equal(one, two)
-    assert (one != three).any()
-    assert session.fork().say(SAID[2], SHORT) == session.say(SAID[2], SHORT)
+    np.testing.assert_array_equal(dropped, expected)
+    assert (dropped != kept).any()
+    assert session.fork().say(TEXTS[2], SHORT) == session.say(TEXTS[2], SHORT)
 
 
-def test_what_was_dropped_stays_dropped(dropping, tmp_path, monkeypatch):
-    """This holds in a conversation that was saved, and where a template has it read again."""
+def test_dropped_turns_stay_dropped_after_loading_and_rereading(dropping, tmp_path, monkeypatch):
+    """The conversation is saved and loaded, and then read again after a change."""
     session = Session(dropping)
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     session.drop(0)
     session.save(tmp_path)
     loaded = Session.load(tmp_path, dropping)
-    assert loaded.say(SAID[1], SHORT) == session.fork().say(SAID[1], SHORT)
+    assert loaded.say(TEXTS[1], SHORT) == session.fork().say(TEXTS[1], SHORT)
     # a template that changes what was read
     loaded.messages[1]["content"] = "Nobody."
-    loaded.say(SAID[2], SHORT)
+    loaded.say(TEXTS[2], SHORT)
     assert loaded.dropped == [0]
-    assert loaded.stats.entries.max() == loaded.stats.tokens - len(SAID[0])
+    assert loaded.stats.entries.max() == loaded.stats.tokens - len(TEXTS[0])
 
 
-@pytest.mark.parametrize("text", [SAID[1], "What now?"])
+@pytest.mark.parametrize("text", [TEXTS[1], "What now?"])
 @pytest.mark.parametrize("turn", [2, 3])
-def test_messages_that_were_changed_are_seen_again(dropping, turn, text):
-    """The question that is answered is seen, too, if it is the same as one that was dropped."""
+def test_changed_messages_become_visible_again(dropping, turn, text):
+    """So does a new question with the same text as a dropped one."""
     session = Session(dropping)
-    session.say(SAID[0], SHORT)
-    session.say(SAID[1], SHORT)
+    session.say(TEXTS[0], SHORT)
+    session.say(TEXTS[1], SHORT)
     session.drop(0)
     session.drop(turn)
     del session.messages[2:]
     session.say(text, SHORT)
     assert session.dropped == [0]
-    assert session.stats.entries.max() == session.stats.tokens - len(SAID[0])
+    assert session.stats.entries.max() == session.stats.tokens - len(TEXTS[0])
 
 
-def test_the_question_is_seen_where_thoughts_are_cut(model, thinking):
-    """The cache ends with the user's turn, and so could be continued."""
+@pytest.mark.parametrize("thoughtful", [False, True])
+def test_changed_messages_are_read_before_turns_are_dropped(model, dropping, thinking, thoughtful):
+    """Else the tokens of another text would be dropped."""
+    session = Session(LLM(model, tokenizer=thinking) if thoughtful else dropping)
+    session.say(TEXTS[0], SHORT)
+    session.say(TEXTS[1], SHORT)
+    session.messages[0]["content"] += " Or not?"
+    with pytest.raises(UserError, match="messages were changed since they were read: call say first"):
+        session.drop(2)
+    session.say(TEXTS[2], SHORT)
+    session.drop(2)
+    assert session.dropped == [2]
+
+
+def test_replaced_question_is_visible_with_thinking_templates(model, thinking):
+    """The cache ends with the user's turn, so that it could be continued without reading the question."""
     llm = LLM(model, tokenizer=thinking)
     session = Session(llm)
-    session.say(SAID[0], LETTERS)
-    session.say(SAID[1], LETTERS)
+    session.say(TEXTS[0], LETTERS)
+    session.say(TEXTS[1], LETTERS)
     session.drop(2)
     del session.messages[2:]
-    answer = session.say(SAID[1], LETTERS)
+    answer = session.say(TEXTS[1], LETTERS)
     assert session.dropped == []
     assert llm.generate(session.messages[:-1], LETTERS)[0].text == answer
 
 
-def test_what_cannot_be_dropped_again_is_seen_again(model, dropping, monkeypatch):
+def test_messages_that_cannot_be_dropped_again_become_visible(model, dropping, monkeypatch):
     tokenizer = byte_tokenizer()
     session = Session(LLM(model, dropping.policy, tokenizer=tokenizer))
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     session.drop(0)
     other = session.fork()
     # templates that change what was read
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ bos", "!{{ bos")
     monkeypatch.setattr(Cache, "without", Mock(side_effect=UserError("not yet")))
     with pytest.warns(UserWarning, match="message 0 was read again and not dropped: not yet$"):
-        session.say(SAID[1], SHORT)
+        session.say(TEXTS[1], SHORT)
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ m['c", "{{ m['content'] }}{{ m['c")
     with pytest.warns(UserWarning, match="message 0 was read again and not dropped: .* exactly once$"):
-        other.say(SAID[1], SHORT)
-    for one in (session, other):
-        assert one.dropped == []
-        assert one.stats.entries.max() == one.stats.tokens
+        other.say(TEXTS[1], SHORT)
+    for conversation in (session, other):
+        assert conversation.dropped == []
+        assert conversation.stats.entries.max() == conversation.stats.tokens
 
 
-def test_nothing_of_a_beginning_without_text_is_dropped_again(model, dropping):
+def test_dropped_empty_message_stays_dropped(model, dropping):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | trim }}\n{% endfor %}"
     session = Session(LLM(model, dropping.policy, tokenizer=tokenizer))
     session.say(" ", SHORT)
     session.drop(0)
     session.messages[1]["content"] = "Nobody."
-    session.say(SAID[1], SHORT)
+    session.say(TEXTS[1], SHORT)
     assert session.dropped == [0]
 
 
-def test_turns_are_dropped_where_thoughts_are_cut(model, thinking):
+def test_turns_are_dropped_with_thinking_templates(model, thinking):
     session = Session(LLM(model, tokenizer=thinking))
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     with pytest.raises(UserError, match="the last answer is read with the next turn"):
         session.drop(1)
     session.messages[1]["content"] = "<think>\nhm\n</think>\n\nYes."
-    session.say(SAID[1], SHORT)
+    session.say(TEXTS[1], SHORT)
     session.drop(0)
     session.drop(1)
-    assert session.stats.entries.max() == session.stats.tokens - len(f"{SAID[0]}Yes.")
+    assert session.stats.entries.max() == session.stats.tokens - len(f"{TEXTS[0]}Yes.")
 
 
-def test_a_saved_conversation_goes_on(llm, tmp_path):
+def test_saved_conversation_continues(llm, tmp_path):
     session = Session(llm, system="Brief.")
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     session.save(tmp_path)
     loaded = Session.load(tmp_path, llm)
     turns = describe_cache(tmp_path)["turns"]
@@ -232,40 +246,40 @@ def test_a_saved_conversation_goes_on(llm, tmp_path):
         with pytest.raises(UserError, match="damaged .turns is"):
             Session.load(tmp_path, llm)
     assert loaded.messages == session.messages
-    assert loaded.say(SAID[1], SHORT) == session.say(SAID[1], SHORT)
+    assert loaded.say(TEXTS[1], SHORT) == session.say(TEXTS[1], SHORT)
 
 
 def write_turns(path, turns):
     """Replace the conversation of a saved cache."""
-    found = describe_cache(path) | {"turns": turns}
-    (path / DESCRIPTION).write_text(json.dumps(found | {"sha256": sealed(found)}))
+    description = describe_cache(path) | {"turns": turns}
+    (path / DESCRIPTION).write_text(json.dumps(description | {"sha256": digest_of(description)}))
 
 
-def test_a_conversation_of_an_older_kvjax_goes_on(dropping, tmp_path):
-    """It does not say where its turns end, which is known once it is read again."""
+def test_conversation_of_an_older_kvjax_continues(dropping, tmp_path):
+    """It lacks the ends of turns until it is read again."""
     session = Session(dropping)
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     session.save(tmp_path)
     turns = describe_cache(tmp_path)["turns"]
     write_turns(tmp_path, {name: turns[name] for name in ("messages", "tokens", "parts")})
-    for text in SAID[1:]:
+    for text in TEXTS[1:]:
         session = Session.load(tmp_path, dropping)
         session.say(text, SHORT)
         with pytest.raises(UserError, match="an older kvjax saved the conversation"):
             session.drop(2)
         session.save(tmp_path)
     session.messages[1]["content"] = "Nobody."
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     session.drop(2)
-    assert session.stats.entries.max() == session.stats.tokens - len(SAID[1])
+    assert session.stats.entries.max() == session.stats.tokens - len(TEXTS[1])
 
 
-def test_an_answer_that_ends_by_itself_is_closed_by_the_template(tokenizer):
+def test_answers_that_end_with_a_stop_token_are_continued(tokenizer):
     model = tiny_model(vocab_size=len(tokenizer), qk_norm=False)
     model.config = with_stops(model)
     session = Session(LLM(model, tokenizer=tokenizer))
     ended = []
-    for text in SAID:
+    for text in TEXTS:
         session.say(text, LETTERS)
         prompt = tokenizer.apply_chat_template(
             session.messages[:-1], add_generation_prompt=True, tokenize=False
@@ -278,7 +292,7 @@ def test_an_answer_that_ends_by_itself_is_closed_by_the_template(tokenizer):
 
 
 @pytest.mark.thorough
-def test_without_a_template_a_conversation_is_one_text(model, policy):
+def test_conversation_without_a_template_is_one_text(model, policy):
     bare = byte_tokenizer()
     bare.chat_template = None
     session = Session(LLM(model, policy, tokenizer=bare))
@@ -297,7 +311,7 @@ def test_without_a_template_a_conversation_is_one_text(model, policy):
     ("template", "times"),
     [
         (CHAT_TEMPLATE, 1),  # this template trims the messages
-        (CHAT_TEMPLATE.replace("{% for m", "{{ messages | length }}{% for m"), len(SAID)),
+        (CHAT_TEMPLATE.replace("{% for m", "{{ messages | length }}{% for m"), len(TEXTS)),
         (
             CHAT_TEMPLATE.replace(
                 "{{ m['content'] | trim }}",
@@ -312,15 +326,15 @@ def test_without_a_template_a_conversation_is_one_text(model, policy):
             ),
             2,
         ),
-        (CHAT_TEMPLATE.replace("trim }}", "trim | replace('W', messages | length) }}"), len(SAID)),
+        (CHAT_TEMPLATE.replace("trim }}", "trim | replace('W', messages | length) }}"), len(TEXTS)),
     ],
 )
-def test_a_template_that_changes_what_was_read_has_it_read_afresh(model, template, times, new_caches):
+def test_template_that_changes_earlier_text_causes_rereading(model, template, times, new_caches):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     llm = LLM(model, tokenizer=tokenizer)
     session = Session(llm)
-    for text in SAID:
+    for text in TEXTS:
         answer = session.say(text, LETTERS)
     assert len(new_caches) == times
     assert llm.generate(session.messages[:-1], LETTERS)[0].text == answer
@@ -329,9 +343,9 @@ def test_a_template_that_changes_what_was_read_has_it_read_afresh(model, templat
 @pytest.fixture
 def new_caches(monkeypatch):
     """Return a list with an item for each new cache that was allocated."""
-    made, own = [], allocation.empty_cache
-    monkeypatch.setattr(allocation, "empty_cache", lambda *a, **k: made.append(a) or own(*a, **k))
-    return made
+    calls, empty_cache = [], allocation.empty_cache
+    monkeypatch.setattr(allocation, "empty_cache", lambda *a, **k: calls.append(a) or empty_cache(*a, **k))
+    return calls
 
 
 @pytest.fixture
@@ -343,13 +357,13 @@ def thinking():
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
 @pytest.mark.parametrize("admits", [False, True])
-def test_thoughts_of_earlier_turns_are_cut_as_the_template_cuts_them(
+def test_thoughts_of_earlier_turns_are_removed_as_by_the_template(
     model, policy, thinking, admits, variables, tmp_path, new_caches
 ):
-    """Each answer is that of all messages read at once, though only the first turn is read into a new cache."""
+    """Each answer matches reading all messages at once, though only the first turn needs a new cache."""
     llm = LLM(model, policy if admits else "full", tokenizer=thinking, chat_template_kwargs=variables)
     session = Session(llm, system="Brief.")
-    for index, text in enumerate(SAID):
+    for index, text in enumerate(TEXTS):
         new_caches.clear()
         answer = session.say(text, LETTERS)
         assert len(new_caches) == (index == 0)
@@ -364,42 +378,42 @@ def test_thoughts_of_earlier_turns_are_cut_as_the_template_cuts_them(
             session.save(tmp_path)
             others = Session.load(tmp_path, llm), session.fork()
     for other in others:
-        assert session.messages[4]["content"].endswith(other.say(SAID[1], LETTERS))
+        assert session.messages[4]["content"].endswith(other.say(TEXTS[1], LETTERS))
     assert len(new_caches) == 1  # the cache of LLM.generate
 
 
-def test_a_policy_goes_on_compressing_where_thoughts_are_cut(model, thinking):
+def test_policy_compresses_later_turns_with_thinking_templates(model, thinking):
     session = Session(LLM(model, "r_kv:entries=40,when=every,every=8", tokenizer=thinking))
-    for text in SAID:
+    for text in TEXTS:
         session.say(text, SHORT)
         session.messages[-1]["content"] = "<think>\nhm\n</think>\n\nYes."
         assert session.stats.entries.max() <= 40
     assert session.stats.tokens > 60
 
 
-def test_a_failed_turn_leaves_the_conversation_as_it_was(model, thinking, monkeypatch):
+def test_failed_turn_leaves_the_conversation_unchanged(model, thinking, monkeypatch):
     session = Session(LLM(model, tokenizer=thinking))
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     before = session.cache, session.tokens, session.messages[:]
     monkeypatch.setattr("kvjax.session.whole_answers", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        session.say(SAID[2], SHORT)
+        session.say(TEXTS[2], SHORT)
     assert (session.cache, session.tokens, session.messages) == before
 
 
-def test_a_saved_conversation_goes_on_with_another_form_of_the_template(model, thinking, tokenizer, tmp_path):
-    """A conversation that was saved with one template is checked against the other, in both directions."""
+def test_saved_conversation_continues_with_another_template(model, thinking, tokenizer, tmp_path):
+    """The templates differ in keeping thoughts; both directions are tested."""
     for first, second in ((thinking, tokenizer), (tokenizer, thinking)):
         session = Session(LLM(model, tokenizer=first))
-        session.say(SAID[0], LETTERS)
+        session.say(TEXTS[0], LETTERS)
         session.save(tmp_path)
         llm = LLM(model, tokenizer=second)
         loaded = Session.load(tmp_path, llm)
-        answer = loaded.say(SAID[1], LETTERS)
+        answer = loaded.say(TEXTS[1], LETTERS)
         assert llm.generate(loaded.messages[:-1], LETTERS)[0].text == answer
 
 
-def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, monkeypatch):
+def test_invalid_calls_raise_one_line(llm, model, tokenizer, policy, tmp_path, monkeypatch):
     # users do not have the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(UserError, match=r"Session: llm must be a kvjax\.LLM, got"):
@@ -409,11 +423,11 @@ def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, mon
     session = Session(llm)
     with pytest.raises(UserError, match="expected a text, got ''"):
         session.say("")
-    with pytest.raises(UserError, match="character 1 is none"):
+    with pytest.raises(UserError, match="character 1 is not"):
         session.say("a\ud800b")
-    for what in (lambda: session.save(tmp_path), lambda: session.stats):
+    for call in (lambda: session.save(tmp_path), lambda: session.stats):
         with pytest.raises(UserError, match="nothing was said yet"):
-            what()
+            call()
     with pytest.raises(UserError, match=r"Session\.drop: nothing was said yet"):
         session.drop(0)
     with pytest.raises(UserError, match="has no argument 'max_new_tokens'"):
@@ -425,16 +439,16 @@ def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, mon
     with pytest.raises(UserError, match=r"Session\.save has no argument 'paths'; it has path"):
         session.save(paths=tmp_path)
     save_cache(tmp_path / "cache", prefill(model, [[1, 2, 3]], policy=policy), model, policy)
-    with pytest.raises(UserError, match="a cache that is no conversation"):
+    with pytest.raises(UserError, match="the saved cache has no conversation"):
         Session.load(tmp_path / "cache", llm)
-    session.say(SAID[0], SHORT)
+    session.say(TEXTS[0], SHORT)
     with pytest.raises(UserError, match=r"Session\.drop: turn must be a whole number of at most 1, got 2"):
         session.drop(2)
     with pytest.raises(UserError, match="does not know the positions of its entries"):
         session.drop(0)
     with pytest.warns(UserWarning, match="compacts the first turn alone"):
         Session(LLM(model, "snapkv:ratio=0.5", tokenizer=tokenizer))
-    # a warning is an error: a policy that looks only at the stored entries works, too
+    # this policy causes no warning, which would be an error
     Session(LLM(model, "knorm:entries=20,when=every,every=8", tokenizer=tokenizer))
     bare = byte_tokenizer()
     bare.chat_template = None

@@ -1,4 +1,4 @@
-"""Test exact selection against sorting, with ties, infinities and NaN, and heads split over devices."""
+"""Tests of exact selection against sorting, with ties, infinities and NaN, and heads split over devices."""
 
 import functools
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvjax import topk
 from kvjax.mesh import BATCH, P, make_mesh, put
 from kvjax.mesh import HEADS as SPLIT
-from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole
+from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole_entries
 from kvjax.topk import top
 from pallas_kernels.choose import Target
 
@@ -35,7 +35,7 @@ def selector(over, split, ties="first", head_order=None):
     return run
 
 
-def sorted_out(scores, eligible, count, over):
+def select_by_sorting(scores, eligible, count, over):
     """Return the same selection by sorting; `count` [layers, sequences]."""
     scores = np.where(np.isnan(scores), -np.inf, scores.astype(np.float64))
     # NaN ranks below −inf
@@ -68,29 +68,29 @@ cases = st.tuples(
 @pytest.mark.parametrize("over", ["head", "layer", "model"])
 @settings(max_examples=40, deadline=None)
 @given(case=cases)
-def test_the_best_stay_and_ties_go_to_the_earlier(over, split, case):
+def test_selection_matches_sorting_with_ties_to_the_earlier(over, split, case):
     scores, eligible, count = case
     scores = np.array(scores, np.float32).reshape(SHAPE)
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
     chosen = selector(over, split)(scores, eligible, count)
-    np.testing.assert_array_equal(chosen, sorted_out(scores, eligible, count, over))
+    np.testing.assert_array_equal(chosen, select_by_sorting(scores, eligible, count, over))
 
 
 @pytest.mark.parametrize("over", ["layer", "model"])
 @settings(max_examples=40, deadline=None)
 @given(case=cases)
-def test_the_same_stay_where_heads_have_other_places(over, case):
+def test_head_order_does_not_change_the_selection(over, case):
     scores, eligible, count = case
     scores = np.array(scores, np.float32).reshape(SHAPE)
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
     order = (2, 0, 3, 1), (1, 3, 0, 2)
     placed = np.arange(LAYERS)[:, None, None], np.arange(SEQUENCES)[:, None], np.array(order)[:, None]
     chosen = selector(over, (2, 2), head_order=order)(scores[placed], eligible[placed], count)
-    np.testing.assert_array_equal(chosen, sorted_out(scores, eligible, count, over)[placed])
+    np.testing.assert_array_equal(chosen, select_by_sorting(scores, eligible, count, over)[placed])
 
 
 @pytest.mark.parametrize("over", ["head", "layer", "model"])
-def test_an_accelerator_finds_many_bits_at_once(over, monkeypatch):
+def test_selection_by_many_bits_matches_sorting(over, monkeypatch):
     monkeypatch.setattr(topk, "target", lambda: Target("gpu", "one that is not here"))
     rng, run = np.random.default_rng(0), selector.__wrapped__(over, (2, 2))
     for _ in range(20):
@@ -99,7 +99,9 @@ def test_an_accelerator_finds_many_bits_at_once(over, monkeypatch):
         )
         eligible = rng.random(SHAPE) < 0.8
         count = rng.integers(0, ENTRIES + 2, (LAYERS, SEQUENCES)).astype(np.int32)
-        np.testing.assert_array_equal(run(scores, eligible, count), sorted_out(scores, eligible, count, over))
+        np.testing.assert_array_equal(
+            run(scores, eligible, count), select_by_sorting(scores, eligible, count, over)
+        )
 
 
 @pytest.mark.parametrize("split", [(1, 1), (2, 1), (2, 2)])
@@ -107,9 +109,9 @@ def test_an_accelerator_finds_many_bits_at_once(over, monkeypatch):
 @pytest.mark.parametrize("over", ["layer", "model"])
 @settings(max_examples=40, deadline=None)
 @given(case=cases)
-def test_a_threshold_takes_or_leaves_all_of_one_score(over, ties, split, case):
-    """KVzip's thresholds keep the entries above the last place's score, or those not below it. If all entries have a
-    place, all are kept."""
+def test_ties_in_and_out_keep_or_drop_equal_scores(over, ties, split, case):
+    """KVzip's thresholds keep the entries above the lowest selected score, or those not below it. All entries are kept
+    if `count` is large enough."""
     scores, eligible, count = case
     scores = np.array(scores, np.float32).reshape(SHAPE)
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
@@ -130,7 +132,7 @@ def test_a_threshold_takes_or_leaves_all_of_one_score(over, ties, split, case):
             assert not chosen[part][~eligible[part]].any()
 
 
-def test_the_worked_examples_of_two_thresholds():
+def test_ties_match_worked_examples():
     """At .3 two of ten scores are above the third best. Where two heads have twelve entries and four places each, the
     four lowest entries are dropped."""
     mesh = make_mesh()
@@ -148,7 +150,7 @@ def test_the_worked_examples_of_two_thresholds():
     np.testing.assert_array_equal(stays, two >= 4)
 
 
-def test_shared_places_may_be_told_head_by_head():
+def test_shared_counts_may_differ_by_head():
     """The heads do not divide the number of places."""
     spec, scores = P(None, BATCH, SPLIT), np.random.default_rng(0).random(SHAPE).astype(np.float32)
     places = np.zeros((LAYERS, SEQUENCES, HEADS), np.int32)
@@ -160,7 +162,7 @@ def test_shared_places_may_be_told_head_by_head():
     np.testing.assert_array_equal(found.sum((0, 2, 3)), 9)
 
 
-def test_a_score_that_is_no_number_is_the_worst():
+def test_nan_is_the_lowest_score():
     scores = np.full(SHAPE, -np.inf, np.float32)
     scores[..., 2] = np.nan
     chosen = selector("head", (1, 1))(
@@ -184,16 +186,16 @@ def test_a_score_that_is_no_number_is_the_worst():
     ],
 )
 def test_budgets_are_whole_entries(budget, tokens, entries):
-    assert whole(budget.of(tokens, 96)) == entries
+    assert whole_entries(budget.of(tokens, 96)) == entries
 
 
-def test_every_head_has_its_own_best_pinned():
+def test_best_entries_of_each_head_are_pinned():
     counts = np.array([[5, 10, 1, 100]], np.int32)
     np.testing.assert_array_equal(Shares(pinned=0.2).pins(counts), [[1, 2, 1, 20]])
     np.testing.assert_array_equal(Shares().pins(counts), np.zeros((1, 4)))
 
 
-def test_the_pyramid_of_a_worked_example():
+def test_pyramid_matches_a_worked_example():
     """The example is PyramidKV with 32 layers, 32768 tokens, 30% kept, β 20 and window 64, by kvpress's formula."""
     budgets = pyramid(0.3 * 32768, 32768, 32, 64, 20.0)
     low = 0.3 * 32768 / 20

@@ -39,8 +39,10 @@ def filled(config: ModelConfig, dtype=jnp.float32, seed: int = 0) -> Decoder:
     def fill(name, shape):
         return jnp.asarray(np.ones(shape) if "norm" in name else 0.2 * random.standard_normal(shape), dtype)
 
-    own = {name: fill(name, x.shape) for name, x in sorted(shapes.own_arrays().items())}
-    return jax.tree.map(lambda leaf, x: jax.device_put(x, leaf.sharding.spec), shapes, shapes.with_own(own))
+    arrays = {name: fill(name, x.shape) for name, x in sorted(shapes.unfused_arrays().items())}
+    return jax.tree.map(
+        lambda leaf, x: jax.device_put(x, leaf.sharding.spec), shapes, shapes.with_unfused(arrays)
+    )
 
 
 def tiny_model(**changes) -> Decoder:
@@ -51,11 +53,11 @@ def tiny_model(**changes) -> Decoder:
 
 def sliding_model(**changes) -> Decoder:
     """Return the tiny model with four sliding-window layers besides its three, and the other features of Gemma 3."""
-    own = dict(
+    features = dict(
         num_layers=7, sliding_layers=(0, 2, 4, 6), sliding_window=7, sliding_rope=RopeConfig(theta=500.0),
         norm_offset=0.5, post_norms=True, embed_factor=2.0, query_factor=0.8,
     )  # fmt: skip
-    return tiny_model(**own | changes)
+    return tiny_model(**features | changes)
 
 
 def tiny_gates(model: Decoder, seed: int = 1) -> WriteGate:
@@ -141,9 +143,9 @@ def tiny_statistics(model: Decoder, seed: int = 1) -> triattention.QueryStatisti
 
 
 def tiny_retention_gates(model: Decoder, form: str = "rg", seed: int = 1) -> trimkv.RetentionGate:
-    """Return random gates of TrimKV for `model`, most of whose β are above 0.9."""
+    """Return random gates of TrimKV for `model`, with most β above 0.9."""
     config, random = model.config, np.random.default_rng(seed)
-    width = 2 * config.num_kv_heads * config.head_dim if form in trimkv.OF_KEYS else config.width
+    width = 2 * config.num_kv_heads * config.head_dim if form in trimkv.KEY_VALUE_FORMS else config.width
     sizes = trimkv.Sizes(form, config.num_full_layers, config.num_kv_heads, width, 6)
     arrays = {
         name: 0.3 * random.standard_normal((sizes.layers, *shape)) for name, shape in sizes.shapes.items()
@@ -181,4 +183,4 @@ TRAINED: dict[str, Callable[[Decoder], dict[str, Any]]] = {
     "triattention": lambda model: {"statistics": tiny_statistics(model)},
     "trimkv": lambda model: {"gates": tiny_retention_gates(model)},
 }
-"""Arguments of the policies that need something trained."""
+"""Arguments of the policies with trained parameters."""

@@ -3,7 +3,7 @@
     python train/calibrate_triattention.py --model Qwen/Qwen3-8B --text book.txt --out runs/triattention
     python -m kvjax.generate --model Qwen/Qwen3-8B --policy triattention:entries=2048 --gates runs/triattention …
 
-The text should be coherent and as long as `--tokens`. Its domain hardly matters (the authors' calibration guide).
+The text should be coherent and at least `--tokens` long. Its domain hardly matters (the authors' calibration guide).
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class CalibrateConfig:
     model: str = "builtin"
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     tokens: int = 32768
-    """Most tokens of the text that are read."""
+    """The maximum number of tokens of the text that are read."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the model; by default that of its weights."""
+    """The model's dtype; by default its weights' dtype."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
 
@@ -53,14 +53,16 @@ def main(args: list[str] | None = None) -> None:
     config = parse_command(CalibrateConfig, args)
     if config.out.exists():
         raise UserError(f"--out {config.out} already exists")
-    most = whole_number("calibrate_triattention", "--tokens", config.tokens)
+    max_tokens = whole_number("calibrate_triattention", "--tokens", config.tokens)
     text = read_prompt(config.text, "--text")
     with jax.set_mesh(start(config.mesh)):
         model = load_model(config.model, config.dtype)
-    tokens = np.array(token_ids(load_tokenizer(config.model), text, add_special_tokens=True)[:most], np.int32)
-    described = {"model": config.model, "data": config.text.name, "tokens": tokens.size}
+    tokens = np.array(
+        token_ids(load_tokenizer(config.model), text, add_special_tokens=True)[:max_tokens], np.int32
+    )
+    description = {"model": config.model, "data": config.text.name, "tokens": tokens.size}
     statistics = query_statistics(model, tokens)
-    save_statistics(config.out, statistics, described | MadeFor.of(model).description)
+    save_statistics(config.out, statistics, description | MadeFor.of(model).description)
     print(f"{config.out}: statistics of {tokens.size:,} queries of each head")
 
 
@@ -70,17 +72,17 @@ def query_statistics(model: Decoder, tokens: Int[np.ndarray, " t"]) -> QueryStat
     Raises UserError as `captured_layers` does.
     """
     config = model.config
-    turned = config.rotation()[0].shape[1]
+    rotated = config.rotation()[0].shape[1]
     layers = captured_layers(model, Policy(), None, [tokens], ("q_pre",))
-    found = [jax.device_get(_means(layer["q_pre"][0], turned)) for layer in layers]
-    make = functools.partial(QueryStatistics, len(found), config.num_heads, config.head_dim)
+    means = [jax.device_get(_means(layer["q_pre"][0], rotated)) for layer in layers]
+    make = functools.partial(QueryStatistics, len(means), config.num_heads, config.head_dim)
     with use_mesh(model):
-        return filled(make, jax.tree.map(lambda *x: np.stack(x), *found), "calibration")
+        return filled(make, jax.tree.map(lambda *x: np.stack(x), *means), "calibration")
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _means(q: Float[Array, "n t h"], turned: int) -> dict[str, Float[Array, "n pairs"]]:
-    real, imaginary = pairs(q.astype(jnp.float32), turned)
+def _means(q: Float[Array, "n t h"], rotated: int) -> dict[str, Float[Array, "n pairs"]]:
+    real, imaginary = pairs(q.astype(jnp.float32), rotated)
     parts = {"real": real, "imaginary": imaginary, "length": jnp.hypot(real, imaginary)}
     return {name: x.mean(1) for name, x in parts.items()}
 

@@ -35,7 +35,7 @@ class ClaimsConfig:
 
 
 def gather(folders: Sequence[Path]) -> Scores:
-    """Return the scores of all folders' results. Raises UserError for two of one policy, budget, task and seed."""
+    """Return the scores of all folders' results. Raises UserError for two scores of a policy, budget, task and seed."""
     if not folders:
         raise UserError("got no folder, expected the --out folders of evaluations")
     scores: Scores = {}
@@ -57,25 +57,25 @@ def gather(folders: Sequence[Path]) -> Scores:
 
 
 def relative(scores: Scores, label: str) -> Scores:
-    """Return every score in percent of that of the policy `label`.
+    """Return every score in percent of the score of the policy `label`.
 
-    Raises UserError if that policy does not have exactly one row, or lacks a score, or has a score of 0.
+    Raises UserError if this policy does not have exactly one row, lacks a score or has a score of 0.
     """
     rows = [row for row in scores if row[1] == label]
     if len(rows) != 1:
         raise UserError(f"--relative-to {label}: got {len(rows)} rows of this label, expected 1")
-    whole = scores[rows[0]]
+    reference = scores[rows[0]]
     try:
         return {
             row: {
-                column: {seed: 100 * score / whole[column][seed] for seed, score in seeds.items()}
-                for column, seeds in found.items()
+                column: {seed: 100 * score / reference[column][seed] for seed, score in seeds.items()}
+                for column, seeds in scores_by_column.items()
             }
-            for row, found in scores.items()
+            for row, scores_by_column in scores.items()
         }
     except (KeyError, ZeroDivisionError):
         raise UserError(
-            f"--relative-to {label}: it has no score, or 0, on a task with a seed of others"
+            f"--relative-to {label}: it has no score, or 0, for a task and seed of other policies"
         ) from None
 
 
@@ -85,24 +85,33 @@ def spread(values: Sequence[float]) -> str:
     return mean if low == high else f"{mean} ({low}–{high})"
 
 
-def mean_of_tasks(found: Mapping[Column, Mapping[int, float]], columns: Sequence[Column]) -> str:
+def mean_of_tasks(scores_by_column: Mapping[Column, Mapping[int, float]], columns: Sequence[Column]) -> str:
     """Return the mean over the tasks if every task has the same seeds, else a dash."""
-    seeds = {tuple(sorted(found.get(column, ()))) for column in columns}
+    seeds = {tuple(sorted(scores_by_column.get(column, ()))) for column in columns}
     if len(seeds) > 1:
         return "–"
-    return spread([statistics.mean(found[column][seed] for column in columns) for seed in seeds.pop()])
+    return spread(
+        [statistics.mean(scores_by_column[column][seed] for column in columns) for seed in seeds.pop()]
+    )
 
 
 def table(scores: Scores) -> str:
     """Return a Markdown table with a row for each policy and budget, a column for each task and their mean."""
-    columns = list(dict.fromkeys(column for found in scores.values() for column in found))
+    columns = list(
+        dict.fromkeys(column for scores_by_column in scores.values() for column in scores_by_column)
+    )
     several = len({context for _, context in columns}) > 1
     names = [f"{task} {context}" if several else task for task, context in columns]
     rows = [["budget", "method", *names, "mean"], ["---"] * (len(columns) + 3)]
     budgets = list(dict.fromkeys(budget for budget, _ in scores))
-    for (budget, label), found in sorted(scores.items(), key=lambda item: budgets.index(item[0][0])):
-        own = [spread(list(found[column].values())) if column in found else "–" for column in columns]
-        rows.append([budget, label, *own, mean_of_tasks(found, columns)])
+    for (budget, label), scores_by_column in sorted(
+        scores.items(), key=lambda item: budgets.index(item[0][0])
+    ):
+        cells = [
+            spread(list(scores_by_column[column].values())) if column in scores_by_column else "–"
+            for column in columns
+        ]
+        rows.append([budget, label, *cells, mean_of_tasks(scores_by_column, columns)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

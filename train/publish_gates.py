@@ -20,7 +20,7 @@ class PublishConfig:
     out: Path
     """A new folder for gates.safetensors and config.json."""
     model: str
-    """The public name of the model for the description, not its path on this machine."""
+    """The public name of the model for the description, not a local path."""
     data: str
     """The public name of the training data for the description."""
 
@@ -37,12 +37,12 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.checkpoints.folder import describe, load_arrays, save_exported
 
     arrays, description = load_arrays(config.run / "gates"), describe(config.run / "gates")
-    paths = {name: None for name in ("targets", "init_") if name in description}
-    told = {"model": config.model, "data": config.data} | paths
+    local_paths = {name: None for name in ("targets", "init_") if name in description}
+    changes = {"model": config.model, "data": config.data} | local_paths
     if (made_for := MadeFor.described(description)) is not None:
-        told |= dataclasses.replace(made_for, model=config.model).description
+        changes |= dataclasses.replace(made_for, model=config.model).description
     halved = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
-    save_exported(config.out, halved, description | told)
+    save_exported(config.out, halved, description | changes)
     size = (config.out / "gates.safetensors").stat().st_size / 2**20
     print(f"{config.out}: {description['method']}, {size:.1f} MiB")
 

@@ -7,7 +7,7 @@ Python libraries.
         python3-toolz)
     python -m train.real_text --packages packages --out text --code
 
-Nothing is installed: the packages are unpacked (with dpkg-deb) and read. No part of a held-out work is trained on.
+Nothing is installed: the packages are unpacked with dpkg-deb and read. No part of a held-out work is trained on.
 """
 
 import dataclasses
@@ -88,17 +88,18 @@ class TextConfig:
     """
 
     packages: Path
-    """Folder of the downloaded .deb files."""
+    """The folder of the downloaded .deb files."""
     out: Path
     """A new folder."""
     characters: tuple[int, ...] = (6_000, 12_000)
-    """The least characters of the pieces to train on, in turn: whole paragraphs, about 1,500 and 3,000 tokens."""
+    """The minimum numbers of characters of the pieces to train on, in turn. Pieces are whole paragraphs, so these make
+    about 1,500 and 3,000 tokens."""
     heldout_characters: tuple[int, ...] = (24_000,)
-    """The least characters of the held-out pieces, in turn."""
+    """The minimum numbers of characters of the held-out pieces, in turn."""
     code: bool = False
     """Add pieces of source code from the Python libraries."""
     code_characters: int = 9_000
-    """The most characters of the context of a record with functions to find: about 2,500 tokens."""
+    """The maximum number of characters of the context of a record with functions to find: about 2,500 tokens."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -107,12 +108,12 @@ def main(args: list[str] | None = None) -> None:
     if config.out.exists():
         raise UserError(f"--out {config.out} already exists")
     check_rdata()
-    works = {name: work for name, work in WORKS.items() if config.code or not work.code}
-    archives = find_archives(config.packages, works.values())
+    selected = {name: work for name, work in WORKS.items() if config.code or not work.code}
+    archives = find_archives(config.packages, selected.values())
     with tempfile.TemporaryDirectory() as unpacked:
         for package, archive in archives.items():
             unpack(archive, Path(unpacked) / package)
-        files = {name: read(work, Path(unpacked) / work.package) for name, work in works.items()}
+        files = {name: read(work, Path(unpacked) / work.package) for name, work in selected.items()}
     counts = {name: write(config, name, texts) for name, texts in files.items()}
     sources = {
         name: {
@@ -121,12 +122,14 @@ def main(args: list[str] | None = None) -> None:
             "pieces": counts[name],
             "heldout": work.heldout,
         }
-        for name, work in works.items()
+        for name, work in selected.items()
     }
     write_text(config.out / "sources.json", json.dumps(sources, indent=2) + "\n")
     for part in ("train", "heldout", *([CODE] if config.code else [])):
-        written = list((config.out / part).glob("*.txt"))
-        print(f"{config.out / part}: {len(written)} pieces, {sum(f.stat().st_size for f in written):,} bytes")
+        files_written = list((config.out / part).glob("*.txt"))
+        print(
+            f"{config.out / part}: {len(files_written)} pieces, {sum(f.stat().st_size for f in files_written):,} bytes"
+        )
 
 
 def check_rdata() -> None:
@@ -139,14 +142,14 @@ def check_rdata() -> None:
         ) from None
 
 
-def is_asked(work: Work) -> bool:
+def has_records(work: Work) -> bool:
     """Return True if a work has functions to find."""
     return work.code and work.heldout
 
 
 def find_archives(folder: Path, works: Iterable[Work]) -> dict[str, Path]:
     """Return the .deb file of each package. Raises UserError if one is missing or there are several."""
-    found = {}
+    archives_by_package = {}
     for package in sorted({work.package for work in works}):
         archives = list(folder.glob(f"{package}_*.deb"))
         if len(archives) != 1:
@@ -154,12 +157,12 @@ def find_archives(folder: Path, works: Iterable[Work]) -> dict[str, Path]:
                 f"--packages {folder} holds {len(archives)} files {package}_*.deb, expected 1: "
                 f"apt-get download {package}"
             )
-        found[package] = archives[0]
-    return found
+        archives_by_package[package] = archives[0]
+    return archives_by_package
 
 
 def unpack(archive: Path, to: Path) -> None:
-    """Unpack a package. Raises UserError without dpkg-deb, or for a file that it cannot read."""
+    """Unpack a package. Raises UserError if dpkg-deb is missing or cannot read the file."""
     try:
         subprocess.run(["dpkg-deb", "-x", archive, to], check=True, capture_output=True, text=True)
     except FileNotFoundError:
@@ -167,8 +170,8 @@ def unpack(archive: Path, to: Path) -> None:
             "the packages are unpacked with dpkg-deb, which this machine lacks: it is part of Debian's dpkg"
         ) from None
     except subprocess.CalledProcessError as error:
-        why = " ".join(error.stderr.split())
-        raise UserError(f"{archive}: cannot be unpacked ({why}): get it again") from None
+        reason = " ".join(error.stderr.split())
+        raise UserError(f"{archive}: cannot be unpacked ({reason}): get it again") from None
 
 
 def read(work: Work, root: Path) -> list[str]:
@@ -198,23 +201,23 @@ def novel(database: Path, name: str) -> str:
 
 
 def pieces(text: str, characters: Sequence[int]) -> Iterator[str]:
-    """Yield pieces of whole paragraphs, each of at least the next of `characters`, in turn. The rest is dropped."""
-    held, size, least = [], 0, itertools.cycle(characters)
-    wanted = next(least)
+    """Yield pieces of whole paragraphs. Their minimum lengths are `characters`, in turn. The rest is dropped."""
+    paragraphs, size, sizes = [], 0, itertools.cycle(characters)
+    minimum = next(sizes)
     for paragraph in text.split("\n\n"):
-        held.append(paragraph)
+        paragraphs.append(paragraph)
         size += len(paragraph) + 2
-        if size >= wanted:
-            yield "\n\n".join(held).strip() + "\n"
-            held, size, wanted = [], 0, next(least)
+        if size >= minimum:
+            yield "\n\n".join(paragraphs).strip() + "\n"
+            paragraphs, size, minimum = [], 0, next(sizes)
 
 
 def write(config: TextConfig, name: str, texts: Sequence[str]) -> int:
     """Write a work's pieces and, for held-out code, its records. Return the number of pieces."""
     work = WORKS[name]
-    folder = config.out / (CODE if is_asked(work) else "heldout" if work.heldout else "train")
+    folder = config.out / (CODE if has_records(work) else "heldout" if work.heldout else "train")
     folder.mkdir(parents=True, exist_ok=True)
-    if is_asked(work):
+    if has_records(work):
         with (folder / RECORDS).open("a", encoding="utf-8") as file:
             file.writelines(f"{record}\n" for record in code_records(texts, name, config.code_characters))
     sizes = config.heldout_characters if work.heldout else config.characters

@@ -2,18 +2,18 @@
 
 pages: the page pool, page tables and the cache as one pytree. ring: the local window, and how tokens enter and leave
 it. sizes: pool sizes, an empty cache, and copies with another pool. compaction: the choice of the entries that stay,
-and their move to the front. metadata: entry metadata. observations: observation buffers. max_entries: head caches that
-keep their best entries. branches: sequences that share a context's pages. rollback: a cache as it was before. checks:
-numbers that are not finite, and a pool that ran out. stats: the size of a cache. packed_entries, saved: a cache on the
-host and on disk.
+and their move to the front. dropping: spans of tokens that leave a sequence. metadata: entry metadata. observations:
+observation buffers. max_entries: head caches that keep their best entries. sliding: the windows of sliding-window
+layers. forks: sequences that share a context's pages. rollback: a cache as it was before. checks: numbers that are not
+finite, and a pool that ran out. stats: the size of a cache. packed_entries, saved: a cache on the host and on disk.
 """
 
-from kvjax.cache.branches import copy_shared_pages, selected
 from kvjax.cache.checks import check, check_alive, check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.compaction import Quota
 from kvjax.cache.dropping import Span, drop
+from kvjax.cache.forks import copy_shared_pages, selected
 from kvjax.cache.max_entries import METADATA as MAX_ENTRIES_METADATA
-from kvjax.cache.max_entries import POSITION, PRIORITY, Turnover, ends, standings, swap_worst
+from kvjax.cache.max_entries import POSITION, PRIORITY, Turnover, ends, stored_entries, swap_worst
 from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, default_page_size, entry_bytes, ring_pages
 from kvjax.cache.ring import (
     Reserved,
@@ -22,10 +22,10 @@ from kvjax.cache.ring import (
     place_one,
     push,
     push_one,
+    release_unused,
     reserve,
     ring_entries,
     ring_priority,
-    settle,
     slot_priority,
 )
 from kvjax.cache.sizes import (
@@ -36,6 +36,7 @@ from kvjax.cache.sizes import (
     capacity_pages,
     device_bytes,
     empty,
+    longest_lengths,
     parse_capacity,
     pool_size,
     resize,
@@ -77,23 +78,24 @@ __all__ = [
     "if_finite",
     "in_order",
     "leaving",
+    "longest_lengths",
     "not_finite",
     "parse_capacity",
     "place_one",
     "pool_size",
     "push",
     "push_one",
+    "release_unused",
     "reserve",
     "resize",
     "ring_entries",
     "ring_pages",
     "ring_priority",
     "selected",
-    "settle",
     "shard_pages",
     "slot_priority",
-    "standings",
     "stats",
+    "stored_entries",
     "swap_worst",
     "table_tokens",
     "worth_shrinking",

@@ -18,20 +18,19 @@ from kvjax.errors import UserError
 from kvjax.mesh import BATCH, SHARDS, P, on_host
 
 NOT_FINITE = -(2**30)
-"""The free count of a shard that computed a number that is not finite, far below any debt. Like a debt it stays, and no
-pages are freed while it does."""
+"""The free count of a shard that computed a number that is not finite. It is far below any debt. Like a debt it stays,
+and no pages are freed from then on."""
 SLACK = 1.05
-"""The factor between the pages that were needed and the capacity that an error names."""
+"""The factor by which the capacity that an error names exceeds the pages that were needed."""
 
 
 def if_finite(pages: Pages, finite: Bool[Array, "..."]) -> Pages:
-    """Return the pages of one shard, with the free count `NOT_FINITE` unless all is `finite`."""
+    """Return the pages of one shard, with the free count `NOT_FINITE` unless `finite` is True everywhere."""
     return dataclasses.replace(pages, free_count=jnp.where(finite.all(), pages.free_count, NOT_FINITE))
 
 
 def check_finite(cache: Cache, x: Float[Array, "b t d"], real: Bool[Array, "b t"]) -> Cache:
-    """Return the cache, with the free count `NOT_FINITE` if one of the `real` vectors of `x` is not finite. To be
-    jitted."""
+    """Return the cache, with the free count `NOT_FINITE` if one of the `real` vectors of `x` is not finite. Jit it."""
 
     def local(count, finite):
         return jnp.where(finite.all(), count, NOT_FINITE)
@@ -45,7 +44,7 @@ def free_counts(cache: Cache) -> Int[np.ndarray, " shards"]:
     """Return the free pages of each shard; a negative count is a debt. Waits for the device.
 
     Raises:
-        UserError: something that was computed of the cache's tokens was not finite.
+        UserError: a number that was computed from the cache's tokens was not finite.
     """
     count = on_host(cache.pages.free_count)
     if (count < NOT_FINITE // 2).any():
@@ -74,24 +73,26 @@ def check_alive(where: str, cache: Cache) -> None:
         )
 
 
-def check(cache: Cache, policy: str, room: int = 0) -> None:
-    """Raise CapacityError if the pool ever ran out, UserError if something was not finite. Waits for the device.
+def check(cache: Cache, policy: str, new_tokens: int = 0) -> None:
+    """Raise CapacityError if the pool ever ran out, UserError if a number was not finite. Waits for the device.
 
-    policy: its name, for the error. room: tokens that are still to come in each sequence. The capacity that the error
-    names is enough for them, too.
+    Args:
+        policy: the policy's name, for the error.
+        new_tokens: further tokens of each sequence that the capacity in the error must be enough for.
     """
     count = free_counts(cache)
     if (count >= 0).all():
         return
     pool = cache.pages.pool
-    have = pool.shape[0] // len(count)
-    need = have - int(count.min())
+    pool_pages = pool.shape[0] // len(count)
+    need = pool_pages - int(count.min())
     layers, batch, heads = cache.layers.length.shape
-    rows = layers * batch * heads // len(count)
+    head_caches = layers * batch * heads // len(count)
     # tokens without a page were not stored, so the next layers may have admitted other tokens
-    wanted = math.ceil(need * SLACK) + rows * -(-room // cache.page_size)
+    pages = math.ceil(need * SLACK) + head_caches * -(-new_tokens // cache.page_size)
     raise CapacityError(
         f"policy {policy} needs at least {need} pages of {cache.page_size} tokens on a device for what was read, "
-        f"the pool has {have} ({pool.nbytes / 2**20:.1f} MiB in all): give a capacity of "
-        f"{-(-wanted * cache.page_size // rows)} entries per kv head, which is enough for {room} more tokens, too"
+        f"the pool has {pool_pages} ({pool.nbytes / 2**20:.1f} MiB in all): give a capacity of "
+        f"{-(-pages * cache.page_size // head_caches)} entries per kv head, which is enough for {new_tokens} more "
+        "tokens too"
     )

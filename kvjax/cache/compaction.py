@@ -33,16 +33,17 @@ class Quota:
     since: Int[Array, "l b k"]
     """The place in each head cache where the eligible entries begin. Those before it stay."""
     dropped: Int[Array, " b"]
-    """The number of the newest entries of each head cache that go: their tokens were read only to observe the
-    others."""
+    """The number of the newest entries of each head cache that are dropped, since their tokens were read only to
+    observe the others."""
     ahead: Int[Array, " b"]
     """The number of the newest entries before the dropped ones that are not judged yet and therefore stay."""
     last: Int[Array, " b"]
-    """The number of the newest entries before the dropped ones that always stay. They take places of `count`."""
+    """The number of the newest entries before the dropped ones that always stay. They count towards `count`."""
     first: Int[Array, " b"]
-    """The number of the very first entries of each head cache that always stay. They take places of `count`, too."""
+    """The number of the first entries of each head cache that always stay. They count towards `count` too."""
     floor: Float[Array, ""]
-    """The lowest score that may stay. Eligible entries below it go, unless they are among `last` or `first`."""
+    """The lowest score that may stay. Eligible entries with a lower score go, unless they are among `last` or
+    `first`."""
 
 
 def places(length: Int[Array, "*r"], entries: int) -> Int[Array, "*r s"]:
@@ -79,13 +80,13 @@ def forced_entries(
     return eligible & (newest | (place < quota.first[:, None, None]))
 
 
-def known(
+def scored(
     scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota
 ) -> Bool[Array, "l b k s"]:
-    """Return False for entries that would be chosen by a score that is NaN, True for all others."""
+    """Return a mask that is False for entries whose score decides whether they stay but is NaN."""
     eligible = eligible_entries(length, quota.since, scores.shape[-1], quota)
-    chosen_by = eligible & ~forced_entries(length, eligible, quota) & quota.due[:, None, None]
-    return ~(chosen_by & jnp.isnan(scores))
+    judged = eligible & ~forced_entries(length, eligible, quota) & quota.due[:, None, None]
+    return ~(judged & jnp.isnan(scores))
 
 
 def choose(
@@ -96,12 +97,12 @@ def choose(
     ties: str,
     head_order: tuple[tuple[int, ...], ...] | None = None,
 ) -> Bool[Array, "l b k s"]:
-    """Return a mask of the entries that stay, aligned with the right end. over, ties, head_order: as in
+    """Return a mask of the entries that stay, aligned at the right end. over, ties, head_order: as in
     `kvjax.topk.top`."""
     place = places(length, scores.shape[-1])
     exists, newest = place >= 0, length[..., None] - place <= quota.dropped[:, None, None]
     eligible = eligible_entries(length, quota.since, scores.shape[-1], quota)
-    settled = exists & ~eligible & ~newest
+    kept = exists & ~eligible & ~newest
     forced = forced_entries(length, eligible, quota)
     eligible &= forced | ~(scores < quota.floor)
     scores = jnp.where(forced, jnp.inf, scores)
@@ -109,14 +110,14 @@ def choose(
     chosen = top(scores, eligible, quota.count, over, ties, head_order)
     # ties "out" is a threshold, which could drop pinned entries
     chosen |= eligible & (scores == jnp.inf) & (ties == "out")
-    return jnp.where(quota.due[:, None, None], chosen | settled, exists)
+    return jnp.where(quota.due[:, None, None], chosen | kept, exists)
 
 
 def moved(
     pages: Pages, layers: LayerCache, chosen: Bool[Array, "l b k s"], ring: int
 ) -> tuple[Pages, LayerCache]:
     """Move the chosen entries to the front of their head caches, and free the pages that a head cache no longer needs.
-    No page may be held by several head caches."""
+    Head caches may not share pages."""
     entries, (capacity, page_size, _) = chosen.shape[-1], pages.pool.shape
     length = chosen.sum(-1, dtype=jnp.int32)
     column = jnp.arange(layers.page_table.shape[-1]) - ring
@@ -130,14 +131,14 @@ def moved(
         page, offset = addresses(layer, target, page_size, ring)
         source = addresses(layer, place, page_size, ring)
         if bounds is not None:
-            now = dataclasses.replace(pages, pool=stored[0], metadata=stored[1])
-            moved = now.entries(*source, layer.key_scale)
+            current = dataclasses.replace(pages, pool=stored[0], metadata=stored[1])
+            moved = current.entries(*source, layer.key_scale)
             bounds = with_keys(bounds, jnp.where(chosen, page, capacity), moved)
         page = jnp.where(chosen & ((page != source[0]) | (offset != source[1])), page, capacity)
         stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
         return (stored, bounds), None
 
-    # not those of other sequences that the pool may hold
+    # only the bounds of these head caches: the pool may hold pages of other sequences
     unbounded = jax.tree.map(lambda bounds: bounds.at[table].set(jnp.inf, mode="drop"), pages.bounds)
     stored = pages.pool, pages.metadata
     ((pool, metadata), bounds), _ = lax.scan(move, (stored, unbounded), (layers, chosen))
@@ -149,13 +150,13 @@ def moved(
 def released(
     pages: Pages, table: Int[Array, "l b k c"], given_up: Bool[Array, "l b k c"]
 ) -> tuple[Pages, Int[Array, "l b k c"]]:
-    """Return the pages and the page table after the pages in some of its columns were freed. No other head cache may
+    """Return the pages and the page table after the pages in its `given_up` columns were freed. No other head cache may
     hold them."""
     capacity, count = pages.pool.shape[0], pages.free_count
-    left = jnp.zeros(capacity, bool).at[jnp.where(given_up, table, capacity)].set(True, mode="drop")
+    is_given_up = jnp.zeros(capacity, bool).at[jnp.where(given_up, table, capacity)].set(True, mode="drop")
     # a debt must stay negative, or the host would not see it
-    freed = left & (count >= 0)
-    at = jnp.where(freed, count + jnp.cumsum(freed, dtype=jnp.int32) - 1, capacity)
-    free = pages.free.at[at].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop")
+    freed = is_given_up & (count >= 0)
+    place = jnp.where(freed, count + jnp.cumsum(freed, dtype=jnp.int32) - 1, capacity)
+    free = pages.free.at[place].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop")
     pages = dataclasses.replace(pages, free=free, free_count=count + freed.sum(dtype=jnp.int32))
     return pages, jnp.where(given_up, capacity, table)

@@ -1,15 +1,15 @@
 """Dropping a span: the tokens from one position to another leave a sequence, and their pages are freed.
 
-The other tokens keep their keys, which have their positions in them, and tokens to come go on at the old position. From
-then on no token sees the span. What methods know of it, such as H2O's attention sums and KVPOP's memory, stays.
+The other tokens keep their keys, which encode their positions, and later tokens continue at the old position. No later
+token sees the span. Memories of methods, such as H2O's attention sums and KVPOP's state, are not changed.
 
 Retained entries are found by their positions, which are entry metadata (`Policy.positions`). A cache in which every
 head cache retains all tokens gets this metadata with its first drop, since places are positions until then.
 
 Tokens of the local window that stay are moved together, and the window counts from the oldest of them on
-(`Cache.origin`). It then fills again: it always holds the last tokens that there are, and those before the span leave
-it later than they would have. Sliding-window layers see by position, as their models do: a mask hides the slots of
-dropped tokens until others take them (`Cache.hidden`).
+(`Cache.origin`). It then fills again: it always holds the last tokens that remain, so tokens before the span leave it
+later than they would have. Sliding-window layers see by position, as their models do: a mask hides the slots of dropped
+tokens until other tokens are written to them (`Cache.hidden`).
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache.branches import with_own
 from kvjax.cache.checks import check_alive, free_counts
 from kvjax.cache.compaction import moved, places, released
+from kvjax.cache.forks import copies_where
 from kvjax.cache.max_entries import POSITION
 from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, ring_pages
 from kvjax.cache.sizes import CapacityError, pages_of, pool_size, resize, worth_shrinking
-from kvjax.cache.sliding import position_of_slot, turns
+from kvjax.cache.sliding import position_of_slot, used_slots
 from kvjax.errors import UserError, whole_number
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, batch_shards, on_host, put, use_mesh
 from kvjax.struct import struct
@@ -47,24 +47,24 @@ class Span(NamedTuple):
 
 
 def without(cache: Cache, sequence: int, start: int, end: int) -> Cache:
-    """Return what `Cache.without` does."""
+    """Return the cache of `Cache.without`."""
     check_alive("without", cache)
     with use_mesh(cache):
         span = checked_span(cache, sequence, start, end)
         pages = cache.pages.pool.shape[0]
-        have, page_bytes = pages // cache.pages.free_count.shape[0], cache.pages.nbytes // pages
-        need = have - int(free_counts(cache).min())
+        pool_pages, page_bytes = pages // cache.pages.free_count.shape[0], cache.pages.nbytes // pages
+        need = pool_pages - int(free_counts(cache).min())
         if cache.pages.others is not None:
-            row = on_host(cache.layers.length)[:, [span.sequence]], on_host(cache.counted)[[span.sequence]]
-            need += int(pages_of(*row, cache.window, cache.page_size).sum())
-        size = max(have, pool_size(need, page_bytes))
-        size = size if cache.limit is None else max(have, min(size, cache.limit))
+            sizes = on_host(cache.layers.length)[:, [span.sequence]], on_host(cache.counted)[[span.sequence]]
+            need += int(pages_of(*sizes, cache.window, cache.page_size).sum())
+        size = max(pool_pages, pool_size(need, page_bytes))
+        size = size if cache.limit is None else max(pool_pages, min(size, cache.limit))
         cache = drop(_copy(with_positions(cache), size), span)
         free = int(free_counts(cache).min())
         if free < 0:
             raise CapacityError(
-                f"without: forks share pages, and the pool of {size} pages a device has {-free} too few for copies of "
-                "them: give a larger capacity"
+                f"without: the pool of {size} pages a device has {-free} too few for copies of the pages that forks "
+                "share: give a larger capacity"
             )
         fewer = pool_size(size - free, page_bytes)
         shrinks = cache.limit is None and worth_shrinking(size, fewer, page_bytes)
@@ -72,7 +72,7 @@ def without(cache: Cache, sequence: int, start: int, end: int) -> Cache:
 
 
 def checked_span(cache: Cache, sequence: int, start: int, end: int) -> Span:
-    """Return the span. Raises UserError for one that the sequence does not have or that is still observed."""
+    """Return the span. Raises UserError for a span that the sequence does not have or that is still observed."""
     seen = on_host(cache.seen)
     sequence = whole_number("without", "sequence", sequence, 0, len(seen) - 1)
     tokens = int(seen[sequence])
@@ -97,7 +97,7 @@ def with_positions(cache: Cache) -> Cache:
     if (length != np.maximum(seen - slots, 0)[:, None]).any():
         raise UserError(
             "without: the cache does not know the positions of its entries, some of which are gone: make it with a "
-            "policy that keeps them, such as wgkv:positions=true"
+            "policy that keeps positions, such as wgkv:positions=true"
         )
     numbers = position_of_slot(slots, slots, seen).astype(np.int32)[None, :, None]
     numbers = np.broadcast_to(numbers, (*length.shape, slots))
@@ -128,9 +128,9 @@ class _Window:
     """The tokens of a sequence's local window that stay."""
 
     source: Int[Array, " r"]
-    """The present slot of the token that comes to each slot."""
+    """The current slot of the token that moves to each slot."""
     left: Int[Array, ""]
-    """The number of tokens that stay. They come to the first slots, the oldest first."""
+    """The number of tokens that stay. They move to the first slots, the oldest first."""
     counted: Int[Array, ""]
     """The number of tokens that the window counted before."""
     moves: Bool[Array, ""]
@@ -138,16 +138,16 @@ class _Window:
 
 
 def _window(cache: Cache, span: Span) -> _Window:
-    """Return what happens to the local window. Raises UserError for a window with tokens before the span of which an
-    admission may not know yet whether they stay: it would take them for others."""
+    """Return the tokens of the local window that stay. Raises UserError if the window holds tokens before the span that
+    the admission has not rated yet: it would rate the wrong tokens."""
     slots, counted = cache.window - 1, int(on_host(cache.counted)[span.sequence])
     number = position_of_slot(slots, slots, np.array([counted]))[0]
-    there = number >= 0
-    # all layers and heads have the same; without layers there is no window
+    exists = number >= 0
+    # all layers and heads have the same positions; without layers there is no window
     position = on_host(cache.layers.numbers[POSITION])[:, span.sequence].max((0, 1), initial=-1)
-    gone = there & (span.start <= position) & (position < span.end)
-    stays = there & ~gone
-    before = there & (position < span.end)
+    gone = exists & (span.start <= position) & (position < span.end)
+    stays = exists & ~gone
+    before = exists & (position < span.end)
     unrated = np.isnan(on_host(cache.layers.priority)[:, span.sequence]).any((0, 1))
     if gone.any() and (stays & before).any() and (unrated & before).any():
         last = int(position[before & stays].max())
@@ -162,23 +162,25 @@ def _window(cache: Cache, span: Span) -> _Window:
 
 
 def drop(cache: Cache, span: Span) -> Cache:
-    """Return the cache (donated), which has positions, without a span. Pages of the sequence that other head caches
-    hold, too, are copied where its entries move. If there are too few free ones for that, the free count is
-    negative."""
+    """Return the cache (donated) without a span. It must have the positions of its entries. Pages that the sequence
+    shares with others are copied where its entries move. If there are too few free pages for the copies, the free count
+    is negative."""
     window, origin, hidden = _window(cache, span), on_host(cache.origin).copy(), cache.hidden
     if window.moves:
         origin[span.sequence] = on_host(cache.seen)[span.sequence] - int(window.left)
     if cache.sliding is not None:
         slots, seen = cache.sliding.shape[3], on_host(cache.seen)[[span.sequence]]
-        position = position_of_slot(slots, turns(cache.sliding, cache.sliding_window), seen)[0]
+        position = position_of_slot(slots, used_slots(cache.sliding, cache.sliding_window), seen)[0]
         mask = np.zeros((len(origin), slots), bool) if hidden is None else on_host(hidden).copy()
         mask[span.sequence] |= (position >= span.start) & (position < span.end)
         hidden = put(mask, BATCH, None)
-    own = len(origin) // batch_shards()
-    row = np.full(batch_shards(), -1, np.int32)
-    row[span.sequence // own] = span.sequence % own
+    shard_batch = len(origin) // batch_shards()
+    index = np.full(batch_shards(), -1, np.int32)
+    index[span.sequence // shard_batch] = span.sequence % shard_batch
     bounds = (put(np.int32(x)) for x in (span.start, span.end))
-    pages, layers = _dropped(cache.pages, cache.layers, put(row, BATCH), *bounds, window, window=cache.window)
+    pages, layers = _dropped(
+        cache.pages, cache.layers, put(index, BATCH), *bounds, window, window=cache.window
+    )
     return dataclasses.replace(cache, pages=pages, layers=layers, origin=put(origin, BATCH), hidden=hidden)
 
 
@@ -186,40 +188,42 @@ def drop(cache: Cache, span: Span) -> Cache:
 def _dropped(
     pages: Pages,
     layers: LayerCache,
-    row: Int[Array, " shards"],
+    index: Int[Array, " shards"],
     start: Int[Array, ""],
     end: Int[Array, ""],
     kept: _Window,
     *,
     window: int,
 ) -> tuple[Pages, LayerCache]:
-    """Return pages and layers after a drop. row: the index of the sequence within each batch shard, negative in those
-    that do not have it."""
+    """Return pages and layers after a drop. index: the index of the sequence within its batch shard, negative in the
+    other shards."""
 
-    def local(pages, layers, row, start, end, kept):
-        at, own = jnp.maximum(row[0], 0), row[0] >= 0
-        one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, 1, 1), layers)
-        pages, one = _without_entries(pages, one, own, start, end, kept.moves, window)
+    def local(pages, layers, index, start, end, kept):
+        is_local, index = index[0] >= 0, jnp.maximum(index[0], 0)
+        sequence = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index, 1, 1), layers)
+        pages, sequence = _without_entries(pages, sequence, is_local, start, end, kept.moves, window)
         if window > 1:
-            pages, one = _with_window(pages, one, own, kept, window)
-        put_back = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, at, 1)  # noqa: E731
-        return pages, jax.tree.map(put_back, layers, one)
+            pages, sequence = _with_window(pages, sequence, is_local, kept, window)
+        layers = jax.tree.map(
+            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, index, 1), layers, sequence
+        )
+        return pages, layers
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layers))
-    return jax.shard_map(local, out_specs=specs)(pages, layers, row, start, end, kept)
+    return jax.shard_map(local, out_specs=specs)(pages, layers, index, start, end, kept)
 
 
 def _without_entries(
     pages: Pages,
     layers: LayerCache,
-    own: Bool[Array, ""],
+    is_local: Bool[Array, ""],
     start: Int[Array, ""],
     end: Int[Array, ""],
     window_moves: Bool[Array, ""],
     window: int,
 ) -> tuple[Pages, LayerCache]:
-    """Return a shard's pages and one sequence without its retained entries of the span, and with pages of its own
-    wherever something moves. own: True in the shards that have the sequence."""
+    """Return a shard's pages and one sequence without its retained entries of the span. Shared pages are copied where
+    entries move. is_local: True in the shards that have the sequence."""
     page_size, table = pages.pool.shape[1], layers.page_table
     ring = ring_pages(window, page_size)
     column = jnp.arange(table.shape[-1])
@@ -227,13 +231,15 @@ def _without_entries(
         place = places(layers.length, entries)
         by_place = pages.metadata[POSITION].at[table[..., ring:]].get(mode="clip").reshape(place.shape)
         position = jnp.take_along_axis(by_place, jnp.maximum(place, 0), -1)
-        gone = own & (place >= 0) & (position >= start) & (position < end)
+        gone = is_local & (place >= 0) & (position >= start) & (position < end)
         first = jnp.where(gone, place, entries).min(-1)
     else:
         gone, first = jnp.zeros((*layers.length.shape, 0), bool), jnp.zeros_like(layers.length)
     if pages.others is not None:
-        moves = jnp.where(column < ring, own & window_moves, column >= ring + first[..., None] // page_size)
-        pages, table = with_own(pages, table, moves)
+        moves = jnp.where(
+            column < ring, is_local & window_moves, column >= ring + first[..., None] // page_size
+        )
+        pages, table = copies_where(pages, table, moves)
         layers = dataclasses.replace(layers, page_table=table)
     if not entries:
         return pages, layers
@@ -241,12 +247,12 @@ def _without_entries(
 
 
 def _with_window(
-    pages: Pages, layers: LayerCache, own: Bool[Array, ""], kept: _Window, window: int
+    pages: Pages, layers: LayerCache, is_local: Bool[Array, ""], kept: _Window, window: int
 ) -> tuple[Pages, LayerCache]:
-    """Return a shard's pages and one sequence with the tokens of its local window that stay in the first slots."""
+    """Return a shard's pages and one sequence after the window's tokens that stay were moved to the first slots."""
     capacity, page_size, _ = pages.pool.shape
     slot = jnp.arange(window - 1)
-    stays = own & (slot < kept.left)
+    stays = is_local & (slot < kept.left)
     stored = pages.pool, pages.metadata.get(SCALE)
 
     def move(stored, table):
@@ -259,15 +265,19 @@ def _with_window(
     (pool, scale), _ = lax.scan(move, stored, layers.page_table)
     metadata = pages.metadata if scale is None else pages.metadata | {SCALE: scale}
     column = jnp.arange(layers.page_table.shape[-1])
-    had, has = (ring_pages(jnp.minimum(x + 1, window), page_size) for x in (kept.counted, kept.left))
-    given_up = jnp.broadcast_to(own & (column >= has) & (column < had), layers.page_table.shape)
+    pages_before, pages_after = (
+        ring_pages(jnp.minimum(x + 1, window), page_size) for x in (kept.counted, kept.left)
+    )
+    given_up = jnp.broadcast_to(
+        is_local & (column >= pages_after) & (column < pages_before), layers.page_table.shape
+    )
     pages, table = released(
         dataclasses.replace(pages, pool=pool, metadata=metadata), layers.page_table, given_up
     )
 
     def by_slot(x):
-        return jnp.where(own, jnp.take(x, kept.source, -1), x)
+        return jnp.where(is_local, jnp.take(x, kept.source, -1), x)
 
-    priority = jnp.where(own & (slot >= kept.left), jnp.nan, by_slot(layers.priority))
+    priority = jnp.where(is_local & (slot >= kept.left), jnp.nan, by_slot(layers.priority))
     numbers = {name: by_slot(x) for name, x in layers.numbers.items()}
     return pages, dataclasses.replace(layers, page_table=table, priority=priority, numbers=numbers)

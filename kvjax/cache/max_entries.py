@@ -1,5 +1,5 @@
 """Head caches of at most `max_entries` entries: each keeps the tokens of highest priority among those that left the
-window, and of equal priorities the earlier ones.
+window. Of equal priorities it keeps the earlier tokens.
 
 A dropped token never returns, so a full head cache only ever swaps its worst entry for a better one. The new entry
 takes the place of the old one, so the entries are in no order. Two kinds of entry metadata hold the priority and the
@@ -22,17 +22,18 @@ METADATA = {PRIORITY: "float32", POSITION: "int32"}
 
 
 class Turnover(NamedTuple):
-    """Changes that a call's tokens make to a layer's retained entries."""
+    """The changes that a call's tokens make to a layer's retained entries."""
 
     stays: Bool[Array, "b k t"]
     """Mask over the oldest `t` tokens of window and call: True if the token is retained when it leaves the window."""
     gone: Bool[Array, "b k s"] | None = None
-    """Mask over the stored entries, by place: True if a new entry takes the place. There are never more of these than
-    of tokens that stay. None if there is no limit."""
+    """Mask over the stored entries, by place: True if a new entry takes the place. At most as many are True as tokens
+    stay. None if there is no limit."""
 
 
-class Standing(NamedTuple):
-    """The stored entries of a layer by place. Where no entry exists, the values are unspecified."""
+class StoredEntries(NamedTuple):
+    """The priorities and positions of a layer's stored entries, by place. They are unspecified where no entry
+    exists."""
 
     exists: Bool[Array, "b k s"]
     priority: Float[Array, "b k s"]
@@ -41,26 +42,26 @@ class Standing(NamedTuple):
     """The position of its token, from 0."""
 
 
-def standings(pages: Pages, layer: LayerCache, ring: int) -> Standing:
-    """Return the stored entries, as their metadata describes them. ring: the number of pages of the local window."""
+def stored_entries(pages: Pages, layer: LayerCache, ring: int) -> StoredEntries:
+    """Return the priorities and positions of the stored entries. ring: the number of pages of the local window."""
     table = layer.page_table[..., ring:]
     place = jnp.arange(table.shape[-1] * pages.pool.shape[1])
     priority, position = (
         pages.metadata[name].at[table].get(mode="clip").reshape(*table.shape[:2], -1)
         for name in (PRIORITY, POSITION)
     )
-    return Standing(place < layer.length[..., None], priority, position)
+    return StoredEntries(place < layer.length[..., None], priority, position)
 
 
 def swap_worst(
-    stored: Standing,
+    stored: StoredEntries,
     length: Int[Array, "b k"],
     max_entries: Int[Array, "..."],
     wanted: Bool[Array, "b k"],
     priority: Float[Array, "b k"],
 ) -> Turnover:
-    """Return the turnover of one token that leaves the window. It is retained if it is `wanted` and there is a free
-    place, or an entry of lower priority whose place it takes."""
+    """Return the turnover of one token that leaves the window. A `wanted` token is retained if there is a free place or
+    an entry of lower priority, whose place it takes."""
     lowest = jnp.where(stored.exists, stored.priority, jnp.inf).min(-1, initial=jnp.inf)
     lowest_ones = stored.exists & (stored.priority == lowest[..., None])
     newest = jnp.where(lowest_ones, stored.position, -1).max(-1, initial=-1)
@@ -80,8 +81,8 @@ def ends(
     position: Int[Array, "b k s"] | None = None,
     queries: int | None = None,
 ) -> Int[Array, "b k s"]:
-    """Return `end` of `vertical_slash` for keys that stay, once they left the window, iff they are `wanted` and among
-    the `max_entries` of highest priority so far (KVPOP, App. C).
+    """Return `end` of `vertical_slash` for keys that stay after they left the window as long as they are `wanted` and
+    among the `max_entries` keys of highest priority so far (KVPOP, App. C).
 
     Args:
         max_entries: one number, or one for each head cache; None: no limit.
@@ -97,7 +98,7 @@ def ends(
         keys = -priority, index if position is None else position, index
         order = lax.sort(keys, num_keys=2)[2]
         rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
-        of_rows = jnp.broadcast_to(max_entries, priority.shape[:2])
-        _, end = running_topk(rank, k=of_rows, window=window, queries=queries, competes=wanted)
+        limits = jnp.broadcast_to(max_entries, priority.shape[:2])
+        _, end = running_topk(rank, k=limits, window=window, queries=queries, competes=wanted)
         end = jnp.where(wanted, end, index + window)
     return end if exists is None else jnp.where(exists, end, 0)

@@ -1,4 +1,4 @@
-"""Entry metadata: named fields, in which a method keeps one number of its own for every retained entry.
+"""Entry metadata: named fields in which a method keeps one number for every retained entry.
 
 A number is written when its token is stored, is moved and freed with the entry, and may be changed later. The numbers
 of the local window's tokens are in `LayerCache.numbers` until the tokens leave the window.
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 
 def in_front(x: Shaped[Array, "b k t"], chosen: Bool[Array, "b k t"]) -> Shaped[Array, "b k t"]:
-    """Return the chosen numbers of each head cache in order at the front, followed by zeros."""
+    """Return the chosen numbers of each head cache in order, followed by zeros."""
     b, k = jnp.ogrid[: x.shape[0], : x.shape[1]]
     place = jnp.where(chosen, jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1, x.shape[-1])
     return jnp.zeros_like(x).at[b[..., None], k[..., None], place].set(x, mode="drop")
@@ -22,10 +22,11 @@ def appended(
     new: Shaped[Array, "b k t"],
     count: Int[Array, "b k"],
 ) -> Shaped[Array, "p page"]:
-    """Return the field with the first `count` new numbers of each head cache written at its places from `length` on.
+    """Return the field after the first `count` new numbers of each head cache were written to its places from `length`
+    on.
 
-    Whole pages are written: for single numbers XLA would use another layout of the field on a TPU, and copy all of it
-    there and back in every layer and step.
+    Whole pages are written. For single numbers XLA would use another layout of the field on a TPU, and copy the whole
+    field to it and back in every layer and step.
     """
     capacity, page_size = field.shape
     columns, t = page_table.shape[-1], new.shape[-1]
@@ -48,9 +49,9 @@ def placed(
     place: Int[Array, "b k t"],
     new: Shaped[Array, "b k t"],
 ) -> Shaped[Array, "p page"]:
-    """Return the field with the new numbers of each head cache written at these places, which are distinct and in any
-    order. A place past the head cache's end is dropped. Like `appended` it writes whole pages: the one that a single
-    token touches, or all of the head cache."""
+    """Return the field after the new numbers of each head cache were written to these places, which are distinct and in
+    any order. A number whose place is past the head cache's end is dropped. Like `appended` this writes whole pages:
+    the page that a single token touches, or all pages of the head cache."""
     capacity, page_size = field.shape
     b, k, columns = page_table.shape
     if columns == 0:
@@ -58,8 +59,8 @@ def placed(
     if place.shape[-1] == 1:
         column = jnp.minimum(place // page_size, columns - 1)
         page = jnp.where(place < columns * page_size, jnp.take_along_axis(page_table, column, 2), capacity)
-        at = jnp.arange(page_size) == (place % page_size)[..., None]
-        rows = jnp.where(at, new[..., None], field.at[page].get(mode="clip"))
+        is_written = jnp.arange(page_size) == (place % page_size)[..., None]
+        rows = jnp.where(is_written, new[..., None], field.at[page].get(mode="clip"))
         return field.at[page].set(rows, mode="drop")
     rows = field.at[page_table].get(mode="clip").reshape(b, k, -1)
     row, head = jnp.ogrid[:b, :k]

@@ -25,19 +25,19 @@ from pallas_kernels.int8_entries import dequantised_entries, quantised_entries, 
 Number = TypeVar("Number", int, np.ndarray, jax.Array)
 
 SMALL_PAGE, TPU_PAGE = 16, 64
-"""Tokens per page by default: the papers' choice, and a size from which a TPU decodes faster."""
+"""Default numbers of tokens per page: the papers' choice, and a larger one with which a TPU decodes faster."""
 INT8_TPU_PAGES = 32, 128
-"""Tokens per page of int8 entries on a TPU. 32 is its smallest tile of int8 numbers. With 128 a page's scales fill one
-row of lanes; XLA would copy smaller rows before they are read."""
+"""Default numbers of tokens per page of int8 entries on a TPU. 32 is the smallest tile of int8 numbers. With 128 a
+page's scales fill one row of lanes; XLA would copy smaller rows before they are read."""
 SCALE = "scale"
 """The name of the metadata field with the scales of int8 entries (`pallas_kernels.int8_entries`), including those in
 local windows."""
 
 
 def default_page_size(*, selects: bool, int8: bool = False) -> int:
-    """Return the tokens per page on the current mesh, whose devices need not be present. A TPU gets larger pages: with
-    fewer, larger copies it waits for its memory alone. A policy that selects pages gets the published size, or the
-    least one above it."""
+    """Return the default number of tokens per page on the current mesh, whose devices need not be present. A TPU gets
+    larger pages, since its decoding speed is then limited by memory bandwidth and not by the number of copies. A policy
+    that selects pages gets the published size, or the smallest possible size above it."""
     if target().platform != "tpu":
         return SMALL_PAGE
     small, large = INT8_TPU_PAGES if int8 else (SMALL_PAGE, TPU_PAGE)
@@ -45,7 +45,7 @@ def default_page_size(*, selects: bool, int8: bool = False) -> int:
 
 
 def entry_bytes(head_dim: int, dtype: Any, *, int8: bool) -> int:
-    """Return the bytes of a token's key and value in one kv head, given the model's dtype: in int8 with their
+    """Return the bytes of a token's key and value in one kv head, given the model's dtype. Int8 entries include their
     scales."""
     return 2 * head_dim + 4 if int8 else 2 * head_dim * np.dtype(dtype).itemsize
 
@@ -68,23 +68,24 @@ class Pages:
     free: Int[Array, " p"]
     """The stack of free pages: `free[:free_count]` are free."""
     free_count: Int[Array, " shards"]
-    """The number of free pages. A negative number is a debt: that many pages were needed and missing. It may also be
-    `kvjax.cache.checks.NOT_FINITE`."""
+    """The number of free pages. A negative number is a debt, the number of pages that were needed and missing. It may
+    also be `kvjax.cache.checks.NOT_FINITE`."""
     dtype: Any = static()
-    """Dtype of the entries. If the pool holds 16-bit integers they are these numbers' bits (`pallas_kernels.bits`)."""
+    """Dtype of the entries. If the pool holds 16-bit integers, these are the bits of such numbers
+    (`pallas_kernels.bits`)."""
     bounds: Float[Array, "p kv"] | None = None
     """Bounds of the keys k in each page of retained entries, for policies that select pages: the smallest components of
     k, followed by those of −k. They are infinite where there are no keys, and float32 where the pool holds bits."""
     metadata: dict[str, Shaped[Array, "p page"]] = dataclasses.field(default_factory=dict)
     """The methods' own metadata of the retained entries, by name (`kvjax.cache.metadata`)."""
     others: Int[Array, " p"] | None = None
-    """The number of head caches that hold each page in addition to the first (`kvjax.cache.branches`). None if no page
+    """The number of head caches that hold each page in addition to the first (`kvjax.cache.forks`). None if no page
     is shared."""
 
     def entries(
         self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"], key_scale: KeyScale
     ) -> Float[Array, "b k s kv"]:
-        """Return the entries at these places. key_scale: the layer's."""
+        """Return the entries at these places. key_scale: `LayerCache.key_scale` of the layer."""
         scale = self.metadata[SCALE][page, offset] if self.int8 else None
         return self.as_entries(self.pool[page, offset], scale, key_scale)
 
@@ -92,8 +93,8 @@ class Pages:
         """Return the entries of these pages in order; unspecified where a column holds no page."""
 
         def gathered(x):
-            found = x.at[page_table].get(mode="clip")
-            return found.reshape(*page_table.shape[:2], -1, *x.shape[2:])
+            pages = x.at[page_table].get(mode="clip")
+            return pages.reshape(*page_table.shape[:2], -1, *x.shape[2:])
 
         scale = gathered(self.metadata[SCALE]) if self.int8 else None
         return self.as_entries(gathered(self.pool), scale, key_scale)
@@ -101,7 +102,7 @@ class Pages:
     def as_stored(
         self, kv: Float[Array, "b k s kv"], key_scale: KeyScale
     ) -> tuple[Shaped[Array, "b k s kv"], Int32[Array, "b k s"] | None]:
-        """Return entries as the pool holds them, and their scales if these are int8 numbers."""
+        """Return entries in the form that the pool holds, and their scales if the pool holds int8 numbers."""
         if key_scale is not None:
             return quantised_entries(kv / _of_entries(key_scale))
         kv = kv.astype(self.dtype)
@@ -110,7 +111,7 @@ class Pages:
     def as_entries(
         self, stored: Shaped[Array, "b k s kv"], scale: Int32[Array, "b k s"] | None, key_scale: KeyScale
     ) -> Float[Array, "b k s kv"]:
-        """Return the entries that the pool holds in this form."""
+        """Return entries, given the form that the pool holds."""
         if scale is None or key_scale is None:
             return as_floats(stored, self.dtype)
         return (dequantised_entries(stored, scale, jnp.float32) * _of_entries(key_scale)).astype(self.dtype)
@@ -122,8 +123,8 @@ class Pages:
         v: Float[Array, "b k s h"],
         key_scale: KeyScale,
     ) -> "Pages":
-        """Return the pages with other values at these places, and the keys that they have. A place whose page is past
-        the pool's end is dropped. key_scale: the layer's."""
+        """Return the pages with new values at these places. Keys do not change. A place whose page is past the pool's
+        end is dropped. key_scale: that of the layer."""
         stored, scale = self.as_stored(jnp.concatenate([jnp.zeros_like(v), v], -1), key_scale)
         width = v.shape[-1]
         pool = self.pool.at[page, offset, width:].set(stored[..., width:], mode="drop")
@@ -156,7 +157,7 @@ class LayerCache:
     priority: Float[Array, "*l b k r"]
     """Priorities of the local window's tokens, by slot."""
     numbers: dict[str, Shaped[Array, "*l b k r"]]
-    """Metadata of the local window's tokens, by slot, as `Pages.metadata` has it for retained entries."""
+    """Metadata of the local window's tokens, by slot. `Pages.metadata` holds that of retained entries."""
     state: Any
     """The methods' memories (`kvjax.policies.policy.States`)."""
     key_scale: Float[Array, "*l b k h"] | None = None
@@ -166,7 +167,7 @@ class LayerCache:
 
 @struct
 class Cache:
-    """Everything a model remembers of a batch of sequences. Made by `empty`, advanced by `kvjax.inference`."""
+    """The state of a model after a batch of sequences. Made by `empty`, advanced by `kvjax.inference`."""
 
     pages: Pages
     """The storage, which all layers share."""
@@ -175,14 +176,15 @@ class Cache:
     seen: Int[Array, " b"]
     """The number of tokens of each sequence so far, dropped ones included: the position of the next token."""
     origin: Int[Array, " b"]
-    """The number of tokens that the local window does not count: 0, and more once tokens of the window were dropped
-    (`kvjax.cache.dropping`)."""
+    """The number of tokens of each sequence that the local window does not count. It is 0 until tokens of the window
+    are dropped (`kvjax.cache.dropping`)."""
     observations: Any
     """Observation buffers, in the pytree that the eviction defines (`kvjax.cache.observations`)."""
     window: int = static()
-    """The number of last tokens that are always visible, the query's included. The local window has one slot fewer."""
+    """The number of last tokens that are always visible, including the query's own. The local window has one slot
+    fewer."""
     limit: int | None = static(default=None)
-    """The most pages that a shard's pool may ever have, by the stated capacity. None if none was stated."""
+    """The most pages that a shard's pool may ever have, by the stated capacity; None if no capacity was stated."""
     sliding: Shaped[Array, "l b k s kv"] | None = None
     """The windows of sliding-window layers (`kvjax.cache.sliding`), which have no pages. None: there are no such
     layers."""
@@ -190,9 +192,9 @@ class Cache:
     """True for slots of `sliding` whose tokens were dropped. None: no layer has a window, or no token was ever dropped
     from it."""
     sliding_window: int = static(default=0)
-    """The last tokens that sliding-window layers see, the query's included."""
+    """The number of last tokens that sliding-window layers see, including the query's own."""
     head_order: tuple[tuple[int, ...], ...] | None = static(default=None)
-    """The model's own kv heads at the places of the head caches (`ModelConfig.head_order`); None: as they are."""
+    """The model's kv head at each place of the head caches (`ModelConfig.head_order`); None: the model's order."""
 
     @property
     def counted(self) -> Int[Array, " b"]:
@@ -216,26 +218,26 @@ class Cache:
 
     @property
     def columns(self) -> int:
-        """The pages that a head cache's table has columns for, without those of the local window."""
+        """The number of a page table's columns for retained entries."""
         return self.layers.page_table.shape[-1] - ring_pages(self.window, self.page_size)
 
     @named_arguments(where="Cache.without")
     def without(self, sequence: int, start: int, end: int) -> "Cache":
-        """Return a copy without some tokens of a sequence, whose pages are free (`kvjax.cache.dropping`).
+        """Return a copy without a span of a sequence's tokens, whose pages are freed (`kvjax.cache.dropping`).
 
-        Tokens that are read later do not see them, and go on at the position where they would. The cache itself stays
-        as it is.
+        Tokens that are read later do not see the span. Their positions are not changed. The cache itself stays as it
+        is.
 
         Args:
             sequence: the index of the sequence.
             start: the position of the span's first token.
-            end: the position after its last one. The span may have tokens that were dropped or evicted before.
+            end: the position after its last token. The span may have tokens that were dropped or evicted before.
 
         Raises:
-            UserError: no such sequence or span, entries whose positions are not known, tokens that an eviction still
-                observes, or tokens of the local window that an admission has not rated yet.
-            CapacityError: the cache is of forks, and the stated capacity has no pages for copies of those that they
-                share.
+            UserError: there is no such sequence or span, the positions of entries are not known, an eviction still
+                observes some of the tokens, or an admission has not rated tokens of the local window yet.
+            CapacityError: the sequences are forks, and the stated capacity has too few pages for copies of the pages
+                that they share.
         """
         from kvjax.cache.dropping import without
 

@@ -1,9 +1,9 @@
 """The local window and the retained entries of a head cache, on one shard and in one layer.
 
-A token is written to the local windows of its head caches. It leaves the window `window − 1` tokens later, so that a
-query sees `window` tokens, its own included. Each head cache that keeps the token then copies it to its retained
-entries. Both take pages as they fill: `push` takes them itself, and for single tokens `reserve` takes them for all
-layers at once. When the pool runs out, nothing is overwritten: the free count becomes negative.
+A token is written to the local windows of its head caches. It leaves the window `window − 1` tokens later, so a query
+sees `window` tokens, including its own. Each head cache that retains the token then copies it to its retained entries.
+Windows and retained entries take pages as they fill: `push` takes them itself, and for single tokens `reserve` takes
+them for all layers at once. When the pool runs out, nothing is overwritten and the free count becomes negative.
 
 With `max_entries` (`kvjax.cache.max_entries`) a token may take the place of a stored one.
 
@@ -27,8 +27,8 @@ from pallas_kernels.paged_decode import Append
 def ring_entries(
     pages: Pages, layer: LayerCache, seen: Int[Array, " b"], count: int, window: int, first: int = 0
 ) -> tuple[Float[Array, "b k r kv"], Bool[Array, "b r"]]:
-    """Return `count` of the `window − 1` tokens of the local window in order of position, leaving out the `first`
-    oldest ones, and a mask of those that exist."""
+    """Return `count` of the `window − 1` tokens of the local window in order of position, without the `first` oldest
+    ones, and a mask of those that exist."""
     slots, index = window - 1, first + jnp.arange(count)
     at = _addresses(layer, (seen[:, None] + index) % max(slots, 1), pages.pool.shape[1])
     return pages.entries(*at, layer.key_scale), index >= slots - seen[:, None]
@@ -37,7 +37,7 @@ def ring_entries(
 def _addresses(
     layer: LayerCache, slot: Int[Array, "b r"], page_size: int
 ) -> tuple[Int[Array, "b k r"], Int[Array, "b 1 r"]]:
-    """Return page and offset of slots of the local window."""
+    """Return page and offset of these slots of the local window."""
     page = jnp.take_along_axis(layer.page_table, (slot // page_size)[:, None], 2)
     return page, (slot % page_size)[:, None]
 
@@ -49,21 +49,23 @@ def ring_priority(
     valid: Int[Array, " b"],
     delay: int,
 ) -> Float[Array, "b k rt"]:
-    """Return the priorities of the local window's tokens in order, followed by those of the call's `t` tokens.
-    `priority` holds those of the tokens that come `delay` before the call's."""
+    """Return the priorities of the local window's tokens in order, followed by those of the call's `t` tokens. An
+    admission rates tokens `delay` tokens late: `priority` holds the priorities of the tokens `delay` before the
+    call's."""
     slots, ring = layer.priority.shape[-1], in_order(layer.priority, seen)
     _check_delay(delay, slots)
-    both = jnp.concatenate([ring, jnp.full_like(priority, jnp.nan)], -1)
+    joined = jnp.concatenate([ring, jnp.full_like(priority, jnp.nan)], -1)
     tokens = priority.shape[-1]
-    before = both[..., slots - delay : slots - delay + tokens]
+    present = joined[..., slots - delay : slots - delay + tokens]
     known = (jnp.arange(tokens) < valid[:, None, None]) & ~jnp.isnan(priority)
-    return both.at[..., slots - delay : slots - delay + tokens].set(jnp.where(known, priority, before))
+    return joined.at[..., slots - delay : slots - delay + tokens].set(jnp.where(known, priority, present))
 
 
 def _check_delay(delay: int, slots: int) -> None:
     if not 0 <= delay <= slots:
         raise UserError(
-            f"priorities that are known {delay} tokens late need a window of more, got {slots + 1}"
+            f"priorities that are known {delay} tokens late need a window of more than {delay} tokens, "
+            f"got {slots + 1}"
         )
 
 
@@ -92,11 +94,12 @@ def push(
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Pages, LayerCache]:
-    """Write this call's first `valid` tokens of each sequence: they enter the local window, the oldest tokens leave it,
-    and those of the leaving tokens that are kept become retained entries.
+    """Write a call's first `valid` tokens of each sequence: they enter the local window, the oldest tokens leave it,
+    and those of the leaving tokens that stay become retained entries.
 
-    `priority` comes from `ring_priority`. `numbers` is the metadata of this call's tokens, for the fields that are
-    written; it moves with the tokens.
+    Args:
+        priority: from `ring_priority`.
+        numbers: the metadata of the call's tokens, for the fields that are written. It moves with the tokens.
     """
     batch, heads, tokens, _ = kv.shape
     slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
@@ -107,7 +110,7 @@ def push(
     old = pages.pool[_addresses(layer, oldest, page_size)]
     outgoing = jnp.concatenate([old, stored[:, :, : tokens - leaving_from_ring]], 2)
     stays = turnover.stays & leaving(seen, valid, tokens, window)[:, None]
-    had = layer.length
+    old_length = layer.length
     pages, layer, place = _allocate(pages, layer, stays, turnover.gone, seen, valid, window)
     numbers = {
         name: jnp.concatenate([in_order(old := layer.numbers[name], seen), new.astype(old.dtype)], -1)
@@ -117,7 +120,11 @@ def push(
     if turnover.gone is None:
         metadata = {
             name: appended(
-                pages.metadata[name], table, had, in_front(x[..., :tokens], stays), layer.length - had
+                pages.metadata[name],
+                table,
+                old_length,
+                in_front(x[..., :tokens], stays),
+                layer.length - old_length,
             )
             for name, x in numbers.items()
         }
@@ -128,7 +135,7 @@ def push(
         }
     column = ring_pages(window, page_size) + place // page_size
     column = jnp.minimum(column, layer.page_table.shape[-1] - 1)
-    slot = jnp.where(stays, jnp.take_along_axis(layer.page_table, column, 2), capacity), place % page_size
+    target = jnp.where(stays, jnp.take_along_axis(layer.page_table, column, 2), capacity), place % page_size
 
     # newest tokens into the local window: the last min(t, slots) valid ones, each in the slot of its position
     entering = jnp.arange(leaving_from_ring) + valid[:, None] - leaving_from_ring
@@ -138,21 +145,21 @@ def push(
     ring_kv = jnp.take_along_axis(stored, token[..., None], 2)
 
     shape = (batch, heads, leaving_from_ring)
-    page = jnp.concatenate([slot[0], jnp.broadcast_to(ring_page, shape)], -1)
-    offset = jnp.concatenate([slot[1], jnp.broadcast_to(ring_offset, shape)], -1)
+    page = jnp.concatenate([target[0], jnp.broadcast_to(ring_page, shape)], -1)
+    offset = jnp.concatenate([target[1], jnp.broadcast_to(ring_offset, shape)], -1)
     pool = pages.pool.at[page, offset].set(jnp.concatenate([outgoing, ring_kv], 2), mode="drop")
     bounds = pages.bounds
     if bounds is not None:
         of_outgoing = None if scale is None else numbers[SCALE][..., :tokens]
-        bounds = with_keys(bounds, slot[0], pages.as_entries(outgoing, of_outgoing, layer.key_scale))
+        bounds = with_keys(bounds, target[0], pages.as_entries(outgoing, of_outgoing, layer.key_scale))
     if scale is not None:
         place = jnp.where(entering >= 0, ring_slot, _ring_end(window, page_size))[:, None]
         new = jnp.take_along_axis(scale, token, 2)
         metadata[SCALE] = _in_ring(metadata[SCALE], layer, jnp.broadcast_to(place, shape), new, window)
     pages = dataclasses.replace(pages, pool=pool, bounds=bounds, metadata=pages.metadata | metadata)
 
-    now = seen + valid
-    newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
+    seen_after = seen + valid
+    newest = seen_after[:, None] - 1 - (seen_after[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
     place = jnp.clip(newest - (seen[:, None] - slots), 0, slots + tokens - 1)
     by_slot = {name: jnp.take_along_axis(x, place[:, None], 2) for name, x in numbers.items()}
     ring = jnp.take_along_axis(priority, place[:, None], 2)
@@ -160,7 +167,7 @@ def push(
 
 
 def _ring_end(window: int, page_size: int) -> int:
-    """Return the slots of the local window's pages."""
+    """Return the number of slots of the local window's pages."""
     return ring_pages(window, page_size) * page_size
 
 
@@ -171,17 +178,17 @@ def _in_ring(
     new: Shaped[Array, "b k r"],
     window: int,
 ) -> Shaped[Array, "p page"]:
-    """Return the field with numbers of the local window's tokens written at these slots, past whose end they are
-    dropped."""
+    """Return the field after numbers of the local window's tokens were written to these slots. A number whose slot is
+    past the window's pages is dropped."""
     return placed(field, layer.page_table[..., : ring_pages(window, field.shape[1])], slot, new)
 
 
 class Reserved(NamedTuple):
-    """Pages for one token of each sequence: one for the local window and one for the retained entries, in all
-    layers."""
+    """Pages for one token of each sequence in all layers: one page for the local window and one for the retained
+    entries."""
 
     page: Int[Array, "2 l b k"]
-    """The index of each page; it is past the pool's end where none is needed and where the pool ran out."""
+    """The index of each page. It is past the pool's end where no page is needed and where the pool ran out."""
     column: Int[Array, "2 l b k"]
     """The column of the page table that the page is for."""
     needed: Bool[Array, "2 l b k"]
@@ -192,20 +199,22 @@ def reserve(
     pages: Pages, layers: LayerCache, seen: Int[Array, " b"], valid: Int[Array, " b"], window: int
 ) -> tuple[LayerCache, Reserved]:
     """Put pages for the next token of each sequence into the tables of all layers, whether or not a token will be
-    retained: `push_one` finds them there, and `settle` takes back the unused ones. A sequence whose `valid` is 0 has no
+    retained. `push_one` uses them, and `release_unused` takes back the others. A sequence whose `valid` is 0 has no
     next token."""
     page_size, columns = pages.pool.shape[1], layers.page_table.shape[-1]
     ring = ring_pages(window, page_size)
-    rings, later = (ring_pages(jnp.minimum(count + 1, window), page_size) for count in (seen, seen + valid))
+    window_pages, window_pages_after = (
+        ring_pages(jnp.minimum(count + 1, window), page_size) for count in (seen, seen + valid)
+    )
     leaves = (valid > 0) & (seen >= window - 1)
     column = ring + layers.length // page_size
     needed = jnp.stack(
         [
-            jnp.broadcast_to((later > rings)[:, None], column.shape),
+            jnp.broadcast_to((window_pages_after > window_pages)[:, None], column.shape),
             leaves[:, None] & (layers.length % page_size == 0) & (column < columns),
         ]
     )
-    column = jnp.stack([jnp.broadcast_to(rings[:, None], column.shape), column])
+    column = jnp.stack([jnp.broadcast_to(window_pages[:, None], column.shape), column])
     place = pages.free_count[0] - jnp.cumsum(needed.reshape(-1)).reshape(needed.shape)
     page = jnp.where(needed & (place >= 0), pages.free[jnp.maximum(place, 0)], pages.pool.shape[0])
     l, b, k = jnp.ogrid[: column.shape[1], : column.shape[2], : column.shape[3]]
@@ -213,7 +222,7 @@ def reserve(
     return dataclasses.replace(layers, page_table=table), Reserved(page, column, needed)
 
 
-def settle(
+def release_unused(
     pages: Pages, layers: LayerCache, reserved: Reserved, length: Int[Array, "l b k"]
 ) -> tuple[Pages, LayerCache]:
     """Take back the unused pages that were reserved for retained entries. The pool is then as if each page had been
@@ -221,17 +230,19 @@ def settle(
 
     length: the retained entries of each head cache before the token.
     """
-    none, columns = pages.pool.shape[0], layers.page_table.shape[-1]
+    past_end, columns = pages.pool.shape[0], layers.page_table.shape[-1]
     used = reserved.needed & jnp.stack([jnp.ones_like(length, bool), layers.length > length])
-    given = reserved.page < none
-    back = given & ~used
+    given = reserved.page < past_end
+    unused = given & ~used
     owed = (used & ~given).sum(dtype=jnp.int32)
     kept = pages.free_count[0] - given.sum(dtype=jnp.int32)
-    place = kept + jnp.cumsum(back.reshape(-1)).reshape(back.shape) - 1
-    free = pages.free.at[jnp.where(back, place, none)].set(reserved.page, mode="drop")
+    place = kept + jnp.cumsum(unused.reshape(-1)).reshape(unused.shape) - 1
+    free = pages.free.at[jnp.where(unused, place, past_end)].set(reserved.page, mode="drop")
     l, b, k = jnp.ogrid[: length.shape[0], : length.shape[1], : length.shape[2]]
-    table = layers.page_table.at[l, b, k, jnp.where(back, reserved.column, columns)].set(none, mode="drop")
-    count = jnp.where(owed > 0, jnp.minimum(kept, 0) - owed, kept + back.sum(dtype=jnp.int32))
+    table = layers.page_table.at[l, b, k, jnp.where(unused, reserved.column, columns)].set(
+        past_end, mode="drop"
+    )
+    count = jnp.where(owed > 0, jnp.minimum(kept, 0) - owed, kept + unused.sum(dtype=jnp.int32))
     pages = dataclasses.replace(pages, free=free, free_count=jnp.broadcast_to(count, pages.free_count.shape))
     return pages, dataclasses.replace(layers, page_table=table)
 
@@ -243,7 +254,7 @@ def slot_priority(
     valid: Int[Array, " b"],
     delay: int,
 ) -> tuple[LayerCache, Float[Array, "b k 1"]]:
-    """Record the priority that becomes known with one token: its own, or that of the token `delay` before it. Returns
+    """Record the priority that becomes known with one token: that of the token `delay` before it, or its own. Returns
     the layer, and the priority of the token that leaves the local window."""
     slots = layer.priority.shape[-1]
     _check_delay(delay, slots)
@@ -263,14 +274,14 @@ def slot_priority(
 
 
 class PlaceOfOne(NamedTuple):
-    """The places of one new token of each sequence, and of the token that leaves the local window for it."""
+    """The places of one new token of each sequence, and of the token that leaves the local window."""
 
     append: Append
     """The slot of the new token in the pool, and the slot of the leaving one among the retained entries."""
     stays: Bool[Array, "b k"]
-    """True if the token that leaves the window is kept."""
+    """True if the token that leaves the window is retained."""
     place: Int[Array, "b k"]
-    """The place of the kept token in its head cache."""
+    """The place of the retained token in its head cache."""
     length: Int[Array, "b k"]
     """The number of retained entries after the token."""
 
@@ -283,7 +294,7 @@ def place_one(
     valid: Int[Array, " b"],
     window: int,
 ) -> PlaceOfOne:
-    """Return where `push_one` writes a token, whose pages are reserved. It takes the slot of the oldest token in the
+    """Return where `push_one` writes a token. Its pages must be reserved. It takes the slot of the oldest token in the
     local window, which is retained or dropped."""
     slots, (capacity, page_size, _) = window - 1, pages.pool.shape
     stays = turnover.stays[..., 0] & leaving(seen, valid, 1, window)
@@ -315,9 +326,13 @@ def push_one(
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Pages, LayerCache]:
-    """Do what `push` does for one token that is in the pool already (`paged_decode_append`): write everything else that
-    is known of it and of the token that left the local window, whose priority is `oldest`. `numbers` has its scale,
-    too."""
+    """Do what `push` does, for one token whose entry is in the pool already (`paged_decode_append`): write the metadata
+    of the token, and of the token that left the local window.
+
+    Args:
+        oldest: the priority of the token that left the window.
+        numbers: the metadata of the new token, including its scale.
+    """
     slots, page_size, b = window - 1, pages.pool.shape[1], jnp.arange(seen.shape[0])
     slot, table = seen % max(slots, 1), layer.page_table[..., ring_pages(window, page_size) :]
     place = jnp.where(at.stays, at.place, table.shape[-1] * page_size)[..., None]
@@ -326,8 +341,8 @@ def push_one(
     metadata = {name: placed(pages.metadata[name], table, place, x) for name, x in moved.items()}
     if pages.int8 and slots:
         end = jnp.where(valid > 0, slot, _ring_end(window, page_size))[:, None, None]
-        own = jnp.broadcast_to(end, place.shape)
-        metadata[SCALE] = _in_ring(metadata[SCALE], layer, own, numbers[SCALE], window)
+        slots_of_heads = jnp.broadcast_to(end, place.shape)
+        metadata[SCALE] = _in_ring(metadata[SCALE], layer, slots_of_heads, numbers[SCALE], window)
     pages = dataclasses.replace(pages, metadata=pages.metadata | metadata)
     if pages.bounds is not None:
         kept = (at.append.moved if slots else at.append.slot)[..., None]
@@ -344,7 +359,7 @@ def push_one(
 
 def _allocate(pages, layer, stays, gone, seen, valid, window):
     """Take pages for the tokens that stay and for the local windows. Returns pages, layer and the place of each token
-    in its head cache, past its end for tokens that go."""
+    in its head cache. The place is past the head cache's end for tokens that are dropped."""
     page_size, capacity = pages.pool.shape[1], pages.pool.shape[0]
     tokens, columns, ring = stays.shape[-1], layer.page_table.shape[-1], ring_pages(window, page_size)
     rank = jnp.cumsum(stays, -1, dtype=jnp.int32) - 1
@@ -357,18 +372,18 @@ def _allocate(pages, layer, stays, gone, seen, valid, window):
         vacant = jnp.take_along_axis(vacant, jnp.clip(rank, 0, max(gone.shape[-1] - 1, 0)), 2)
         place = jnp.where(rank < freed, vacant, layer.length[..., None] + rank - freed)
         length = layer.length + stays.sum(-1, dtype=jnp.int32) - freed[..., 0]
-    rings = [
+    window_pages = [
         jnp.broadcast_to(ring_pages(jnp.minimum(count + 1, window), page_size)[:, None], length.shape)
         for count in (seen, seen + valid)
     ]
-    # of local window and retained entries: the column after the last page, and the number of missing pages
-    had = jnp.stack([rings[0], ring - (-layer.length // page_size)], -1)
-    need = jnp.stack([rings[1], ring - (-length // page_size)], -1) - had
+    # for local window and retained entries: the column after the last page, and the number of missing pages
+    column = jnp.stack([window_pages[0], ring - (-layer.length // page_size)], -1)
+    need = jnp.stack([window_pages[1], ring - (-length // page_size)], -1) - column
     ends = jnp.cumsum(need.reshape(-1)).reshape(need.shape)
     index = jnp.arange(-(-tokens // page_size))
     source = pages.free_count[0] - 1 - ((ends - need)[..., None] + index)
     fresh = jnp.where(source >= 0, pages.free[jnp.maximum(source, 0)], capacity)
-    target = jnp.where(index < need[..., None], had[..., None] + index, columns)
+    target = jnp.where(index < need[..., None], column[..., None] + index, columns)
     b, k = jnp.ogrid[: need.shape[0], : need.shape[1]]
     table = layer.page_table.at[b[..., None, None], k[..., None, None], target].set(fresh, mode="drop")
     pages = dataclasses.replace(pages, free_count=pages.free_count - ends.reshape(-1)[-1])

@@ -1,7 +1,7 @@
-"""Rollback: a cache as it was before some tokens were run over it, for questions and for calls that may be repeated.
+"""Rollback: a cache as it was before some tokens were run over it, for calls that may be repeated.
 
-New retained entries are written behind the old ones, so the pool need not be copied. Only what is written in place is
-copied: the windows and the metadata, and with `max_entries`, where entries replace each other, the whole pool.
+New retained entries are written after the old ones, so the pool need not be copied. Only the windows and the metadata,
+which are overwritten, are copied. With `max_entries` entries replace each other, and the whole pool is copied.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from kvjax.struct import struct
 
 @struct
 class Mark:
-    """The state of a cache that `taken_back` restores."""
+    """The state of a cache that `rolled_back` restores."""
 
     layers: LayerCache
     seen: Int[Array, " b"]
@@ -40,7 +40,7 @@ class Mark:
 
 @jax.jit
 def marked(cache: Cache) -> Mark:
-    """Return a mark of the cache as it is. It holds copies, so the cache may be donated."""
+    """Return a mark of the cache's current state. It holds copies, so the cache may be donated."""
     ring, pages = ring_pages(cache.window, cache.page_size), cache.pages
     capped = set(METADATA) <= set(pages.metadata)
 
@@ -48,29 +48,26 @@ def marked(cache: Cache) -> Mark:
         return pool[table[..., :ring]]
 
     spec = P(None, BATCH, HEADS, None, None, None)
-    held = None if capped else jax.shard_map(rings, out_specs=spec)(pages.pool, cache.layers.page_table)
+    window_pages = (
+        None if capped else jax.shard_map(rings, out_specs=spec)(pages.pool, cache.layers.page_table)
+    )
     mark = Mark(
-        cache.layers, cache.seen, cache.observations, pages.free, pages.free_count, pages.bounds, pages.metadata, held,
-        pages.pool if capped else None, cache.sliding, cache.hidden,
+        cache.layers, cache.seen, cache.observations, pages.free, pages.free_count, pages.bounds, pages.metadata,
+        window_pages, pages.pool if capped else None, cache.sliding, cache.hidden,
     )  # fmt: skip
     return jax.tree.map(jnp.copy, mark)
 
 
-def taken_back(cache: Cache, mark: Mark) -> Cache:
-    """Return the cache (donated, with the mark) as it was when it was marked. Since then only tokens may have been run
-    over it, of all its sequences or of some: it must not have been compacted or resized."""
+def rolled_back(cache: Cache, mark: Mark) -> Cache:
+    """Return the cache (donated, with the mark) as it was when it was marked. Since then tokens may have been run over
+    it, but it must not have been compacted or resized."""
     pool = mark.pool
     if pool is None:
         pool = _with_rings(cache.pages.pool, mark.layers.page_table, mark.rings)
-    beside = {
-        "free": mark.free,
-        "free_count": mark.free_count,
-        "bounds": mark.bounds,
-        "metadata": mark.metadata,
-    }
-    pages = dataclasses.replace(cache.pages, pool=pool, **beside)
-    small = {name: getattr(mark, name) for name in ("layers", "seen", "observations", "sliding", "hidden")}
-    return dataclasses.replace(cache, pages=pages, **small)
+    of_pages = {name: getattr(mark, name) for name in ("free", "free_count", "bounds", "metadata")}
+    pages = dataclasses.replace(cache.pages, pool=pool, **of_pages)
+    of_cache = {name: getattr(mark, name) for name in ("layers", "seen", "observations", "sliding", "hidden")}
+    return dataclasses.replace(cache, pages=pages, **of_cache)
 
 
 @jax.jit(donate_argnums=0)

@@ -1,6 +1,6 @@
 """Sizes of pools and page tables, an empty cache, and copies of a cache with more pages or fewer.
 
-A size either follows from the capacity that a user states, or is rounded so that several contexts share programs.
+Sizes either follow from the capacity that a user states, or are rounded so that several contexts share programs.
 """
 
 import dataclasses
@@ -21,42 +21,42 @@ from kvjax.errors import UserError, byte_size, whole_number
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards
 
 MARGIN = 1.25
-"""Pages that are reserved for each page of the policy's expected need, up to the need of a full cache."""
+"""The factor by which a pool exceeds the policy's expected need, up to the need of a full cache."""
 SMALL_POOL = 1 << 20
-"""Bytes of a shard's pool up to which its size is a power of two: for a small pool, compiling costs more than
+"""Bytes of a shard's pool up to which its size is a power of two. For a small pool, compiling costs more than
 memory."""
 LEAST_POOL = SMALL_POOL // 4
-"""The fewest bytes of a shard's pool."""
+"""The smallest size of a shard's pool in bytes."""
 LEAST_TOKENS = 128
-"""The fewest tokens that page tables are made for."""
+"""The smallest number of tokens that page tables have columns for."""
 
 
 class CapacityError(UserError):
-    """The pool is too small for what the policy keeps of these tokens."""
+    """The pool is too small for the entries that the policy keeps."""
 
 
 def device_bytes(*, free: bool = False) -> int:
-    """Return the bytes of one device's memory, or those that are free; of several processes, those of the least, in
-    MiB. If the device does not report them, the host's memory is divided among its virtual devices."""
+    """Return the bytes of one device's memory, or its free bytes. With several processes this is the minimum over them,
+    rounded down to MiB. If the device reports no size, the host's memory is divided among its virtual devices."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        found = stats["bytes_limit"] - (stats.get("bytes_in_use", 0) if free else 0)
+        size = stats["bytes_limit"] - (stats.get("bytes_in_use", 0) if free else 0)
     else:
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     if jax.process_count() == 1:
-        return found
-    return int(multihost_utils.process_allgather(np.int32(found >> 20)).min()) << 20
+        return size
+    return int(multihost_utils.process_allgather(np.int32(size >> 20)).min()) << 20
 
 
 def table_tokens(tokens: int) -> int:
-    """Return the tokens that a page table for `tokens` has columns for: a power of two, so that contexts of about one
-    length run the same programs. A table takes 4 bytes for each page of tokens."""
+    """Return the number of tokens that a page table for `tokens` tokens has columns for: a power of two, so that
+    contexts of similar lengths run the same programs. A table takes 4 bytes for each page of tokens."""
     return max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
 
 
 def pool_size(pages: int, page_bytes: int) -> int:
-    """Return the pages of a pool that has to hold `pages`: a power of two from `LEAST_POOL` to `SMALL_POOL`, above that
-    up to an eighth more, so that contexts of about one size run the same programs."""
+    """Return the size of a pool that has to hold `pages` pages, rounded up so that contexts of similar sizes run the
+    same programs: to a power of two from `LEAST_POOL` to `SMALL_POOL`, and by at most an eighth above that."""
     if pages * page_bytes <= SMALL_POOL:
         return 1 << (max(1, pages, LEAST_POOL // page_bytes) - 1).bit_length()
     step = 1 << (pages.bit_length() - 4)
@@ -64,8 +64,8 @@ def pool_size(pages: int, page_bytes: int) -> int:
 
 
 def worth_shrinking(pages: int, size: int, page_bytes: int) -> bool:
-    """Return True if a pool of `size` pages saves at least half of one of `pages` pages, and more than programs
-    cost."""
+    """Return True if a pool of `size` pages saves at least half the memory of one of `pages` pages, and the larger one
+    is above `SMALL_POOL`."""
     return size <= pages // 2 and pages * page_bytes > SMALL_POOL
 
 
@@ -75,7 +75,7 @@ def parse_capacity(text: str) -> int | str:
 
 
 def capacity_pages(capacity: int | str, rows: int, page_size: int, page_bytes: int) -> int:
-    """Return the pages of a shard's pool that a capacity stands for.
+    """Return the pages of a shard's pool, given a capacity.
 
     Args:
         capacity: entries per KV head on average (an int), bytes of all shards together ("2GiB", "500MB"), or a share of
@@ -86,8 +86,8 @@ def capacity_pages(capacity: int | str, rows: int, page_size: int, page_bytes: i
     Raises UserError for anything else.
     """
     if not isinstance(capacity, str):
-        what = "capacity (entries per kv head, bytes as 2GiB or a share as 30%)"
-        return -(-whole_number("cache", what, capacity, most=2**62) * rows // page_size)
+        name = "capacity (entries per kv head, bytes as 2GiB or a share as 30%)"
+        return -(-whole_number("cache", name, capacity, most=2**62) * rows // page_size)
     if capacity.endswith("%"):
         return int(_share(capacity) * device_bytes()) // page_bytes
     size = byte_size(capacity)
@@ -99,7 +99,7 @@ def capacity_pages(capacity: int | str, rows: int, page_size: int, page_bytes: i
 
 
 def capacity_like(capacity: int | str, pages: int, rows: int, page_size: int, page_bytes: int) -> str:
-    """Return the capacity that stands for `pages` pages per shard, in the unit of `capacity`."""
+    """Return the capacity of `pages` pages per shard, in the unit of `capacity`."""
     if not isinstance(capacity, str):
         return str(-(-pages * page_size // max(rows, 1)))
     if capacity.endswith("%"):
@@ -120,15 +120,15 @@ def _share(capacity: str) -> float:
 def pages_of(
     length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
 ) -> np.ndarray:
-    """Return the pages of each head cache's local window and of its retained entries [l b k 2]. `seen`: the tokens that
-    the window counts (`Cache.counted`)."""
+    """Return the pages that each head cache's local window and its retained entries take [l b k 2]. `seen`: the tokens
+    that the window counts (`Cache.counted`)."""
     rings = ring_pages(np.minimum(seen + 1, window), page_size)
     rings = np.broadcast_to(rings[None, :, None], length.shape)
     return np.stack([rings, -(-length // page_size)], -1)
 
 
 def by_shard(x: Int[np.ndarray, "l b k *r"]) -> Int[np.ndarray, "shards rows *r"]:
-    """Return numbers of head caches as the current mesh splits them."""
+    """Return numbers of head caches, grouped by the shards of the current mesh."""
     (layers, batch, heads), b, h = x.shape[:3], batch_shards(), axis_size(*HEADS)
     x = x.reshape(layers, b, batch // b, h, heads // h, *x.shape[3:])
     return np.moveaxis(x, (1, 3), (0, 1)).reshape(b * h, -1, *x.shape[5:])
@@ -137,9 +137,22 @@ def by_shard(x: Int[np.ndarray, "l b k *r"]) -> Int[np.ndarray, "shards rows *r"
 def shard_pages(
     length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
 ) -> Int[np.ndarray, " shards"]:
-    """Return the pages of each shard's head caches, given their retained entries and the tokens that their sequences'
-    windows count (`Cache.counted`)."""
+    """Return the pages that each shard's head caches take. Arguments as in `pages_of`."""
     return by_shard(pages_of(length, seen, window, page_size)).sum((1, 2))
+
+
+def longest_lengths(
+    length: Int[np.ndarray, "l b k"],
+    seen: Int[np.ndarray, " b"],
+    tokens: int | Int[np.ndarray, " b"],
+    window: int,
+    max_entries: int | None,
+) -> Int[np.ndarray, "l b k"]:
+    """Return the most retained entries that each head cache may have after `tokens` more tokens, whatever the policy
+    retains. `seen`: the tokens that the window counts (`Cache.counted`)."""
+    leaving = np.maximum(seen + tokens - window + 1, 0) - np.maximum(seen - window + 1, 0)
+    longest = length + leaving[:, None]
+    return longest if max_entries is None else np.maximum(np.minimum(longest, max_entries), length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,16 +160,16 @@ class Layout:
     """The shape of a cache, for the current mesh."""
 
     batch: int
-    """Sequences, a multiple of the mesh's batch shards."""
+    """The number of sequences, a multiple of the mesh's batch shards."""
     layers: int
     """Layers with full attention."""
     kv_heads: int
     """KV heads of the whole model."""
     head_dim: int
     window: int
-    """The last tokens that are always visible."""
+    """The number of last tokens that are always visible."""
     tokens: int
-    """Tokens of the longest sequence: the page table has columns for them."""
+    """Tokens of the longest sequence, which the page table has columns for."""
     page_size: int
     """Tokens per page."""
     pages: int
@@ -164,26 +177,25 @@ class Layout:
     dtype: Any
     """Dtype of keys and values."""
     stored: Any
-    """Dtype in which these are stored; an unsigned integer of the same width holds their bits."""
+    """Dtype in which keys and values are stored. An unsigned integer of the same width holds their bits."""
     int8: bool = False
-    """True: the pool holds int8 numbers with scales; only sliding windows are stored as above."""
+    """True if the pool holds int8 numbers with scales. `stored` is then only the dtype of sliding windows."""
     bounds: Any = None
-    """Dtype of the bounds of each page's keys; None: there are none."""
+    """Dtype of the bounds of each page's keys; None: there are no bounds."""
     metadata: tuple[tuple[str, Any], ...] = ()
-    """Names and dtypes of the entry metadata, those of `max_entries` included. Int8 entries have their scales
-    besides."""
+    """Names and dtypes of the entry metadata, including those of `max_entries` but not the scales of int8 entries."""
     limit: int | None = None
     """The most pages that a shard's pool may ever have; None: as many as the devices have memory for."""
     sliding_layers: int = 0
     """Layers with a sliding window; `layers` counts the others."""
     sliding_window: int = 0
-    """The last tokens that they see."""
+    """The number of last tokens that sliding-window layers see."""
     sliding_slots: int = 0
-    """The tokens that they have room for."""
+    """The slots of a sliding-window layer."""
     head_order: tuple[tuple[int, ...], ...] | None = None
     """As in `Cache`."""
     masks_windows: bool = False
-    """True if the sliding windows have a mask of dropped tokens from the first (`Cache.hidden`)."""
+    """True if the sliding windows have a mask of dropped tokens from the beginning (`Cache.hidden`)."""
 
     @property
     def entry_bytes(self) -> int:
@@ -194,10 +206,13 @@ class Layout:
 def empty(
     layout: Layout, state: Any, observations: Any, key_scale: Float[Array, "l k h"] | None = None
 ) -> Cache:
-    """Return a cache that has seen nothing, on the current mesh. Jit it: run eagerly it is a hundred small programs.
+    """Return a cache that has seen nothing, on the current mesh. Jit it, since it is a hundred small programs if run
+    eagerly.
 
-    state, observations: the methods' memories before the first token, `[l b …]`, and observation buffers `[b w l …]`.
-    key_scale: as in `LayerCache`, for all sequences; None: 1, if entries are int8.
+    Args:
+        state: the methods' memories before the first token, `[l b …]`.
+        observations: observation buffers `[b w l …]`.
+        key_scale: as in `LayerCache`, for all sequences; None: 1. Only for int8 entries.
     """
     layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
     pages, page_size, width = layout.pages, layout.page_size, 2 * layout.head_dim
@@ -210,18 +225,18 @@ def empty(
 
     free, count = jax.shard_map(all_free, in_specs=(), out_specs=(P(SHARDS), P(SHARDS)))()
     table = jnp.full((layers, batch, heads, columns), pages, jnp.int32, out_sharding=rows)
-    stored = jnp.int8 if layout.int8 else layout.stored
-    pool = jnp.zeros((shards * pages, page_size, width), stored, out_sharding=P(SHARDS, None, None))
+    pool_dtype = jnp.int8 if layout.int8 else layout.stored
+    pool = jnp.zeros((shards * pages, page_size, width), pool_dtype, out_sharding=P(SHARDS, None, None))
     bounds = None
     if layout.bounds is not None:
         bounds = jnp.full((shards * pages, width), jnp.inf, layout.bounds, out_sharding=P(SHARDS, None))
-    kinds = dict(layout.metadata) | ({SCALE: jnp.int32} if layout.int8 else {})
+    dtypes = dict(layout.metadata) | ({SCALE: jnp.int32} if layout.int8 else {})
     metadata = {
-        name: jnp.zeros(pool.shape[:2], dtype, out_sharding=P(SHARDS, None)) for name, dtype in kinds.items()
+        name: jnp.zeros(pool.shape[:2], dtype, out_sharding=P(SHARDS, None)) for name, dtype in dtypes.items()
     }
     numbers = {
         name: jnp.zeros((layers, batch, heads, slots), dtype, out_sharding=rows)
-        for name, dtype in kinds.items()
+        for name, dtype in dtypes.items()
         if name != PRIORITY
     }
     layer_cache = LayerCache(
@@ -236,7 +251,7 @@ def empty(
         key_scale = jnp.broadcast_to(key_scale, (layers, batch, heads, layout.head_dim), out_sharding=rows)
         layer_cache = dataclasses.replace(layer_cache, key_scale=key_scale)
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
-    pages_ = Pages(pool, free, count, layout.dtype, bounds, metadata)
+    storage = Pages(pool, free, count, layout.dtype, bounds, metadata)
     windows, hidden = None, None
     if layout.sliding_layers:
         shape = layout.sliding_layers, batch, heads, layout.sliding_slots, width
@@ -244,26 +259,32 @@ def empty(
         if layout.masks_windows:
             hidden = jnp.zeros((batch, layout.sliding_slots), bool, out_sharding=P(BATCH, None))
     return Cache(
-        pages_, layer_cache, seen, jnp.zeros_like(seen), observations, window=layout.window, limit=layout.limit,
+        storage, layer_cache, seen, jnp.zeros_like(seen), observations, window=layout.window, limit=layout.limit,
         sliding=windows, hidden=hidden, sliding_window=layout.sliding_window, head_order=layout.head_order,
     )  # fmt: skip
 
 
 def resize(cache: Cache, pages: int, columns: int = 0, tokens: int = 0) -> Cache:
-    """Return a copy whose pool has `pages` pages a shard, at least those in use, and whose page tables have `columns`
-    more columns. `tokens`: tokens of a sequence that windows of sliding-window layers must have room for, if these are
-    more than before."""
+    """Return a copy of a cache with another pool.
+
+    Args:
+        pages: pages of each shard's pool, at least those in use.
+        columns: columns that are added to the page tables.
+        tokens: tokens of a sequence that windows of sliding-window layers get slots for, if these are more than before.
+    """
 
     def local(old: Pages, layers: LayerCache) -> tuple[Pages, LayerCache]:
-        had, table = old.pool.shape[0], layers.page_table
-        used = jnp.zeros(had, bool).at[table].set(True, mode="drop")
+        old_pages, table = old.pool.shape[0], layers.page_table
+        used = jnp.zeros(old_pages, bool).at[table].set(True, mode="drop")
         place = jnp.cumsum(used, dtype=jnp.int32) - 1
         source = jnp.zeros(pages, jnp.int32)
-        source = source.at[jnp.where(used, place, pages)].set(jnp.arange(had, dtype=jnp.int32), mode="drop")
+        source = source.at[jnp.where(used, place, pages)].set(
+            jnp.arange(old_pages, dtype=jnp.int32), mode="drop"
+        )
         held = jnp.arange(pages) <= place[-1]
-        # a debt and a mark of numbers that are not finite stay what they are
+        # a debt and a mark of numbers that are not finite must stay
         count = jnp.where(old.free_count < 0, old.free_count, pages - 1 - place[-1])
-        table = jnp.where(table < had, place.at[table].get(mode="clip"), pages)
+        table = jnp.where(table < old_pages, place.at[table].get(mode="clip"), pages)
         table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=pages)
         new = Pages(
             pool=old.pool[source],

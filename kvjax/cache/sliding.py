@@ -1,7 +1,8 @@
-"""The windows of sliding-window layers: their last tokens, in no pages, since such a layer retains nothing else.
+"""The windows of sliding-window layers: their last tokens, in arrays without pages, since such a layer retains nothing
+else.
 
-Windows are [l b k s 2h]: keys after RoPE, followed by values. Position i is in slot i mod (window − 1), of which there
-are fewer while no sequence is longer. All layers of a token are written at once, after a call.
+Windows are [l b k s 2h]: keys after RoPE, followed by values. Position i is in slot i mod (window − 1). There are fewer
+slots while all sequences are shorter. All layers of a token are written at once, after a call.
 """
 
 from typing import Any
@@ -13,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pallas_kernels.bits import as_bits, as_floats
 
 PAGE = 16
-"""Kernels read windows as pages of so many slots."""
+"""The number of slots of a page. Kernels read windows as pages."""
 
 
 def slots_for(window: int, tokens: int) -> int:
-    """Return the slots of windows for sequences of up to `tokens` tokens."""
+    """Return the number of slots of windows for sequences of up to `tokens` tokens."""
     return -(-min(window - 1, tokens) // PAGE) * PAGE
 
 
@@ -27,8 +28,8 @@ def grown(windows: Shaped[Array, "l b k s kv"], window: int, tokens: int) -> Sha
     return jnp.pad(windows, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0))) if more else windows
 
 
-def turns(windows: Shaped[Array, "l b k s kv"], window: int) -> int:
-    """Return the number of slots that take turns."""
+def used_slots(windows: Shaped[Array, "l b k s kv"], window: int) -> int:
+    """Return the number of slots that tokens are written to in turn; the others only fill the last page."""
     return min(window - 1, windows.shape[3])
 
 
@@ -40,10 +41,10 @@ def recent(
     dtype: Any,
 ) -> tuple[Float[Array, "b k r kv"], Bool[Array, "b r"]]:
     """Return the entries of one layer's last tokens in order of position, and a mask of those that exist."""
-    slots = turns(windows, window)
+    slots = used_slots(windows, window)
     slot = (seen[:, None] + jnp.arange(slots)) % slots
-    own = windows[layer, jnp.arange(len(seen))[:, None], :, slot]
-    return as_floats(jnp.moveaxis(own, 1, 2), dtype), jnp.arange(slots) >= slots - seen[:, None]
+    entries = windows[layer, jnp.arange(len(seen))[:, None], :, slot]
+    return as_floats(jnp.moveaxis(entries, 1, 2), dtype), jnp.arange(slots) >= slots - seen[:, None]
 
 
 def as_pages(
@@ -63,9 +64,9 @@ def written(
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Shaped[Array, "l b k s kv"], Bool[Array, "b s"] | None]:
-    """Return the windows, and the mask of their dropped tokens, with the newest of a call's first `valid` tokens
-    (`kvjax.cache.observations.newest`), before which there were `seen`."""
-    slots, row = turns(windows, window), jnp.arange(len(seen))[:, None]
+    """Return the windows, and the mask of their dropped tokens, after the newest of a call's first `valid` tokens were
+    written (`kvjax.cache.observations.newest`). `seen`: tokens before the call."""
+    slots, row = used_slots(windows, window), jnp.arange(len(seen))[:, None]
     index = jnp.arange(new.shape[3]) + jnp.maximum(valid - slots, 0)[:, None]
     slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % slots, windows.shape[3])
     new = as_bits(new) if windows.dtype == jnp.uint16 else new.astype(windows.dtype)
@@ -77,20 +78,18 @@ def in_order(
     hidden: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"], seen: Int[Array, " b"], window: int
 ) -> Bool[Array, "b r"]:
     """Return the mask of dropped tokens in the order of `recent`."""
-    slots = turns(windows, window)
+    slots = used_slots(windows, window)
     return jnp.take_along_axis(hidden, (seen[:, None] + jnp.arange(slots)) % slots, 1)
 
 
 def bias(hidden: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"]) -> Float[Array, "p page"]:
-    """Return what is added to the logits of the entries of `as_pages`, of all layers: −inf for dropped tokens."""
+    """Return the bias of the logits of the entries of `as_pages`: −inf for dropped tokens, 0 for others."""
     of_slot = jnp.where(hidden, -jnp.inf, 0.0).astype(jnp.float32)[None, :, None]
     return jnp.broadcast_to(of_slot, windows.shape[:4]).reshape(-1, PAGE)
 
 
-def position_of_slot(
-    slots: int, taking_turns: int, seen: Int[np.ndarray, " b"]
-) -> Int[np.ndarray, "b slots"]:
-    """Return the position of the token in each slot, of which the first `taking_turns` take turns. It is negative where
-    there is none."""
+def position_of_slot(slots: int, used: int, seen: Int[np.ndarray, " b"]) -> Int[np.ndarray, "b slots"]:
+    """Return the position of the token in each slot; negative where there is none. Tokens are written to the first
+    `used` slots in turn."""
     newest = seen[:, None] - 1
-    return newest - (newest - np.arange(slots)) % max(taking_turns, 1)
+    return newest - (newest - np.arange(slots)) % max(used, 1)

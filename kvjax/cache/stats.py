@@ -1,4 +1,4 @@
-"""Statistics of a cache: how much it holds, in how many bytes."""
+"""Statistics of a cache: its entries, pages and bytes."""
 
 import dataclasses
 
@@ -13,47 +13,48 @@ from kvjax.mesh import on_host
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Sizes of a cache, in the layers with full attention. Entries count keys with their values, local window and
-    retained entries together."""
+    """Sizes of a cache, in the layers with full attention. An entry is a key with its value, in the local window or
+    retained."""
 
     entries: Int[np.ndarray, "l b k"]
     tokens: Int[np.ndarray, " b"]
-    """Tokens seen so far, dropped ones included."""
+    """Tokens seen so far, including dropped ones."""
     pages: int
-    """Pages in use by these sequences; with forks by all of them, each page once."""
+    """Pages in use by these sequences. If sequences are forks, pages in use by all sequences, each page counted
+    once."""
     pool_pages: int
     """Pages allocated, on all devices."""
     page_size: int
-    """Entries of a page."""
+    """Entries per page."""
     bytes: int
     """Bytes of the allocated pool with its entry metadata, on all devices."""
     full_bytes: int
     """Bytes of a full cache of these tokens, in the model's dtype."""
     metadata: tuple[str, ...] = ()
-    """Names of the entry metadata, whose bytes are counted."""
+    """Names of the entry metadata, which `bytes` includes."""
 
     def __repr__(self) -> str:
         """Return its sizes in one line."""
-        held = self.entries.mean() if self.entries.size else 0
-        own, full = self.bytes / 2**20, self.full_bytes / 2**20
+        entries = self.entries.mean() if self.entries.size else 0
+        size, full_size = self.bytes / 2**20, self.full_bytes / 2**20
         return (
-            f"Stats({len(self.tokens)} sequences, {held:.0f} of {self.tokens.mean():.0f} entries a kv head "
-            f"({100 * self.kv_ratio:.0f}%), {own:.2f} MiB against {full:.2f} MiB full)"
+            f"Stats({len(self.tokens)} sequences, {entries:.0f} of {self.tokens.mean():.0f} entries a kv head "
+            f"({100 * self.kv_ratio:.0f}%), {size:.2f} MiB against {full_size:.2f} MiB full)"
         )
 
     @property
     def kv_ratio(self) -> float:
-        """Entries over those of a full cache."""
+        """Entries as a share of a full cache's."""
         layers, _, heads = self.entries.shape
         return float(self.entries.sum() / max(1, layers * heads * self.tokens.sum()))
 
 
 @named_arguments()
 def stats(cache: Cache, sequences: int | None = None) -> Stats:
-    """Return the sizes of a cache, or of its first `sequences` sequences where the batch was padded with empty ones."""
+    """Return the sizes of a cache, or of its first `sequences` sequences if the batch was padded with empty ones."""
     if not isinstance(cache, Cache):
-        own = ": use its stats" if isinstance(getattr(cache, "stats", None), Stats) else ""
-        raise UserError(f"stats: cache must come from prefill, got {type(cache).__name__}{own}")
+        hint = ": use its stats" if isinstance(getattr(cache, "stats", None), Stats) else ""
+        raise UserError(f"stats: cache must come from prefill, got {type(cache).__name__}{hint}")
     check_alive("stats", cache)
     if sequences is not None:
         sequences = whole_number("stats", "sequences", sequences, most=cache.seen.shape[0])

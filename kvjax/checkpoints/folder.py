@@ -1,6 +1,5 @@
-"""Folders that training leaves for use: `gates.safetensors` with the parameters by name, or a head pattern's table, and
-a `config.json` that says which method they are for and how they were made. Messages call all of this gates, like the
-option that reads it."""
+"""Folders that training exports. They hold `gates.safetensors` with the parameters by name (or a head pattern's table),
+and a `config.json` with the method and how they were made. Messages call all of them gates, like the option."""
 
 import hashlib
 import json
@@ -23,13 +22,13 @@ from kvjax.struct import leaves_by_path
 
 WEIGHTS, DESCRIPTION = "gates.safetensors", "config.json"
 PUBLISHED = "model.safetensors"
-"""The file in place of weights in a folder that authors publish in the form of transformers (KVzap)."""
+"""The file with weights in a folder that authors publish in transformers' format (KVzap)."""
 LARGEST = 16 << 20
-"""The most bytes of a description or a head pattern's table."""
-MOST = 1 << 20
-"""The most layers, heads and widths, so that the shapes that they make are numbers that JAX takes."""
+"""The maximum bytes of a description or of a head pattern's table."""
+LARGEST_SIZE = 1 << 20
+"""The maximum of each size of gates (layers, heads, widths), so that JAX accepts the resulting shapes."""
 TABLE = "full_attention_heads.tsv"
-"""The file in place of weights in a pattern folder (`kvjax.policies.admission.pattern_folder`)."""
+"""The file with the head pattern in a pattern folder (`kvjax.policies.admission.pattern_folder`)."""
 
 
 def save_exported(folder: str | Path, arrays: dict[str, np.ndarray], description: dict[str, Any]) -> None:
@@ -41,18 +40,18 @@ def save_exported(folder: str | Path, arrays: dict[str, np.ndarray], description
 
 
 def save_tree(folder: str | Path, tree: Any, description: dict[str, Any]) -> None:
-    """Write a pytree of arrays, wherever they are. Call it in every process; the first one writes."""
-    whole = gather(tree, *AXES)
+    """Write a pytree of arrays on any devices. Call it in every process; the first one writes."""
+    gathered = gather(tree, *AXES)
     if jax.process_index() == 0:
-        arrays = {name: np.asarray(leaf) for name, leaf in leaves_by_path(whole).items()}
+        arrays = {name: np.asarray(leaf) for name, leaf in leaves_by_path(gathered).items()}
         save_exported(folder, arrays, description)
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
-    """Return the object in `config.json`. A folder in the form of transformers names its method as its `model_type`.
-    Raises UserError if it cannot be read."""
-    found = read_description(exported_files(folder)[1])
-    return {"method": found["model_type"]} | found if "model_type" in found else found
+    """Return the object in `config.json`. In a folder in transformers' format, the `model_type` is the method. Raises
+    UserError if it cannot be read."""
+    description = read_description(exported_files(folder)[1])
+    return {"method": description["model_type"]} | description if "model_type" in description else description
 
 
 def read_description(file: Path) -> dict[str, Any]:
@@ -65,27 +64,26 @@ def read_description(file: Path) -> dict[str, Any]:
 
 
 def read_sizes(description: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Return the entries of a description that say how large gates are, by their names and kinds.
+    """Return the entries of a description with the sizes of gates, given their names and types.
 
     Raises:
-        KeyError: one is missing.
-        UserError: one is of another kind, or a number that no gates have.
+        KeyError: an entry is missing.
+        UserError: an entry has another type or is out of range.
     """
     checks: dict[type, Callable[[str, Any], Any]] = {
-        int: lambda name, value: whole_number(DESCRIPTION, name, value, most=MOST),
-        float: lambda name, value: real_number(DESCRIPTION, name, value, most=float(MOST), above=0.0),
+        int: lambda name, value: whole_number(DESCRIPTION, name, value, most=LARGEST_SIZE),
+        float: lambda name, value: real_number(DESCRIPTION, name, value, most=float(LARGEST_SIZE), above=0.0),
     }
-    found = {}
+    sizes = {}
     for name, kind in kinds.items():
-        found[name] = checks[kind](name, description[name]) if kind in checks else description[name]
-        if not isinstance(found[name], kind):
-            raise UserError(f"{DESCRIPTION}: {name} must be {kind.__name__}, got {shown(found[name])}")
-    return found
+        sizes[name] = checks[kind](name, description[name]) if kind in checks else description[name]
+        if not isinstance(sizes[name], kind):
+            raise UserError(f"{DESCRIPTION}: {name} must be {kind.__name__}, got {shown(sizes[name])}")
+    return sizes
 
 
 def digest(path: str | Path) -> str:
-    """Return a digest of what a folder or a file of the authors' holds. Other weights or another description have
-    another one."""
+    """Return a digest of the weights and the description in a folder, or of an authors' file."""
     files = [Path(path)] if is_torch_file(path) else exported_files(path)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -109,13 +107,13 @@ def load_tree(folder: str | Path, like: Any) -> Any:
         like: a pytree of the shapes and dtypes wanted, with shardings (`jax.eval_shape` of what made it).
 
     Raises:
-        UserError: the folder holds other arrays than `like`.
+        UserError: the folder's arrays do not match `like`.
     """
     arrays, wanted = load_arrays(folder), leaves_by_path(like)
     for name in sorted(arrays.keys() | wanted.keys()):
-        found, needed = (x[name].shape if name in x else "nothing" for x in (arrays, wanted))
-        if found != needed:
-            raise UserError(f"{folder}: {name} should be {needed}, found {found}")
+        shape, expected = (x[name].shape if name in x else "nothing" for x in (arrays, wanted))
+        if shape != expected:
+            raise UserError(f"{folder}: {name} should be {expected}, found {shape}")
     with use_mesh():
         leaves = [put(arrays[name].astype(x.dtype), *_spec(x)) for name, x in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -125,31 +123,31 @@ def _spec(leaf: Any) -> tuple[Any, ...]:
     return () if leaf.sharding is None else tuple(leaf.sharding.spec)
 
 
-def sign(folder: str | Path, made_for: MadeFor) -> None:
-    """Write into a folder's `config.json` which model it was made for. A folder that has none is left alone."""
+def write_made_for(folder: str | Path, made_for: MadeFor) -> None:
+    """Write into a folder's `config.json` which model it was made for. Do nothing if there is no such file."""
     file = Path(folder) / DESCRIPTION
     if file.is_file():
         write_text(file, json.dumps(json.loads(file.read_text()) | made_for.description, indent=1))
 
 
 def is_exported(folder: str | Path) -> bool:
-    """Return True if a folder holds what training exports, or is the name of built-in gates."""
-    inside = Path(folder)
-    return str(folder) in GATES or ((inside / DESCRIPTION).is_file() and weights_of(inside).is_file())
+    """Return True for a folder with an export, and for the name of built-in gates."""
+    path = Path(folder)
+    return str(folder) in GATES or ((path / DESCRIPTION).is_file() and weights_file(path).is_file())
 
 
-def weights_of(folder: Path) -> Path:
-    """Return the file of a folder that holds what was trained: a pattern's table, or else parameters."""
+def weights_file(folder: Path) -> Path:
+    """Return the file in a folder with the trained parameters or the head pattern."""
     return next(
         (folder / name for name in (TABLE, WEIGHTS, PUBLISHED) if (folder / name).is_file()), folder / WEIGHTS
     )
 
 
 def exported_files(folder: str | Path) -> tuple[Path, Path]:
-    """Return the files with the weights and the description. A name in `kvjax.builtin.GATES` stands for those that come
-    with kvjax, a training run's folder for those that it exported. Raises UserError if one is missing."""
-    folder = builtin_gates(str(folder)) if str(folder) in GATES else of_run(Path(folder))
-    files = weights_of(folder), folder / DESCRIPTION
+    """Return the files with the weights and the description. `folder` may also be a name of built-in gates
+    (`kvjax.builtin.GATES`), or the folder of a training run with one export. Raises UserError if a file is missing."""
+    folder = builtin_gates(str(folder)) if str(folder) in GATES else export_folder(Path(folder))
+    files = weights_file(folder), folder / DESCRIPTION
     for file in files:
         if not file.is_file():
             hint = ""
@@ -159,14 +157,14 @@ def exported_files(folder: str | Path) -> tuple[Path, Path]:
     return files
 
 
-def of_run(folder: Path) -> Path:
-    """Return the folder that a run exported, if `folder` is a run's; else the folder itself."""
-    if weights_of(folder).is_file() or not (folder / "checkpoints").is_dir():
+def export_folder(folder: Path) -> Path:
+    """Return the export in a training run's folder; any other folder is returned unchanged."""
+    if weights_file(folder).is_file() or not (folder / "checkpoints").is_dir():
         return folder
-    inside = [
+    exports = [
         file.parent
         for name in (WEIGHTS, TABLE)
         for file in folder.glob(f"*/{name}")
         if not file.parent.name.startswith(".")
     ]
-    return inside[0] if len(inside) == 1 else folder
+    return exports[0] if len(exports) == 1 else folder

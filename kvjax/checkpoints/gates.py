@@ -1,4 +1,4 @@
-"""Gates in a folder that training exported, or in a file that a method's authors wrote."""
+"""Opening of gates, from a folder that training exported or a file of a method's authors."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -13,35 +13,36 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Found(Generic[S]):
-    """Gates whose weights are not read yet."""
+class OpenGates(Generic[S]):
+    """Gates whose weights have not been read yet."""
 
     sizes: S
-    """The sizes of the gates, as the method has them."""
+    """The sizes of the gates, in the method's own type."""
     description: dict[str, Any]
-    """The description of the gates."""
+    """The object in their `config.json`."""
     arrays: Callable[[], Mapping[str, Any]]
-    """Reads the parameters, by name."""
+    """A function that reads the parameters and returns them by name."""
 
 
 @contextlib.contextmanager
 def open_gates(
     path: str | Path,
     described: Callable[[str | Path, dict[str, Any]], S],
-    published: Callable[[TorchFile], Found[S]],
-) -> Iterator[tuple[Found[S], Path]]:
-    """Yield the gates at a path, and the file with the weights.
+    published: Callable[[TorchFile], OpenGates[S]],
+) -> Iterator[tuple[OpenGates[S], Path]]:
+    """Yield the gates at a path, and the file with their weights.
 
     Args:
-        described: returns the sizes of gates in a folder, by its description. published: returns the gates in an
-            authors' file.
+        described: returns the sizes of the gates in a folder, given the folder and its description.
+        published: returns the gates in an authors' file.
 
     Raises:
-        UserError: there is neither, or what these raise.
+        UserError: there are no gates, or one of these functions raises it.
     """
     if is_torch_file(path):
         with TorchFile(path) as opened:
             yield published(opened), opened.file
         return
     description = describe(path)
-    yield Found(described(path, description), description, lambda: load_arrays(path)), exported_files(path)[0]
+    sizes = described(path, description)
+    yield OpenGates(sizes, description, lambda: load_arrays(path)), exported_files(path)[0]

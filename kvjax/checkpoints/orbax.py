@@ -1,4 +1,4 @@
-"""A pytree of arrays as one Orbax checkpoint, written whole and restored onto any mesh."""
+"""Pytrees of arrays as Orbax checkpoints, restored onto any mesh."""
 
 import shutil
 from pathlib import Path
@@ -14,10 +14,10 @@ from kvjax.struct import leaves_by_path
 
 
 def export(folder: Path, tree: Any) -> None:
-    """Write a pytree as one Orbax checkpoint, a mapping from its arrays' names; replaces what was there.
+    """Write a pytree as one Orbax checkpoint of a mapping of arrays by name. An existing checkpoint is replaced.
 
     Raises:
-        UserError: the disk has not enough room for it.
+        UserError: the disk has too little free space.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     check_room(folder.parent, tree)
@@ -29,10 +29,10 @@ def restore_export(folder: Path, like: Any) -> Any:
     """Return the pytree that `export` wrote.
 
     Args:
-        like: a tree of `jax.ShapeDtypeStruct` with the dtypes and shardings wanted (`abstract`).
+        like: a tree of `jax.ShapeDtypeStruct` with the expected shapes, dtypes and shardings (`abstract`).
 
     Raises:
-        UserError: no such export, or one that holds other arrays than `like`.
+        UserError: there is no such export, or its arrays do not match `like`.
     """
     names = leaves_by_path(like)
     try:
@@ -46,14 +46,14 @@ def restore_export(folder: Path, like: Any) -> Any:
             restored = checkpointer.restore(folder.absolute(), names)
     except UserError:
         raise
-    except Exception as error:  # Orbax raises whatever damaged files make it trip over
+    except Exception as error:  # damaged files make Orbax raise exceptions of any kind
         why = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: not a whole Orbax export ({why})") from None
     return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in names])
 
 
 def abstract(make: Any, mesh: Mesh, *args: Any) -> Any:
-    """Return the shapes and shardings on `mesh` of what `make(*args)` returns, without making it."""
+    """Return the shapes and shardings on `mesh` of the value of `make(*args)`, without computing it."""
 
     def concrete(leaf):
         spec = P() if leaf.sharding is None else leaf.sharding.spec
@@ -64,8 +64,8 @@ def abstract(make: Any, mesh: Mesh, *args: Any) -> Any:
 
 
 def check_room(folder: Path, tree: Any) -> None:
-    """Raise UserError if the disk that `folder` is on has no room for the arrays of `tree`. When that is found out
-    while writing, Orbax's threads fail one after another."""
+    """Raise UserError if the disk of `folder` has too little free space for the arrays of `tree`. Otherwise Orbax's
+    threads would fail one after another while writing."""
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -75,10 +75,9 @@ def check_room(folder: Path, tree: Any) -> None:
 
 
 def wrong_shape(saved: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """Return a line with the first array whose saved shape is not the wanted one, and both shapes; None if there is
-    none."""
-    found, needed = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, wanted))
-    for name in sorted(found | needed):
-        if found.get(name) != needed.get(name):
-            return f"{name} has shape {found.get(name)}, this run needs {needed.get(name)}"
+    """Return a line about the first array whose saved shape is not the wanted one; None if all shapes match."""
+    found, expected = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, wanted))
+    for name in sorted(found | expected):
+        if found.get(name) != expected.get(name):
+            return f"{name} has shape {found.get(name)}, this run needs {expected.get(name)}"
     return None

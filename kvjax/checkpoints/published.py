@@ -1,8 +1,8 @@
-"""Published gates on the Hugging Face hub: which file of a repository is for a model.
+"""Published gates on the Hugging Face hub: finding the file of a repository that is for a model.
 
-Jang-Hyun/Fast-KVzip has a folder a model, named as the model is in lower case, with one .pt file. TrimKV's repositories
-have a file of one name each. Other repositories have an export of kvjax or KVzap's folder at their root, or files whose
-names begin with the model's.
+Jang-Hyun/Fast-KVzip has a folder for each model, named like the model in lower case, with one .pt file. TrimKV's
+repositories have one file, always of the same name. Other repositories have an export of kvjax or KVzap's folder at
+their root, or files whose names begin with the model's name.
 """
 
 import os
@@ -15,48 +15,48 @@ from kvjax.errors import UserError
 from kvjax.hub import HUB_ID, fetch
 
 TRIMKV = "trimkv_weights.pth"
-"""The file with TrimKV's gates in its authors' repositories, which have one a model."""
+"""The file with the gates in a repository of TrimKV's authors, which is for one model."""
 
 
 def find_gates(gates: Any, model: str) -> Any:
-    """Return the folder or file that a hub id of gates stands for; anything else as it is.
+    """Return the folder or file of gates that a hub id names; anything else is returned unchanged.
 
     Args:
-        gates: `owner/name`, or `owner/name/path` for one file or folder of it.
+        gates: `owner/name`, or `owner/name/path` for one file or folder of the repository.
         model: the name, path or hub id of the model that they are for.
 
     Raises:
-        UserError: a hub id that cannot be fetched, or that has no gates or several for the model.
+        UserError: the hub id cannot be fetched, or has no gates or several for the model.
     """
     if not isinstance(gates, str) or gates in GATES or os.path.exists(os.path.expanduser(gates)):
         return gates
     owner, _, rest = gates.partition("/")
-    name, _, inside = rest.partition("/")
+    name, _, path = rest.partition("/")
     hub_id = f"{owner}/{name}"
-    if not HUB_ID.fullmatch(hub_id) or ".." in inside.split("/"):
+    if not HUB_ID.fullmatch(hub_id) or ".." in path.split("/"):
         return gates
-    own = Path(model).name.lower().removesuffix(".gguf")
-    whole = f"{own}/*", f"{own}*.pt", TRIMKV, WEIGHTS, TABLE, DESCRIPTION
-    if "kvzap" in name.lower():  # a model's weights have the same name
-        whole = *whole, PUBLISHED
-    patterns = (inside, f"{inside}/*") if inside else whole
+    model_name = Path(model).name.lower().removesuffix(".gguf")
+    patterns = f"{model_name}/*", f"{model_name}*.pt", TRIMKV, WEIGHTS, TABLE, DESCRIPTION
+    if "kvzap" in name.lower():  # in other repositories this may be the weights of a whole model
+        patterns = *patterns, PUBLISHED
+    if path:
+        patterns = path, f"{path}/*"
     root = fetch(hub_id, patterns, "a folder or a file of gates")
-    if inside:
-        if not (root / inside).exists():
-            raise UserError(f"gates {gates}: {hub_id} has no {inside}")
-        return str(root / inside)
+    if path:
+        if not (root / path).exists():
+            raise UserError(f"gates {gates}: {hub_id} has no {path}")
+        return str(root / path)
     if (root / TRIMKV).is_file():
         return str(root / TRIMKV)
     if is_exported(root):
         return str(root)
-    folder = root / own
+    folder = root / model_name
     if folder.is_dir() and is_exported(folder):
         return str(folder)
-    found = sorted(folder.glob("*.pt")) or sorted(root.glob(f"{own}*.pt"))
-    if len(found) != 1:
-        names = ", ".join(str(file.relative_to(root)) for file in found[:8])
-        why = (
-            f"several for {own}: name one, {hub_id}/FILE ({names})" if found else f"none for the model {own}"
-        )
-        raise UserError(f"gates {gates}: it has {why}")
-    return str(found[0])
+    files = sorted(folder.glob("*.pt")) or sorted(root.glob(f"{model_name}*.pt"))
+    if not files:
+        raise UserError(f"gates {gates}: it has none for the model {model_name}")
+    if len(files) > 1:
+        names = ", ".join(str(file.relative_to(root)) for file in files[:8])
+        raise UserError(f"gates {gates}: it has several for {model_name}: name one, {hub_id}/FILE ({names})")
+    return str(files[0])

@@ -1,9 +1,9 @@
-"""Files that torch.save wrote, read without torch.
+"""Reading of files that torch.save wrote, without torch.
 
-Such a file is a zip. Its `*/data.pkl` is a pickle that says what there is, and its `*/data/N` hold the bytes of arrays.
-A pickle is a program that may call anything, so it is not run. The few instructions that containers and arrays are made
-of are followed, the names that it asks for stand for fixed meanings, nothing is imported or called, and all else is
-refused by name. The arrays take at most twice the memory that the file is large.
+Such a file is a zip archive. Its `*/data.pkl` is a pickle that describes the content, and its `*/data/N` hold the bytes
+of arrays. A pickle is a program that may call anything, so it is not run. Instead, the few instructions for containers
+and arrays are interpreted here, and the names that the pickle asks for have fixed meanings. Nothing is imported or
+called, and anything else is refused. The arrays take at most twice as much memory as the file.
 """
 
 import math
@@ -22,9 +22,9 @@ from jaxtyping import Float32, Shaped
 from kvjax.errors import UserError, shown
 from kvjax.files import check_regular
 
-BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+OLD_SIGNATURE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first bytes of files that torch wrote before 1.6."""
-MOST_AXES = 16
+MAX_AXES = 16
 STORAGES: dict[str, Any] = {
     "torch.DoubleStorage": np.float64,
     "torch.FloatStorage": np.float32,
@@ -46,22 +46,22 @@ UNREAD = {
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
     *("numpy.ndarray", "numpy.dtype", "_codecs.encode"),
 }
-"""The names that NumPy's numbers (losses, accuracies) are made of. They may be there, and are not read."""
+"""The names in pickles of NumPy's numbers (losses, accuracies). They are accepted, but their values are not read."""
 NAMES = {TENSOR, PARAMETER, DICTIONARY, *UNREAD, *STORAGES}
-"""All names that a file may ask for."""
+"""All names that a pickle may ask for."""
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
-"""Instructions that push their argument."""
+"""The instructions that push their argument."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array of a file, before its bytes are read."""
+    """An array in a file, whose bytes have not been read."""
 
     entry: zipfile.ZipInfo
     dtype: np.dtype
     offset: int
-    """The place of the first number in the storage, counted in numbers, as strides are."""
+    """The index of the first number in its storage. Offset and strides count numbers, not bytes."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -71,8 +71,8 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Named:
-    """A name that a file asked for, with its module."""
+class Global:
+    """A name that the pickle asks for, with its module."""
 
     name: str
 
@@ -82,11 +82,11 @@ class Unread:
 
 
 class TorchFile:
-    """An open file, to be used as a context manager. Its `content` are dicts, lists and tuples of `Tensor`s, strings,
+    """An open file, used as a context manager. Its `content` consists of dicts, lists and tuples of `Tensor`s, strings,
     numbers and `Unread`.
 
-    Raises UserError, in one line, for a file that torch does not write, one that is damaged, and one that asks for what
-    gates do not need.
+    Raises UserError if the file was not written by torch.save, is damaged, or asks for something that gates do not
+    need.
     """
 
     def __init__(self, file: str | Path):
@@ -94,10 +94,10 @@ class TorchFile:
         self.bytes = check_regular(self.file)
         try:
             with self.file.open("rb") as opened:
-                begins = opened.read(len(BEFORE_ZIP))
-            if begins == BEFORE_ZIP:
+                first_bytes = opened.read(len(OLD_SIGNATURE))
+            if first_bytes == OLD_SIGNATURE:
                 raise UserError(
-                    f"{file}: torch wrote this before 1.6; torch.save(torch.load(FILE), FILE) makes one of today"
+                    f"{file}: torch wrote this before 1.6; torch.save(torch.load(FILE), FILE) converts it"
                 )
             self._zip = zipfile.ZipFile(self.file)
         except OSError as error:
@@ -108,7 +108,7 @@ class TorchFile:
             [entry] = (x for x in self._zip.infolist() if re.fullmatch(r"[^/]+/data\.pkl", x.filename))
             self._folder = entry.filename.removesuffix("data.pkl")
             self._check_order()
-            self.content = self._follow(self._zip.read(self._entry("data.pkl")))
+            self.content = self._interpret(self._zip.read(self._entry("data.pkl")))
         except Exception as error:
             self._zip.close()
             self._damaged(error)
@@ -120,41 +120,42 @@ class TorchFile:
         self._zip.close()
 
     def read(self, tensor: Tensor) -> Shaped[np.ndarray, "..."]:
-        """Return an array's numbers, a view of the bytes that they lie in."""
+        """Return an array as a view of its storage's bytes."""
         try:
             stored = self._zip.read(tensor.entry)
         except Exception as error:
             self._damaged(error)
         strides = tuple(stride * tensor.dtype.itemsize for stride in tensor.strides)
-        at = tensor.offset * tensor.dtype.itemsize if stored else 0
-        return np.ndarray(tensor.shape, tensor.dtype, stored, at, strides)
+        offset = tensor.offset * tensor.dtype.itemsize if stored else 0
+        return np.ndarray(tensor.shape, tensor.dtype, stored, offset, strides)
 
-    def check(self, found: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse layers that lack an array, or have another one or one of another shape; no bytes are read.
+    def check(self, content: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse layers with a missing array, an unknown array or a wrong shape. No bytes are read.
 
         Args:
-            found: what the content has of each layer. shapes: the arrays that each must have, by name.
+            content: the content of each layer.
+            shapes: the shapes of the arrays that each layer must have, by name.
         """
-        for index, layer in enumerate(found):
+        for index, layer in enumerate(content):
             if others := layer.keys() - shapes.keys():
                 unknown = shown(min(others, key=str))
-                raise UserError(f"{self.file}: layer {index} has {unknown}, which is not of such gates")
-            for name, wanted in shapes.items():
-                if (has := shape_of(layer, name)) != wanted:
+                raise UserError(f"{self.file}: layer {index} has {unknown}, which such gates do not have")
+            for name, expected in shapes.items():
+                if (found := shape_of(layer, name)) != expected:
                     raise UserError(
-                        f"{self.file}: layer {index}: {name} should have shape {wanted}, found {has}"
+                        f"{self.file}: layer {index}: {name} should have shape {expected}, found {found}"
                     )
-        total = sum(layer[name].nbytes for layer in found for name in shapes)
-        # layers may share an array (DBTrimKV's last one), which is then read for each
+        total = sum(layer[name].nbytes for layer in content for name in shapes)
+        # layers may share an array (as DBTrimKV's last one), which is then read for each of them
         if total > 2 * self.bytes:
-            raise UserError(f"{self.file}: has {self.bytes} bytes, and says that {total} of arrays are in it")
+            raise UserError(f"{self.file}: has {self.bytes} bytes, but declares arrays of {total} bytes")
 
     def stack(
-        self, found: Sequence[Mapping[str, Any]], names: Iterable[str]
+        self, content: Sequence[Mapping[str, Any]], names: Iterable[str]
     ) -> dict[str, Float32[np.ndarray, "l ..."]]:
-        """Return the arrays of these names, of all layers that `check` let pass, in float32. Raises UserError for
-        numbers that are not finite."""
-        arrays = {name: [self.read(x[name]) for x in found] for name in names}
+        """Return the named arrays of all layers, stacked, in float32. `check` must have accepted `content`. Raises
+        UserError for numbers that are not finite."""
+        arrays = {name: [self.read(layer[name]) for layer in content] for name in names}
         for name, layers in arrays.items():
             check_finite(self.file, {f"layer {index}: {name}": layer for index, layer in enumerate(layers)})
         return {name: np.stack([x.astype(np.float32) for x in layers]) for name, layers in arrays.items()}
@@ -162,7 +163,7 @@ class TorchFile:
     def _damaged(self, error: Exception) -> NoReturn:
         if isinstance(error, UserError):
             raise error
-        raise UserError(f"{self.file}: no file of torch.save's, or it is damaged ({error!r})") from None
+        raise UserError(f"{self.file}: not a file of torch.save, or damaged ({error!r})") from None
 
     def _check_order(self) -> None:
         if f"{self._folder}byteorder" in self._zip.namelist():
@@ -171,18 +172,18 @@ class TorchFile:
                 raise UserError(f"{self.file}: its byte order is {shown(order)}, expected little")
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
-        """Return an entry that holds its bytes as they are, as torch's do. A packed one may be larger than the file."""
+        """Return an uncompressed entry, as torch writes them. A compressed one could expand beyond the file's size."""
         entry = self._zip.getinfo(self._folder + name)
         if not entry.file_size == entry.compress_size <= self.bytes:
-            raise UserError(f"{self.file}: {name} is packed, which it never is in a file of torch.save's")
+            raise UserError(f"{self.file}: {name} is compressed, which torch.save never does")
         return entry
 
-    def _follow(self, program: bytes) -> Any:
-        """Follow a program of pickle's protocol 2, which is torch's, and return the value that it leaves.
+    def _interpret(self, program: bytes) -> Any:
+        """Interpret a program of pickle's protocol 2, which torch uses, and return its value.
 
         Raises:
-            UserError: an instruction or a name that gates do not need.
-            Exception: any kind, for a damaged program.
+            UserError: the program has an instruction or a name that gates do not need.
+            Exception: the program is damaged; the exception may be of any kind.
         """
         stack: list[Any] = []
         marks: list[int] = []
@@ -190,13 +191,13 @@ class TorchFile:
         instructions: Any = pickletools.genops(program)
 
         def pop(count: int | None = None) -> list[Any]:
-            """Remove and return the last values; with no `count` those since the last mark."""
+            """Remove and return the last `count` values, or all values since the last mark."""
             start = marks.pop() if count is None else len(stack) - count
             if start < (marks[-1] if marks else 0):
                 raise ValueError("too few values")
-            found = stack[start:]
+            values = stack[start:]
             del stack[start:]
-            return found
+            return values
 
         def top(*kinds: type) -> Any:
             if type(stack[-1]) not in kinds:
@@ -226,7 +227,7 @@ class TorchFile:
                 case "SETITEM" | "SETITEMS" as name:
                     pairs = pop(2 if name == "SETITEM" else None)
                     if not all(type(key) in (str, int) for key in pairs[::2]):
-                        raise ValueError("a key is no word and no number")
+                        raise ValueError("a key is neither a string nor an integer")
                     top(dict).update(zip(pairs[::2], pairs[1::2], strict=True))
                 case "APPEND" | "APPENDS" as name:
                     values = pop(1 if name == "APPEND" else None)
@@ -235,13 +236,13 @@ class TorchFile:
                     name = argument.replace(" ", ".")
                     if name not in NAMES:
                         self._refuse(f"asks for {repr(name)[1:-1][:100]}")
-                    stack.append(Named(name))
+                    stack.append(Global(name))
                 case "BINPERSID":
                     stack.append(self._storage(*pop(1)))
                 case "REDUCE":
-                    stack.append(self._called(*pop(2)))
+                    stack.append(self._call(*pop(2)))
                 case "BUILD":
-                    pop(1)  # the further state of a dictionary or of one of NumPy's numbers
+                    pop(1)  # additional state of a dictionary or of a NumPy number
                     top(dict, Unread)
                 case name if name in VALUES:
                     stack.append(argument)
@@ -249,28 +250,28 @@ class TorchFile:
                     stack.append(CONSTANTS[name])
                 case name:
                     self._refuse(f"has pickle's instruction {name}")
-        raise ValueError("it has no end")
+        raise ValueError("it has no STOP instruction")
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UserError(f"{self.file}: {what}, which is not among what gates need")
+    def _refuse(self, request: str) -> NoReturn:
+        raise UserError(f"{self.file}: {request}, which gates do not need")
 
-    def _called(self, what: Any, arguments: Any) -> Any:
-        """Return the value that the call of a name stands for."""
-        if what.name == TENSOR:
+    def _call(self, function: Any, arguments: Any) -> Any:
+        """Return the value that stands for the call of a `Global`."""
+        if function.name == TENSOR:
             return self._tensor(*arguments[:4])
-        if what.name == PARAMETER:
+        if function.name == PARAMETER:
             return arguments[0]
-        if what.name == DICTIONARY and not arguments:
+        if function.name == DICTIONARY and not arguments:
             return {}
-        if what.name in UNREAD:
+        if function.name in UNREAD:
             return Unread()
-        raise ValueError(f"{what.name} of {len(arguments)} values")
+        raise ValueError(f"{function.name} of {len(arguments)} values")
 
-    def _storage(self, said: Any) -> tuple[zipfile.ZipInfo, np.dtype]:
-        """Return the entry and the dtype of ("storage", kind, name, device, count)."""
-        word, kind, key, _, count = said
-        if word != "storage" or type(key) is not str or type(count) is not int:
-            raise ValueError("an array of no known storage")
+    def _storage(self, description: Any) -> tuple[zipfile.ZipInfo, np.dtype]:
+        """Return the entry and the dtype of a storage, given ("storage", kind, name, device, count)."""
+        tag, kind, key, _, count = description
+        if tag != "storage" or type(key) is not str or type(count) is not int:
+            raise ValueError("an array in an unknown storage")
         entry, dtype = self._entry(f"data/{key}"), np.dtype(STORAGES[kind.name])
         if count * dtype.itemsize != entry.file_size:
             raise UserError(
@@ -279,19 +280,19 @@ class TorchFile:
         return entry, dtype
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
-        """Return an array that lies within its storage, in which its numbers could all have places of their own."""
+        """Return an array. Its numbers must lie within its storage, and must not outnumber the storage's."""
         entry, dtype = storage
-        whole = offset, *shape, *strides
-        if len(shape) != len(strides) or len(shape) > MOST_AXES or not all(type(x) is int for x in whole):
+        numbers = offset, *shape, *strides
+        if len(shape) != len(strides) or len(shape) > MAX_AXES or not all(type(x) is int for x in numbers):
             raise ValueError("an array without a shape")
         count, size = entry.file_size // dtype.itemsize, math.prod(shape)
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if min(whole) < 0 or size > count or (size and last >= count):
+        if min(numbers) < 0 or size > count or (size and last >= count):
             raise UserError(
                 f"{self.file}: an array of shape {shape} and strides {strides}, from number {offset} on, does not lie "
                 f"in the {count} numbers of its storage"
             )
-        # strides over nothing or over one index are meaningless, and may be larger than NumPy takes
+        # strides of empty arrays and of axes of size 1 are meaningless, and may be larger than NumPy accepts
         strides = tuple(stride if size and n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
         return Tensor(entry, dtype, offset if size else 0, tuple(shape), strides)
 
@@ -306,12 +307,14 @@ def check_finite(where: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def shape_of(layer: Mapping[str, Any], name: str) -> tuple[int, ...] | str:
-    """Return an array's shape, or a word for what is there instead."""
-    found = layer.get(name)
-    return found.shape if isinstance(found, Tensor) else "nothing" if found is None else type(found).__name__
+    """Return an array's shape, or the name of the type of another value, or "nothing"."""
+    value = layer.get(name)
+    if isinstance(value, Tensor):
+        return value.shape
+    return "nothing" if value is None else type(value).__name__
 
 
 def is_torch_file(path: Any) -> bool:
-    """Return True if a path is a file's, or named like one of torch's and not a folder's."""
+    """Return True if a path is a file, or has a suffix of torch's files and is not a folder."""
     path = Path(path)
     return path.is_file() or (path.suffix in (".pt", ".pth") and not path.is_dir())

@@ -1,4 +1,4 @@
-"""Joins the processes that a launcher has started to one run. Importing this imports no jax."""
+"""Joining of the processes that a launcher has started into one run. Importing this module does not import jax."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 from kvjax.errors import UserError, one_line, warn
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-"""The variables that describe the processes to JAX itself, whatever has started them."""
+"""The variables that describe the processes to JAX, whatever has started them."""
 MPI = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "PMI_SIZE": "MPI"}
-"""Variables in which MPI's launchers write the number of processes, with their names."""
+"""The variables with which MPI's launchers give the number of processes, and the launchers' names."""
 
 
 def join_processes(jax: Any) -> tuple[str, int]:
-    """Join the other processes of this run, if its launcher has started any. jax must not have started.
+    """Join the other processes of this run, if its launcher has started any. Call it before jax starts.
 
-    `jax.distributed.initialize` finds the processes of TPU pods, Slurm, MPI and indexed jobs of Kubernetes. Others are
-    described by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. JAX_NUM_PROCESSES=1 alone keeps a
-    process by itself.
+    `jax.distributed.initialize` finds the processes of TPU pods, Slurm, MPI and indexed jobs of Kubernetes. For
+    other launchers, set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. JAX_NUM_PROCESSES=1 alone keeps
+    a process separate.
 
     Returns:
-        the launcher's name, "" where there is one process; and the number of processes, 1 where it is not known before
+        The launcher's name, or "" for a single process; and the number of processes, or 1 if it is not known before
         devices have started.
 
     Raises:
-        UserError: several processes were started, and they do not find each other.
+        UserError: several processes were started but do not find each other.
     """
     env = os.environ
     if jax.distributed.is_initialized():
         return "", jax.process_count()
     if ADDRESS in env:
-        named = {"num_processes": env.get(COUNT), "process_id": env.get(INDEX)}
-        given = {name: int(value) for name, value in named.items() if value is not None}
-        return _join(jax, ADDRESS, given.get("num_processes", 1), **given)
+        variables = {"num_processes": env.get(COUNT), "process_id": env.get(INDEX)}
+        arguments = {name: int(value) for name, value in variables.items() if value is not None}
+        return _join(jax, ADDRESS, arguments.get("num_processes", 1), **arguments)
     if env.get(COUNT) == "1":
         return "", 1
     if _is_tpu_pod():
@@ -54,9 +54,9 @@ def join_processes(jax: Any) -> tuple[str, int]:
     if _is_tpu_machine():
         try:
             return _join(jax, "TPU pod", 1)
-        except _NoClusterError as none:
-            if isinstance(none.__cause__, OSError):
-                warn(f"no metadata server says whether this is a pod, so this machine runs alone: {none}")
+        except _NoClusterError as error:
+            if isinstance(error.__cause__, OSError):
+                warn(f"no metadata server says whether this is a pod, so this machine runs alone: {error}")
     if (machines := _number("SKYPILOT_NUM_NODES")) > 1:
         raise UserError(
             f"SkyPilot started {machines} machines, which do not know each other: set {ADDRESS}, {COUNT} and {INDEX}"
@@ -78,11 +78,11 @@ def _join_mpi(jax: Any, name: str, count: int) -> tuple[str, int]:
     return _join(jax, name, count, cluster_detection_method="mpi4py")
 
 
-def _join(jax: Any, name: str, count: int, **given: Any) -> tuple[str, int]:
+def _join(jax: Any, name: str, count: int, **arguments: Any) -> tuple[str, int]:
     try:
-        jax.distributed.initialize(**given)
-    except Exception as error:  # jax, its clients of clusters and their networks raise whatever they like
-        # without a cluster jax misses the address, and a metadata server that is not there is an OSError
+        jax.distributed.initialize(**arguments)
+    except Exception as error:  # jax and its clients of clusters raise exceptions of any kind
+        # without a cluster jax raises ValueError, and a missing metadata server is an OSError
         kind = _NoClusterError if isinstance(error, ValueError | OSError) else UserError
         raise kind(f"{name}: this process does not find the run's others: {one_line(str(error))}") from error
     return name, count
@@ -94,11 +94,11 @@ def _number(variable: str) -> int:
 
 
 def _slurm_tasks() -> int:
-    """Return the number of tasks of a step that srun started; 0 for a job's script or shell, and for processes that MPI
-    started in the step."""
-    tasks, of_step = _number("SLURM_NTASKS"), _number("SLURM_STEP_NUM_TASKS")
+    """Return the number of tasks of a step that srun started. It is 0 in a job's script or shell, and for processes
+    that MPI started within the step."""
+    tasks, step_tasks = _number("SLURM_NTASKS"), _number("SLURM_STEP_NUM_TASKS")
     by_mpi = any(_number(variable) not in (0, tasks) for variable in MPI)
-    return tasks if "SLURM_STEP_NODELIST" in os.environ and of_step in (0, tasks) and not by_mpi else 0
+    return tasks if "SLURM_STEP_NODELIST" in os.environ and step_tasks in (0, tasks) and not by_mpi else 0
 
 
 def _is_tpu_pod() -> bool:
@@ -108,12 +108,9 @@ def _is_tpu_pod() -> bool:
 
 
 def _is_tpu_machine() -> bool:
-    """Return True if this may be a machine of a TPU pod: libtpu is installed, and no variable says that there is no
-    pod. Importing jax sets one of them where there is no TPU."""
-    alone = ("TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
-    if any(variable in os.environ for variable in alone) or not importlib.util.find_spec("libtpu"):
+    """Return True if this may be a machine of a TPU pod: libtpu is installed, and no variable rules out a pod.
+    Importing jax sets one of these variables on machines without a TPU."""
+    excluding = ("TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+    if any(variable in os.environ for variable in excluding) or not importlib.util.find_spec("libtpu"):
         return False
     return "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
-
-
-__all__ = ["join_processes"]

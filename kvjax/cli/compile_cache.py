@@ -1,4 +1,4 @@
-"""Compiled programs that are kept on disk, so that what was compiled once is not compiled again by another process."""
+"""The cache of compiled programs on disk, so that later processes need not compile them again."""
 
 import contextlib
 import os
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM_BYTES = 2 << 30
-"""The most bytes of compiled programs that are kept. Beyond that, those used longest ago go."""
+"""The maximum bytes of the cache. Beyond that, the least recently used programs are removed."""
 CHECKED_BYTES = 64 << 20
-"""The most bytes of the newest programs that are read at a start to see whether they are whole."""
+"""The maximum bytes of new programs that are read at a start, to check that they are complete."""
 
 
 def keep_programs() -> None:
-    """Keep compiled programs in the user's cache folder from here on, unless the program or the environment names
-    another folder (`JAX_COMPILATION_CACHE_DIR`) or keeps none (`JAX_ENABLE_COMPILATION_CACHE=false`)."""
+    """Keep compiled programs in the user's cache folder from now on, unless the environment or `jax.config` names
+    another folder (`JAX_COMPILATION_CACHE_DIR`) or disables the cache (`JAX_ENABLE_COMPILATION_CACHE=false`)."""
     import jax
 
     config: Any = jax.config
@@ -24,7 +24,7 @@ def keep_programs() -> None:
     try:
         new = not folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or none that can be written: nothing is kept
+    except (OSError, RuntimeError):  # there is no home, or it is not writable
         return
     if new:
         print(
@@ -32,7 +32,7 @@ def keep_programs() -> None:
             "JAX_ENABLE_COMPILATION_CACHE=false).",
             file=sys.stderr,
         )
-    with contextlib.suppress(OSError):  # another process removes some, too
+    with contextlib.suppress(OSError):  # another process may remove some at the same time
         remove_broken(folder)
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_compilation_cache_max_size", PROGRAM_BYTES)
@@ -40,8 +40,8 @@ def keep_programs() -> None:
 
 
 def remove_broken(folder: Path) -> None:
-    """Remove the programs that a killed process wrote only in part: JAX warns of them at every start and never replaces
-    them. Only programs that were written since the last check are read."""
+    """Remove programs that a killed process wrote only in part. JAX would warn of them at every start and never replace
+    them. Only programs written since the last check are read."""
     from jax._src.compilation_cache import decompress_executable
 
     marker, left = folder / ".checked", CHECKED_BYTES
@@ -49,13 +49,13 @@ def remove_broken(folder: Path) -> None:
     marker.touch()
     written = {entry: entry.stat() for entry in folder.glob("*-cache")}
     for entry, stat in sorted(written.items(), key=lambda item: -item[1].st_mtime):
-        used = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
+        access = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
         try:
-            whole = used.exists()  # it is written behind the program
-            if whole and stat.st_mtime >= since and (left := left - stat.st_size) >= 0:
+            complete = access.exists()  # JAX writes it after the program
+            if complete and stat.st_mtime >= since and (left := left - stat.st_size) >= 0:
                 decompress_executable(entry.read_bytes())
-        except Exception:  # zlib's or zstandard's own kinds
-            whole = False
-        if not whole:
+        except Exception:  # zlib and zstandard have their own exceptions
+            complete = False
+        if not complete:
             entry.unlink(missing_ok=True)
-            used.unlink(missing_ok=True)
+            access.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The start of every command: its arguments, its devices, and one line instead of a traceback for errors that a user
-can fix.
+"""The start of every command: its arguments, its devices, and errors that a user can fix, which end in one line instead
+of a traceback.
 
-Importing this imports no jax, so that `--help` and a refused command line answer at once.
+Importing this module does not import jax, so that `--help` and errors of the command line come at once.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STORAGE = {
+STORAGE_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR),
 }
-"""Errors of the operating system about a path or a disk that a user can fix."""
-PATIENCE = 10.0
-"""Seconds that a process which ends with an error waits for the run's others to end."""
+"""The operating system's errors about a path or a disk that a user can fix."""
+SHUTDOWN_SECONDS = 10.0
+"""The time that a process which ends with an error waits for the other processes of its run to end."""
 ACCELERATOR_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd", "/dev/dxg")
 """Device nodes of NVIDIA GPUs, of TPUs (two generations), of AMD GPUs, and of GPUs under WSL."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads, `sequence` tokens, and
-    `replica` the MLP, experts and the vocabulary, beside `tensor`."""
+    """The number of devices along each mesh axis. `data` and `fsdp` split the batch, `tensor` splits heads, `sequence`
+    splits tokens, and `replica` together with `tensor` splits the MLP, experts and the vocabulary."""
 
     data: int = 1
     """Devices that split the batch."""
@@ -56,9 +56,9 @@ class MeshShape:
     tensor: int = 1
     """Devices that split heads."""
     sequence: int = 1
-    """Devices that split tokens, and kv heads where whole sequences are looked at."""
+    """Devices that split tokens, and kv heads where an operation needs whole sequences."""
     replica: int = 1
-    """Devices that hold the same kv heads, where there are more devices than these."""
+    """Devices that hold the same kv heads, for meshes with more devices than kv heads."""
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
@@ -94,7 +94,7 @@ class MeshShape:
         return self.data * self.fsdp
 
     def for_heads(self, kv_heads: int) -> MeshShape:
-        """Return the mesh for a model of so many kv heads: where `tensor` is a multiple of them, the rest of it belongs
+        """Return the mesh for a model with this number of kv heads. If `tensor` is a multiple of it, the quotient goes
         to `replica`."""
         heads = kv_heads // self.sequence
         if heads == 0 or self.tensor % heads:
@@ -109,9 +109,10 @@ class MeshShape:
 
 
 def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T | None = None) -> T:
-    """Return the dataclass `cls` from the command line (`sys.argv` if `args` is None), over `default`'s values.
+    """Return the dataclass `cls` with the values of the command line (`sys.argv` if `args` is None). `default` has the
+    values of missing options.
 
-    `--help` prints the fields with their docstrings and leaves. Raises UserError, one line, for anything wrong.
+    `--help` prints the fields with their docstrings and exits. Raises UserError for anything wrong.
     """
     import tyro
 
@@ -129,27 +130,27 @@ def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T
             str_from_instance=lambda shape: [str(shape)],
         )
 
-    complaint = io.StringIO()
+    output = io.StringIO()
     module = sys.modules["__main__"].__spec__
     program = f"python -m {module.name.removesuffix('.__main__')}" if module and args is None else None
     try:
-        with registry, contextlib.redirect_stderr(complaint):
-            known: dict[str, Any] = {} if default is None else {"default": default}
-            return tyro.cli(cls, prog=program, args=args, **known)
-    except SystemExit as end:
-        if not end.code:
+        with registry, contextlib.redirect_stderr(output):
+            options: dict[str, Any] = {} if default is None else {"default": default}
+            return tyro.cli(cls, prog=program, args=args, **options)
+    except SystemExit as exit_:
+        if not exit_.code:
             raise
-        raise UserError(_one_line(complaint.getvalue())) from None
+        raise UserError(_one_line(output.getvalue())) from None
 
 
 def _one_line(box: str) -> str:
-    """Return the message in one of tyro's boxes, with the names it offers, without title and frame (of either
-    charset)."""
+    """Return the message in a box that tyro printed, with the options it suggests, without title and frame (in Unicode
+    or ASCII)."""
     _, *missing = re.split(r"Missing from .*", box)
     if missing:
-        # names are indented by six, what they mean by ten, and after a rule comes advice
-        part = re.split("──|---", missing[0].replace("│", " "))[0]
-        names = re.findall(r"^ {6}(\S.*?) *$", part, re.MULTILINE)
+        # names are indented by six spaces and their descriptions by ten; advice follows after a rule
+        section = re.split("──|---", missing[0].replace("│", " "))[0]
+        names = re.findall(r"^ {6}(\S.*?) *$", section, re.MULTILINE)
         return f"missing: {', '.join(names)}; --help says more"
     parts: list[list[str]] = [[]]
     for line in (line.strip("│ ") for line in box.splitlines()):
@@ -158,20 +159,19 @@ def _one_line(box: str) -> str:
         else:
             parts[-1].append(line)
     _, message, *hints = [" ".join(part).strip() for part in parts]
-    offered = [
+    suggested = [
         word.rstrip(",")
         for hint in hints
         if hint.startswith("Perhaps")
         for word in hint.split()
         if word.startswith("--")
     ]
-    message = _in_our_words(message)
-    return f"{message}; the nearest known: {', '.join(offered)}" if offered else message
+    message = _reworded(message)
+    return f"{message}; the nearest known: {', '.join(suggested)}" if suggested else message
 
 
-def _in_our_words(message: str) -> str:
-    """Return tyro's message about one option in our words: the option, what was expected and what was given, without
-    terms of its parser."""
+def _reworded(message: str) -> str:
+    """Return tyro's message about an option in the form of kvjax's messages: what was expected and what was given."""
     if unknown := re.fullmatch(r"Unrecognized options: (.*)", message):
         words = unknown[1].split(", ")
         options = [word for word in words if word.startswith("-")]
@@ -186,32 +186,32 @@ def _in_our_words(message: str) -> str:
     if wrong is None:
         return message
     option, why = wrong.groups()
-    given = re.search(r"\[('.*?')\]|: ('.*')$", why)
+    values = re.search(r"\[('.*?')\]|: ('.*')$", why)
     kind = "whole number" if "int()" in why else "number" if "to float" in why else ""
-    if given is None or not (kind or "valid parse" in why):
-        own = f"{option[2:]} "
-        return f"{option} {why.removeprefix(own)}" if why.startswith(own) else f"{option}: {why}"
-    value = given[1] or given[2]
+    if values is None or not (kind or "valid parse" in why):
+        name = f"{option[2:]} "
+        return f"{option} {why.removeprefix(name)}" if why.startswith(name) else f"{option}: {why}"
+    value = values[1] or values[2]
     return f"{option} must be a {kind}, got {value}" if kind else f"{option} does not take {value}"
 
 
 def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
-    """Return a mesh of that shape on this machine's accelerators, or on virtual CPU devices where it has none.
+    """Return a mesh of that shape on this machine's accelerators, or on virtual CPU devices if it has none.
 
-    The first call decides what jax runs on, so it comes before anything else that uses jax.
+    The first call determines what jax runs on, so it must come before anything else that uses jax.
 
-    alone: this process does not join others that the same launcher has started; else they form one mesh
-        (`join_processes`).
+    Args:
+        alone: do not join other processes of the same launcher. By default they form one mesh (`join_processes`).
 
     Raises:
-        UserError: accelerators are there, but fewer than the mesh needs; or processes that are not used by the mesh or
-            do not find each other.
+        UserError: there are too few accelerators, the mesh uses no device of some process, or processes do not find
+            each other.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not has_accelerator():
-        # without this, an installed libtpu or CUDA plugin complains at length that there is nothing to run on
+        # otherwise an installed libtpu or CUDA plugin prints long messages about the missing devices
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
     import jax
@@ -227,17 +227,18 @@ def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
         )
         kind = devices[0].platform
         raise UserError(f"--mesh {shape} needs {shape.count} devices, {where} {len(devices)} ({kind})")
-    used, every = ({device.process_index for device in some} for some in (devices[: shape.count], devices))
-    if used != every:
+    mesh_devices = devices[: shape.count]
+    used, present = ({device.process_index for device in group} for group in (mesh_devices, devices))
+    if used != present:
         raise UserError(
-            f"--mesh {shape} takes {shape.count} of the {len(devices)} devices, and none of some of the {len(every)} "
-            "processes"
+            f"--mesh {shape} uses {shape.count} of the {len(devices)} devices, and no device of some of the "
+            f"{len(present)} processes"
         )
 
     from kvjax.mesh import make_mesh
 
     if launcher and jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-        # jax's preemption service, which is for several processes, has taken the signal
+        # jax's preemption service, meant for several processes, has taken the signal: install the handler again
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     if jax.process_index() == 0:
         if launcher:
@@ -249,7 +250,7 @@ def start(shape: MeshShape, *, alone: bool = False) -> Mesh:
 
 @contextlib.contextmanager
 def first_process_prints() -> Iterator[None]:
-    """Return a context in which only the first of several processes prints. Errors leave it before they are printed."""
+    """Return a context in which only the first of several processes prints. Errors are printed outside of it."""
     import jax
 
     if jax.process_index() == 0:
@@ -264,48 +265,48 @@ def first_process_prints() -> Iterator[None]:
 
 
 def start_without_devices() -> Mesh:
-    """Return a mesh of one CPU device, whatever this machine has, for work on shapes alone."""
+    """Return a mesh of one CPU device on any machine, for work on shapes alone."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     return start(MeshShape(), alone=True)
 
 
 def has_accelerator() -> bool:
-    """Return True if this machine shows a device node of a GPU or a TPU."""
+    """Return True if this machine has a device node of a GPU or a TPU."""
     return any(glob.glob(pattern) for pattern in ACCELERATOR_NODES)
 
 
 def _virtual_devices(jax: Any, count: int) -> None:
-    """Set up at least `count` CPU devices in this process, unless jax has already started or its flags set their
+    """Set up at least `count` CPU devices in this process, unless jax has already started or its flags set the
     number."""
     preset = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if preset or jax.config.jax_num_cpu_devices >= count:
         return
-    with contextlib.suppress(RuntimeError):  # already started: what there is must do
+    with contextlib.suppress(RuntimeError):  # already started
         jax.config.update("jax_num_cpu_devices", count)
 
 
 class Termination(KeyboardInterrupt):
-    """SIGTERM, which batch systems and `timeout` send before they kill."""
+    """SIGTERM, which batch systems and `timeout` send before SIGKILL."""
 
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. An error that a user can fix ends in one line on stderr and exit code 2.
 
-    SIGTERM ends it as the keyboard does, with what it was writing removed. Several processes are an exception: there
-    jax's preemption service takes the signal.
+    SIGTERM ends it like Ctrl-C, and partial files are removed. With several processes, jax's preemption service handles
+    the signal instead.
     """
-    before = signal.signal(signal.SIGTERM, _terminate)
-    usual, warnings.formatwarning = warnings.formatwarning, _as_line
+    old_handler = signal.signal(signal.SIGTERM, _terminate)
+    old_format, warnings.formatwarning = warnings.formatwarning, _as_line
     try:
-        with _stops_come_again(), only_named(sys.argv[1:]):
+        with _repeated_stops(), only_named(sys.argv[1:]):
             main()
         return
     except UserError as error:
         line, code = f"error: {error}", 2
     except Termination as stop:
-        line, code = _said("stopped by SIGTERM", stop), 143
+        line, code = _with_advice("stopped by SIGTERM", stop), 143
     except KeyboardInterrupt as stop:
-        line, code = _said("stopped by the keyboard", stop), 130
+        line, code = _with_advice("stopped by the keyboard", stop), 130
     except BrokenPipeError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
@@ -317,24 +318,24 @@ def run_command(main: Callable[[], None]) -> None:
             raise
         line, code = f"error: {one_line(problem)}", 2
     finally:
-        signal.signal(signal.SIGTERM, before)
-        warnings.formatwarning = usual
+        signal.signal(signal.SIGTERM, old_handler)
+        warnings.formatwarning = old_format
     if line:
         print(line, file=sys.stderr)
     if code > 128 or _several_processes():
-        # a compilation goes on in a thread of XLA's, which Python waits for, and crashes once Python has ended
-        atexit.register(_end_at_once, code)
+        # a running compilation goes on in a thread of XLA, which would crash after Python's end
+        atexit.register(_exit_at_once, code)
     sys.exit(code)
 
 
-def _end_at_once(code: int) -> None:
+def _exit_at_once(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if _several_processes():
-        # most errors end all processes; those that this one alone has must not leave the others waiting
-        leaving = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
-        leaving.start()
-        leaving.join(PATIENCE)
+        # most errors end all processes; an error of this one alone must not leave the others waiting
+        shutdown = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
+        shutdown.start()
+        shutdown.join(SHUTDOWN_SECONDS)
     os._exit(code)
 
 
@@ -344,37 +345,37 @@ def _several_processes() -> bool:
 
 
 @contextlib.contextmanager
-def _stops_come_again() -> Iterator[None]:
-    """Return a context in which a stop that came where Python ignores exceptions, as in callbacks of the garbage
-    collector while jax compiles, comes once more a moment later."""
-    usual, to_come = sys.unraisablehook, []
+def _repeated_stops() -> Iterator[None]:
+    """Return a context that repeats an interrupt a moment later if Python has ignored it. Python ignores exceptions in
+    callbacks of the garbage collector, which may run while jax compiles."""
+    old_hook, timers = sys.unraisablehook, []
 
-    def ignored(what: sys.UnraisableHookArgs) -> None:
-        if not issubclass(what.exc_type, KeyboardInterrupt):
-            usual(what)
+    def repeat(ignored: sys.UnraisableHookArgs) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            old_hook(ignored)
             return
-        number = signal.SIGTERM if issubclass(what.exc_type, Termination) else signal.SIGINT
-        to_come.append(threading.Timer(0.05, _thread.interrupt_main, (number,)))
-        to_come[-1].start()
+        number = signal.SIGTERM if issubclass(ignored.exc_type, Termination) else signal.SIGINT
+        timers.append(threading.Timer(0.05, _thread.interrupt_main, (number,)))
+        timers[-1].start()
 
-    sys.unraisablehook = ignored
+    sys.unraisablehook = repeat
     try:
         yield
     finally:
-        for timer in to_come:
+        for timer in timers:
             timer.cancel()
-        sys.unraisablehook = usual
+        sys.unraisablehook = old_hook
 
 
 def _as_line(message: Warning | str, category: type[Warning], *where: Any) -> str:
-    """Return a warning as a command prints it. One that is meant for the user stands alone, without file and line."""
+    """Return a warning in the form in which commands print it. A warning for the user has no file and line."""
     if category is UserWarning:
         return f"warning: {one_line(str(message))}\n"
     return f"{where[0]}:{where[1]}: {category.__name__}: {one_line(str(message))}\n"
 
 
-def _said(line: str, stop: KeyboardInterrupt) -> str:
-    """Return the line, followed by the command's advice on how to continue, if it gives any."""
+def _with_advice(line: str, stop: KeyboardInterrupt) -> str:
+    """Return the line, followed by the interrupted command's advice on how to continue, if any."""
     return f"{line}: {stop}" if str(stop) else line
 
 
@@ -383,18 +384,20 @@ def _terminate(*_: object) -> None:
 
 
 def storage_problem(error: BaseException) -> str | None:
-    """Return one line for a full disk or a path that cannot be used (`STORAGE`), found anywhere in the chain of causes;
-    else None."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in STORAGE:
-            # a copy names what it read before what it wrote
-            return f"{seen.filename2 or seen.filename or 'the disk'}: {seen.strerror}"
+    """Return one line for a full disk or an unusable path (`STORAGE_ERRORS`) anywhere in the chain of causes; None if
+    there is neither."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in STORAGE_ERRORS:
+            # after a failed copy, filename is the source and filename2 the target
+            return f"{cause.filename2 or cause.filename or 'the disk'}: {cause.strerror}"
         for number in (errno.ENOSPC, errno.EFBIG):
-            # other libraries' words for it
-            if os.strerror(number) in str(seen) or f"os_error_code='{number}'" in str(seen):
-                if isinstance(seen, OSError) and seen.errno is None:  # of kvjax.files, which names the file
-                    return str(seen)
+            # other libraries have only a text
+            if os.strerror(number) in str(cause) or f"os_error_code='{number}'" in str(cause):
+                if (
+                    isinstance(cause, OSError) and cause.errno is None
+                ):  # raised in kvjax.files, with the file's name
+                    return str(cause)
                 return f"the disk is full, or a file may not be as large: {os.strerror(number)}"
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return None

@@ -1,4 +1,4 @@
-"""One process at a time writes into a folder of results."""
+"""A lock that lets only one process at a time write into a folder of results."""
 
 import fcntl
 import os
@@ -8,31 +8,31 @@ from types import TracebackType
 from kvjax.errors import UserError
 
 LOCK = ".lock"
-"""The lock file in the folder. The lock ends with the process, however that ends; the file stays."""
+"""The lock file in the folder. The lock ends with the process, even if that is killed; the file stays."""
 
 
 class FolderLock:
-    """A context in which the folder is this process's own: from its beginning if the folder is there, else from `take`.
+    """A context that holds the lock of a folder: from its beginning if the folder exists, otherwise from `take`.
 
     On a file system without locks nothing is locked.
 
     Raises:
-        UserError: another process has it.
+        UserError: another process holds the lock.
     """
 
     def __init__(self, folder: Path, option: str, *, wanted: bool = True):
-        """Remember the folder and the option that named it. `wanted`: False where another process of the same run holds
-        the lock."""
+        """Store the folder and the option that names it, for messages. `wanted`: False if another process of the same
+        run holds the lock."""
         self._folder, self._option, self._wanted = folder, option, wanted
         self._opened: int | None = None
 
     def take(self) -> None:
-        """Take the lock, now that the folder was made."""
+        """Take the lock, if the folder exists by now."""
         if self._opened is not None or not self._wanted or not self._folder.is_dir():
             return
         try:
             opened = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:  # writing there will say what is wrong
+        except OSError:  # writing the results will report the problem
             return
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

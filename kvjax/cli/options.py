@@ -1,4 +1,5 @@
-"""YAML files of numbers over a command's defaults, under its command line: one meaning, one set of error messages."""
+"""YAML files of a command's options. They override its defaults, and the command line overrides them. Values are parsed
+like the command line's, with the same error messages."""
 
 import dataclasses
 import datetime
@@ -17,28 +18,28 @@ from kvjax.files import is_there, read_text, write_text
 T = TypeVar("T")
 
 LARGEST_CONFIG = 1 << 18
-"""The most bytes of a YAML file."""
-NUMBER = re.compile(r"-\.?\d.*")
+"""The maximum bytes of a YAML file."""
+NEGATIVE_NUMBER = re.compile(r"-\.?\d.*")
 
 
 def packaged_configs() -> Path:
-    """Return the folder of the configs that come with kvjax: inside the package, or beside it in a working tree."""
+    """Return the folder of the configs that come with kvjax. It is in the package, or next to it in a working tree."""
     package = Path(__file__).parent.parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def find_config(name: str) -> Path:
-    """Return a YAML file by its path, or one that comes with kvjax by its name (`qwen3-4b`).
+    """Return a YAML file, given its path, or the name (`qwen3-4b`) of one that comes with kvjax.
 
-    Raises UserError naming the nearest that come with kvjax if there is no such file.
+    Raises UserError if there is no such file; the message has the nearest names.
     """
     packaged = packaged_configs() / f"{Path(name).stem if name.endswith('.yaml') else name}.yaml"
     for candidate in (Path(name), packaged):
         if is_there(candidate, "--config") and not candidate.is_dir():
             return candidate
-    own = packaged_configs()
-    known = [str(path.relative_to(own).with_suffix("")) for path in own.rglob("*.yaml")]
+    folder = packaged_configs()
+    known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.0)
     raise UserError(
         f"--config {name}: there is no such file; the nearest that come with kvjax: {', '.join(near)}"
@@ -46,12 +47,12 @@ def find_config(name: str) -> Path:
 
 
 def load_config(cls: type[T], name: str, default: T | None = None) -> T:
-    """Return the dataclass `cls` with the values of a YAML file over `default`'s.
+    """Return the dataclass `cls` with the values of a YAML file. `default` has the values of missing keys.
 
-    Values are read exactly as the command line's are; keys are the options' names, `_` or `-` alike.
+    Values are parsed exactly like the command line's. Keys are the options' names, with `_` or `-`.
 
     Raises:
-        UserError: no such file, no YAML mapping, an unknown key (with the nearest known), or a value of another type.
+        UserError: the file does not exist or is not a YAML mapping, a key is unknown, or a value has the wrong type.
     """
     file = find_config(name)
     values = read_values(file)
@@ -71,7 +72,7 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
 
 
 def find_value(args: Sequence[str], option: str) -> str | None:
-    """Return the last value that a command line gives an option, before it is parsed; None where it gives none."""
+    """Return the last value of an option in an unparsed command line; None if the option is missing."""
     value = None
     for arg, following in itertools.zip_longest(args, args[1:]):
         if arg == option:
@@ -82,9 +83,9 @@ def find_value(args: Sequence[str], option: str) -> str | None:
 
 
 def write_values(file: Path, config: Any, *, omit: Sequence[str] = (), new: bool = False) -> None:
-    """Write a dataclass as the YAML that `load_config` reads, without the fields in `omit` and those that are None.
+    """Write a dataclass as YAML for `load_config`, without the fields in `omit` and those that are None.
 
-    Raises FileExistsError if the file is to be `new` and is not.
+    Raises FileExistsError if `new` is True and the file exists.
     """
     import yaml
 
@@ -100,10 +101,10 @@ def write_values(file: Path, config: Any, *, omit: Sequence[str] = (), new: bool
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """Return a YAML mapping's values by option, with `_` for `-`: each a string, number or boolean, a list of these, or
-    a mapping (of policies).
+    """Return the values of a YAML mapping by option, with `_` for `-`. A value is a string, number or boolean, a list
+    of these, or a mapping (of policies).
 
-    Nothing else is taken, so that no file costs more than its size. Raises UserError.
+    Nothing else is accepted, so that no file takes more work than its size. Raises UserError.
     """
     import yaml
 
@@ -113,51 +114,53 @@ def read_values(file: Path) -> dict[str, Any]:
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise UserError(f"{file}: expected `key: value` lines")
-        known: set[int] = set()
+        seen: set[int] = set()
         for key, node in root.value:
             option = str(key.value).replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a key"
             if option in values:
                 raise UserError(f"{file}: gives {shown(option)} twice")
             try:
-                values[option] = _plain(loader, node, known)
+                values[option] = _plain(loader, node, seen)
             except UserError as error:
                 raise UserError(f"{file}: {shown(option)} {error}") from None
     except UserError:
         raise
-    except Exception as error:  # RecursionError, and what a tag's constructor trips over
+    except Exception as error:  # RecursionError, and errors of a tag's constructor
         raise UserError(f"{file}: cannot be read as YAML ({error or type(error).__name__})") from None
     return values
 
 
-def _plain(loader: Any, node: Any, known: set[int], inside: bool = False) -> Any:
-    """Return the value of a node. `known`: the lists and mappings that were read, none of which stands twice."""
+def _plain(loader: Any, node: Any, seen: set[int], inside: bool = False) -> Any:
+    """Return the value of a node. `seen`: the ids of lists and mappings that were read, which may not occur again (as
+    an alias). `inside`: the value is in a mapping, where null is allowed."""
     import yaml
 
     if isinstance(node, yaml.ScalarNode):
-        found = loader.construct_object(node)
-        if not (isinstance(found, str | int | float | datetime.date) or (inside and found is None)):
+        value = loader.construct_object(node)
+        if not (isinstance(value, str | int | float | datetime.date) or (inside and value is None)):
             raise UserError("must be a value or a list of values")
-        if isinstance(found, int) and found.bit_length() > 64:
+        if isinstance(value, int) and value.bit_length() > 64:
             raise UserError("is too large a number")
-        return found
-    if id(node) in known or node.tag not in ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
+        return value
+    if id(node) in seen or node.tag not in ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
         raise UserError("must be a value or a list of values")
-    known.add(id(node))
+    seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(loader, x, known, inside=inside) for x in node.value]
-    pairs = [(_plain(loader, x, known), _plain(loader, y, known, inside=True)) for x, y in node.value]
-    found = {str(x): y for x, y in pairs}
-    if len(found) < len(pairs):
+        return [_plain(loader, x, seen, inside=inside) for x in node.value]
+    pairs = [(_plain(loader, x, seen), _plain(loader, y, seen, inside=True)) for x, y in node.value]
+    mapping = {str(x): y for x, y in pairs}
+    if len(mapping) < len(pairs):
         raise UserError("gives a name twice")
-    return found
+    return mapping
 
 
 def _as_arguments(option: str, value: Any, file: Path) -> list[str]:
-    """Return the command line of an option. Raises UserError for a value that would be read as another option."""
+    """Return an option as command-line arguments. Raises UserError for a value that would be parsed as another
+    option."""
     name = option.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    if isinstance(value, dict) and option == "policies":  # by their labels
+    if isinstance(value, dict) and option == "policies":  # a mapping of labels to policies
         value = [json.dumps({label: x}, default=str) for label, x in value.items()]
     if isinstance(value, dict) or any(
         isinstance(x, list | dict) for x in (value if isinstance(value, list) else ())
@@ -167,6 +170,6 @@ def _as_arguments(option: str, value: Any, file: Path) -> list[str]:
     if not texts:
         return [f"--{name}"]
     for text in texts[1:]:
-        if text.startswith("-") and not NUMBER.fullmatch(text):
+        if text.startswith("-") and not NEGATIVE_NUMBER.fullmatch(text):
             raise UserError(f"{file}: no value in the list of {option} may begin with -, got {shown(text)}")
     return [f"--{name}={texts[0]}", *texts[1:]]

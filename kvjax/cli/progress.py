@@ -1,4 +1,4 @@
-"""A progress bar on a terminal with the lines of finished items above it; plain lines elsewhere."""
+"""Progress on stderr: a bar with lines of finished items above it on a terminal, and plain lines elsewhere."""
 
 import sys
 import time
@@ -13,8 +13,14 @@ C = TypeVar("C", bound="Counted")
 
 
 class Counted:
-    """A context that shows on stderr how many of `total` items of `what` are finished; `finished` were before it. On a
-    terminal it is a bar followed by these columns, whose text fields begin as `fields`."""
+    """A context that shows on stderr how many of `total` items are finished.
+
+    Args:
+        what: the label of the bar.
+        finished: the number of items that were finished before.
+        columns: columns after the bar, which is shown on a terminal only.
+        fields: the initial values of the columns' text fields.
+    """
 
     def __init__(self, what: str, total: int, finished: int, *columns: ProgressColumn, **fields: Any):
         self._total, self._finished, self._began = total, finished, time.monotonic()

@@ -1,4 +1,4 @@
-"""Times and rates of work, without the time for compiling."""
+"""Times and rates of work, without the time for compilation."""
 
 import functools
 import time
@@ -8,7 +8,7 @@ import jax
 
 
 class _CompileSeconds:
-    """Seconds that JAX spent tracing and compiling in this process, from when it was first asked."""
+    """Seconds that JAX spent tracing and compiling in this process since the first stopwatch."""
 
     seconds = 0.0
 
@@ -27,7 +27,7 @@ def _compile_seconds() -> _CompileSeconds:
 class Stopwatch:
     """Seconds of work between two laps, without those that JAX spent tracing and compiling.
 
-    compiled: True if anything was compiled in the last lap, whose seconds are then less certain.
+    `compiled` is True if anything was compiled in the last lap, so that its seconds are less certain.
     """
 
     def __init__(self):
@@ -42,15 +42,15 @@ class Stopwatch:
 
 
 class Pace:
-    """Tokens per second over several laps. Those in which something was compiled count only where there is no other."""
+    """Tokens per second over several laps. Laps with compilation count only if there are no others."""
 
     def __init__(self):
         self._laps: dict[bool, tuple[int, float]] = {False: (0, 0.0), True: (0, 0.0)}
 
     def add(self, tokens: int, seconds: float, compiled: bool) -> None:
-        """Add a lap of so many tokens."""
-        had = self._laps[compiled]
-        self._laps[compiled] = had[0] + tokens, had[1] + seconds
+        """Add a lap."""
+        total_tokens, total_seconds = self._laps[compiled]
+        self._laps[compiled] = total_tokens + tokens, total_seconds + seconds
 
     @property
     def per_second(self) -> float | None:

@@ -13,8 +13,8 @@ from kvjax.mesh import on_host
 
 
 class Fork(NamedTuple):
-    """A sequence that does not run. It shares pages of retained entries with the sequences that it was made from or
-    for."""
+    """A sequence that does not run. It shares pages of retained entries with the sequence that it was copied from, and
+    with those that continue it."""
 
     tokens: Int[np.ndarray, " t"]
     """The tokens that it has read."""
@@ -28,11 +28,11 @@ class Fork(NamedTuple):
 
 
 class Forks:
-    """The forks that are kept. Named ones stay until they are dropped. Of the others at most `most` stay, those that
-    were used last, until their pages are needed."""
+    """The forks that are kept. Named ones stay until they are dropped. The others stay until their pages are needed, at
+    most the `max_unnamed` that were used last."""
 
-    def __init__(self, pool: Pool, page_counts: PageCounts, most: int):
-        self._pool, self._page_counts, self._most = pool, page_counts, most
+    def __init__(self, pool: Pool, page_counts: PageCounts, max_unnamed: int):
+        self._pool, self._page_counts, self._max_unnamed = pool, page_counts, max_unnamed
         # in the order of their last use
         self._unnamed: list[Fork] = []
         self.named: dict[str, Fork] = {}
@@ -41,21 +41,21 @@ class Forks:
         return len(self._unnamed) + len(self.named)
 
     def keep(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array, dropped: Spans = ()) -> None:
-        """Keep a fork of a sequence, without the tokens that were dropped, if the pool has pages for it."""
-        if (own := self.copy(row)) is not None:
-            self._unnamed.append(self._made(tokens, own, logits)._replace(dropped=dropped))
-        if len(self._unnamed) > self._most:
+        """Keep a fork of a sequence that has read `tokens` and dropped some, if the pool has pages for it."""
+        if (copy := self.copy(row)) is not None:
+            self._unnamed.append(self._made(tokens, copy, logits, dropped))
+        if len(self._unnamed) > self._max_unnamed:
             self._drop(self._unnamed[0])
 
     def name(self, request: Request, row: Row, logits: Array) -> None:
-        """Keep the sequence of a context that was read under its name."""
+        """Keep the sequence of a context that was read, under the context's name."""
         assert request.context is not None
         self.named[request.context] = self._made(request.prompt, row, logits)
         request.finish_reason = "stop"
 
-    def _made(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array) -> Fork:
+    def _made(self, tokens: Int[np.ndarray, " t"], row: Row, logits: Array, dropped: Spans = ()) -> Fork:
         pages = self._page_counts.held(on_host(row.layers.length), on_host(row.counted))
-        return Fork(tokens, row, logits, pages)
+        return Fork(tokens, row, logits, pages, dropped)
 
     @property
     def named_pages(self) -> int:
@@ -63,22 +63,27 @@ class Forks:
         return sum(fork.pages for fork in self.named.values())
 
     def longest(self, prompt: Int[np.ndarray, " t"], dropped: Spans = ()) -> Fork | None:
-        """Return the longest unnamed fork with whose tokens a prompt begins, and of which nothing was dropped but what
-        is to be dropped. One that has read the whole prompt must have dropped it all."""
-        fits = [
+        """Return the longest unnamed fork that a prompt can continue: the prompt begins with the fork's tokens, and the
+        fork dropped only tokens that the prompt drops. A fork that has read the whole prompt must have dropped the same
+        spans."""
+        matching = [
             fork
             for fork in self._unnamed
             if np.array_equal(fork.tokens, prompt[: fork.tokens.size])
             and _within(fork.dropped, dropped)
             and (fork.tokens.size < prompt.size or fork.dropped == dropped)
         ]
-        found = max(fits, key=lambda x: (x.tokens.size, sum(b - a for a, b in x.dropped)), default=None)
-        if found is not None:
-            self._unnamed = [*(x for x in self._unnamed if x is not found), found]
-        return found
+        best = max(
+            matching,
+            key=lambda x: (x.tokens.size, sum(end - start for start, end in x.dropped)),
+            default=None,
+        )
+        if best is not None:
+            self._unnamed = [*(x for x in self._unnamed if x is not best), best]
+        return best
 
     def copy(self, row: Row) -> Row | None:
-        """Return a fork of a sequence; None where the pool has no pages for it."""
+        """Return a fork of a sequence; None if the pool has no pages for it."""
         need = self._page_counts.copied(on_host(row.layers.length), on_host(row.counted))
         return self._pool.fork(row) if need <= self._pool.free else None
 
@@ -105,5 +110,5 @@ class Forks:
 
 
 def _within(spans: Spans, others: Spans) -> bool:
-    """Return True if the others, of which no two touch, have all tokens of the spans."""
+    """Return True if `others`, of which no two touch, cover all tokens of `spans`."""
     return all(any(first <= start and end <= last for first, last in others) for start, end in spans)

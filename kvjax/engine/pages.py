@@ -1,9 +1,9 @@
-"""Counts of pages of the engine's pool: those that sequences have, may take at the most, and are expected to take."""
+"""Counts of pages of the engine's pool: those that sequences hold, may need at most, and are expected to need."""
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache import MARGIN, Layout, shard_pages
+from kvjax.cache import MARGIN, Layout, longest_lengths, shard_pages
 from kvjax.policies.policy import Policy
 
 Lengths = Int[np.ndarray, "l b k"]
@@ -21,16 +21,13 @@ class PageCounts:
         self._entry_bytes = layout.layers * layout.kv_heads * layout.entry_bytes
 
     def held(self, length: Lengths, seen: Int[np.ndarray, " b"]) -> int:
-        """Return the pages of sequences with so many retained entries and tokens."""
+        """Return the pages that sequences with these retained entries and tokens hold."""
         return int(shard_pages(length, seen, self._layout.window, self._layout.page_size).max())
 
-    def more(self, length: Lengths, seen: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> int:
-        """Return the most pages that so many more tokens of each sequence may take, whatever the policy retains."""
-        slots, most = self._layout.window - 1, self._policy.max_entries
-        leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
-        longer = length + leaving[:, None]
-        if most is not None:
-            longer = np.maximum(np.minimum(longer, most), length)
+    def growth(self, length: Lengths, seen: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> int:
+        """Return the most further pages that `tokens` more tokens of each sequence may take, whatever the policy
+        retains."""
+        longer = longest_lengths(length, seen, tokens, self._layout.window, self._policy.max_entries)
         sizes = self._layout.window, self._layout.page_size
         return int((shard_pages(longer, seen + tokens, *sizes) - shard_pages(length, seen, *sizes)).max())
 
@@ -42,36 +39,37 @@ class PageCounts:
         return self.held(length, seen)
 
     def while_read(self, prompt: int) -> int:
-        """Return the pages that a prompt of so many tokens is expected to take at the most while it is read."""
-        return self._of(self._policy.expected_entries(prompt, self._entry_bytes), prompt)
+        """Return the most pages that a prompt of `prompt` tokens is expected to take while it is read."""
+        return self._expected(self._policy.expected_entries(prompt, self._entry_bytes), prompt)
 
     def at_end(self, tokens: int) -> int:
-        """Return the pages that a sequence of so many tokens, prompt and answer, is expected to take in the end."""
+        """Return the pages that a sequence of `tokens` tokens, prompt and answer, is expected to take at its end."""
         schedule = self._policy.schedule
         entries = self._policy.expected_entries(tokens, self._entry_bytes)
         if schedule is not None:
             entries = np.minimum(entries, schedule.allowance([tokens], self._entry_bytes)[0])
-        return self._of(entries, tokens)
+        return self._expected(entries, tokens)
 
     def measure(self, length: Lengths, tokens: int) -> None:
-        """Update the expected share of retained entries by those of a sequence of `tokens` tokens."""
+        """Update the expected share of retained entries with those of a sequence of `tokens` tokens."""
         if self._policy.schedule is None and tokens >= self._layout.window and length.size:
             ring = self._layout.window - 1
             expected = float(np.mean(self._policy.expected_entries(tokens, self._entry_bytes))) - ring
             if expected > 0:
-                found = float(length.mean()) / expected
-                self._share += MEASURED * (max(found * MARGIN, 0.1) - self._share)
+                share = float(length.mean()) / expected
+                self._share += MEASURED * (max(share * MARGIN, 0.1) - self._share)
 
     def reset(self) -> None:
-        """Forget what was learned."""
+        """Forget what `measure` learned."""
         self._share = MARGIN
 
-    def _of(self, entries: Float[np.ndarray, "#l #k"], tokens: int) -> int:
+    def _expected(self, entries: Float[np.ndarray, "#l #k"], tokens: int) -> int:
+        """Return the pages of a sequence of `tokens` tokens of which heads are expected to keep `entries` entries."""
         layout = self._layout
         ring = min(tokens, layout.window - 1)
         retained = (np.asarray(entries) - ring) * (self._share if self._policy.schedule is None else 1)
         retained = np.ceil(np.clip(retained, 0, tokens - ring)).astype(np.int64)
-        # a mean does not bound a single head: each may have a page more
+        # a mean does not bound a single head: each may have one page more
         retained = np.where(
             (retained > 0) & (retained < tokens - ring), retained + layout.page_size, retained
         )

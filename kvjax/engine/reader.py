@@ -1,4 +1,4 @@
-"""The prompt that is being read, a chunk a turn, as a cache of one sequence over the engine's pool."""
+"""The prompt that is being read, one chunk per turn, as a cache of one sequence over the engine's pool."""
 
 from collections.abc import Iterator
 
@@ -22,8 +22,8 @@ from kvjax.policies.schedule import Schedule
 class Reader:
     """Reads the prompt of one request after another.
 
-    Without a schedule a prompt is read up to the end that is kept, which later prompts may continue, and then to its
-    own end. With a schedule no end is kept: what it decides at a prompt's end, or by a question, holds for that prompt
+    Without a schedule, a prompt is first read up to `Request.kept`, where a fork is kept for later prompts, and then to
+    its end. With a schedule no fork is kept, since what the eviction decides at a prompt's end holds for that prompt
     alone.
     """
 
@@ -36,16 +36,10 @@ class Reader:
         page_counts: PageCounts,
         chunk: int,
     ):
-        self._model, self._policy, self._pool, self._forks, self._page_counts = (
-            model,
-            policy,
-            pool,
-            forks,
-            page_counts,
-        )
-        self._chunk = chunk
+        self._model, self._policy, self._pool = model, policy, pool
+        self._forks, self._page_counts, self._chunk = forks, page_counts, chunk
         self.reuses = policy.host.schedule is None
-        """True if the ends of prompts are kept."""
+        """True if forks are kept at the ends of prompts."""
         self.request: Request | None = None
         """The request whose prompt is being read."""
         self._row: Row
@@ -56,23 +50,25 @@ class Reader:
         """The tokens that the sequence has dropped."""
         self._steps: Steps
         self._left = 0
+        """Tokens of the part that are not read yet."""
         self._continues = False
+        """True if the sequence continues a prompt whose end was read."""
 
     @property
     def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:
-        """Retained entries of the sequence's heads, and tokens that its window counts."""
+        """The retained entries of the sequence's heads, and the tokens that its window counts."""
         return on_host(self._row.layers.length), on_host(self._row.counted)
 
     @property
     def copied(self) -> int:
-        """The most pages that the next step copies, since it moves entries in pages that others hold, too."""
+        """The most shared pages that the next step copies because it moves their entries."""
         return self._pool.shared(self._row, self._spans[0][0]) if self._spans else 0
 
     @property
     def tokens(self) -> int:
         """The most tokens that the next step runs."""
-        behind = 0 if self._schedule is None else self._schedule.read_behind
-        return min(self._size, self._left) + behind
+        read_behind = 0 if self._schedule is None else self._schedule.temporary_tokens
+        return min(self._step_tokens, self._left) + read_behind
 
     @property
     def _schedule(self) -> Schedule | None:
@@ -80,24 +76,22 @@ class Reader:
         return None if self._continues and not host.compacts_answers else host.schedule
 
     @property
-    def _size(self) -> int:
+    def _step_tokens(self) -> int:
+        """The most tokens of the prompt that a step reads."""
         schedule = self._schedule
         in_chunks = schedule is not None and schedule.trigger.in_chunks
         return schedule.trigger.chunk if in_chunks else self._chunk  # pyright: ignore[reportOptionalMemberAccess]
 
     def begin(self, request: Request, fork: Fork | None) -> tuple[Row, Array] | None:
-        """Begin with a request's prompt, after the tokens of a fork. Returns the sequence and the logits after it if
-        there is nothing to read."""
+        """Begin with a request's prompt, after the tokens of a fork. If the fork has read the whole prompt, return the
+        sequence and the logits after it."""
         row = None if fork is None else self._forks.copy(fork.row)
         request.cached = 0 if row is None or fork is None else fork.tokens.size
         prompt, start = request.prompt, request.cached
         if fork is not None and row is not None and start == prompt.size:
             return row, fork.logits
-        self.request, self._row, self._continues = (
-            request,
-            self._pool.begin() if row is None else row,
-            row is not None,
-        )
+        self.request, self._continues = request, row is not None
+        self._row = self._pool.begin() if row is None else row
         kept = self.reuses and not request.scores and request.kept > start
         self._dropped = () if row is None or fork is None else fork.dropped
         spans = tuple(x for x in request.dropped if x not in self._dropped)
@@ -124,14 +118,14 @@ class Reader:
         request, chunk = self.request, self._chunk
         assert request is not None
         if request.scores:
-            found, likely = request.prompt_logprobs, request.sampling.logprobs or 0
-            found.clear()
-            return scoring(self._model, self._policy, part, chunk, likely, found)
+            request.prompt_logprobs.clear()
+            alternatives = request.sampling.logprobs or 0
+            return scoring(self._model, self._policy, part, chunk, alternatives, request.prompt_logprobs)
         return reading(self._model, self._policy, [part], chunk, grows=False, continues=self._continues)
 
     def step(self) -> tuple[Row, Array] | None:
-        """Read a piece. Returns the sequence and the logits after it once the whole prompt is read; the reader is then
-        free, as it is after a request that it ends since its tokens cannot be dropped yet."""
+        """Take a step. Once the whole prompt is read, return the sequence and the logits after it; the reader is then
+        free. If tokens cannot be dropped yet, the request ends, and the reader is free too."""
         request = self.request
         assert request is not None
         if self._spans:
@@ -143,23 +137,23 @@ class Reader:
                 self.drop()
                 return None
             self._spans, self._dropped = (), request.dropped
-        size = self._size
-        cache, after = next_step(self._steps, self._pool.alone(self._row, continues=self._continues))
+        size = self._step_tokens
+        cache, logits = next_step(self._steps, self._pool.alone(self._row, continues=self._continues))
         self._row, self._left = self._pool.keep(cache), max(0, self._left - size)
-        if after is None:
+        if logits is None:
             return None
         self._row, self._continues = self._pool.decoding(cache), True
         length, seen = on_host(self._row.layers.length), int(on_host(self._row.seen)[0])
         if not self._dropped:
             self._page_counts.measure(length, seen)
         if self.reuses and not request.reads and not request.scores and seen == request.kept:
-            self._forks.keep(request.prompt[: request.kept], self._row, after, self._dropped)
+            self._forks.keep(request.prompt[: request.kept], self._row, logits, self._dropped)
         if self._next_part():
             return None
         self.request = None
-        return self._row, after
+        return self._row, logits
 
     def drop(self) -> None:
-        """Read no further, and free the pages."""
+        """Stop reading, and free the pages."""
         self._pool.drop(self._row)
         self.request = None

@@ -1,4 +1,4 @@
-"""A request to the engine: a prompt, how its answer is drawn, and the answer so far."""
+"""A request to the engine: a prompt, sampling parameters, and the answer so far."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,17 +19,16 @@ Spans = tuple[tuple[int, int], ...]
 
 @runtime_checkable
 class Constraint(Protocol):
-    """A rule for which tokens an answer may have, such as a grammar."""
+    """A rule that restricts an answer's tokens, such as a grammar."""
 
     def allowed(self) -> Bool[np.ndarray, " v"]:
-        """Return a mask of the tokens that may come next. It allows at least one, even if only one that ends the
+        """Return a mask of the tokens that may come next. It allows at least one token, which may be one that ends the
         answer."""
         ...
 
     @property
     def error(self) -> str | None:
-        """The reason why the rule cannot be followed any further, so that only the answer's end is allowed; None if it
-        can."""
+        """The reason why the answer cannot go on under the rule and must end; None if it can go on."""
         ...
 
     def take(self, token: int) -> None:
@@ -54,27 +53,27 @@ class Anything:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One answer to one prompt, made by `Engine.submit`, or the reading of a context that has a name."""
+    """One answer to one prompt, made by `Engine.submit`, or the reading of a named context."""
 
     prompt: Int[np.ndarray, " t"]
     sampling: SamplingParams
     number: int
-    """Its number among the answers to its prompt, from 0."""
+    """Index of the answer among those to its prompt, from 0."""
     arrival: int
-    """Its number among all requests."""
+    """Index of the request among all of the engine's, in the order of arrival."""
     ends: tuple[int, ...]
     """Tokens that end the answer."""
     tokenizer: Any = None
     constraint: Constraint | None = None
     context: str | None = None
-    """Name of the context that the prompt continues, or of the one that is read."""
+    """Name of the context that the prompt continues, or that is read."""
     kept: int = 0
     """The number of the prompt's tokens after which later prompts may continue."""
     dropped: Spans = ()
-    """The prompt's tokens that leave the cache once the first `dropped_at` of its tokens are read, in order. No two
+    """Spans of the prompt's tokens that leave the cache once its first `dropped_at` tokens are read, in order. No two
     spans touch."""
     dropped_at: int = 0
-    """The number of tokens that are read before anything is dropped, at least up to the last of `dropped`."""
+    """The number of tokens that are read before anything is dropped. It is not below the end of the last span."""
     reads: bool = False
     """True if a context is read, and nothing is answered."""
     scores: bool = False
@@ -83,22 +82,22 @@ class Request:
     """Tokens that the answer is expected to have, for which pages must be free when it begins; None: all that it may
     have."""
     prompt_logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
-    """Log-probabilities of the prompt's tokens but the first, part by part, if it is scored."""
+    """Log-probabilities of all prompt tokens but the first, part by part, if the prompt is scored."""
     tokens: list[int] = dataclasses.field(default_factory=list)
-    """The answer so far, with its stop token, and without its stop text once that has ended it."""
+    """The answer so far, including a stop token. A stop text that has ended the answer is not included."""
     logprobs: list[AnswerLogprobs] = dataclasses.field(default_factory=list)
-    """The tokens' log-probabilities, part by part, if they were asked for."""
+    """Log-probabilities of the answer's tokens, part by part, if they were asked for."""
     text: str = ""
-    """The answer so far, without what may be half a character or the beginning of a stop text. Empty without a
-    tokenizer."""
+    """Text of the answer so far, without an end that may be half a character or the beginning of a stop text. It is
+    empty without a tokenizer."""
     finish_reason: FinishReason | None = None
-    """`stop`: a stop token or a stop text came, or a context is read. `length`: it has `max_new_tokens` tokens.
-    `capacity`: the pool has no page for its next token. `abort`: it was cancelled, or what it drops cannot be dropped
-    yet (`Cache.without`). None: it has not ended."""
+    """`stop`: a stop token or a stop text came, or a context is read. `length`: the answer has `max_new_tokens` tokens.
+    `capacity`: the pool has no page for the next token. `abort`: the request was cancelled, or its spans cannot be
+    dropped yet (`Cache.without`). None: the request has not ended."""
     cached: int = 0
-    """Tokens of the prompt that an earlier prompt had read."""
+    """Tokens of the prompt that were read for an earlier prompt."""
     kv_ratio: float = 1.0
-    """Entries that its cache holds, or held at the end, as a share of a full cache's."""
+    """Entries in the cache when the answer ended, as a share of a full cache's."""
     cancelled: bool = False
 
     def __post_init__(self):
@@ -106,22 +105,22 @@ class Request:
         self._stops = () if self.tokenizer is None else stop_tokens_of(self.sampling.stop, self.tokenizer)[0]
 
     @property
-    def most(self) -> int:
-        """The most tokens that it may have in the cache. The last token of an answer is never fed."""
+    def max_length(self) -> int:
+        """The most tokens of prompt and answer in the cache. The last token of an answer is never fed."""
         return self.prompt.size + self.sampling.max_new_tokens - 1
 
     @property
-    def likely(self) -> int:
-        """The most tokens that it is expected to have in the cache."""
+    def expected_length(self) -> int:
+        """The most tokens of prompt and answer that are expected in the cache."""
         new = self.sampling.max_new_tokens
         return self.prompt.size + (new if self.expected is None else min(new, self.expected)) - 1
 
     def cancel(self) -> None:
-        """Tell the engine to end it at its next turn."""
+        """Tell the engine to end the request at its next turn."""
         self.cancelled = True
 
     def extend(self, tokens: Sequence[int], logprobs: AnswerLogprobs | None = None) -> None:
-        """Take drawn tokens, up to the answer's end."""
+        """Add drawn tokens to the answer, up to its end."""
         left = self.sampling.max_new_tokens - len(self.tokens)
         stop = next((i + 1 for i, token in enumerate(tokens) if token in self.ends), None)
         new = list(tokens[: min(left, len(tokens) if stop is None else stop)])
@@ -144,8 +143,8 @@ class Request:
         if self.finish_reason is not None:
             self.text += self._live.end()
         if self._live.stopped:
-            found = cut(np.array(self.tokens), self.tokenizer, self._stops)
-            self.tokens = self.tokens if found is None else self.tokens[: found[0]]
+            before_stop = cut(np.array(self.tokens), self.tokenizer, self._stops)
+            self.tokens = self.tokens if before_stop is None else self.tokens[: before_stop[0]]
             self.finish_reason = "stop"
 
     def answer(self) -> list[int]:
@@ -153,8 +152,13 @@ class Request:
         return self.tokens[:-1] if self.tokens and self.tokens[-1] in self.ends else self.tokens
 
     def end(self, reason: FinishReason, length: Int[np.ndarray, "..."], local: int, seen: int) -> None:
-        """Record why it ended, and the share of a full cache that its cache held then: `length` retained entries of
-        each head and `local` tokens of the window, of `seen` tokens."""
+        """Record why the request ended, and the share of a full cache that its cache held then.
+
+        Args:
+            length: retained entries of each head.
+            local: tokens in the local window.
+            seen: tokens that a full cache would hold.
+        """
         self.finish_reason = reason
         if length.size:
             self.kv_ratio = float((length.mean() + local) / max(1, seen))
@@ -166,20 +170,20 @@ def refusal(policy: Policy, knows_positions: bool) -> str:
     decides_late = policy.schedule is not None or policy.admission.revisits is not None
     if decides_late or policy.max_entries is not None:
         return (
-            f"policy {policy.name} does not decide token by token, so that conversations are read again: leave out "
-            "what is to be dropped"
+            f"policy {policy.name} does not decide token by token, so conversations are read again: leave the tokens "
+            "out of the prompt instead of dropping them"
         )
     if not knows_positions:
         return (
-            f"policy {policy.name} does not know the positions of its entries, of which some are to be dropped: start "
-            "with a policy that keeps them, such as full:positions=true"
+            f"policy {policy.name} does not know the positions of its entries, so none can be dropped: use a policy "
+            "that keeps positions, such as full:positions=true"
         )
     return ""
 
 
 def merged_spans(dropped: Any, dropped_at: int, tokens: int) -> tuple[Spans, int]:
     """Return the spans in order, with those that touch merged, and the number of tokens after which they are dropped.
-    Raises UserError for spans that a prompt of so many tokens does not have."""
+    Raises UserError for spans that a prompt of `tokens` tokens does not have."""
     try:
         bounds = [(start, end) for start, end in dropped]
     except (TypeError, ValueError):

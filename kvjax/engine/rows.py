@@ -1,6 +1,7 @@
 """Rows of a running cache: one sequence as a cache of its own over the same pool, put into a slot and taken out of it.
 
-Everything here is small but for the pages of a sequence that is copied out or in; the pool is never copied.
+These programs move little data, except for the pages of a sequence that is copied to or from host memory. The pool is
+never copied.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ class Row(NamedTuple):
 
 
 AXES = 1, 0, 0, 1, 0, 0
-"""The axis of the sequences in the arrays of each of a row's parts."""
+"""The axis of the sequences in the arrays of each field of `Row`."""
 
 
 Contents = dict[str, Shaped[Array, "n ..."] | dict[str, Shaped[Array, "n ..."]] | None]
@@ -43,7 +44,7 @@ Contents = dict[str, Shaped[Array, "n ..."] | dict[str, Shaped[Array, "n ..."]] 
 
 
 def row_of(cache: Cache) -> Row:
-    """Return what a cache of one sequence has in addition to its pages."""
+    """Return the state of a cache's sequences without its pages."""
     return Row(cache.layers, cache.seen, cache.observations, cache.sliding, cache.origin, cache.hidden)
 
 
@@ -55,7 +56,7 @@ def new_row(view: View, layout: Layout, group: int, key_scale: Float[Array, "l k
 
 @functools.partial(jax.jit, donate_argnums=0)
 def put_in(slots: Row, row: Row, slot: Int[Array, ""]) -> Row:
-    """Return the state of all slots with a sequence put into one of them."""
+    """Return the state of all slots after a sequence was put into one of them."""
 
     def local(slots, row, slot):
         def changed(x, new, axis):
@@ -71,15 +72,15 @@ def put_in(slots: Row, row: Row, slot: Int[Array, ""]) -> Row:
 
 
 @jax.jit
-def taken(slots: Row, slot: Int[Array, ""]) -> Row:
+def taken_out(slots: Row, slot: Int[Array, ""]) -> Row:
     """Return the sequence that is in a slot."""
 
     def local(slots, slot):
-        def one(x, axis):
+        def sliced(x, axis):
             return jax.lax.dynamic_slice_in_dim(x, slot, 1, axis)
 
         parts = (
-            jax.tree.map(lambda x, a=axis: one(x, a), part) for part, axis in zip(slots, AXES, strict=True)
+            jax.tree.map(lambda x, a=axis: sliced(x, a), part) for part, axis in zip(slots, AXES, strict=True)
         )
         return Row(*parts)
 
@@ -88,10 +89,10 @@ def taken(slots: Row, slot: Int[Array, ""]) -> Row:
 
 @functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
 def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages, Row]:
-    """Return the pages, and a second sequence that continues the same tokens. It shares the first one's pages except
-    those that either may write to, of which it has copies: those of the local window, which are the first `ring`
-    columns of a table, those of the `newest` retained entries (None: of all), and the one that the next entry comes to.
-    Enough pages must be free."""
+    """Return the pages, and a second sequence that continues the same tokens. The two share all pages that neither may
+    write to. The fork has copies of the others: the pages of the local window, which are the first `ring` columns of a
+    table, those of the `newest` retained entries (None: of all), and the page of the next entry. Enough pages must be
+    free."""
 
     def local(pages, row):
         (none, page_size, _), layers = pages.pool.shape, row.layers
@@ -102,18 +103,18 @@ def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages
             count = min(-(-newest // page_size) + 1, columns - ring)
             column = jnp.concatenate([column[..., :ring], first[..., None] + jnp.arange(count)], -1)
         old = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), 3)
-        own = (column < columns) & (old < none)
-        place = pages.free_count[0] - jnp.cumsum(own.reshape(-1), dtype=jnp.int32).reshape(own.shape)
-        fresh = jnp.where(own, pages.free[jnp.maximum(place, 0)], none)
+        copied = (column < columns) & (old < none)
+        place = pages.free_count[0] - jnp.cumsum(copied.reshape(-1), dtype=jnp.int32).reshape(copied.shape)
+        fresh = jnp.where(copied, pages.free[jnp.maximum(place, 0)], none)
         contents = jax.tree.map(
             lambda x: x.at[fresh].set(x.at[old].get(mode="clip"), mode="drop"), contents_of(pages)
         )
         l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
-        shared = table.at[l, b, k, jnp.where(own, column, columns)].set(none, mode="drop")
+        shared = table.at[l, b, k, jnp.where(copied, column, columns)].set(none, mode="drop")
         others = pages.others.at[shared].add(1, mode="drop")
-        count = pages.free_count - own.sum(dtype=jnp.int32)
+        count = pages.free_count - copied.sum(dtype=jnp.int32)
         pages = dataclasses.replace(pages, others=others, free_count=count, **contents)
-        table = table.at[l, b, k, jnp.where(own, column, columns)].set(fresh, mode="drop")
+        table = table.at[l, b, k, jnp.where(copied, column, columns)].set(fresh, mode="drop")
         return pages, row._replace(layers=dataclasses.replace(layers, page_table=table))
 
     return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
@@ -121,16 +122,16 @@ def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages
 
 @functools.partial(jax.jit, donate_argnums=0)
 def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
-    """Return the pages without those of a sequence that no other one holds, and the sequence as an empty one."""
+    """Return the pages after those that only this sequence holds were freed, and an empty sequence."""
 
     def local(pages, row):
         none, table = pages.pool.shape[0], row.layers.page_table
         page = table.reshape(-1)
         back, others = page < none, pages.others
         if others is not None:
-            held = others.at[page].get(mode="clip") > 0
-            others = others.at[jnp.where(held, page, none)].add(-1, mode="drop")
-            back &= ~held
+            shared = others.at[page].get(mode="clip") > 0
+            others = others.at[jnp.where(shared, page, none)].add(-1, mode="drop")
+            back &= ~shared
         page = jnp.where(back, page, none)
         place = pages.free_count[0] + jnp.cumsum(back, dtype=jnp.int32) - 1
         free = pages.free.at[jnp.where(back, place, none)].set(page, mode="drop")
@@ -148,7 +149,7 @@ def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
 
 @functools.partial(jax.jit, static_argnums=3)
 def copied_out(pages: Pages, row: Row, start: Int[Array, ""], count: int) -> Contents:
-    """Return the contents of `count` pages of a sequence on each shard, from the `start`-th on."""
+    """Return the contents of `count` pages of a sequence on each shard, starting with page `start` of its tables."""
 
     def local(pages, row, start):
         listed = _listed(row.layers.page_table, pages.pool.shape[0], start, count)
@@ -160,7 +161,8 @@ def copied_out(pages: Pages, row: Row, start: Int[Array, ""], count: int) -> Con
 
 @functools.partial(jax.jit, donate_argnums=0)
 def copied_in(pages: Pages, row: Row, start: Int[Array, ""], contents: Contents) -> Pages:
-    """Return the pages with these contents in those of a sequence, from the `start`-th on."""
+    """Return the pages after these contents were written to those of a sequence, starting with page `start` of its
+    tables."""
 
     def local(pages, row, start, contents):
         count = jax.tree.leaves(contents)[0].shape[0]
@@ -172,16 +174,16 @@ def copied_in(pages: Pages, row: Row, start: Int[Array, ""], contents: Contents)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def placed(pages: Pages, row: Row) -> tuple[Pages, Row]:
-    """Return the pages without as many free ones as a sequence holds, and the sequence with these in its page table.
-    Enough of them must be free."""
+def allocated(pages: Pages, row: Row) -> tuple[Pages, Row]:
+    """Take a free page for every page in a sequence's table. Returns the pages, and the sequence with the taken pages
+    in its table. Enough pages must be free."""
 
     def local(pages, row):
         none, page = pages.pool.shape[0], row.layers.page_table.reshape(-1)
         used = page < none
         place = jnp.cumsum(used, dtype=jnp.int32) - 1
-        taken = pages.free[jnp.maximum(pages.free_count[0] - 1 - place, 0)]
-        table = jnp.where(used, taken, none).reshape(row.layers.page_table.shape)
+        taken_out = pages.free[jnp.maximum(pages.free_count[0] - 1 - place, 0)]
+        table = jnp.where(used, taken_out, none).reshape(row.layers.page_table.shape)
         count = pages.free_count - used.sum(dtype=jnp.int32)
         layers = dataclasses.replace(row.layers, page_table=table)
         return dataclasses.replace(pages, free_count=count), row._replace(layers=layers)
@@ -192,7 +194,7 @@ def placed(pages: Pages, row: Row) -> tuple[Pages, Row]:
 def _listed(
     table: Int[Array, "l 1 k columns"], none: int, start: Int[Array, ""], count: int
 ) -> Int[Array, " count"]:
-    """Return `count` pages of a table from the `start`-th on, in its order; `none` where it has fewer."""
+    """Return `count` pages of a table in its order, starting with page `start`; `none` where it has fewer."""
     page = table.reshape(-1)
     used = page < none
     place = jnp.cumsum(used) - 1 - start

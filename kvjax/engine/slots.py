@@ -1,7 +1,7 @@
 """The slots: answers that are decoded together, a block of tokens at a time.
 
-The host looks at a block's tokens while the next one runs, unless an answer has a constraint, which says what may come
-next only once the last token is known.
+The host looks at a block's tokens while the next block runs. If an answer has a constraint, it looks first, since the
+constraint depends on the last token.
 """
 
 from typing import NamedTuple
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.engine.drawing import InSlots, constrained, logprobs_of, sampler_of
 from kvjax.engine.pages import PageCounts
-from kvjax.engine.pool import After, Outside, Pool
+from kvjax.engine.pool import HostSequence, Pool, SlotSizes
 from kvjax.engine.request import FinishReason, Request
 from kvjax.engine.rows import Row
+from kvjax.engine.samplers import InSlots, constrained, logprobs_of, sampler_of
 from kvjax.inference.decode import decode_block, first_tokens
 from kvjax.inference.eviction import recurring
 from kvjax.inference.sampler import Counts, Logprobs, Sampler
@@ -28,22 +28,22 @@ class Paused(NamedTuple):
     """An answer whose sequence is in host memory."""
 
     request: Request
-    outside: Outside
+    sequence: HostSequence
 
 
 class _Block(NamedTuple):
-    """A block that was sent to the devices, and whose tokens the host has not looked at yet."""
+    """A block that was sent to the devices and that the host has not looked at yet."""
 
     requests: InSlots
     """The requests that ran, with their slots."""
     drawn: tuple[Array, Logprobs | None]
     tokens: int
-    """The number of tokens that count: the block's first ones."""
-    after: After
+    """The number of the block's first tokens that were decoded."""
+    sizes: SlotSizes
 
 
 class Slots:
-    """The answers that are being decoded, in so many slots of a pool."""
+    """The answers that are being decoded, in the slots of a pool."""
 
     def __init__(self, model: Decoder, policy: CompiledPolicy, pool: Pool, block: int):
         self._model, self._policy, self._pool, self._block_tokens = model, policy, pool, block
@@ -56,7 +56,7 @@ class Slots:
         self._sampler: Sampler | None = None
         self._token_counts: Counts | None = None
         self._block: _Block | None = None
-        # as of the last block that was looked at
+        # lengths as of the last block that was looked at
         self.length = np.zeros((layout.layers, self._count, layout.kv_heads), np.int64)
         """Retained entries of each head cache."""
         self.seen = np.zeros(self._count, np.int64)
@@ -67,7 +67,7 @@ class Slots:
     @property
     def running(self) -> InSlots:
         """The answers, with their slots."""
-        return [(slot, one) for slot, one in enumerate(self._requests) if one is not None]
+        return [(slot, request) for slot, request in enumerate(self._requests) if request is not None]
 
     @property
     def busy(self) -> bool:
@@ -77,37 +77,39 @@ class Slots:
     @property
     def constrained(self) -> bool:
         """True if an answer has a constraint."""
-        return any(one.constraint is not None for _, one in self.running)
+        return any(request.constraint is not None for _, request in self.running)
 
     @property
     def vacant(self) -> list[int]:
         """The slots without an answer."""
-        return [slot for slot, one in enumerate(self._requests) if one is None]
+        return [slot for slot, request in enumerate(self._requests) if request is None]
 
     @property
     def counted(self) -> Int[np.ndarray, " b"]:
         """Tokens of each sequence that its window counts (`Cache.counted`)."""
         return self.seen - self._origin
 
-    def more(self, tokens: int) -> Int[np.ndarray, " b"]:
-        """Return how many more tokens than `seen` each slot may have, once each that runs has decoded `tokens` more."""
-        more = np.zeros(self._count, np.int64)
+    def tokens_to_come(self, tokens: int) -> Int[np.ndarray, " b"]:
+        """Return how many tokens beyond `seen` each slot may have once the block that is on its way is done and each
+        running slot has decoded `tokens` more."""
+        to_come = np.zeros(self._count, np.int64)
         for slot, _ in self.running:
-            more[slot] = tokens
+            to_come[slot] = tokens
         for slot, request in () if self._block is None else self._block.requests:
             if self._requests[slot] is request:
-                more[slot] += self._block.tokens  # pyright: ignore[reportOptionalMemberAccess]
-        return more
+                to_come[slot] += self._block.tokens  # pyright: ignore[reportOptionalMemberAccess]
+        return to_come
 
     def held(self, page_counts: PageCounts, slot: int) -> int:
         """Return the most pages that a slot's sequence may have after the block that is on its way."""
         length, counted = self.length[:, [slot]], self.counted[[slot]]
-        return page_counts.held(length, counted) + page_counts.more(length, counted, self.more(0)[[slot]])
+        growth = page_counts.growth(length, counted, self.tokens_to_come(0)[[slot]])
+        return page_counts.held(length, counted) + growth
 
     # ---- coming and going
 
     def begin(self, request: Request, row: Row, logits: Array) -> None:
-        """Draw the first token after the prompt that a sequence has read, and put it into a slot."""
+        """Draw the first token after the prompt that a sequence has read, and put the sequence into a slot."""
         vocabulary = self._model.config.vocab_size
         sampler, counts = sampler_of(self._model.config, [(0, request)], 1)
         sampler = constrained(sampler, [(0, request)], vocabulary)
@@ -116,7 +118,7 @@ class Slots:
         if request.finish_reason is None:
             self.join(request, row)
             return
-        # its stop text may have left no token to go on after
+        # a stop text may have ended it, and the answer then has no last token to continue from
         length, seen, counted = map(on_host, (row.layers.length, row.seen, row.counted))
         local = min(int(counted[0]), self._pool.layout.window - 1)
         request.end(request.finish_reason, length, local, int(seen[0]))
@@ -157,24 +159,24 @@ class Slots:
         self.length[:, slot], self.seen[slot], self._origin[slot], self._made[slot] = 0, 0, 0, 0
 
     def _with(self, x: Array, slot: int, value: int) -> Array:
-        """Return the numbers of all slots with another one for this slot."""
+        """Return the slots' numbers `x` [b] with `value` for this slot."""
         return jnp.where(put(np.arange(self._count) == slot, BATCH), np.asarray(value, x.dtype), x)
 
     # ---- blocks
 
     def decode(self, count: int) -> None:
-        """Decode `count` more tokens of all answers, and look at those of the block before."""
+        """Decode `count` more tokens of all answers, and look at those of the previous block."""
         if self.constrained:
             self.look_at_block()
             count = min(count, 1)
-        before, self._block = self._block, None
+        previous, self._block = self._block, None
         if self.running:
-            self._block = self._sent(count)
-        if before is not None:
-            self._look_at(before)
+            self._block = self._send(count)
+        if previous is not None:
+            self._look_at(previous)
 
-    def _sent(self, count: int) -> _Block:
-        """Send a block, of which the first `count` tokens are decoded, to the devices."""
+    def _send(self, count: int) -> _Block:
+        """Send a block to the devices, of which the first `count` tokens are decoded."""
         assert self._sampler is not None
         running = self.running
         cache, drawn, (self._token, self._running, self._token_counts), _ = decode_block(
@@ -194,13 +196,13 @@ class Slots:
 
     def _look_at(self, block: _Block) -> None:
         """Give a block's tokens to their requests, and end those that are done."""
-        self._pool.looked_at(block.after)
-        tokens, length, seen, *_ = map(on_host, (block.drawn[0], *block.after))
+        self._pool.looked_at(block.sizes)
+        tokens, length, seen, *_ = map(on_host, (block.drawn[0], *block.sizes))
         for slot, request in block.requests:
             if self._requests[slot] is not request:
                 continue
             self.length[:, slot], self.seen[slot] = length[:, slot], seen[slot]
-            found = logprobs_of(request, block.drawn[1], slot, block.tokens)
-            request.extend(tokens[: block.tokens, slot].tolist(), found)
+            logprobs = logprobs_of(request, block.drawn[1], slot, block.tokens)
+            request.extend(tokens[: block.tokens, slot].tolist(), logprobs)
             if request.finish_reason is not None:
                 self.end(slot, request.finish_reason)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Measure what is not measured yet, then write the report."""
+    """Measure the missing results, then write the report."""
     config = parse(args)
 
     from kvjax.models.shapes import fit_mesh_to
@@ -29,15 +29,16 @@ def main(args: list[str] | None = None) -> None:
         mesh = start_without_devices()
     else:
         mesh = start(fit_mesh_to(config.mesh, config.model), alone=config.shard is not None)
-    given = sys.argv[1:] if args is None else args
+    arguments = sys.argv[1:] if args is None else args
     with first_process_prints(), _folder_of_this_process(config) as config:
-        _evaluate(config, mesh, f"python -m kvjax.evaluate {shlex.join(given)}")
+        _evaluate(config, mesh, f"python -m kvjax.evaluate {shlex.join(arguments)}")
 
 
 @contextlib.contextmanager
 def _folder_of_this_process(config: EvaluateConfig) -> Iterator[EvaluateConfig]:
-    """Return a context in which the first of several processes has --out, and each of the others has a copy of it for
-    as long: all know the same finished results, and one writes.
+    """Give the first of several processes --out, and each of the others a temporary copy of it.
+
+    All processes then have the same finished results, and one of them writes. Used in a `with` statement.
 
     Raises:
         UserError: the processes do not see the same results.
@@ -60,23 +61,23 @@ def _folder_of_this_process(config: EvaluateConfig) -> Iterator[EvaluateConfig]:
                 shutil.copytree(config.out / HEADS_FOLDER, Path(copy, HEADS_FOLDER))
             config = dataclasses.replace(config, out=Path(copy))
         file = config.out / "results.jsonl"
-        known = np.uint32(zlib.crc32(file.read_bytes()) if file.is_file() else 0)
-        if len(np.unique(multihost_utils.process_allgather(known))) > 1:
+        checksum = np.uint32(zlib.crc32(file.read_bytes()) if file.is_file() else 0)
+        if len(np.unique(multihost_utils.process_allgather(checksum))) > 1:
             raise UserError(
-                "--out: the machines of this run do not see the same results in it; give a shared folder"
+                "--out: the machines of this run see different results in it; expected a shared folder"
             )
         yield config
 
 
 def _evaluate(config: EvaluateConfig, mesh: "Mesh", command: str) -> None:
     """Measure and report. `command`: the command line, for the report."""
-    # these come only once the command line is known to be good
+    # imported here, so that a wrong command line is refused without the time for imports
     import jax
 
     from kvjax.cache import parse_capacity
     from kvjax.cli.lock import FolderLock
     from kvjax.cli.progress import Progress
-    from kvjax.evaluate.gates import with_gates
+    from kvjax.evaluate.gates import choose_default_policies
     from kvjax.evaluate.merge import merge
     from kvjax.evaluate.recovery import check_dense
     from kvjax.evaluate.report import report
@@ -95,7 +96,7 @@ def _evaluate(config: EvaluateConfig, mesh: "Mesh", command: str) -> None:
         with jax.set_mesh(mesh):
             print(printable(dry_run(config)))
         return
-    config = with_gates(config, print)
+    config = choose_default_policies(config, print)
     check_policies(config)
     with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):
         if config.merge:
@@ -105,32 +106,32 @@ def _evaluate(config: EvaluateConfig, mesh: "Mesh", command: str) -> None:
             check_capacity(parse_capacity(config.capacity))
         results, longest = Results(config), max(config.context)
         # budgets are checked against nominal lengths first, then against the real contexts, before weights are read
-        read = read_config(find_model(config.model), longest, config.weights, config.kv_cache_dtype)
-        shapes = model_shapes(read)
+        model_config = read_config(find_model(config.model), longest, config.weights, config.kv_cache_dtype)
+        shapes = model_shapes(model_config)
         check_lengths(config, shapes)
         tasks = sized_tasks(config)
         results.check_contexts(tasks)
         check_contexts(config, shapes, tasks)
         check_dense(config, tasks)
-        stored = {"dtype": config.dtype, "weights": config.weights, "kv_cache_dtype": config.kv_cache_dtype}
-        model = load_model(config.model, **stored, max_length=longest)
+        dtypes = {"dtype": config.dtype, "weights": config.weights, "kv_cache_dtype": config.kv_cache_dtype}
+        model = load_model(config.model, **dtypes, max_length=longest)
         results.check_model(model)
         evaluation = Evaluation(config, model, tasks)
         results.begin()
         lock.take()
         wanted = [
-            (one.label, budget, task.name, task.length)
+            (compared.label, budget, task.name, task.length)
             for task in tasks
-            for one, budget in evaluation.wanted(task)
+            for compared, budget in evaluation.wanted(task)
         ]
         with Progress("results", len(wanted), sum(key in results.finished for key in wanted)) as progress:
             evaluation.run(results, progress)
         if config.shard is None:
             print(printable(report(config, list(results.finished.values()), command)))
-    what = "results.jsonl, report.md and the pictures are"
+    written = "results.jsonl, report.md and the pictures are"
     if config.shard is not None:
-        what = "results.jsonl is" if wanted else "no result falls to this shard; its settings are"
-    print(f"\n{what} in {config.out}")
+        written = "results.jsonl is" if wanted else "this shard has no results to measure; its settings are"
+    print(f"\n{written} in {config.out}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`Calibrated`: a policy that is fitted on calibration contexts for each budget.
 
-Heads: their order, sinks and windows are chosen by the answers (`Rivals`). The worth of a head is measured by a loss
-(`teacher_forcing`), with all heads whole but one, or with all heads streaming but one. Gates: τ is searched for, and of
-several gates those that answer best are taken.
+Head patterns: `PatternSearch` chooses the order of the heads, their sinks and their windows by the scores of answers.
+The importance of a head is measured by a loss (`teacher_forcing`), with this head alone streaming or alone whole.
+Gates: `TauSearch` searches τ, and the best-scoring of several gates is used.
 """
 
 import dataclasses
@@ -25,32 +25,32 @@ from kvjax.policies.admission.head_pattern import choose_heads
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 
 LOWEST, HIGHEST = -60.0, 16.0
-"""The range of logits in which τ is searched for. The logit of a float32 below 1 is at most 16.6."""
+"""The range of logits in which τ is searched. The logit of a float32 below 1 is at most 16.6."""
 CLOSE = 0.02
-"""The search ends at a size that differs from the wanted one by at most this share."""
+"""The search ends at a size that differs from the target by at most this share."""
 STEPS = 24
-"""The most sizes that are measured for a ratio."""
+"""The most sizes measured for a ratio."""
 NEAREST = 2
-"""The number of gates, among several, for which τ is searched at each size."""
+"""The number of gates, among several, for which τ is searched at each ratio."""
 
 
 Trial = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
-"""Run a head pattern, given its whole heads, sinks and window, and return its outcome."""
+"""Runs a head pattern, given its whole heads, sinks and window, and returns its outcome."""
 
 SINK = 4
-"""Sinks of the streaming heads while heads are measured."""
+"""Sinks of the streaming heads in measurements of importance."""
 MEASURED_TOKENS = 250_000
-"""The tokens that all measurements of a model read in total by default."""
+"""The total number of tokens that all measurements of importance read by default."""
 
 
 def one_streaming(run: Trial, whole: Bool[np.ndarray, "l k"], window: int) -> float:
-    """Return the loss with these heads streaming and all others whole. It is higher for heads that are worth more."""
+    """Return the loss with these heads streaming and all others whole. It is higher for more important heads."""
     return run(~whole, SINK, window).loss
 
 
 def one_whole(run: Trial, whole: Bool[np.ndarray, "l k"], window: int) -> float:
-    """Return the negative loss with these heads whole and all others streaming. It is higher for heads that are worth
-    more."""
+    """Return the negative loss with these heads whole and all others streaming. It is higher for more important
+    heads."""
     return -run(whole, SINK, window).loss
 
 
@@ -60,14 +60,14 @@ MEASURES = {"one streaming": one_streaming, "one whole": one_whole}
 def measure_heads(
     measure: Callable[..., float], run: Trial, shape: tuple[int, int], window: int
 ) -> Float[np.ndarray, "l k"]:
-    """Return the worth of each head, from 0 for the least to 1 for the most."""
-    worth = np.zeros(shape)
+    """Return the importance of each head, from 0 for the least important to 1 for the most important."""
+    importance = np.zeros(shape)
     for head in np.ndindex(shape):
         whole = np.zeros(shape, bool)
         whole[head] = True
-        worth[head] = measure(run, whole, window)
-    spread = worth.max() - worth.min()
-    return (worth - worth.min()) / spread if spread > 0 else np.zeros(shape)
+        importance[head] = measure(run, whole, window)
+    spread = importance.max() - importance.min()
+    return (importance - importance.min()) / spread if spread > 0 else np.zeros(shape)
 
 
 def orders(
@@ -77,39 +77,42 @@ def orders(
     folder: Path | None = None,
     made_for: MadeFor | None = None,
 ) -> dict[str, Float[np.ndarray, "l k"]]:
-    """Return the worth of the heads by each measure's name. In `folder` each is saved as a DuoAttention pattern folder,
-    and read from there if it was measured before. made_for: the model, which is then noted in these folders."""
-    found = {}
+    """Return the importance of the heads by the name of each measure.
+
+    folder: each order is saved there as a DuoAttention pattern folder, or read from it if it was measured before.
+    made_for: the model, which is recorded in these folders.
+    """
+    importances = {}
     for name, measure in MEASURES.items():
-        own = None if folder is None else folder / name.replace(" ", "_")
-        if own is not None and (own / "config.json").is_file():
-            found[name] = read_pattern(own).weights
+        saved = None if folder is None else folder / name.replace(" ", "_")
+        if saved is not None and (saved / "config.json").is_file():
+            importances[name] = read_pattern(saved).weights
             continue
-        found[name] = measure_heads(measure, run, shape, window)
-        if own is not None:
-            write_pattern(own, found[name], SINK, window, made_for)
-    return found
+        importances[name] = measure_heads(measure, run, shape, window)
+        if saved is not None:
+            write_pattern(saved, importances[name], SINK, window, made_for)
+    return importances
 
 
 def default_contexts(heads: int, length: int) -> int:
-    """Return the number of contexts of `length` tokens to measure heads on: 2 to 10, as `MEASURED_TOKENS` allow."""
+    """Return the number of contexts of `length` tokens to measure heads on: 2 to 10, as `MEASURED_TOKENS` allows."""
     return int(np.clip(MEASURED_TOKENS // (len(MEASURES) * heads * length), 2, 10))
 
 
 SINKS = (4, 16, 64, 128)
-"""The numbers of sinks that are tried. 128 is that of the baselines in WG-KV's App. E."""
+"""The numbers of sinks that are tried. The baselines in WG-KV's App. E have 128."""
 
 
 @dataclass(frozen=True)
 class StaticPattern:
-    """The heads that are `whole`; the others keep `sink` first tokens and the last `window`."""
+    """A pattern of heads: some are whole; the others keep the first `sink` and the last `window` tokens."""
 
     whole: Bool[np.ndarray, "l k"]
     """True for whole heads, by layer and kv head."""
     sink: int
-    """First tokens of the others."""
+    """First tokens that streaming heads keep."""
     window: int
-    """Last tokens of the others."""
+    """Last tokens that streaming heads keep."""
 
     def policy(self, model: Decoder) -> Policy:
         """Return the pattern as a policy of the model."""
@@ -120,54 +123,56 @@ class StaticPattern:
 
 
 def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> StaticPattern:
-    """Return a pattern of streaming heads alone, whose window is as wide as `entries` per kv head allow, at least 1."""
+    """Return a pattern of streaming heads, with the widest window (at least 1) for `entries` per kv head."""
     return StaticPattern(np.zeros(shape, bool), sink, _window(entries, sink))
 
 
 def whole_heads(
     weights: Float[np.ndarray, "l k"], *, entries: float, context: int, window: int, sink: int
 ) -> StaticPattern:
-    """Return the pattern with the most whole heads, in the order of their `weights`, that leaves the others `sink` and
-    `window`. Their windows are then widened until a context of `context` tokens has `entries` per kv head on
-    average."""
+    """Return the pattern with the most whole heads that leaves the other heads `sink` and `window`.
+
+    Heads with the highest `weights` are whole. The window of the others is then widened until a context of `context`
+    tokens has `entries` per kv head on average.
+    """
     heads, streaming = weights.size, sink + window - 1
-    spare, more = max(0.0, entries - streaming), max(1, context - streaming)
-    whole = min(heads - 1, int(heads * spare / more))
-    share = (heads * entries - whole * context) / (heads - whole)
-    return StaticPattern(choose_heads(weights, whole), sink, _window(share, sink))
+    spare, extra_if_whole = max(0.0, entries - streaming), max(1, context - streaming)
+    whole = min(heads - 1, int(heads * spare / extra_if_whole))
+    streaming_entries = (heads * entries - whole * context) / (heads - whole)
+    return StaticPattern(choose_heads(weights, whole), sink, _window(streaming_entries, sink))
 
 
 def _window(entries: float, sink: int) -> int:
-    """Return the window that fills the entries. It counts the query's own token, which is not stored yet."""
+    """Return the window that fills the entries. It includes the query's own token, which is not stored yet."""
     return max(1, round(entries) - sink + 1)
 
 
-def narrowest(context: int) -> int:
-    """Return the smallest window of streaming heads that is tried if no gates have one."""
+def smallest_window(context: int) -> int:
+    """Return the smallest window of streaming heads to try if no gates have a window."""
     return max(16, context // 32)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen head pattern, with the candidates it was chosen from."""
+    """A chosen head pattern."""
 
     pattern: StaticPattern
-    words: str
-    """Description of the choice and its candidates."""
+    description: str
+    """The chosen values, with the candidates and their scores."""
 
 
 @dataclass(frozen=True)
-class Rivals:
-    """Chooses the static policies of a size that answer best on calibration contexts."""
+class PatternSearch:
+    """A search for the static policies that score best on calibration contexts, at a number of entries."""
 
     run: Trial
     """Runs a pattern on the calibration contexts."""
     orders: Mapping[str, Float[np.ndarray, "l k"]]
-    """Worth of each head, by the orders' names."""
+    """Importance of each head, by the name of the order."""
     context: int
     """The approximate number of tokens of a context."""
     window: int
-    """Window of streaming heads. A quarter of it and four times it are tried, too."""
+    """Window of streaming heads. A quarter and four times of it are also tried."""
     shape: tuple[int, int]
     """Layers × kv heads."""
 
@@ -194,73 +199,76 @@ class Rivals:
         return self._best(make, options)
 
     def _best(self, make: Callable[..., StaticPattern], options: dict[str, Sequence[Any]]) -> Choice:
-        """Choose one option after another, each at its best value given the others, and the first again at the end."""
-        known: dict[Any, Outcome] = {}
+        """Choose the options one after another, each given the others, and then the first one again."""
+        outcomes: dict[Any, Outcome] = {}
 
         def outcome(chosen: dict[str, Any]) -> Outcome:
             pattern = make(**chosen)
             key = pattern.whole.tobytes(), pattern.sink, pattern.window
-            if key not in known:
-                known[key] = self.run(pattern.whole, pattern.sink, pattern.window)
-            return known[key]
+            if key not in outcomes:
+                outcomes[key] = self.run(pattern.whole, pattern.sink, pattern.window)
+            return outcomes[key]
 
         chosen = {name: values[0] for name, values in options.items()}
-        words = {}
+        descriptions = {}
         for name in (*options, next(iter(options))):
-            found = {value: outcome(chosen | {name: value}) for value in options[name]}
-            chosen[name] = max(found, key=lambda value: (found[value].score, -found[value].loss))
-            tried = ", ".join(f"{value} {100 * one.score:.0f}%" for value, one in found.items())
-            words[name] = f"{name} {chosen[name]} (of {tried})"
+            tried = {value: outcome(chosen | {name: value}) for value in options[name]}
+            chosen[name] = max(tried, key=lambda value: (tried[value].score, -tried[value].loss))
+            scores = ", ".join(f"{value} {100 * tried[value].score:.0f}%" for value in tried)
+            descriptions[name] = f"{name} {chosen[name]} (of {scores})"
         pattern = make(**chosen)
         heads = f"{pattern.whole.sum()} of {pattern.whole.size} heads whole, " if "order" in options else ""
-        return Choice(pattern, f"{heads}window {pattern.window}; {'; '.join(words.values())}")
+        return Choice(pattern, f"{heads}window {pattern.window}; {'; '.join(descriptions.values())}")
 
 
-def own_tau(policy: Policy) -> float | None:
+def wgkv_tau(policy: Policy) -> float | None:
     """Return WG-KV's threshold, in the fewest digits that give the same float32; None for other policies."""
-    gated = policy.admission
-    return float(str(on_host(gated.tau).flat[0])) if isinstance(gated, WGKV) else None
+    wgkv = policy.admission
+    return float(str(on_host(wgkv.tau).flat[0])) if isinstance(wgkv, WGKV) else None
 
 
 def with_tau(policy: Policy, tau: float) -> Policy:
-    """Return a wgkv policy with another threshold. The same programs run it."""
-    gated = policy.admission
-    assert isinstance(gated, WGKV)
-    return dataclasses.replace(policy, admission=dataclasses.replace(gated, tau=tau))
+    """Return a wgkv policy with another threshold, which runs the same programs."""
+    wgkv = policy.admission
+    assert isinstance(wgkv, WGKV)
+    return dataclasses.replace(policy, admission=dataclasses.replace(wgkv, tau=tau))
 
 
 class TauSearch:
-    """A search for τ on one set of contexts, which remembers the sizes that it measured.
+    """A search for τ on a set of contexts. It remembers the sizes that it measured.
 
     Args:
         policy: wgkv, at any τ.
-        size_of: the share of the entries that a policy keeps, which falls as τ rises.
+        size_of: returns the share of the entries that a policy keeps, which falls as τ rises.
     """
 
     def __init__(self, policy: Policy, size_of: Callable[[Policy], float]):
-        gated = policy.admission
-        assert isinstance(gated, WGKV)
+        wgkv = policy.admission
+        assert isinstance(wgkv, WGKV)
         self._policy, self._size_of = policy, size_of
-        self._start = float(np.clip(_logit(float(on_host(gated.tau).flat[0])), LOWEST, HIGHEST))
-        self._known: dict[float, float] = {}
+        self._start = float(np.clip(_logit(float(on_host(wgkv.tau).flat[0])), LOWEST, HIGHEST))
+        self._sizes: dict[float, float] = {}
+        """Measured sizes by the logit of τ."""
 
     @property
-    def own(self) -> float:
-        """The share of the entries that the policy keeps at the τ it has."""
+    def initial_size(self) -> float:
+        """The share of the entries that the policy keeps at its original τ."""
         return self._size(self._start)
 
-    def to(self, ratio: float) -> Policy:
-        """Return the policy whose τ keeps `ratio` of the entries. The search starts at the policy's own τ, or at sizes
-        measured before. It goes in growing steps of the logit until `ratio` is passed, then interpolates. If the size
-        jumps past `ratio`, the policy with the nearest size is returned.
+    def find(self, ratio: float) -> Policy:
+        """Return the policy with the τ that keeps `ratio` of the entries.
+
+        The search starts at the original τ, or at sizes measured before. It takes growing steps of the logit until
+        `ratio` is passed, then interpolates. If the size jumps past `ratio`, it returns the policy with the nearest
+        size.
 
         Raises UserError if even the highest τ keeps more.
         """
-        low = max((x for x, size in self._known.items() if size >= ratio), default=None)
-        high = min((x for x, size in self._known.items() if size < ratio), default=None)
+        low = max((x for x, size in self._sizes.items() if size >= ratio), default=None)
+        high = min((x for x, size in self._sizes.items() if size < ratio), default=None)
         step = 1.0
         for _ in range(STEPS):
-            for logit, size in self._known.items():
+            for logit, size in self._sizes.items():
                 if abs(size - ratio) <= CLOSE * ratio:
                     return with_tau(self._policy, _sigmoid(logit))
             if low is not None and high is not None:
@@ -275,40 +283,40 @@ class TauSearch:
             if logit == HIGHEST and size > ratio * (1 + CLOSE):
                 raise UserError(f"wgkv keeps at least {size:.3f} of the entries, got a budget of {ratio:g}")
             low, high = (logit, high) if size >= ratio else (low, logit)
-        return with_tau(self._policy, _sigmoid(min(self._known, key=lambda x: abs(self._known[x] - ratio))))
+        return with_tau(self._policy, _sigmoid(min(self._sizes, key=lambda x: abs(self._sizes[x] - ratio))))
 
     def _between(self, low: float, high: float, ratio: float) -> float:
-        """Return the place of `ratio` between two logits, from 0 to 1, as if the size's logarithm were linear."""
-        above, below = (math.log(max(self._known[x], 1e-6)) for x in (low, high))
+        """Return the position of `ratio` between two logits, from 0 to 1, interpolating the size's logarithm."""
+        above, below = (math.log(max(self._sizes[x], 1e-6)) for x in (low, high))
         return float(np.clip((above - math.log(ratio)) / max(above - below, 1e-6), 0.1, 0.9))
 
     def _size(self, logit: float) -> float:
-        if logit not in self._known:
-            self._known[logit] = self._size_of(with_tau(self._policy, _sigmoid(logit)))
-        return self._known[logit]
+        if logit not in self._sizes:
+            self._sizes[logit] = self._size_of(with_tau(self._policy, _sigmoid(logit)))
+        return self._sizes[logit]
 
 
-def nearest(searches: Mapping[str, TauSearch], ratio: float) -> dict[str, Policy]:
-    """Return the two gates that can keep `ratio` and whose own size is nearest to it, so that their τ moves least. They
-    come by name with their policies, the nearest first.
+def nearest_gates(searches: Mapping[str, TauSearch], ratio: float) -> dict[str, Policy]:
+    """Return policies that keep `ratio`, by the folder of their gates.
 
-    Raises UserError if no gates can keep it.
+    They use the `NEAREST` gates whose initial sizes are nearest, since their τ changes least. The nearest come first.
+    Raises UserError if no gates can keep `ratio`.
     """
 
     def distance(gates: str) -> float:
-        return 0.0 if len(searches) == 1 else abs(math.log(max(searches[gates].own, 1e-6) / ratio))
+        return 0.0 if len(searches) == 1 else abs(math.log(max(searches[gates].initial_size, 1e-6) / ratio))
 
-    found, errors = {}, []
+    policies, errors = {}, []
     for gates in sorted(searches, key=distance):
         try:
-            found[gates] = searches[gates].to(ratio)
+            policies[gates] = searches[gates].find(ratio)
         except UserError as error:
             errors.append(error)
-        if len(found) == NEAREST:
+        if len(policies) == NEAREST:
             break
-    if not found:
+    if not policies:
         raise errors[0]
-    return found
+    return policies
 
 
 def _sigmoid(x: float) -> float:
@@ -321,7 +329,7 @@ def _logit(p: float) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy made for a budget."""
+    """A policy at a budget."""
 
     policy: Policy
     gates: str | None = None
@@ -332,38 +340,42 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A policy that is fitted on calibration contexts for each budget: heads if there are `rivals`, else gates."""
+    """A policy that is fitted on calibration contexts for each budget: a head pattern, or gates."""
 
     model: Decoder
     """The model, on its mesh."""
-    rivals: Rivals | None
-    """Chooses heads."""
-    whole: bool
-    """True if some heads are whole, False if all stream."""
+    pattern_search: PatternSearch | None
+    """Chooses a head pattern; None for gates."""
+    has_whole_heads: bool
+    """True if the pattern may have whole heads, False if all heads stream."""
     size: Callable[[Policy], float]
-    """Returns the share of the entries that a policy keeps of calibration contexts."""
+    """Returns the share of the entries that a policy keeps on calibration contexts."""
     score: Callable[[Policy], float]
-    """Returns the score of a policy on further contexts, from 0 to 1."""
-    searches: dict[str, TauSearch] = dataclasses.field(default_factory=dict)
-    """The searches so far, by the gates' folder."""
+    """Returns the score of a policy on other calibration contexts, from 0 to 1."""
+    tau_searches: dict[str, TauSearch] = dataclasses.field(default_factory=dict)
+    """The searches of τ so far, by the gates' folder."""
 
     def fit(self, budget: float, entries: float, possible: Mapping[str, Policy]) -> Candidate:
-        """Return the best policy of a budget, the share of the entries that is `entries` of each kv head. `possible`:
-        the policy with each of the gates that may keep so few, by their folder.
+        """Return the best policy at a budget.
+
+        Args:
+            budget: the share of the entries to keep.
+            entries: the same budget, as entries per kv head.
+            possible: the policy with each of the gates that may meet the budget, by the gates' folder.
 
         Raises:
-            UserError: no gates can keep so few.
+            UserError: no gates can meet the budget.
         """
-        if self.rivals is not None:
-            chosen = self.rivals.head_pattern(entries) if self.whole else self.rivals.sink_and_window(entries)
-            return Candidate(chosen.pattern.policy(self.model), None, chosen.words)
+        if (search := self.pattern_search) is not None:
+            choice = search.head_pattern(entries) if self.has_whole_heads else search.sink_and_window(entries)
+            return Candidate(choice.pattern.policy(self.model), None, choice.description)
         for folder, policy in possible.items():
-            self.searches.setdefault(folder, TauSearch(policy, self.size))
-        found = nearest({folder: self.searches[folder] for folder in possible}, budget)
-        if len(found) == 1:
-            ((gates, policy),) = found.items()
+            self.tau_searches.setdefault(folder, TauSearch(policy, self.size))
+        policies = nearest_gates({folder: self.tau_searches[folder] for folder in possible}, budget)
+        if len(policies) == 1:
+            ((gates, policy),) = policies.items()
             return Candidate(policy, gates)
-        scores = {name: self.score(policy) for name, policy in found.items()}
+        scores = {folder: self.score(policy) for folder, policy in policies.items()}
         best = max(scores, key=scores.__getitem__)
-        tried = ", ".join(f"{name} {100 * score:.0f}%" for name, score in scores.items())
-        return Candidate(found[best], best, f"gates {best} (of {tried})")
+        tried = ", ".join(f"{folder} {100 * score:.0f}%" for folder, score in scores.items())
+        return Candidate(policies[best], best, f"gates {best} (of {tried})")

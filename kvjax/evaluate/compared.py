@@ -1,7 +1,7 @@
 """The policies that are compared, as `--policies` names them.
 
-A policy without a budget is measured at each budget of the evaluation, one with its own is measured once. The argument
-`calibrated` of streaming_llm, head_pattern or wgkv has the policy fitted on calibration contexts for each budget
+A policy without a budget is measured at each budget of the evaluation. A policy with its own budget is measured once.
+The argument `calibrated` of streaming_llm, head_pattern or wgkv fits the policy on calibration contexts for each budget
 (`kvjax.evaluate.calibrated`).
 """
 
@@ -32,7 +32,7 @@ FITTED = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A policy that is compared."""
+    """A policy to compare."""
 
     label: str
     """The policy's name in results."""
@@ -48,88 +48,94 @@ class Compared:
         return format_policy({name: arguments | fitted for name, arguments in self.described.items()})
 
     @functools.cached_property
-    def kinds(self) -> dict[str, Any]:
-        """The methods' classes by their names."""
+    def methods(self) -> dict[str, Any]:
+        """The methods' classes (or functions) by name."""
         return {name: find_method(name) for name in self.described}
 
     @property
     def roles(self) -> set[str]:
         """The roles of its methods."""
-        return {role(kind) for kind in self.kinds.values()}
+        return {role(method) for method in self.methods.values()}
 
     @property
-    def takes_gates(self) -> str | None:
+    def gated_method(self) -> str | None:
         """The name of the method that takes gates from --gates; None if there is none."""
-        for name, kind in self.kinds.items():
-            takes = trained(kind) in inspect.signature(kind).parameters
+        for name, method in self.methods.items():
+            takes = trained(method) in inspect.signature(method).parameters
             if (
                 takes
-                and not {"gates", trained(kind)} & self.described[name].keys()
-                and not (kind is HeadPattern and self.calibrated)
+                and not {"gates", trained(method)} & self.described[name].keys()
+                and not (method is HeadPattern and self.calibrated)
             ):
                 return name
         return None
 
     @property
-    def own_gates(self) -> dict[str, str]:
-        """The folders and files of gates that its string names, each with the name of its method."""
+    def named_gates(self) -> dict[str, str]:
+        """The folders and files of gates in the policy string, each with the name of the method that uses it."""
         return {
             value: name
             for name, arguments in self.described.items()
             for argument, value in arguments.items()
-            if argument in ("gates", trained(self.kinds[name])) and isinstance(value, str)
+            if argument in ("gates", trained(self.methods[name])) and isinstance(value, str)
         }
 
     @property
     def takes_budget(self) -> bool:
         """True if it is measured at each budget of the evaluation."""
         return self.calibrated or any(
-            budget_argument(kind, self.described[name], self.roles) is not None
-            for name, kind in self.kinds.items()
+            budget_argument(method, self.described[name], self.roles) is not None
+            for name, method in self.methods.items()
         )
 
     @property
-    def searched(self) -> bool:
-        """True if its τ is searched for on calibration contexts."""
-        return self.calibrated and WGKV in self.kinds.values()
+    def searches_tau(self) -> bool:
+        """True if calibration searches for its τ."""
+        return self.calibrated and WGKV in self.methods.values()
 
     @property
     def chooses_heads(self) -> bool:
-        """True if its sinks, windows and whole heads are chosen on calibration contexts."""
-        return self.calibrated and not self.searched
+        """True if calibration chooses its sinks, windows and whole heads."""
+        return self.calibrated and not self.searches_tau
 
     @property
     def orders_heads(self) -> bool:
-        """True if the order of its heads is chosen on calibration contexts, too."""
-        return self.calibrated and HeadPattern in self.kinds.values()
+        """True if calibration also chooses the order of its heads."""
+        return self.calibrated and HeadPattern in self.methods.values()
 
     @property
-    def own_tau(self) -> bool:
-        """True if it is measured with each of the evaluation's WG-KV gates, at their own τ."""
-        return self.takes_gates is not None and [*self.kinds.values()] == [WGKV] and not self.calibrated
+    def at_exported_tau(self) -> bool:
+        """True if it is measured with each set of WG-KV gates in --gates, at their exported τ."""
+        return self.gated_method is not None and [*self.methods.values()] == [WGKV] and not self.calibrated
 
     @property
-    def over_gates(self) -> bool:
-        """True if it evicts from the entries that WG-KV's gates admit, or reads a part of them."""
-        return WGKV in self.kinds.values() and len(self.kinds) > 1
+    def combines_gates(self) -> bool:
+        """True if another method evicts or selects among the entries that WG-KV's gates admit."""
+        return WGKV in self.methods.values() and len(self.methods) > 1
 
     @property
-    def decodes(self) -> bool:
+    def evicts_while_decoding(self) -> bool:
         """True if it evicts while decoding."""
         return any(arguments.get("when") in WHILE_DECODING for arguments in self.described.values())
 
     @property
-    def on_contests(self) -> bool:
+    def runs_on_contests(self) -> bool:
         """True if contests can measure it: it evicts while decoding, or it only has an admission that is neither a head
         pattern nor a calibrated wgkv."""
-        heads = any(isinstance(kind, type) and issubclass(kind, HeadPattern) for kind in self.kinds.values())
-        streams = StreamingLLM in self.kinds.values()
-        fitted = self.calibrated and not streams
-        return self.decodes or (self.roles == {"admission"} and not fitted and (streams or not heads))
+        if self.evicts_while_decoding:
+            return True
+        if self.roles != {"admission"}:
+            return False
+        if StreamingLLM in self.methods.values():
+            return True
+        patterns = (
+            isinstance(method, type) and issubclass(method, HeadPattern) for method in self.methods.values()
+        )
+        return not self.calibrated and not any(patterns)
 
 
-def compared_of(text: str) -> Compared:
-    """Return the policy that `--policies` names: a policy string, or a mapping of a label to one as JSON.
+def parse_compared(text: str) -> Compared:
+    """Return the policy for one value of `--policies`: a policy string, or a JSON object with a label and a policy.
 
     Raises:
         UserError: the policy is invalid, or `calibrated` does not apply to it.
@@ -152,50 +158,51 @@ def compared_of(text: str) -> Compared:
                     f"got {CALIBRATED} in {'+'.join(described)}, expected it in streaming_llm, head_pattern or wgkv, "
                     "alone"
                 )
-            if twice := [x for x in described[name] if x in chosen or find_method(name) is not WGKV]:
-                raise UserError(f"got {twice[0]} with {CALIBRATED}, which chooses it")
+            if conflicts := [x for x in described[name] if x in chosen or find_method(name) is not WGKV]:
+                raise UserError(f"got {conflicts[0]} with {CALIBRATED}, which chooses it")
     except (UserError, ValueError, AttributeError) as error:
         raise UserError(f"--policies {text}: {error}") from None
     return Compared(label, described, bool(fitted))
 
 
-def budget_argument(kind: Any, given: dict[str, Any], roles: set[str]) -> str | None:
-    """Return the argument by which a method gets a budget; None if it has its own or takes none."""
-    if not is_method(kind):
-        takes = [x for x in ("ratio", "entries") if x in inspect.signature(kind).parameters]
+def budget_argument(method: Any, given: dict[str, Any], roles: set[str]) -> str | None:
+    """Return the argument that sets a method's budget; None if `given` sets a budget or the method takes none."""
+    if not is_method(method):
+        takes = [x for x in ("ratio", "entries") if x in inspect.signature(method).parameters]
         return next((x for x in takes if not {"ratio", "entries"} & given.keys()), None)
-    if role(kind) == "eviction":
+    if role(method) == "eviction":
         usual = "entries" if given.get("when") in WHILE_DECODING else "ratio"
         return None if given.keys() & BUDGETS else usual
-    if kind is Quest:
+    if method is Quest:
         return None if {"tokens", "ratio"} & given.keys() or "eviction" in roles else "ratio"
-    argument = {KVPOP: "max_entries", StreamingLLM: "window", HeadPattern: "sparsity"}.get(kind)
+    argument = {KVPOP: "max_entries", StreamingLLM: "window", HeadPattern: "sparsity"}.get(method)
     return None if argument in given else argument
 
 
-def compared(config: EvaluateConfig) -> list[Compared]:
-    """Return the policies that are compared. Raises UserError for an invalid policy or a repeated label."""
-    found = [compared_of(text) for text in config.policies]
-    labels = [one.label for one in found]
-    if twice := [label for at, label in enumerate(labels) if label in labels[:at]]:
-        raise UserError(f"--policies names {twice[0]} twice")
-    return found
+def compared_policies(config: EvaluateConfig) -> list[Compared]:
+    """Return the policies to compare. Raises UserError for an invalid policy or a repeated label."""
+    policies = [parse_compared(text) for text in config.policies]
+    labels = [policy.label for policy in policies]
+    if repeated := [label for index, label in enumerate(labels) if label in labels[:index]]:
+        raise UserError(f"--policies names {repeated[0]} twice")
+    return policies
 
 
-def answers_contests(config: EvaluateConfig) -> bool:
+def has_contests(config: EvaluateConfig) -> bool:
     """Return True if the tasks are contests.
 
     Raises UserError for an unknown task, and for contests together with other tasks or with --question-aware.
     """
-    contests = [task for task in config.tasks if suite_of(task).drawn]
+    contests = [task for task in config.tasks if suite_of(task).is_contest]
     others = [task for task in config.tasks if task not in contests]
     if not contests:
         return False
     if others:
         raise UserError(
-            f"--tasks {contests[0]} is answered at length and {others[0]} is asked about a context: evaluate them in "
-            "folders of their own"
+            f"--tasks: contests and other tasks need separate --out folders, got {contests[0]} and {others[0]}"
         )
     if config.question_aware:
-        raise UserError(f"--question-aware is for questions about a context, which {contests[0]} has none of")
+        raise UserError(
+            f"--question-aware is for tasks with a context and questions, got the contest {contests[0]}"
+        )
     return True

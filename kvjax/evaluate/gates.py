@@ -1,4 +1,4 @@
-"""The gates of an evaluation: the method that they belong to, and the choice of gates for a policy."""
+"""The gates of an evaluation: which method they belong to, and which of them a policy uses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.checkpoints.folder import describe
 from kvjax.checkpoints.torch_file import TorchFile, is_torch_file
 from kvjax.errors import UserError
-from kvjax.evaluate.compared import Compared, answers_contests, compared_of
+from kvjax.evaluate.compared import Compared, has_contests, parse_compared
 from kvjax.evaluate.config import ANSWERING, POLICIES, EvaluateConfig
 from kvjax.policies.admission.wgkv import files as wgkv
 from kvjax.policies.eviction import trimkv
@@ -23,9 +23,11 @@ LEARNED = "prulong", "duo_attention"
 """Training recipes that export head patterns."""
 
 
-def described(gates: str | Path) -> dict[str, Any]:
-    """Return the description of gates: a folder's config.json, or the sizes found in a .pt file of a method's authors,
-    whose layout tells the method. Raises UserError if there are no gates."""
+def describe_gates(gates: str | Path) -> dict[str, Any]:
+    """Return the description of gates: a folder's config.json, or the sizes in a .pt file of a method's authors.
+
+    The layout of the .pt file identifies the method. Raises UserError if there are no gates.
+    """
     if not is_torch_file(gates):
         return describe(gates)
     with TorchFile(gates) as opened:
@@ -39,84 +41,83 @@ def described(gates: str | Path) -> dict[str, Any]:
     return {"method": "wgkv"} | wgkv.gate_sizes(gates)._asdict() | wgkv.PUBLISHED
 
 
-def of_method(folders: Sequence[str], method: str) -> tuple[str, ...]:
-    """Return the folders (or files) whose gates belong to a method. An eviction whose name ends in "_eviction" takes
-    those of the admission that the name begins with."""
-    owner = method.removesuffix("_eviction")
-    return tuple(folder for folder in folders if described(folder).get("method") == owner)
+def gates_of_method(folders: Sequence[str], method: str) -> tuple[str, ...]:
+    """Return the folders (or files) with gates of a method. NAME_eviction uses the gates of the admission NAME."""
+    trained_method = method.removesuffix("_eviction")
+    return tuple(folder for folder in folders if describe_gates(folder).get("method") == trained_method)
 
 
-def by_lambda(folders: Sequence[str]) -> dict[float, str]:
-    """Return the folders by the λ that they were trained with.
+def gates_by_lambda(folders: Sequence[str]) -> dict[float, str]:
+    """Return the folders by the λ that they were trained with. A single folder without a stated λ gets λ 1.
 
-    Raises UserError for a folder that does not state its λ, and for two folders with the same λ.
+    Raises UserError for one of several folders that does not state its λ, and for two folders with the same λ.
     """
-    found: dict[float, str] = {}
+    by_lambda: dict[float, str] = {}
     for folder in folders:
-        weight = described(folder).get("lambda")
-        if not isinstance(weight, int | float):
-            raise UserError(f"--gates {folder}: nothing there says with which lambda they were trained")
-        name = float(weight)
-        if name in found:
+        stated = describe_gates(folder).get("lambda")
+        if not isinstance(stated, int | float):
+            if len(folders) == 1:
+                return {1.0: folder}
             raise UserError(
-                f"--gates {found[name]} and {folder} have both λ {name:g}, by which wgkv tells gates apart"
+                f"--gates {folder}: its description has no lambda, which wgkv needs with several gates"
             )
-        found[name] = folder
-    return found
+        weight = float(stated)
+        if weight in by_lambda:
+            raise UserError(
+                f"--gates {by_lambda[weight]} and {folder} both have λ {weight:g}; wgkv compares one for each λ"
+            )
+        by_lambda[weight] = folder
+    return by_lambda
 
 
 def most_selective(folders: Sequence[str], ratio: float, tokens: int) -> str:
-    """Return the gates for a method that keeps, or reads, `ratio` of the entries out of those that gates admit.
+    """Return the most selective gates that admit at least `ratio` of a context of `tokens` tokens.
 
-    These are the most selective gates that admit at least `ratio` of a context of `tokens` tokens, by the rates that
-    they were exported with. If none does, these are the gates that admit most. Gates without rates count as admitting
-    everything.
+    Another method then keeps, or reads, `ratio` of the entries out of those admitted. The exported rates decide; gates
+    without rates count as admitting everything. If no gates admit enough, return those that admit most.
     """
 
-    def size(folder: str) -> float:
-        description = described(folder)
+    def admitted_share(folder: str) -> float:
+        description = describe_gates(folder)
         window, rate = int(description["window"]), float(np.mean(description.get("rate", 1.0)))
         return (window + rate * max(0, tokens - window)) / max(window, tokens)
 
-    sizes = {folder: size(folder) for folder in folders}
-    enough = {folder: own for folder, own in sizes.items() if own >= ratio}
+    sizes = {folder: admitted_share(folder) for folder in folders}
+    enough = {folder: size for folder, size in sizes.items() if size >= ratio}
     return min(enough, key=enough.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
 
-def gates_for(config: EvaluateConfig, one: Compared) -> tuple[str, ...]:
-    """Return the folders of gates that a policy can take. Raises UserError if it needs some and there are none."""
-    if one.orders_heads:
-        return of_method(config.gates, "wgkv")
-    name = one.takes_gates
+def gates_for(config: EvaluateConfig, policy: Compared) -> tuple[str, ...]:
+    """Return the folders of gates that a policy can use. Raises UserError if it needs gates and has none."""
+    if policy.orders_heads:
+        return gates_of_method(config.gates, "wgkv")
+    name = policy.gated_method
     if name is None:
         return ()
-    found = of_method(config.gates, name)
-    if found or not is_method(one.kinds[name]):
-        return found or config.gates
+    if not is_method(policy.methods[name]):
+        return gates_of_method(config.gates, name) or config.gates
+    if folders := gates_of_method(config.gates, name):
+        return folders
     raise UserError(
-        f"--policies {one.label} needs --gates of {name}, a folder that training exported or the authors' file"
+        f"--policies {policy.label} needs --gates of {name}, a folder that training exported or the authors' file"
     )
 
 
-def own_gates_by_lambda(folders: Sequence[str]) -> dict[float, str]:
-    """Return the folders of gates at their own τ, by λ. A single folder need not state its λ, which is then 1."""
-    alone = len(folders) == 1 and not isinstance(described(folders[0]).get("lambda"), int | float)
-    return {1.0: folders[0]} if alone else by_lambda(folders)
-
-
-def with_gates(config: EvaluateConfig, say: Callable[[str], None] = lambda text: None) -> EvaluateConfig:
-    """Replace the default policies by those for the tasks that need no gates or have some. `say` gets a line about the
-    policies left out."""
+def choose_default_policies(
+    config: EvaluateConfig, log: Callable[[str], None] = lambda text: None
+) -> EvaluateConfig:
+    """Replace the default policies by those that fit the tasks and the gates. `log` gets a line about policies without
+    gates, which are left out. Other policies stay as they are."""
     if config.policies != POLICIES:
         return config
 
     def runs(policy: str) -> bool:
-        name = compared_of(policy).takes_gates
-        return name is None or bool(of_method(config.gates, name))
+        name = parse_compared(policy).gated_method
+        return name is None or bool(gates_of_method(config.gates, name))
 
-    learned = [folder for method in LEARNED for folder in of_method(config.gates, method)]
-    contests = answers_contests(config)
+    learned = [folder for method in LEARNED for folder in gates_of_method(config.gates, method)]
+    contests = has_contests(config)
     policies = ANSWERING if contests else (*POLICIES, *(f"head_pattern:gates={folder}" for folder in learned))
-    if without := [policy for policy in policies if not runs(policy)]:
-        say(f"not compared, since --gates names nothing that was trained for them: {', '.join(without)}")
+    if skipped := [policy for policy in policies if not runs(policy)]:
+        log(f"not compared, since --gates has no gates for them: {', '.join(skipped)}")
     return replace(config, policies=tuple(filter(runs, policies)))

@@ -1,4 +1,4 @@
-"""Evictions that observe the same prompts: one reading serves all of them."""
+"""Several evictions that share one reading of the contexts."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,16 +13,15 @@ from kvjax.struct import struct
 
 @struct
 class JointEviction(TokenMetadata, Observer, Eviction):
-    """The state, observation buffers and entry metadata of several methods side by side. `None` stands for a policy
-    that evicts nothing."""
+    """The state, observation buffers and entry metadata of several methods, each kept separately."""
 
     methods: tuple[Eviction | None, ...]
-    """The methods whose state is kept, without wrappers."""
+    """The methods, without wrappers; None for a policy that evicts nothing."""
 
     @property
     def metadata(self) -> Mapping[str, str]:
         return {
-            _own(i, name): dtype
+            _prefixed(i, name): dtype
             for i, method in enumerate(self.methods)
             for name, dtype in metadata_of(method).items()
         }
@@ -38,8 +37,8 @@ class JointEviction(TokenMetadata, Observer, Eviction):
         self, state: tuple[State, ...], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
     ) -> tuple[State, ...]:
         return tuple(
-            method.observe(own, step, seen, valid) if isinstance(method, Observer) else own
-            for method, own in zip(self.methods, state, strict=True)
+            method.observe(method_state, step, seen, valid) if isinstance(method, Observer) else method_state
+            for method, method_state in zip(self.methods, state, strict=True)
         )
 
     def observations(self, shape: Shape) -> tuple[Observations, ...]:
@@ -52,28 +51,30 @@ class JointEviction(TokenMetadata, Observer, Eviction):
 
     def numbers(self, state: tuple[State, ...], step: Step, readout: Readout) -> Numbers:
         return {
-            _own(i, name): x
+            _prefixed(i, name): x
             for i, method in self._writers
             for name, x in method.numbers(state[i], step, readout).items()
         }
 
     def update(self, state: tuple[State, ...], metadata: Metadata, step: Step, readout: Readout) -> Metadata:
         for i, method in self._writers:
-            new = method.update(state[i], own_metadata(metadata, i), step, readout)
-            metadata = metadata | {_own(i, name): new[name] for name in method.metadata}
+            new = method.update(state[i], metadata_of_method(metadata, i), step, readout)
+            metadata = metadata | {_prefixed(i, name): new[name] for name in method.metadata}
         return metadata
 
     def score(self, state: tuple[State, ...], stored: Stored) -> Float[Array, "b k s"]:
-        raise TypeError("what is read together is scored by each method for itself")
+        raise TypeError("a joint reading has no score; each method scores its own copy")
 
 
-def _own(index: int, name: str) -> str:
+def _prefixed(index: int, name: str) -> str:
     return f"{index} {name}"
 
 
-def own_metadata(metadata: Mapping[str, Shaped[Array, "..."]], index: int) -> dict[str, Shaped[Array, "..."]]:
-    """Return the entry metadata of one of the methods, by its own names, and the scales of int8 entries."""
-    start = _own(index, "")
+def metadata_of_method(
+    metadata: Mapping[str, Shaped[Array, "..."]], index: int
+) -> dict[str, Shaped[Array, "..."]]:
+    """Return the entry metadata of a method, by its original names, and the scales of int8 entries."""
+    start = _prefixed(index, "")
     return {
         name.removeprefix(start): x for name, x in metadata.items() if name.startswith(start) or name == SCALE
     }

@@ -1,9 +1,9 @@
-"""Adapter for EleutherAI's lm-evaluation-harness: contexts are compacted, and continuations are scored from the cache.
+"""Adapter for EleutherAI's lm-evaluation-harness. It compacts contexts and scores continuations from the cache.
 
     python -m kvjax.evaluate.lm_eval --model kvjax --model_args model=Qwen/Qwen3-4B,policy=snapkv:ratio=0.5 \\
         --tasks hellaswag --batch_size 16
 
-The command is lm-eval's own with the model `kvjax` registered. In Python, use
+The command is that of lm-eval, with the model `kvjax` registered. In Python, use
 `lm_eval.simple_evaluate(model=KVJaxLM(llm), tasks=…)`.
 """
 
@@ -26,7 +26,7 @@ from kvjax.cli.launch import MeshShape, run_command, start
 from kvjax.cli.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError, warn
 from kvjax.evaluate.answering import Answer, answer
-from kvjax.evaluate.measuring import Manner, for_answers, groups, read
+from kvjax.evaluate.measuring import MeasureSettings, for_answers, groups, read
 from kvjax.inference.allocation import new_cache
 from kvjax.llm import LLM
 from kvjax.mesh import use_mesh
@@ -44,23 +44,23 @@ MAX_NEW_TOKENS = 256
 class KVJaxLM(TemplateLM):
     """A kvjax model under a policy, for lm-eval.
 
-    Log-likelihoods: each context is read once, compacted, and shared by its continuations, whose tokens are decoded
-    one by one, each after the true ones before it. The compaction leaves out the context's last token, which is
-    decoded first, so that all tokens of a continuation are predicted from the compacted cache. Evictions that observe
-    the last tokens see this one, too. lm-eval's contexts end with the question, so the compaction knows it;
-    kvpress's evaluation compacts the context before it reads the question. A single token is not compacted.
+    Log-likelihoods: each context is read and compacted once, and shared by its continuations, which are decoded token
+    by token (teacher-forced). The context's last token is left out of the compaction and decoded first, so that all
+    tokens of a continuation are predicted from the compacted cache. Evictions that observe the last tokens also observe
+    this one. lm-eval's contexts end with the question, so the compaction knows it; kvpress's evaluation compacts the
+    context before it reads the question. A context of a single token is not compacted.
 
-    Answers: `LLM.generate` makes them. As in kvpress, the first token is predicted before the compaction.
+    Answers come from `LLM.generate`. As in kvpress, the first token is predicted before the compaction.
 
     Args:
         model: an `LLM`, or the model for a new one.
-        batch_size: contexts, or answers, at a time; `auto` is 16.
+        batch_size: contexts (or answers) in a batch; `auto` is 16.
         device, max_batch_size: ignored. lm-eval's command passes them; JAX chooses the device.
         options: the other arguments of the new LLM, such as `policy`.
 
     Raises:
-        UserError: the policy does not allow what is measured (`loglikelihood_rolling`; any log-likelihoods, where the
-            policy compacts while decoding), or one of the errors of `LLM`.
+        UserError: an error of `LLM`; later, `loglikelihood_rolling` with an eviction, or log-likelihoods with a policy
+            that compacts while decoding.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class KVJaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the tokenizer's BOS, or else its EOS."""
+        """The token before a text without context: the tokenizer's BOS, or its EOS if it has no BOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -108,7 +108,7 @@ class KVJaxLM(TemplateLM):
         return around(self.tokenizer, opened, add_generation_prompt=False)[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Return the tokens of a text, by default without special tokens if it begins with one, as a chat does."""
+        """Return the tokens of a text. By default special tokens are added unless the text begins with one."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         return token_ids(self.tokenizer, string, add_special_tokens=add_special_tokens)
@@ -123,56 +123,61 @@ class KVJaxLM(TemplateLM):
             raise UserError(
                 f"kvjax: {self.llm.policy.name} compacts while decoding, which log-likelihoods do not measure"
             )
-        of_context: dict[Context, list[int]] = defaultdict(list)
+        requests_of: dict[Context, list[int]] = defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
-            # the last token of a continuation is not read
-            of_context[tuple(self._shortened(context, len(continuation) - 1))].append(index)
-        singles = [context for context in of_context if len(context) == 1]
-        others = sorted((context for context in of_context if len(context) > 1), key=len, reverse=True)
+            # the last token of a continuation is not fed
+            requests_of[tuple(self._shortened(context, len(continuation) - 1))].append(index)
+        singles = [context for context in requests_of if len(context) == 1]
+        others = sorted((context for context in requests_of if len(context) > 1), key=len, reverse=True)
         batches = [*groups(others, self.batch_size), *groups(singles, self.batch_size)]
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         for batch in tqdm(batches, disable=disable_tqdm, desc="Batches of contexts"):
-            own = [of_context[context] for context in batch]
-            scored = self._answers(batch, [[requests[index][2] for index in one] for one in own])
-            for index, one in zip(itertools.chain(*own), scored, strict=True):
+            indices = [requests_of[context] for context in batch]
+            answers = self._answers(batch, [[requests[i][2] for i in of_context] for of_context in indices])
+            for index, scored in zip(itertools.chain(*indices), answers, strict=True):
                 text, _, continuation = requests[index]
-                found[index] = one.log_likelihood, one.tokens.tolist() == continuation
+                scores[index] = scored.log_likelihood, scored.tokens.tolist() == continuation
                 if text is not None:
-                    self.cache_hook.add_partial("loglikelihood", text, found[index])
-        return [found[index] for index in range(len(requests))]
+                    self.cache_hook.add_partial("loglikelihood", text, scores[index])
+        return [scores[index] for index in range(len(requests))]
 
     def _answers(self, contexts: Sequence[Context], continuations: Sequence[list[list[int]]]) -> list[Answer]:
-        """Score the continuations of each context, context after context. Either all contexts have a single token, or
-        none has."""
+        """Score the continuations of each context, context after context.
+
+        Either all contexts have a single token, or none has.
+        """
         model, policy, watch = self.llm.model, self.llm.policy, Stopwatch()
         guided = policy.schedule is not None and bool(policy.schedule.trigger.guidance)
         samples = [
             Sample(
                 as_tokens(context[:-1]),
-                tuple(Question(as_tokens(context[-1:]), as_tokens(x), "", given=True) for x in own),
-                known=not guided,
+                tuple(
+                    Question(as_tokens(context[-1:]), as_tokens(x), "", teacher_forced=True)
+                    for x in of_context
+                ),
+                question_known=not guided,
             )
-            for context, own in zip(contexts, continuations, strict=True)
+            for context, of_context in zip(contexts, continuations, strict=True)
         ]
         sizes = {"page_size": self.llm.page_size, "capacity": self.llm.capacity}
         if len(contexts[0]) > 1:
-            manner = Manner(chunk=self.llm.chunk, watch=watch, **sizes)
-            cache = read(model, policy, samples, manner).cache
+            settings = MeasureSettings(chunk=self.llm.chunk, watch=watch, **sizes)
+            cache = read(model, policy, samples, settings).cache
         else:
             with use_mesh(model):
-                nothing, room = [x.context for x in samples], max(x.room for x in samples)
-                cache = new_cache(model, policy.compile(model), nothing, room, **sizes)
-        later, cache = for_answers(model, policy, cache)
+                empty, tokens = [x.context for x in samples], max(x.tokens_after_context for x in samples)
+                cache = new_cache(model, policy.compile(model), empty, tokens, **sizes)
+        decoding, cache = for_answers(model, policy, cache)
         rounds = []
         for questions in itertools.zip_longest(*(x.questions for x in samples), fillvalue=NO_QUESTION):
-            scored, cache = answer(model, later, cache, questions, stop=(), pace=Pace(), watch=watch)
+            scored, cache = answer(model, decoding, cache, questions, stop=(), pace=Pace(), watch=watch)
             rounds.append(scored)
         return [rounds[n][row] for row, x in enumerate(samples) for n in range(len(x.questions))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, whose tokens are decoded one by one.
+        """Return the log-likelihoods of whole texts, decoded token by token.
 
-        Raises UserError for a policy with an eviction: a text without a context has no prompt at whose end it acts.
+        Raises UserError for a policy with an eviction, which would never run: such a text has no prompt.
         """
         if self.llm.policy.schedule is not None:
             raise UserError(
@@ -192,9 +197,9 @@ class KVJaxLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the answers to prompts, each cut before the first of its `until`."""
+        """Return the answers to prompts, each cut before its first stop string (`until`)."""
         longest_first = sorted(range(len(requests)), key=lambda i: len(requests[i].args[0]), reverse=True)
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         for batch in tqdm(groups(longest_first, self.batch_size), disable=disable_tqdm, desc="Batches"):
             prompts, sampling = [], []
             for text, arguments in (requests[index].args for index in batch):
@@ -202,32 +207,32 @@ class KVJaxLM(TemplateLM):
                 prompt = self.tok_encode(text) or [self.prefix_token_id]
                 prompts.append(self._shortened(prompt, sampling[-1].max_new_tokens))
             for index, output in zip(batch, self.llm.generate(prompts, sampling), strict=True):
-                found[index] = output.text
+                texts[index] = output.text
                 self.cache_hook.add_partial("generate_until", requests[index].args, output.text)
-        return [found[index] for index in range(len(requests))]
+        return [texts[index] for index in range(len(requests))]
 
     def _shortened(self, context: list[int], following: int) -> list[int]:
-        """Return the end of a context that fits into the model's length with the tokens that follow it."""
-        most = max(1, self.max_length - following)
-        if len(context) > most:
+        """Return the end of a context that fits into the model's length together with the `following` tokens."""
+        capacity = max(1, self.max_length - following)
+        if len(context) > capacity:
             warn(f"contexts longer than the model's {self.max_length:,} tokens lose their beginning")
-        return context[-most:]
+        return context[-capacity:]
 
 
 def _sampling(arguments: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters of a task's generation arguments. Sampling has temperature 1 by default."""
-    own = {"max_new_tokens": MAX_NEW_TOKENS, "until": None, "do_sample": None, **arguments}
-    own["max_new_tokens"] = own.pop("max_gen_toks", own["max_new_tokens"])
-    until, sampled = own.pop("until") or (), own.pop("do_sample")
-    own.setdefault("temperature", 1.0 if sampled else 0.0)
+    """Return the sampling parameters for a task's generation arguments. Sampling has temperature 1 by default."""
+    options = {"max_new_tokens": MAX_NEW_TOKENS, "until": None, "do_sample": None, **arguments}
+    options["max_new_tokens"] = options.pop("max_gen_toks", options["max_new_tokens"])
+    until, sampled = options.pop("until") or (), options.pop("do_sample")
+    options.setdefault("temperature", 1.0 if sampled else 0.0)
     if sampled is False:
-        own["temperature"] = 0.0
+        options["temperature"] = 0.0
     stop = (until,) if isinstance(until, str) else until
-    return SamplingParams(stop=tuple(text for text in stop if text), **own)
+    return SamplingParams(stop=tuple(text for text in stop if text), **options)
 
 
 def main() -> None:
-    """Run lm-eval's command, in which the model `kvjax` is registered."""
+    """Run lm-eval's command with the model `kvjax`."""
     start(MeshShape())
     cli_evaluate()
 

@@ -1,4 +1,4 @@
-"""Problems that are answered at length while the policy evicts: several sampled answers to each, by seeds of their own.
+"""Contests: problems that are answered at length while the policy evicts, several times with different seeds.
 
 This is KVPOP's evaluation (Sec. 2.2 and Table 1, which do not say how answers are sampled).
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.evaluate.answering import Answer
-from kvjax.evaluate.measuring import Manner, Measurement, Tally, groups
+from kvjax.evaluate.measuring import Measurement, MeasureSettings, Tally, groups
 from kvjax.files import write_text
 from kvjax.inference.answers import decoded
 from kvjax.inference.footprint_log import footprint_log
@@ -28,47 +28,55 @@ BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """Sampling settings of answers."""
+class SamplingSettings:
+    """How answers to contests are sampled."""
 
     draws: int
     """The number of answers to each problem."""
     temperature: float
     top_p: float
     top_k: int
-    """The number of most likely tokens to sample from; 0: all."""
+    """The number of most likely tokens to sample from; 0 means all."""
     seed: int = 0
 
-    def sampling(self, problem: int, draw: int, tokens: int) -> SamplingParams:
-        """Return the sampling parameters of an answer of at most `tokens` tokens. The seed follows from the problem's
-        index and the answer's, so that it is the same for every policy and in every batch."""
+    def params(self, problem: int, draw: int, tokens: int) -> SamplingParams:
+        """Return the sampling parameters of an answer of at most `tokens` tokens.
+
+        The seed follows from the problem's and the answer's index, so it is the same for every policy and batch.
+        """
         seed = int(np.random.SeedSequence((self.seed, problem, draw)).generate_state(1)[0]) >> 1
         return SamplingParams(
             max_new_tokens=tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed
         )
 
 
-def measure_drawn(
-    model: Decoder, policy: Policy, problems: Sequence[Sample], drawing: Drawing, manner: Manner
+def measure_contest(
+    model: Decoder,
+    policy: Policy,
+    problems: Sequence[Sample],
+    sampling: SamplingSettings,
+    settings: MeasureSettings,
 ) -> Measurement:
-    """Answer each problem `drawing.draws` times. An answer that the length limit cuts off is wrong.
+    """Answer each problem `sampling.draws` times. An answer that the length limit cuts off is wrong.
 
-    In the measurement, `outputs` go by problem and then by answer, the kinds are the problems, and the entries are
-    those at the answers' ends.
+    In the measurement, `outputs` has all answers to the first problem, then all to the second, and so on. The kinds are
+    the problems, and the entries are counted at the answers' ends.
     """
     tally = Tally()
-    rows = [(index, draw) for index in range(len(problems)) for draw in range(drawing.draws)]
-    for group in groups(rows, manner.batch):
-        _add(tally, model, policy, problems, group, drawing, manner)
-    return dataclasses.replace(tally.total(), interval=None, drawn=tally.drawn(drawing.draws))
+    rows = [(index, draw) for index in range(len(problems)) for draw in range(sampling.draws)]
+    for group in groups(rows, settings.batch):
+        _answer_group(tally, model, policy, problems, group, sampling, settings)
+    return dataclasses.replace(tally.total(), interval=None, drawn=tally.contest_statistics(sampling.draws))
 
 
 def write_answers(
     file: Path, problems: Sequence[Sample], outputs: Sequence[Sequence[Tokens]], tokenizer: Any
 ) -> None:
-    """Write a line for each answer of `measure_drawn`, in its order, for people to read: the problem, the answer's
-    index, the true answer, the answer's conclusion, True if it was cut off, its number of tokens, and its text. Makes
-    the folder."""
+    """Write a JSON line for each answer of `measure_contest`, in its order, for people to read. Makes the folder.
+
+    A line has the problem, the answer's index, the true answer, the conclusion of the model's answer (`said`), whether
+    it was cut off, its number of tokens, and its text.
+    """
     draws, rows = len(outputs) // len(problems), []
     for index, (tokens,) in enumerate(outputs):
         (question,) = problems[index // draws].questions
@@ -88,30 +96,30 @@ def write_answers(
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _add(
+def _answer_group(
     tally: Tally,
     model: Decoder,
     policy: Policy,
     problems: Sequence[Sample],
     group: Sequence[tuple[int, int]],
-    drawing: Drawing,
-    manner: Manner,
+    sampling: SamplingSettings,
+    settings: MeasureSettings,
 ) -> None:
     """Answer the problems of a group, given by the indices of problem and answer. All have the same length limit."""
-    watch, own = manner.watch, [problems[index] for index, _ in group]
-    questions, prompts = [sample.questions[0] for sample in own], [sample.context for sample in own]
-    sampling = [drawing.sampling(*row, questions[0].answer_tokens) for row in group]
+    watch, samples = settings.watch, [problems[index] for index, _ in group]
+    questions, prompts = [sample.questions[0] for sample in samples], [sample.context for sample in samples]
+    params = [sampling.params(*row, questions[0].answer_tokens) for row in group]
     watch.lap()
-    written = stream(
-        model, prompts, sampling, policy=policy, capacity=manner.capacity, page_size=manner.page_size,
-        chunk=manner.chunk, block=BLOCK,
+    blocks = stream(
+        model, prompts, params, policy=policy, capacity=settings.capacity, page_size=settings.page_size,
+        chunk=settings.chunk, block=BLOCK,
     )  # fmt: skip
     parts: list[list[Tokens]] = []
     with footprint_log() as log:
-        for part, held, *_ in written:
-            cache, seconds = held, watch.lap()
+        for part, cache, *_ in blocks:  # noqa: B007 (the last cache is used below)
+            seconds = watch.lap()
             if parts:
-                # a step costs the same however many of its rows are done
+                # a step costs the same whether or not rows have finished
                 tally.decoding.add(len(group) * max(map(len, part)), seconds, watch.compiled)
             else:
                 tally.reading.add(sum(map(len, prompts)), seconds, watch.compiled)

@@ -1,4 +1,4 @@
-"""Measure one policy on one set of contexts: read them, ask their questions, and log the entries held at each call."""
+"""Measure a policy on a set of contexts: read them, ask their questions, and log the entries held at each call."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from kvjax.errors import UserError
 from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.interval import mean_interval
-from kvjax.evaluate.joint_eviction import JointEviction, own_metadata
+from kvjax.evaluate.joint_eviction import JointEviction, metadata_of_method
 from kvjax.inference import reconstruction
 from kvjax.inference.eviction import TokenRows, at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
@@ -40,8 +40,8 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Manner:
-    """Settings for reading contexts."""
+class MeasureSettings:
+    """How contexts are read and batched."""
 
     batch: int = 16
     """The most contexts in a batch."""
@@ -54,15 +54,15 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Statistics of problems that were each answered several times, every answer being right or wrong. pass@1 is the
-    mean over problems and answers."""
+class ContestStatistics:
+    """Statistics of problems that were each answered several times. Every answer is right or wrong. pass@1 is the mean
+    over problems and answers."""
 
     draws: int
     """The number of answers to each problem."""
     error: float | None
-    """The standard error of pass@1 over the answers to these problems: √(Σ p(1 − p) / (draws − 1)) / problems, p being
-    a problem's own pass@1. None if each problem has one answer."""
+    """The standard error of pass@1 over the answers to these problems: √(Σ p(1 − p) / (draws − 1)) / problems, where
+    p is the pass@1 of a problem. None if each problem has one answer."""
     cut: float
     """The share of answers that the length limit cut off. They count as wrong."""
     without: float
@@ -80,9 +80,9 @@ class Measurement:
     by_kind: dict[str, float]
     """The mean score by kind of question."""
     answers: int
-    """The number of answers. Every token of a given text is one."""
+    """The number of answers. Every token of a teacher-forced text counts as one."""
     perplexity: float | None
-    """Perplexity of the texts that are given; None: there are none."""
+    """Perplexity of the teacher-forced texts; None if there are none."""
     outputs: list[list[Tokens]]
     """The model's answers, by sample and question."""
     footprint: float
@@ -92,7 +92,7 @@ class Measurement:
     peak: float
     """The most entries at one time, relative to full attention."""
     kv_ratio: float
-    """Entries relative to a full cache after the contexts were read, or the answers to contests written."""
+    """Entries relative to a full cache, when the contexts (or the answers to contests) end."""
     kv_ratios: Float[np.ndarray, "l k"]
     """`kv_ratio` by layer and kv head."""
     rates: Float[np.ndarray, "l k"]
@@ -103,13 +103,13 @@ class Measurement:
     """Tokens read per second without compilation; None if there was nothing to time."""
     decode: float | None
     """Tokens decoded per second by a whole batch, without compilation; None if there was nothing to time."""
-    drawn: Drawn | None = None
+    drawn: ContestStatistics | None = None
     """Statistics of a contest's sampled answers."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Contexts in a cache, the entries held while they were read, and the time that it took."""
+    """A cache of contexts, the entries held while they were read, and the time that reading took."""
 
     cache: Cache
     """The cache after the contexts were read."""
@@ -121,22 +121,22 @@ class Reading:
     """True if programs were compiled in that time."""
 
 
-def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner) -> Reading:
-    """Read contexts into a new cache, as the policy keeps them."""
-    manner.watch.lap()
+def read(model: Decoder, policy: Policy, group: Sequence[Sample], settings: MeasureSettings) -> Reading:
+    """Read contexts into a new cache under the policy."""
+    settings.watch.lap()
     with footprint_log() as log:
         cache = prefill(
             model,
             [sample.context for sample in group],
             policy=policy,
-            max_new_tokens=max(sample.room for sample in group),
-            capacity=manner.capacity,
-            page_size=manner.page_size,
-            chunk=manner.chunk,
+            max_new_tokens=max(sample.tokens_after_context for sample in group),
+            capacity=settings.capacity,
+            page_size=settings.page_size,
+            chunk=settings.chunk,
             observers=_observers(policy, group),
         )
     jax.block_until_ready(cache)
-    return Reading(cache, log, manner.watch.lap(), manner.watch.compiled)
+    return Reading(cache, log, settings.watch.lap(), settings.watch.compiled)
 
 
 def compact(
@@ -148,7 +148,7 @@ def compact(
     *,
     reconstructed: bool = False,
 ) -> Reading:
-    """Return a copy of contexts that were read without compaction, compacted as the policy does at the prompt's end.
+    """Return a compacted copy of a reading without compaction, as the policy compacts at the prompt's end.
 
     reconstructed: True if `reconstruct` returned the reading.
     """
@@ -167,8 +167,8 @@ def compact(
 def reconstruct(
     model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
 ) -> Reading:
-    """Return a copy of contexts that were read without compaction, after the reconstruction passes. These are the same
-    at all budgets."""
+    """Return a copy of a reading without compaction, after the reconstruction passes. They are the same at all
+    budgets."""
 
     def run(compiled: CompiledPolicy, cache: Cache, rows: TokenRows) -> Cache:
         return reconstruction.all_of(reconstruction.reconstruct(model, compiled, cache, rows))
@@ -194,40 +194,51 @@ def _continued(
 
 
 def _observers(policy: Policy, group: Sequence[Sample]) -> list[Tokens] | None:
-    """Return the questions that are known when their contexts are compressed, for a policy that observes with them;
-    else None."""
-    return [sample.questions[0].prompt for sample in group] if group[0].known and policy.observes else None
+    """Return the questions with which a policy observes: those known when their contexts are compressed. None for other
+    policies and unknown questions."""
+    return (
+        [sample.questions[0].prompt for sample in group]
+        if group[0].question_known and policy.observes
+        else None
+    )
 
 
-def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: Manner) -> Measurement:
-    """Read each context into a cache, then answer its questions one by one, greedily, each from that same cache. In a
-    conversation each question follows all that was asked and answered before.
+def measure(
+    model: Decoder, policy: Policy, samples: Sequence[Sample], settings: MeasureSettings
+) -> Measurement:
+    """Read each context into a cache, then answer its questions greedily, each from that same cache.
+
+    In a conversation each question follows the earlier questions and answers.
     """
     tally = Tally()
-    for group in groups(samples, manner.batch):
-        tally.add(model, policy, read(model, policy, group, manner), group, manner.watch)
+    for group in groups(samples, settings.batch):
+        tally.add(model, policy, read(model, policy, group, settings), group, settings.watch)
     return tally.total()
 
 
 def measured_alone(policy: Policy) -> bool:
-    """Return True if a policy's reading serves no other policy, or needs guidance that is read after the context."""
+    """Return True if a policy cannot share its reading with others, or reads guidance after the context."""
     guided = policy.schedule is not None and bool(policy.schedule.trigger.guidance)
     return guided or policy.max_entries is not None or BIAS in policy.metadata
 
 
 def measure_together(
-    model: Decoder, policies: Sequence[Sequence[Policy]], samples: Sequence[Sample], manner: Manner
+    model: Decoder, policies: Sequence[Sequence[Policy]], samples: Sequence[Sample], settings: MeasureSettings
 ) -> list[Measurement]:
-    """Measure methods that read alike until a prompt's end, each as its policies of several budgets. Every group of
-    contexts is read once, and compacted anew for each policy. Returns the measurements, policy after policy. If there
-    are several, they have no reading speed, since the reading does all methods' work. Raises UserError for a policy
-    that is `measured_alone`."""
-    assert model.config.head_order is None, "what is compiled twice below would be placed twice"
-    methods = [own[0] for own in policies]
+    """Measure methods that read contexts alike, each at several budgets. Return the measurements, policy after policy.
+
+    `policies` has a list for each method, with a policy for each budget. Every group of contexts is read once, and
+    compacted anew for each policy. Several measurements have no reading speed, since the reading does the work of all
+    methods. Raises UserError for a policy that is `measured_alone`.
+    """
+    assert model.config.head_order is None, (
+        "policies are compiled twice below, which would reorder heads twice"
+    )
+    methods = [budgets[0] for budgets in policies]
     for policy in methods:
         if measured_alone(policy):
             raise UserError(
-                f"{policy.name}: max_entries, biases and tokens that observe are measured by themselves"
+                f"{policy.name}: policies with max_entries, biases or guidance cannot share a reading"
             )
     reader = changed(
         methods[0],
@@ -235,36 +246,39 @@ def measure_together(
         schedule=None,
         selection=next((method.selection for method in methods if method.selection is not None), None),
     )
-    tallies = [[Tally() for _ in own] for own in policies]
-    for group in groups(samples, manner.batch):
-        whole = read(model, reader, group, manner)
-        for index, own in enumerate(policies):
-            read_again = isinstance(innermost(methods[index].eviction), Reconstruction)
-            uncompacted = _own_reading(whole, index, methods[index])
-            if read_again:
-                uncompacted = reconstruct(model, methods[index], uncompacted, group, manner.watch)
-            for policy, tally in zip(own, tallies[index], strict=True):
-                reading = compact(model, policy, uncompacted, group, manner.watch, reconstructed=read_again)
-                tally.add(model, policy, reading, group, manner.watch)
-                del reading  # two compacted caches would be held beside the whole one
+    tallies = [[Tally() for _ in budgets] for budgets in policies]
+    for group in groups(samples, settings.batch):
+        joint = read(model, reader, group, settings)
+        for index, budgets in enumerate(policies):
+            reconstructs = isinstance(innermost(methods[index].eviction), Reconstruction)
+            uncompacted = _reading_of_method(joint, index, methods[index])
+            if reconstructs:
+                uncompacted = reconstruct(model, methods[index], uncompacted, group, settings.watch)
+            for policy, tally in zip(budgets, tallies[index], strict=True):
+                reading = compact(
+                    model, policy, uncompacted, group, settings.watch, reconstructed=reconstructs
+                )
+                tally.add(model, policy, reading, group, settings.watch)
+                del reading  # free its cache before the next one is made
             del uncompacted
-        del whole
-    totals = [tally.total() for own in tallies for tally in own]
-    return totals if len(totals) == 1 else [dataclasses.replace(one, prefill=None) for one in totals]
+        del joint
+    totals = [tally.total() for budgets in tallies for tally in budgets]
+    return totals if len(totals) == 1 else [dataclasses.replace(total, prefill=None) for total in totals]
 
 
-def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
-    """Return contexts that were read together, with one method's state, observation buffer and entry metadata alone."""
-    layers, pages = reading.cache.layers, reading.cache.pages
+def _reading_of_method(joint: Reading, index: int, method: Policy) -> Reading:
+    """Return a joint reading with the state, observation buffer and entry metadata of a single method."""
+    layers, pages = joint.cache.layers, joint.cache.pages
     states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
-    layers = dataclasses.replace(layers, state=states, numbers=own_metadata(layers.numbers, index))
+    layers = dataclasses.replace(layers, state=states, numbers=metadata_of_method(layers.numbers, index))
     pages = dataclasses.replace(
         pages,
         bounds=None if method.selection is None else pages.bounds,
-        metadata=own_metadata(pages.metadata, index),
+        metadata=metadata_of_method(pages.metadata, index),
     )
-    own = {"layers": layers, "pages": pages, "observations": reading.cache.observations[index]}
-    return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, **own))
+    observations = joint.cache.observations[index]
+    cache = dataclasses.replace(joint.cache, layers=layers, pages=pages, observations=observations)
+    return dataclasses.replace(joint, cache=cache)
 
 
 def groups(samples: Sequence[Item], batch: int) -> list[Sequence[Item]]:
@@ -273,10 +287,12 @@ def groups(samples: Sequence[Item], batch: int) -> list[Sequence[Item]]:
 
 
 def for_answers(model: Decoder, policy: Policy, cache: Cache) -> tuple[CompiledPolicy, Cache]:
-    """Return the policy and the cache (donated) that answers come from, without the state that only compactions need.
-    All evictions then share one program for answers."""
-    later = changed(policy, eviction=None, schedule=None).compile(model)
-    return later, drop_observation_state(cache, later.decode)
+    """Return the policy and the cache (donated) for decoding answers, without the state that only compactions need.
+
+    All evictions then share one program for answers.
+    """
+    decoding = changed(policy, eviction=None, schedule=None).compile(model)
+    return decoding, drop_observation_state(cache, decoding.decode)
 
 
 class Tally:
@@ -289,10 +305,10 @@ class Tally:
         """Sum of the scores of each context."""
         self._counts: list[int] = []
         """Number of scores of each context."""
-        self._log_likelihood, self._given = 0.0, 0
+        self._log_likelihood, self._forced_tokens = 0.0, 0
         self._footprints: list[tuple[float, float, float]] = []
         self._entries: list[Float[np.ndarray, "l k"]] = []
-        self._retained, self._left, self._tokens = np.zeros(()), 0, 0
+        self._retained, self._left_window, self._tokens = np.zeros(()), 0, 0
         self._bytes, self._contexts, self._answers = 0, 0, 0
         self._cut, self._without = 0, 0
         self.reading, self.decoding = Pace(), Pace()
@@ -300,29 +316,30 @@ class Tally:
     def add(
         self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
     ) -> None:
-        """Ask the questions of a group of contexts, which are in their cache (donated), and add the answers.
+        """Ask the questions of a group of contexts from the reading's cache (donated), and add the answers.
 
         Raises UserError for a policy that compacts while decoding.
         """
         if policy.compacts_answers:
-            raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
+            raise UserError(f"{policy.name} compacts while decoding, which only contests measure")
         tokens = self.add_entries(reading.cache, policy, len(group))
         self.reading.add(tokens, reading.seconds, reading.compiled)
-        later, cache = for_answers(model, policy, reading.cache)
+        decoding, cache = for_answers(model, policy, reading.cache)
         before = [as_tokens([])] * len(group)
         for questions in itertools.zip_longest(*(x.questions for x in group), fillvalue=NO_QUESTION):
             if group[0].conversation:
                 questions = tuple(map(asked_after, questions, before))
             options = {"stop": model.config.eos_ids, "pace": self.decoding, "watch": watch}
             with footprint_log(reading.log) as log:
-                group_answers, cache = answer(model, later, cache, questions, **options)
+                group_answers, cache = answer(model, decoding, cache, questions, **options)
             self.add_answers(questions, group_answers, log)
             before = [
-                np.concatenate([q.prompt, x.tokens]) for q, x in zip(questions, group_answers, strict=True)
+                np.concatenate([q.prompt, reply.tokens])
+                for q, reply in zip(questions, group_answers, strict=True)
             ]
 
     def add_entries(self, cache: Cache, policy: Policy, count: int) -> int:
-        """Add the sizes of a group of `count` contexts that are in their cache. Returns the number of their tokens."""
+        """Add the entries of a group of `count` contexts in a cache. Returns the number of their tokens."""
         sizes = caches.stats(cache, count)
         local = np.minimum(sizes.tokens, policy.window - 1)
         self._outputs += [[] for _ in range(count)]
@@ -330,7 +347,7 @@ class Tally:
         self._counts += [0] * count
         self._entries.append(sizes.entries.sum(1))
         self._retained = self._retained + (sizes.entries - local[:, None]).sum(1)
-        self._left += int((sizes.tokens - local).sum())
+        self._left_window += int((sizes.tokens - local).sum())
         self._tokens += int(sizes.tokens.sum())
         self._bytes += sizes.bytes // sizes.pool_pages * sizes.pages
         self._contexts += count
@@ -339,55 +356,57 @@ class Tally:
     def add_answers(
         self, questions: Sequence[Question], answers: Sequence[Answer], log: Sequence[Call]
     ) -> None:
-        """Add the answers to a question of each context of the group that was added last. `log`: the footprint log from
-        the contexts' first token on."""
-        for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
+        """Add the answers to one question of each context in the group that was added last.
+
+        log: the footprint log from the contexts' first token on.
+        """
+        for row, (question, reply) in enumerate(zip(questions, answers, strict=True)):
             if question is NO_QUESTION:
                 continue
             context = row - len(questions)
-            score = 0.0 if one.cut else question.score(one.tokens)
-            # every token of a given text is an answer
-            count = question.answer_tokens if question.given else 1
-            self._outputs[context].append(one.tokens)
+            score = 0.0 if reply.cut else question.score(reply.tokens)
+            # every token of a teacher-forced text is an answer
+            count = question.answer_tokens if question.teacher_forced else 1
+            self._outputs[context].append(reply.tokens)
             self._right[context] += count * score
             self._counts[context] += count
             self._scores[question.kind].append(score)
             if question.concluded is not None:
-                self._cut += one.cut
-                self._without += not one.cut and question.concluded(one.tokens) is None
-            if question.given:
-                self._given += question.answer_tokens
-                self._log_likelihood += one.log_likelihood
+                self._cut += reply.cut
+                self._without += not reply.cut and question.concluded(reply.tokens) is None
+            if question.teacher_forced:
+                self._forced_tokens += question.answer_tokens
+                self._log_likelihood += reply.log_likelihood
             else:
                 self._answers += 1
-            held = occupancy(log, row)
-            self._footprints.append((held.footprint, held.footprint_held, held.peak))
+            entries = occupancy(log, row)
+            self._footprints.append((entries.footprint, entries.footprint_held, entries.peak))
 
     def total(self) -> Measurement:
-        everything = [score for group in self._scores.values() for score in group]
+        all_scores = [score for group in self._scores.values() for score in group]
         kv_ratios = np.sum(self._entries, 0) / self._tokens
         footprint, footprint_held, peak = np.mean(self._footprints, 0)
         return Measurement(
-            score=float(np.mean(everything)),
+            score=float(np.mean(all_scores)),
             interval=mean_interval(self._right, self._counts),
             by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
-            answers=self._answers + self._given,
-            perplexity=math.exp(-self._log_likelihood / self._given) if self._given else None,
+            answers=self._answers + self._forced_tokens,
+            perplexity=math.exp(-self._log_likelihood / self._forced_tokens) if self._forced_tokens else None,
             outputs=self._outputs,
             footprint=float(footprint),
             footprint_held=float(footprint_held),
             peak=float(peak),
             kv_ratio=float(kv_ratios.mean()),
             kv_ratios=kv_ratios,
-            rates=self._retained / max(self._left, 1),
+            rates=self._retained / max(self._left_window, 1),
             bytes=self._bytes // self._contexts,
             prefill=self.reading.per_second,
             decode=self.decoding.per_second,
         )
 
-    def drawn(self, draws: int) -> Drawn:
+    def contest_statistics(self, draws: int) -> ContestStatistics:
         """Return the statistics of problems that were each answered `draws` times."""
-        own = [float(np.mean(scores)) for scores in self._scores.values()]
-        spread = [p * (1 - p) for p in own]
-        error = math.sqrt(sum(spread) / (draws - 1)) / len(own) if draws > 1 else None
-        return Drawn(draws, error, self._cut / self._answers, self._without / self._answers)
+        rates = [float(np.mean(scores)) for scores in self._scores.values()]
+        variances = [p * (1 - p) for p in rates]
+        error = math.sqrt(sum(variances) / (draws - 1)) / len(rates) if draws > 1 else None
+        return ContestStatistics(draws, error, self._cut / self._answers, self._without / self._answers)

@@ -16,14 +16,13 @@ COLORS = (
 )
 """Colors of methods. If there are more methods than colors, they differ by their markers."""
 
-
 FEW = 7
-"""The most lines in a picture of means, so that their labels can be told apart."""
+"""The most lines in a picture of means, so that their labels can be distinguished."""
 APART = 0.06
 """The least distance between two labels, as a share of the axes' height."""
 
 MEASURES = "KV footprint, of full attention's", "entries kept, of the full cache's"
-"""Axes that scores are shown against."""
+"""Labels of the axes against which scores are drawn."""
 
 
 def figure(width: float, height: float) -> Any:
@@ -43,16 +42,18 @@ def draw_heads(
     most: float | None = None,
     least: float | None = 0.0,
 ) -> Any:
-    """Draw a value for each layer and kv head as a map on the axes, and return the image. Colors reach from `least` to
-    `most`; None: the smallest, or largest, of the values."""
+    """Draw a value for each layer and kv head as a map on the axes, and return the image.
+
+    Colors range from `least` to `most`; None stands for the smallest or largest value.
+    """
     layers, heads = values.shape
     image = axes.imshow(values, vmin=least, vmax=most, cmap="viridis", aspect="auto")
-    axes.set(xlabel="kv head", ylabel="layer", xticks=_few(heads), yticks=_few(layers))
+    axes.set(xlabel="kv head", ylabel="layer", xticks=_ticks(heads), yticks=_ticks(layers))
     axes.set_title(title, fontsize=9)
     return image
 
 
-def _few(count: int) -> list[int]:
+def _ticks(count: int) -> list[int]:
     """Return at most 16 ticks for `count` rows."""
     return list(range(0, count, -(-count // 16)))
 
@@ -65,7 +66,7 @@ def draw_depths(
     depths: Sequence[float],
     label: str,
 ) -> None:
-    """Draw a map of scores, with rows down and depths across. It is green where every answer was right."""
+    """Draw a map of scores by row and depth. It is green where every answer was right."""
     sheet = figure(6.5, 1.5 + 0.5 * len(grid))
     axes = sheet.add_subplot()
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -77,18 +78,18 @@ def draw_depths(
 
 
 def draw_tradeoff(file: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, ...]]]]) -> None:
-    """Draw two panels side by side for each title: the score in percent against the footprint, and against the entries
-    kept. Each method's (footprint, kept, score) points make a line."""
+    """Draw two panels side by side for each title: the score in percent against the footprint and against the entries
+    kept. Each method is a line of (footprint, kept, score) points."""
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     columns = 4 if len(panels) > 4 else 2
     rows = -(-len(panels) * len(MEASURES) // columns)
     sheet = figure(4.5 * columns + 1.8, 3.6 * rows)
-    for index, ((title, lines), (which, measure)) in enumerate(product(panels.items(), enumerate(MEASURES))):
+    for index, ((title, lines), (axis, measure)) in enumerate(product(panels.items(), enumerate(MEASURES))):
         axes = sheet.add_subplot(rows, columns, index + 1)
         for name, points in lines.items():
-            place = names.index(name)
-            x, score = zip(*sorted((point[which], point[-1]) for point in points), strict=True)
-            style = {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)]}
+            method = names.index(name)
+            x, score = zip(*sorted((point[axis], point[-1]) for point in points), strict=True)
+            style = {"color": COLORS[method % len(COLORS)], "marker": MARKERS[method % len(MARKERS)]}
             axes.plot(x, [100 * s for s in score], label=name, linewidth=1, markersize=4, **style)
         axes.set(xlabel=measure, ylabel="score, %")
         axes.set_title(title, fontsize=9)
@@ -104,8 +105,11 @@ def draw_tradeoff(file: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[f
 def draw_means(
     file: Path, panels: Mapping[str, tuple[float | None, Mapping[str, Sequence[tuple[float, float]]]]]
 ) -> None:
-    """Draw a panel for each title: the score in percent against the share of entries kept. The full cache's score is a
-    dashed level. Each method's (kept, score) points make a line, with its name at its smallest share."""
+    """Draw a panel for each title: the score in percent against the share of entries kept.
+
+    The full cache's score is a dashed horizontal line. Each method is a line of (kept, score) points, with its name at
+    the smallest share.
+    """
     sheet = figure(5.6, 3.7 * len(panels))
     for index, (title, (full, lines)) in enumerate(panels.items()):
         axes = sheet.add_subplot(len(panels), 1, index + 1)
@@ -134,26 +138,26 @@ def _fraction(share: float, place: int | None = None) -> str:
 
 
 def _label_ends(axes: Any, ends: Mapping[str, tuple[float, str]]) -> None:
-    """Write names to the right of the axes, at the scores at which their lines end, but at least `APART` apart."""
+    """Write names to the right of the axes, at the scores where their lines end, but at least `APART` apart."""
     low, high = axes.get_ylim()
-    below = -np.inf
+    y = -np.inf
     for name, (score, color) in sorted(ends.items(), key=lambda item: item[1]):
-        below = max(score, below + APART * (high - low))
-        axes.text(
-            1.02, below, name, transform=axes.get_yaxis_transform(), color=color, fontsize=8, va="center"
-        )
+        y = max(score, y + APART * (high - low))
+        axes.text(1.02, y, name, transform=axes.get_yaxis_transform(), color=color, fontsize=8, va="center")
 
 
 def draw_kv_ratios(file: Path, title: str, maps: dict[str, dict[str, Float[np.ndarray, "l k"]]]) -> None:
-    """Draw a sheet of maps of kept entries by layer and kv head: a row for each key of `maps`, and in it a column for
-    each of its own keys."""
+    """Draw maps of kept entries by layer and kv head: a row of maps for each task, a column for each budget.
+
+    maps: the ratios by task and budget.
+    """
     columns = max(map(len, maps.values()))
     layers, heads = next(iter(next(iter(maps.values())).values())).shape
     sheet = figure(1.2 + columns * (1.4 + 0.12 * heads), 0.6 + len(maps) * (1.2 + 0.12 * layers))
     sheet.suptitle(title, fontsize=10)
-    for row, (name, own) in enumerate(maps.items()):
-        for column, (budget, ratios) in enumerate(own.items()):
+    for row, (task, budgets) in enumerate(maps.items()):
+        for column, (budget, ratios) in enumerate(budgets.items()):
             axes = sheet.add_subplot(len(maps), columns, row * columns + column + 1)
-            image = draw_heads(axes, ratios, f"{name}, {budget}", most=1.0)
+            image = draw_heads(axes, ratios, f"{task}, {budget}", most=1.0)
     sheet.colorbar(image, ax=sheet.axes, label="share of the entries kept")
     sheet.savefig(file)

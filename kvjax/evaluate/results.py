@@ -1,4 +1,4 @@
-"""results.jsonl, with a line for each result, and settings.json, with the settings of all of them."""
+"""results.jsonl, with a line for each result, and settings.json, with the settings that they share."""
 
 import dataclasses
 import hashlib
@@ -13,11 +13,11 @@ from kvjax.cache import default_page_size
 from kvjax.checkpoints.fingerprint import contents
 from kvjax.checkpoints.folder import digest
 from kvjax.errors import UserError
-from kvjax.evaluate.calibrated import Candidate, own_tau
-from kvjax.evaluate.compared import Compared, compared_of
+from kvjax.evaluate.calibrated import Candidate, wgkv_tau
+from kvjax.evaluate.compared import Compared, parse_compared
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.gates import described
-from kvjax.evaluate.measuring import Drawn, Measurement
+from kvjax.evaluate.gates import describe_gates
+from kvjax.evaluate.measuring import ContestStatistics, Measurement
 from kvjax.evaluate.sized_tasks import SizedTask
 from kvjax.files import write_text
 from kvjax.models.decoder import Decoder
@@ -31,19 +31,19 @@ MEASURED_WITH = (
 )
 """Settings that all results of a folder share."""
 DRAWN_WITH = "temperature", "top_p", "top_k"
-"""Settings of contests alone; None in a folder of other tasks."""
+"""Settings that only contests use; None in a folder of other tasks."""
 READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
-"""Suffixes of the files of a folder that are read."""
+"""Suffixes of the files in a data folder that are read."""
 HEADS_FOLDER = "heads"
-"""The folder of the measured worth of heads."""
+"""The folder of the measured importance of heads."""
 ANSWERS_FOLDER = "answers"
 """The folder of the answers to contests."""
 
 
 LAMBDA, BUDGET, NOTHING = "λ", "budget", "nothing"
-"""The meanings of a budget, see `Result.sized_by`."""
+"""The meanings of a budget, the values of `Result.sized_by`."""
 FULL = "full"
-"""The policy that others are compared with."""
+"""The policy string of the full cache."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Result:
     described: str
     """The policy string."""
     sized_by: str
-    """Meaning of the budget: `budget`, a share of the full cache's entries; `λ`, that of gates at their own τ; or
-    `nothing`, for a policy with a size of its own."""
+    """Meaning of the budget: `budget` is a share of the full cache's entries, `λ` belongs to gates at their exported τ,
+    and `nothing` stands for a policy that has its own size."""
     budget: float
     """The budget, or λ."""
     task: str
@@ -72,7 +72,7 @@ class Result:
     score: float
     """The mean score, from 0 to 1."""
     perplexity: float | None
-    """Perplexity of texts that are given; None if there are none."""
+    """Perplexity of teacher-forced texts; None if there are none."""
     footprint: float
     """KV footprint relative to full attention, the mean over the answers."""
     footprint_held: float
@@ -80,19 +80,19 @@ class Result:
     peak_kv: float
     """The most entries at one time, relative to full attention."""
     kv_ratio: float
-    """Share of the entries that is kept after the contexts were read, or the answers to contests written."""
+    """Share of the entries that is kept after the contexts (or the answers to contests) end."""
     bytes: int
     """Bytes of a context's pages in use at that time."""
     prefill_tok_s: int | None
-    """Tokens read per second; None: not timed without compilation."""
+    """Tokens read per second, without compilation; None if not timed."""
     decode_tok_s: int | None
-    """Tokens decoded per second by a whole batch; None: not timed."""
+    """Tokens decoded per second by a whole batch, without compilation; None if not timed."""
     by_kind: dict[str, float]
     """The score by kind of question."""
     question_aware: bool
     """True if questions were read with their contexts."""
     published: bool
-    """True if its samples are a published dataset's."""
+    """True if its samples come from a published dataset."""
     seed: int
     kept: list[list[float]]
     """kv_ratio by layer and kv head."""
@@ -102,7 +102,7 @@ class Result:
     """The threshold of WG-KV's gates; None for other policies."""
     choice: str
     """Description of what was chosen on calibration contexts."""
-    drawn: Drawn | None = None
+    drawn: ContestStatistics | None = None
     """Statistics of a contest's sampled answers."""
     interval: tuple[float, float] | None = None
     """The score's 95% interval; None for contests, whose `drawn` has a standard error."""
@@ -113,7 +113,7 @@ class Result:
 
     @property
     def at(self) -> str:
-        """The budget, or the λ of gates at their own τ."""
+        """The budget as text, or the λ of gates at their exported τ."""
         return f"λ {self.budget:g}" if self.sized_by == LAMBDA else f"{self.budget:g}"
 
     @property
@@ -134,13 +134,17 @@ def result_of(
     budget: float,
     candidate: Candidate,
     task: SizedTask,
-    found: Measurement,
+    measured: Measurement,
     config: EvaluateConfig,
 ) -> Result:
-    """Return a measurement as it is written, with most figures rounded to 6 places and speeds to whole tokens."""
+    """Return the result of a measurement, with most figures rounded to 6 places and speeds to whole tokens."""
 
     sized_by = BUDGET if compared.takes_budget else NOTHING
-    if compared.own_tau and candidate.gates is not None and "lambda" in described(candidate.gates):
+    if (
+        compared.at_exported_tau
+        and candidate.gates is not None
+        and "lambda" in describe_gates(candidate.gates)
+    ):
         sized_by = LAMBDA
 
     def speed(x: float | None) -> int | None:
@@ -155,37 +159,37 @@ def result_of(
         context=task.length,
         metric=metric_of(config, task),
         contexts=task.digest,
-        samples=found.answers,
-        score=round(found.score, 6),
-        perplexity=None if found.perplexity is None else round(found.perplexity, 6),
-        footprint=round(found.footprint, 6),
-        footprint_held=round(found.footprint_held, 6),
-        peak_kv=round(found.peak, 6),
-        kv_ratio=round(found.kv_ratio, 6),
-        bytes=found.bytes,
-        prefill_tok_s=speed(found.prefill),
-        decode_tok_s=speed(found.decode),
-        by_kind={kind: round(score, 6) for kind, score in found.by_kind.items()},
+        samples=measured.answers,
+        score=round(measured.score, 6),
+        perplexity=None if measured.perplexity is None else round(measured.perplexity, 6),
+        footprint=round(measured.footprint, 6),
+        footprint_held=round(measured.footprint_held, 6),
+        peak_kv=round(measured.peak, 6),
+        kv_ratio=round(measured.kv_ratio, 6),
+        bytes=measured.bytes,
+        prefill_tok_s=speed(measured.prefill),
+        decode_tok_s=speed(measured.decode),
+        by_kind={kind: round(score, 6) for kind, score in measured.by_kind.items()},
         question_aware=config.question_aware,
         published=task.published,
         seed=config.seed,
-        kept=found.kv_ratios.round(4).tolist(),
+        kept=measured.kv_ratios.round(4).tolist(),
         gates=candidate.gates,
-        tau=own_tau(candidate.policy),
+        tau=wgkv_tau(candidate.policy),
         choice=candidate.choice,
-        drawn=found.drawn,
+        drawn=measured.drawn,
         interval=None
-        if found.interval is None
-        else (round(found.interval[0], 6), round(found.interval[1], 6)),
+        if measured.interval is None
+        else (round(measured.interval[0], 6), round(measured.interval[1], 6)),
     )
 
 
 def metric_of(config: EvaluateConfig, task: SizedTask) -> str:
-    """Return the description of a task's score, and how answers are drawn if they are."""
-    if not task.drawn:
+    """Return the description of a task's score, with the sampling settings of a contest."""
+    if not task.is_contest:
         return task.dataset.metric
-    how = f"temperature {config.temperature:g}, top-p {config.top_p:g}, top-k {config.top_k}"
-    return f"{task.dataset.metric}; drawn at {how}"
+    sampling = f"temperature {config.temperature:g}, top-p {config.top_p:g}, top-k {config.top_k}"
+    return f"{task.dataset.metric}; drawn at {sampling}"
 
 
 class Results:
@@ -199,22 +203,22 @@ class Results:
         self._file, self._settings_file = config.out / "results.jsonl", config.out / "settings.json"
         self._settings = {name: getattr(config, name) for name in MEASURED_WITH}
         self._settings["page_size"] = _page_size(config)
-        drawn = all(suite_of(task).drawn for task in config.tasks)
-        self._settings |= {name: getattr(config, name) if drawn else None for name in DRAWN_WITH}
-        # data and gates count by their contents, wherever these are
-        self._settings["data"] = [_read_from(name, path) for name, path in sorted(config.files.items())]
+        contests = all(suite_of(task).is_contest for task in config.tasks)
+        self._settings |= {name: getattr(config, name) if contests else None for name in DRAWN_WITH}
+        # data and gates are compared by their contents, not by their paths
+        self._settings["data"] = [_data_digest(name, path) for name, path in sorted(config.files.items())]
         self._settings["gates"] = [[folder, digest(folder)] for folder in config.gates]
         # gates that policy strings name
-        named = [pair for text in config.policies for pair in compared_of(text).own_gates.items()]
+        pairs = [pair for text in config.policies for pair in parse_compared(text).named_gates.items()]
         self._named = {
-            path: (pattern_digest if method == HeadPattern.name else digest)(path) for path, method in named
+            path: (pattern_digest if method == HeadPattern.name else digest)(path) for path, method in pairs
         }
         self._check_settings()
         self._settings["model"] = [config.model, None]
         self.finished = self._read()
 
     def check_model(self, model: Decoder) -> None:
-        """Raise UserError if the folder's results are those of a model with other weights."""
+        """Raise UserError if the folder's results were measured on a model with other weights."""
         self._settings["model"][1] = contents(model)
         self._check_settings()
 
@@ -230,68 +234,68 @@ class Results:
             raise UserError(f"--out {folder} cannot be written: {error.strerror or error}") from None
 
     def check_contexts(self, tasks: Sequence[SizedTask]) -> None:
-        """Raise UserError if a finished result was measured on other contexts than those that are compared now."""
-        known = {(task.name, task.length): task.digest for task in tasks}
-        for found in self.finished.values():
-            if known.get((found.task, found.context), found.contexts) != found.contexts:
+        """Raise UserError if a finished result was measured on other contexts than those of `tasks`."""
+        digests = {(task.name, task.length): task.digest for task in tasks}
+        for result in self.finished.values():
+            if digests.get((result.task, result.context), result.contexts) != result.contexts:
                 raise UserError(
-                    f"--out {self._file.parent} holds results of {found.task} at {found.context} tokens on other "
-                    "contexts (what they are made of has changed since): name another folder"
+                    f"--out {self._file.parent} holds results of {result.task} at {result.context} tokens on other "
+                    "contexts (their data has changed since): name another folder"
                 )
 
     def _check_settings(self) -> None:
-        """Raise UserError if there are results whose settings differ from those known so far."""
+        """Raise UserError if the folder has results with settings other than those known so far."""
         file = self._settings_file
         if not (self._file.exists() or (file.parent / HEADS_FOLDER).exists()):
             return
         if not file.exists():
-            raise UserError(f"--out {file.parent}: there are results but no {file.name} beside them")
+            raise UserError(f"--out {file.parent}: it has results but no {file.name}")
         try:
             before = dict(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
         for name, value in self._settings.items():
             # an option that did not exist yet had its default
-            had = before.get(name, getattr(EvaluateConfig, name, None))
-            if counted(had) != counted(value):
+            stored = before.get(name, getattr(EvaluateConfig, name, None))
+            if comparable(stored) != comparable(value):
                 option = name.replace("_", "-")
                 digests = " (names, and digests of the contents)" if isinstance(value, list) else ""
                 raise UserError(
-                    f"--out {file.parent} holds results with --{option} {had}, got {value}{digests}: name "
+                    f"--out {file.parent} holds results with --{option} {stored}, got {value}{digests}: name "
                     "another folder"
                 )
 
         named = before.get("named", {})
-        if others := [path for path, own in self._named.items() if named.get(path, own) != own]:
+        if changed := [path for path, digest in self._named.items() if named.get(path, digest) != digest]:
             raise UserError(
-                f"--out {file.parent} holds results with other gates than {others[0]} has now: name another folder"
+                f"--out {file.parent} holds results with other gates than {changed[0]} has now: name another folder"
             )
         self._named = named | self._named
 
     def _read(self) -> dict[tuple[str, float, str, int], Result]:
-        """Return the results. A last line that a killed run did not finish is removed from the file."""
+        """Return the results. An incomplete last line, which a killed run leaves, is removed from the file."""
         if not self._file.exists():
             return {}
         text = self._file.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            write_text(self._file, whole)
+        complete = text[: text.rfind("\n") + 1]
+        if complete != text:
+            write_text(self._file, complete)
         return read_results(self._file)
 
-    def add(self, found: Result) -> None:
+    def add(self, result: Result) -> None:
         """Append a result's line. It is on disk when this returns."""
         with self._file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(dataclasses.asdict(found)) + "\n")
+            out.write(json.dumps(dataclasses.asdict(result)) + "\n")
             out.flush()
             os.fsync(out.fileno())
-        self.finished[found.key] = found
+        self.finished[result.key] = result
 
 
 def read_results(file: Path) -> dict[tuple[str, float, str, int], Result]:
     """Return the results of a results.jsonl by their keys. Raises UserError for an invalid line."""
     lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-    found = [_result(line, f"{file}: line {number}") for number, line in lines]
-    return {result.key: result for result in found}
+    results = [_result(line, f"{file}: line {number}") for number, line in lines]
+    return {result.key: result for result in results}
 
 
 def _result(line: str, at: str) -> Result:
@@ -306,13 +310,13 @@ def _result(line: str, at: str) -> Result:
     drawn, interval = values.get("drawn"), values.get("interval")
     return Result(
         **{name: values[name] for name in needed},
-        drawn=None if drawn is None else Drawn(**drawn),
+        drawn=None if drawn is None else ContestStatistics(**drawn),
         interval=None if interval is None else tuple(interval),
     )
 
 
 def _page_size(config: EvaluateConfig) -> int | str:
-    """Return the tokens per page on the current mesh; as text if policies with a selection have another page size."""
+    """Return the tokens per page, or a description if policies with a selection have another page size."""
     if config.page_size is not None:
         return config.page_size
     int8 = config.kv_cache_dtype is not None
@@ -320,24 +324,24 @@ def _page_size(config: EvaluateConfig) -> int | str:
     return usual if usual == selected else f"{usual}, {selected} with a selection"
 
 
-def _read_from(name: str, path: Path) -> list[str | None]:
-    """Return named data and a digest of its name and files. The digest is None for data elsewhere (on the hub)."""
+def _data_digest(name: str, path: Path) -> list[str | None]:
+    """Return NAME=PATH and a digest of the name and the files. The digest is None for data that is not local."""
     files = (
         sorted(file for file in path.rglob("*") if file.suffix in READ_SUFFIXES) if path.is_dir() else [path]
     )
-    known = hashlib.sha256(name.encode())
+    digest = hashlib.sha256(name.encode())
     for file in files:
         if not file.is_file():
             return [f"{name}={path}", None]
         with file.open("rb") as opened:
-            known.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
-    return [f"{name}={path}", known.hexdigest()[:16]]
+            digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
+    return [f"{name}={path}", digest.hexdigest()[:16]]
 
 
-def counted(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """Return the part of a setting that must be equal. For [name, digest] it is the digest, if there is one."""
     if isinstance(value, list | tuple):
         if len(value) == 2 and isinstance(value[0], str):
             return value[1] or value[0]
-        return [counted(x) for x in value]
+        return [comparable(x) for x in value]
     return value

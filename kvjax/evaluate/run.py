@@ -14,19 +14,19 @@ from kvjax.errors import UserError
 from kvjax.evaluate.calibrated import (
     Calibrated,
     Candidate,
-    Rivals,
+    PatternSearch,
     default_contexts,
-    narrowest,
     orders,
-    own_tau,
+    smallest_window,
+    wgkv_tau,
 )
-from kvjax.evaluate.compared import Compared, compared
+from kvjax.evaluate.compared import Compared, compared_policies
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.gates import described, gates_for
-from kvjax.evaluate.long_answers import Drawing, measure_drawn, write_answers
+from kvjax.evaluate.gates import describe_gates, gates_for
+from kvjax.evaluate.long_answers import SamplingSettings, measure_contest, write_answers
 from kvjax.evaluate.measuring import (
-    Manner,
     Measurement,
+    MeasureSettings,
     groups,
     measure,
     measure_together,
@@ -34,7 +34,7 @@ from kvjax.evaluate.measuring import (
     read,
 )
 from kvjax.evaluate.results import ANSWERS_FOLDER, HEADS_FOLDER, Result, Results, result_of
-from kvjax.evaluate.sized_tasks import SizedTask, for_rivals
+from kvjax.evaluate.sized_tasks import SizedTask, calibration_samples
 from kvjax.evaluate.sizing import (
     Sizing,
     budget_policy,
@@ -53,21 +53,21 @@ from kvjax.policies.admission.wgkv import WGKV, load_gates
 from kvjax.tasks.sample import Sample, score_agreements
 
 CHOICES = 10
-"""Samples that static policies are chosen on."""
+"""The number of samples that static policies are chosen on."""
 
 
 @dataclass(frozen=True)
 class ChoiceSamples:
-    """Calibration samples of a task, none of which is compared."""
+    """Calibration samples of a task. No policy is compared on them."""
 
     length: int
-    """Tokens of the samples that heads are ordered on."""
+    """Tokens of the samples in `for_order`."""
     for_order: list[Sample]
-    """Samples that heads are ordered on."""
+    """Samples on which heads are ordered."""
     for_pattern: list[Sample]
-    """Samples that the order, sinks and windows are chosen on."""
+    """Samples on which the order, sinks and windows are chosen."""
     for_gates: list[Sample]
-    """Samples that one of several gates is chosen on."""
+    """Samples on which one of several gates is chosen."""
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Evaluation:
     """An evaluation of a model, checked before anything is run.
 
     Raises:
-        UserError: a budget that a policy cannot keep of some context, by name; gates for another model; too few samples
-            to calibrate on.
+        UserError: a policy cannot meet a budget on some context, gates were made for another model, or there are too
+            few samples to calibrate on.
     """
 
     config: EvaluateConfig
@@ -85,16 +85,16 @@ class Evaluation:
     tasks: Sequence[SizedTask]
     """Every task at every length."""
     watch: Stopwatch = field(default_factory=Stopwatch)
-    """Leaves compilation out of speeds."""
+    """Times the work without compilation."""
     choice_samples: dict[tuple[str, int], ChoiceSamples] = field(default_factory=dict, init=False)
     """Calibration samples by task and length."""
 
     def __post_init__(self):
         for gates in self.config.gates:
-            if described(gates).get("method") == "wgkv":
+            if describe_gates(gates).get("method") == "wgkv":
                 load_gates(gates, self.model)
         for gates in () if self.config.force else self.config.gates:
-            if (made_for := MadeFor.described(described(gates))) is not None:
+            if (made_for := MadeFor.described(describe_gates(gates))) is not None:
                 made_for.check(f"--gates {gates}", self.model)
         check_contexts(self.config, self.model, self.tasks)
         for task in self.tasks:
@@ -102,177 +102,185 @@ class Evaluation:
 
     def _choice_samples(self, task: SizedTask) -> ChoiceSamples:
         config, shape = self.config, self.model.config
-        every = compared(config)
-        chosen = [one for one in every if self._chooses(one, task)]
+        policies = compared_policies(config)
+        static = [policy for policy in policies if self._chooses_heads(policy, task)]
         length = task.length if task.published else min(task.length, config.order_length)
         count = config.order_contexts or default_contexts(shape.num_full_layers * shape.num_kv_heads, length)
-        several = any(one.searched and len(gates_for(config, one)) > 1 for one in every)
+        chooses_gates = any(policy.searches_tau and len(gates_for(config, policy)) > 1 for policy in policies)
         return ChoiceSamples(
             length,
-            for_rivals(task, config, count, length) if any(one.orders_heads for one in chosen) else [],
-            for_rivals(task, config, CHOICES, task.length) if chosen else [],
-            # one batch, since the programs for it are compiled anyway
-            for_rivals(task, config, task.batch, task.length) if several else [],
+            calibration_samples(task, config, count, length)
+            if any(policy.orders_heads for policy in static)
+            else [],
+            calibration_samples(task, config, CHOICES, task.length) if static else [],
+            # one batch, whose programs the comparison compiles anyway
+            calibration_samples(task, config, task.batch, task.length) if chooses_gates else [],
         )
 
-    def _chooses(self, one: Compared, task: SizedTask) -> bool:
+    def _chooses_heads(self, compared: Compared, task: SizedTask) -> bool:
         """Return True if a policy's heads are chosen on calibration contexts of the task. Contests have none."""
-        return one.chooses_heads and not task.drawn
+        return compared.chooses_heads and not task.is_contest
 
-    def _sizing(self, task: SizedTask, one: Compared, budget: float) -> Sizing:
-        return sizing_of(self.config, self.model, task.tokens, task.shortest, one, budget)
+    def _sizing(self, task: SizedTask, compared: Compared, budget: float) -> Sizing:
+        return sizing_of(self.config, self.model, task.tokens, task.shortest, compared, budget)
 
-    def _manner(self, task: SizedTask) -> Manner:
+    def _settings(self, task: SizedTask) -> MeasureSettings:
         config = self.config
         assert config.chunk is not None
-        if task.drawn:
-            # by default the pool holds what the policy is expected to keep, which is all that long answers need
-            stated = None if config.capacity is None else caches.parse_capacity(config.capacity)
-            return Manner(task.batch, config.chunk, stated, config.page_size, self.watch)
-        # by default everything fits, whatever the budget, so that pools have one size
-        most = 2 * (task.length + BLOCK)
-        capacity = most if config.capacity is None else caches.parse_capacity(config.capacity)
-        return Manner(task.batch, config.chunk, capacity, config.page_size, self.watch)
+        if task.is_contest:
+            # by default the pool has the size that the policy is expected to need
+            capacity = None if config.capacity is None else caches.parse_capacity(config.capacity)
+            return MeasureSettings(task.batch, config.chunk, capacity, config.page_size, self.watch)
+        # by default the pool holds the full cache, so that all budgets have the same pool
+        full = 2 * (task.length + BLOCK)
+        capacity = full if config.capacity is None else caches.parse_capacity(config.capacity)
+        return MeasureSettings(task.batch, config.chunk, capacity, config.page_size, self.watch)
 
     def wanted(self, task: SizedTask) -> list[tuple[Compared, float]]:
-        """Return the policies with their budgets that are measured on a task: all, or those of this run's shard."""
-        every = pairs(self.config)
+        """Return the policies with their budgets to measure on a task: all, or those of this run's shard."""
+        all_pairs = pairs(self.config)
         if self.config.shard is None:
-            return every
-        # policies that share a reading stay together, and each shard has its part of the long and of the short ones
-        shard, groups = Shard.parse(self.config.shard), self._reading_groups(every, task)
-        begin = self.tasks.index(task)
-        mine = [group for at, group in enumerate(groups, begin) if at % shard.count == shard.index]
+            return all_pairs
+        # policies that share a reading stay together; starting at the task's index balances the shards
+        shard, groups = Shard.parse(self.config.shard), self._reading_groups(all_pairs, task)
+        first = self.tasks.index(task)
+        own_groups = [
+            group for index, group in enumerate(groups, first) if index % shard.count == shard.index
+        ]
         return [
-            (one, budget) for group in mine for one, budgets in group.budgets.values() for budget in budgets
+            (compared, budget)
+            for group in own_groups
+            for compared, budgets in group.budgets.values()
+            for budget in budgets
         ]
 
     def run(self, results: Results, progress: Progress) -> None:
-        """Measure every result that is missing, and add each when it is finished."""
+        """Measure every missing result, and add each to `results` when it is finished."""
         for task in self.tasks:
             todo = [
-                (one, budget)
-                for one, budget in self.wanted(task)
-                if (one.label, budget, task.name, task.length) not in results.finished
+                (compared, budget)
+                for compared, budget in self.wanted(task)
+                if (compared.label, budget, task.name, task.length) not in results.finished
             ]
             if todo:
-                task = self._against_full(task)
+                task = self._scored_against_full(task)
             for group in self._reading_groups(todo, task):
-                for one in self._results(group, task):
-                    results.add(one)
-                    progress.done(str(one))
+                for result in self._results(group, task):
+                    results.add(result)
+                    progress.done(str(result))
 
     def _reading_groups(self, todo: Sequence[tuple[Compared, float]], task: SizedTask) -> list["Group"]:
         """Group the results of a task by policy. Policies that share one reading of the contexts share a group."""
-        found: dict[object, Group] = {}
-        for one, budget in todo:
-            sizing = self._sizing(task, one, budget)
-            fitted = one.calibrated or task.drawn
-            reading = None if fitted else reading_of(one, budget_policy(one, sizing), sizing.gates)
-            group = found.setdefault(reading or one.label, Group(reading is not None, {}))
-            group.budgets.setdefault(one.label, (one, []))[1].append(budget)
-        return list(found.values())
+        groups: dict[object, Group] = {}
+        for compared, budget in todo:
+            sizing = self._sizing(task, compared, budget)
+            alone = compared.calibrated or task.is_contest
+            key = None if alone else reading_key(compared, budget_policy(compared, sizing), sizing.gates)
+            group = groups.setdefault(key or compared.label, Group(key is not None, {}))
+            group.budgets.setdefault(compared.label, (compared, []))[1].append(budget)
+        return list(groups.values())
 
-    def _against_full(self, task: SizedTask) -> SizedTask:
-        """Return the task with its texts scored by agreement with the full cache."""
-        if not any(question.given for sample in task.samples for question in sample.questions):
+    def _scored_against_full(self, task: SizedTask) -> SizedTask:
+        """Return the task with its given texts scored by agreement with the full cache."""
+        if not any(question.teacher_forced for sample in task.samples for question in sample.questions):
             return task
         full = make_policy("full", model=self.model)
-        reference = measure(self.model, full, task.samples, self._manner(task)).outputs
+        reference = measure(self.model, full, task.samples, self._settings(task)).outputs
         return dataclasses.replace(task, samples=score_agreements(task.samples, reference))
 
     def _results(self, group: "Group", task: SizedTask) -> Iterator[Result]:
-        """Yield the results of a policy at some budgets on a task, or of several policies that read alike."""
-        manner = self._manner(task)
-        known = [
-            (one, budgets, self._candidates(one, budgets, task, manner))
-            for one, budgets in group.budgets.values()
+        """Yield the results of a group of policies and budgets on a task."""
+        settings = self._settings(task)
+        planned = [
+            (compared, budgets, self._candidates(compared, budgets, task, settings))
+            for compared, budgets in group.budgets.values()
         ]
         try:
             together = None
             if group.together:
-                known = [(one, budgets, list(own)) for one, budgets, own in known]
-                policies = [[candidate.policy for candidate in own] for _, _, own in known]
-                together = iter(measure_together(self.model, policies, task.samples, manner))
-            for one, budgets, own in known:
-                for budget, candidate in zip(budgets, own, strict=True):
-                    found = next(together) if together else self._measured(candidate.policy, task, manner)
-                    result = result_of(one, budget, candidate, task, found, self.config)
-                    if task.drawn:
-                        self._keep_answers(result, task, found)
+                planned = [(compared, budgets, list(candidates)) for compared, budgets, candidates in planned]
+                policies = [[candidate.policy for candidate in candidates] for _, _, candidates in planned]
+                together = iter(measure_together(self.model, policies, task.samples, settings))
+            for compared, budgets, candidates in planned:
+                for budget, candidate in zip(budgets, candidates, strict=True):
+                    measured = next(together) if together else self._measure(candidate.policy, task, settings)
+                    result = result_of(compared, budget, candidate, task, measured, self.config)
+                    if task.is_contest:
+                        self._write_answers(result, task, measured)
                     yield result
         except UserError as error:
             raise UserError(f"{', '.join(group.budgets)} on {task.name}: {error}") from None
 
-    def _measured(self, policy: Policy, task: SizedTask, manner: Manner) -> Measurement:
-        if not task.drawn:
-            return measure(self.model, policy, task.samples, manner)
+    def _measure(self, policy: Policy, task: SizedTask, settings: MeasureSettings) -> Measurement:
+        if not task.is_contest:
+            return measure(self.model, policy, task.samples, settings)
         config = self.config
-        drawing = Drawing(task.draws, config.temperature, config.top_p, config.top_k, config.seed)
-        return measure_drawn(self.model, policy, task.samples, drawing, manner)
+        sampling = SamplingSettings(task.draws, config.temperature, config.top_p, config.top_k, config.seed)
+        return measure_contest(self.model, policy, task.samples, sampling, settings)
 
-    def _keep_answers(self, result: Result, task: SizedTask, found: Measurement) -> None:
+    def _write_answers(self, result: Result, task: SizedTask, measured: Measurement) -> None:
         name = f"{result.task}-{result.context}-{result.policy}-{result.budget:g}.jsonl".replace("/", "_")
         tokenizer = tokenizer_of(self.config.model)
-        write_answers(self.config.out / ANSWERS_FOLDER / name, task.samples, found.outputs, tokenizer)
+        write_answers(self.config.out / ANSWERS_FOLDER / name, task.samples, measured.outputs, tokenizer)
 
     def _candidates(
-        self, one: Compared, budgets: Sequence[float], task: SizedTask, manner: Manner
+        self, compared: Compared, budgets: Sequence[float], task: SizedTask, settings: MeasureSettings
     ) -> Iterator[Candidate]:
-        """Yield a policy at each budget, fitted on calibration contexts if it has something to fit."""
-        samples = functools.cache(lambda: self._for_gates(task))
+        """Yield a policy at each budget. Calibrated policies are fitted on calibration contexts."""
+        gate_samples = functools.cache(lambda: self._gate_samples(task))
 
         @functools.cache
-        def calibrated() -> Calibrated:
+        def calibration() -> Calibrated:
             return Calibrated(
                 self.model,
-                self._rivals(task, one) if self._chooses(one, task) else None,
-                one.orders_heads,
-                size=lambda policy: self._size(policy, task, manner),
-                score=lambda policy: measure(self.model, policy, samples(), manner).score,
+                self._pattern_search(task, compared) if self._chooses_heads(compared, task) else None,
+                compared.orders_heads,
+                size=lambda policy: self._size(policy, task, settings),
+                score=lambda policy: measure(self.model, policy, gate_samples(), settings).score,
             )
 
         for budget in budgets:
-            sizing = self._sizing(task, one, budget)
-            possible = possible_policies(self.config, one, sizing)
-            if one.searched or self._chooses(one, task):
-                yield calibrated().fit(budget, sizing.entries, possible)
+            sizing = self._sizing(task, compared, budget)
+            possible = possible_policies(self.config, compared, sizing)
+            if compared.searches_tau or self._chooses_heads(compared, task):
+                yield calibration().fit(budget, sizing.entries, possible)
                 continue
             gates, policy = next(iter(possible.items()))
-            yield Candidate(policy, None if own_tau(policy) is None else gates)
+            yield Candidate(policy, None if wgkv_tau(policy) is None else gates)
 
-    def _for_gates(self, task: SizedTask) -> Sequence[Sample]:
-        """Return the samples for choosing among several gates. Texts are scored by agreement with the full cache."""
-        own = self.choice_samples[task.name, task.length].for_gates
-        return self._against_full(dataclasses.replace(task, samples=own)).samples
+    def _gate_samples(self, task: SizedTask) -> Sequence[Sample]:
+        """Return the samples for choosing among several gates. Given texts are scored against the full cache."""
+        samples = self.choice_samples[task.name, task.length].for_gates
+        return self._scored_against_full(dataclasses.replace(task, samples=samples)).samples
 
-    def _rivals(self, task: SizedTask, one: Compared) -> Rivals:
-        """Return the chooser of a task's static policies."""
-        sizing, own = self._sizing(task, one, 1.0), self.choice_samples[task.name, task.length]
-        known, window = known_orders(sizing)
-        if one.orders_heads:
-            narrow = min(window, narrowest(own.length))
-            folder = self.config.out / HEADS_FOLDER / f"{task.name}-{own.length}-window-{narrow}"
-            run = TeacherForcing(self.model, own.for_order, task.batch)
-            known = orders(run, sizing.shape, narrow, folder, MadeFor.of(self.model)) | known
-        run = TeacherForcing(self.model, own.for_pattern, task.batch)
-        return Rivals(run, known, task.tokens, window, sizing.shape)
+    def _pattern_search(self, task: SizedTask, compared: Compared) -> PatternSearch:
+        """Return the search for a task's static policies."""
+        sizing, samples = self._sizing(task, compared, 1.0), self.choice_samples[task.name, task.length]
+        head_orders, window = known_orders(sizing)
+        if compared.orders_heads:
+            order_window = min(window, smallest_window(samples.length))
+            folder = self.config.out / HEADS_FOLDER / f"{task.name}-{samples.length}-window-{order_window}"
+            run = TeacherForcing(self.model, samples.for_order, task.batch)
+            measured = orders(run, sizing.shape, order_window, folder, MadeFor.of(self.model))
+            head_orders = measured | head_orders
+        run = TeacherForcing(self.model, samples.for_pattern, task.batch)
+        return PatternSearch(run, head_orders, task.tokens, window, sizing.shape)
 
-    def _size(self, policy: Policy, task: SizedTask, manner: Manner) -> float:
-        """Return the share of the entries that a policy keeps of the samples that τ is searched on."""
-        entries, whole = 0, 0
-        for group in groups(task.calibration, manner.batch):
-            sizes = caches.stats(read(self.model, policy, group, manner).cache, len(group))
+    def _size(self, policy: Policy, task: SizedTask, settings: MeasureSettings) -> float:
+        """Return the share of the entries that a policy keeps on the samples for the search of τ."""
+        entries, full = 0, 0
+        for group in groups(task.calibration, settings.batch):
+            sizes = caches.stats(read(self.model, policy, group, settings).cache, len(group))
             entries += int(sizes.entries.sum())
-            whole += (
+            full += (
                 int(sizes.tokens.sum()) * self.model.config.num_full_layers * self.model.config.num_kv_heads
             )
-        return entries / whole
+        return entries / full
 
 
 @dataclass(frozen=True)
 class Group:
-    """Results of a task that are measured one after the other."""
+    """Policies and budgets that are measured together on a task."""
 
     together: bool
     """True if the contexts are read once for all policies."""
@@ -280,14 +288,16 @@ class Group:
     """Policies and their budgets, by label."""
 
 
-def reading_of(one: Compared, policy: Policy, gates: str | None) -> object:
-    """Return a key that is equal for all policies that can share one reading of the contexts, until the prompt's end;
-    None for a policy that is read alone."""
-    late = policy.schedule is not None and policy.schedule.trigger.when != "prompt"
-    if late or measured_alone(policy):
+def reading_key(compared: Compared, policy: Policy, gates: str | None) -> object:
+    """Return a key that is equal for all policies that can share one reading of the contexts.
+
+    They may differ from the prompt's end on. Returns None for a policy that shares no reading.
+    """
+    compacts_at_other_times = policy.schedule is not None and policy.schedule.trigger.when != "prompt"
+    if compacts_at_other_times or measured_alone(policy):
         return None
     if policy.stores_all:
         return True
-    if one.over_gates and one.takes_gates == WGKV.name:
-        return gates, policy.window, own_tau(policy)
+    if compared.combines_gates and compared.gated_method == WGKV.name:
+        return gates, policy.window, wgkv_tau(policy)
     return None

@@ -1,4 +1,4 @@
-"""Each task at each length, with the samples that all policies are compared on."""
+"""The tasks of an evaluation: each task at each length, with its samples."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvjax.evaluate.compared import compared_of
+from kvjax.evaluate.compared import parse_compared
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.tasks.registry import open_task
 from kvjax.tasks.sample import Sample, check_separable, one_question, question_aware
@@ -15,7 +15,7 @@ from kvjax.tasks.splits import Split
 from kvjax.tasks.suite import Dataset, Inputs
 
 CALIBRATION_SAMPLES = 4
-"""Samples that τ is searched on."""
+"""The number of samples on which τ is searched."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +28,26 @@ class SizedTask:
     dataset: Dataset
     """Source of its samples."""
     samples: Sequence[Sample]
-    """Samples that are compared."""
+    """Samples on which policies are compared."""
     calibration: Sequence[Sample]
-    """Samples that τ is searched on; empty if it is not searched for."""
+    """Samples on which τ is searched; empty if it is not searched."""
     batch: int
     """The most samples, or answers to contests, in a batch."""
     draws: int = 1
     """The number of answers to each problem of a contest."""
 
     @property
-    def drawn(self) -> bool:
+    def is_contest(self) -> bool:
         """True if its samples are a contest's problems, whose answers are sampled."""
-        return self.samples[0].drawn
+        return self.samples[0].is_contest
 
     @property
     def tokens(self) -> int:
-        """Mean tokens of a context, rounded to a sixteenth of the length. Tasks whose contexts differ by a few tokens
-        then get the same windows and run the same programs. For contests it is the whole length."""
-        if self.drawn:
+        """Mean tokens of a context, rounded to a sixteenth of the length; for contests the whole length.
+
+        Rounding lets tasks with slightly different contexts share windows, and with them programs.
+        """
+        if self.is_contest:
             return self.length
         mean, step = np.mean([len(sample.context) for sample in self.samples]), max(1, self.length // 16)
         return step * max(1, round(mean / step))
@@ -53,17 +55,17 @@ class SizedTask:
     @property
     def shortest(self) -> int:
         """Tokens of its shortest context; for contests the whole length."""
-        return self.length if self.drawn else min(len(sample.context) for sample in self.samples)
+        return self.length if self.is_contest else min(len(sample.context) for sample in self.samples)
 
     @cached_property
     def digest(self) -> str:
         """Digest of the tokens of contexts, questions and expected answers."""
-        known = hashlib.sha256()
+        digest = hashlib.sha256()
         for sample in self.samples:
             parts = [sample.context, *(part for q in sample.questions for part in (q.prompt, q.answer))]
             for part in parts:
-                known.update(np.int64(len(part)).tobytes() + part.astype(np.int32).tobytes())
-        return known.hexdigest()[:16]
+                digest.update(np.int64(len(part)).tobytes() + part.astype(np.int32).tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def published(self) -> bool:
@@ -71,7 +73,7 @@ class SizedTask:
 
 
 def sized_tasks(config: EvaluateConfig) -> list[SizedTask]:
-    """Return every task at every length, with its samples; no model is needed for them.
+    """Return every task at every length, with its samples. Needs the tokenizer, but no weights.
 
     Raises UserError for an invalid task, or a length that a task cannot have.
     """
@@ -82,20 +84,20 @@ def sized_tasks(config: EvaluateConfig) -> list[SizedTask]:
     ]
 
 
-def _sized_task(task: str, length: int, own: Dataset, config: EvaluateConfig) -> SizedTask:
-    count = _count(own, length, config)
-    samples = own.samples(Split(config.seed, count), count, length)
-    if samples[0].drawn:
+def _sized_task(task: str, length: int, dataset: Dataset, config: EvaluateConfig) -> SizedTask:
+    count = _count(dataset, length, config)
+    samples = dataset.samples(Split(config.seed, count), count, length)
+    if samples[0].is_contest:
         draws = -(-config.samples // len(samples))
-        return SizedTask(task, length, own, samples, [], _batch(len(samples) * draws, config), draws)
-    searched = any(compared_of(text).searched for text in config.policies)
-    others = Split(config.seed, count, calibration=True)
-    calibration = own.samples(others, CALIBRATION_SAMPLES, length) if searched else []
+        return SizedTask(task, length, dataset, samples, [], _batch(len(samples) * draws, config), draws)
+    searches_tau = any(parse_compared(text).searches_tau for text in config.policies)
+    split = Split(config.seed, count, calibration=True)
+    calibration = dataset.samples(split, CALIBRATION_SAMPLES, length) if searches_tau else []
     if config.question_aware:
         samples, calibration = question_aware(samples), question_aware(one_question(calibration))
     else:
         check_separable(task, samples)
-    return SizedTask(task, length, own, samples, calibration, _batch(len(samples), config))
+    return SizedTask(task, length, dataset, samples, calibration, _batch(len(samples), config))
 
 
 def _batch(count: int, config: EvaluateConfig) -> int:
@@ -103,19 +105,22 @@ def _batch(count: int, config: EvaluateConfig) -> int:
     return -(-count // -(-count // config.batch))
 
 
-def for_rivals(task: SizedTask, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
-    """Return `count` samples of a task that are not compared. Head patterns and gates are chosen on them."""
+def calibration_samples(task: SizedTask, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
+    """Return `count` samples on which head patterns and gates are chosen. They differ from those that are compared."""
     compared = _count(task.dataset, task.length, config)
     split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION_SAMPLES)
     samples = task.dataset.samples(split, count, length)
     return question_aware(one_question(samples)) if config.question_aware else samples
 
 
-def _count(own: Dataset, length: int, config: EvaluateConfig) -> int:
-    """Return the number of samples for at least --samples answers. It is rounded up to batches of one size, since each
-    size is a program of its own. Published samples are not rounded up, since there may be no more of them."""
-    count = -(-config.samples // own.answers(length))
-    if own.published:
+def _count(dataset: Dataset, length: int, config: EvaluateConfig) -> int:
+    """Return the number of samples for at least --samples answers.
+
+    It is rounded up to batches of equal size, since each batch size needs its own program. Published samples are not
+    rounded up, since there may be no more of them.
+    """
+    count = -(-config.samples // dataset.answers(length))
+    if dataset.published:
         return count
     batches = -(-count // config.batch)
     return batches * -(-count // batches)

@@ -1,4 +1,4 @@
-"""Policies at a budget: an evaluation fills in what a policy string leaves open, and refuses impossible budgets.
+"""Policies at a budget: fill in the arguments that a policy string leaves out, and refuse impossible budgets.
 
 Gates, chunks and the number of last tokens that SnapKV observes come from the evaluation's options.
 """
@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.errors import UserError
-from kvjax.evaluate.calibrated import SINKS, narrowest, sink_and_window, whole_heads
-from kvjax.evaluate.compared import Compared, answers_contests, budget_argument, compared
+from kvjax.evaluate.calibrated import SINKS, sink_and_window, smallest_window, whole_heads
+from kvjax.evaluate.compared import Compared, budget_argument, compared_policies, has_contests
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.gates import described, gates_for, most_selective, own_gates_by_lambda
+from kvjax.evaluate.gates import describe_gates, gates_by_lambda, gates_for, most_selective
 from kvjax.evaluate.sized_tasks import SizedTask
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer
@@ -42,7 +42,7 @@ from kvjax.tasks.suite import TURNS
 
 @dataclass(frozen=True)
 class Sizing:
-    """A budget, the contexts that it is for, and the options that fill in a policy string."""
+    """A budget, the size of the contexts, and the options that complete a policy string."""
 
     model: Decoder
     """The model, on its mesh. Its weights may be shapes only."""
@@ -57,7 +57,7 @@ class Sizing:
     observed: int
     """The number of last tokens that SnapKV observes."""
     gates: str | None = None
-    """The folder or file of the gates to take."""
+    """The folder or file of the gates."""
     seed: int = 0
     """Seed of random choices."""
     force: bool = False
@@ -76,52 +76,55 @@ class Sizing:
         return self.model.config.num_full_layers, self.model.config.num_kv_heads
 
 
-def policy_of(one: Compared, sizing: Sizing) -> Policy:
-    """Return the policy at a budget. A calibrated policy is fitted later; here it is the plainest of its kind."""
-    if one.calibrated:
-        return _plainest(one, sizing)
-    arguments = {name: dict(own) for name, own in one.described.items()}
-    window = sizing.observed
-    for name in sorted(arguments, key=lambda name: role(one.kinds[name])):  # admissions first
-        kind, own = one.kinds[name], arguments[name]
-        if one.takes_gates == name and sizing.gates is not None:
-            own[trained(kind)] = sizing.gates
-        argument = budget_argument(kind, own, one.roles)
-        if kind is StreamingLLM and argument:
-            sink = int(own.setdefault("sink", SINKS[0]))
+def policy_of(compared: Compared, sizing: Sizing) -> Policy:
+    """Return the policy at a budget. For a calibrated policy, which is fitted later, return its default."""
+    if compared.calibrated:
+        return _before_calibration(compared, sizing)
+    described = {name: dict(arguments) for name, arguments in compared.described.items()}
+    observed = sizing.observed
+    for name in sorted(described, key=lambda name: role(compared.methods[name])):  # admissions first
+        method, arguments = compared.methods[name], described[name]
+        if compared.gated_method == name and sizing.gates is not None:
+            arguments[trained(method)] = sizing.gates
+        argument = budget_argument(method, arguments, compared.roles)
+        if method is StreamingLLM and argument:
+            sink = int(arguments.setdefault("sink", SINKS[0]))
             _check_holds(sizing.entries, sink, f"{sink} sinks")
-            own["window"] = sink_and_window(sizing.shape, entries=sizing.entries, sink=sink).window
-        elif kind is HeadPattern and argument:
-            own |= _learned_heads(own, sizing)
+            arguments["window"] = sink_and_window(sizing.shape, entries=sizing.entries, sink=sink).window
+        elif method is HeadPattern and argument:
+            arguments |= _learned_heads(arguments, sizing)
         elif argument:
-            own[argument] = sizing.ratio if argument == "ratio" else round(sizing.entries)
-        if role(kind) == "eviction":
-            if own.get("when", "chunk" if kind is FastKVzip else "prompt") == "chunk":
-                own.setdefault("chunk", sizing.chunk)
-            if kind is SnapKV and "guidance" not in own:
-                own.setdefault("observed", window)
-            if kind is RandomEviction:
-                own.setdefault("seed", sizing.seed)
-        elif role(kind) == "admission" and is_method(kind) and len(arguments) > 1:
-            alone = make_policy({name: own}, model=sizing.model, force=sizing.force)
+            arguments[argument] = sizing.ratio if argument == "ratio" else round(sizing.entries)
+        if role(method) == "eviction":
+            if arguments.get("when", "chunk" if method is FastKVzip else "prompt") == "chunk":
+                arguments.setdefault("chunk", sizing.chunk)
+            if method is SnapKV and "guidance" not in arguments:
+                arguments.setdefault("observed", observed)
+            if method is RandomEviction:
+                arguments.setdefault("seed", sizing.seed)
+        elif role(method) == "admission" and is_method(method) and len(described) > 1:
+            alone = make_policy({name: arguments}, model=sizing.model, force=sizing.force)
             # the tokens that SnapKV observes must still be in the window
-            window = window if alone.stores_all else min(window, alone.window)
-    tokenizer = sizing.tokenizer() if takes_tokenizer(arguments) else None
-    return make_policy(arguments, model=sizing.model, tokenizer=tokenizer, force=sizing.force)
+            observed = observed if alone.stores_all else min(observed, alone.window)
+    tokenizer = sizing.tokenizer() if takes_tokenizer(described) else None
+    return make_policy(described, model=sizing.model, tokenizer=tokenizer, force=sizing.force)
 
 
-def _learned_heads(own: dict[str, Any], sizing: Sizing) -> dict[str, Any]:
-    """Return a head pattern's arguments at a budget: the most whole heads, in its order, that leave the others its
-    sinks and its window, which is then widened."""
-    folder = own.pop("gates", own.get("pattern"))
+def _learned_heads(arguments: dict[str, Any], sizing: Sizing) -> dict[str, Any]:
+    """Return a head pattern's arguments at a budget.
+
+    As many heads as possible are whole, in the pattern's order, while the others keep its sinks and its window. Their
+    window is then widened to fill the budget.
+    """
+    folder = arguments.pop("gates", arguments.get("pattern"))
     if not isinstance(folder, str | Path):
         raise UserError(
-            "head_pattern without a sparsity: got no gates to order heads by; calibrated measures an order"
+            "head_pattern without a sparsity: got no gates that order the heads; calibrated measures an order"
         )
     learned = read_pattern(folder)
     if np.isin(learned.weights, (0, 1)).all():
         raise UserError(
-            f"{folder}: a pattern of 0 and 1 has no order of its heads for --budgets; as it is it is "
+            f"{folder}: a pattern of 0 and 1 does not order its heads, so it has no --budgets; use it as "
             f"head_pattern:sparsity={1 - learned.weights.mean():g}"
         )
     _check_holds(sizing.entries, learned.sink, f"{learned.sink} sinks")
@@ -132,18 +135,19 @@ def _learned_heads(own: dict[str, Any], sizing: Sizing) -> dict[str, Any]:
         "window": learned.recent,
         "sink": learned.sink,
     }
-    found = whole_heads(weights, **sizes)
-    return {"pattern": found.whole.astype(float), "sink": found.sink, "window": found.window}
+    pattern = whole_heads(weights, **sizes)
+    return {"pattern": pattern.whole.astype(float), "sink": pattern.sink, "window": pattern.window}
 
 
-def _plainest(one: Compared, sizing: Sizing) -> Policy:
-    (kind,) = one.kinds.values()
-    if kind is WGKV:
-        policy = make_policy(one.described, model=sizing.model, gates=sizing.gates, force=sizing.force)
+def _before_calibration(compared: Compared, sizing: Sizing) -> Policy:
+    """Return a calibrated policy with default values, to check its budget."""
+    (method,) = compared.methods.values()
+    if method is WGKV:
+        policy = make_policy(compared.described, model=sizing.model, gates=sizing.gates, force=sizing.force)
         _check_holds(sizing.entries, policy.window, f"its window of {policy.window}")
         return policy
     _check_holds(sizing.entries, SINKS[0], f"{SINKS[0]} sinks")
-    if kind is StreamingLLM:
+    if method is StreamingLLM:
         return sink_and_window(sizing.shape, entries=sizing.entries, sink=SINKS[0]).policy(sizing.model)
     orders, window = known_orders(sizing)
     weights = next(iter(orders.values()), np.zeros(sizing.shape))
@@ -152,54 +156,54 @@ def _plainest(one: Compared, sizing: Sizing) -> Policy:
 
 
 def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], int]:
-    """Return the worth of heads that is known without a measurement, by the orders' names, and the smallest window of
-    streaming heads: the gates', if there are any."""
-    orders, window = {}, narrowest(sizing.tokens)
+    """Return the orders of heads that need no measurement, as the importance of each head by the order's name, and the
+    smallest window of streaming heads. Both come from the gates, if there are any."""
+    orders, window = {}, smallest_window(sizing.tokens)
     if sizing.gates is not None:
-        description = described(sizing.gates)
+        description = describe_gates(sizing.gates)
         window = int(description.get("window", window))
         if "rate" in description:
             orders["the gates' rates"] = head_table("--gates", "rate", description["rate"], *sizing.shape)
     return orders, window
 
 
-def _check_holds(entries: float, least: int, what: str) -> None:
+def _check_holds(entries: float, least: int, description: str) -> None:
     if entries < least:
-        raise UserError(f"a budget of {entries:.1f} entries of each kv head does not hold {what}")
+        raise UserError(f"a budget of {entries:.1f} entries of each kv head does not hold {description}")
 
 
-def budget_policy(one: Compared, sizing: Sizing) -> Policy:
-    """Return the policy at a budget, if the budget holds what the policy always keeps of such a context.
+def budget_policy(compared: Compared, sizing: Sizing) -> Policy:
+    """Return the policy at a budget.
 
-    Raises UserError, which names the policy and the budget, if it does not.
+    Raises UserError, naming the policy and the budget, if the budget is below what the policy always keeps.
     """
     try:
-        policy = policy_of(one, sizing)
+        policy = policy_of(compared, sizing)
         if policy.schedule is not None:
             _check_holds(sizing.ratio * sizing.shortest, policy.window - 1, f"its window of {policy.window}")
             # budgets are not in bytes here
             policy.schedule.check_bound(policy.name, policy.window - 1, entry_bytes=1)
     except UserError as error:
-        raise UserError(f"{one.label} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
+        raise UserError(f"{compared.label} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
     return policy
 
 
 tokenizer_of = functools.cache(load_tokenizer)
-"""Loads a model's tokenizer once."""
+"""Load a model's tokenizer, once for each model."""
 
 
 def sizing_of(
-    config: EvaluateConfig, model: Decoder, tokens: int, shortest: int, one: Compared, budget: float
+    config: EvaluateConfig, model: Decoder, tokens: int, shortest: int, compared: Compared, budget: float
 ) -> Sizing:
     """Return the sizing of a policy at a budget, for contexts of about `tokens` tokens and at least `shortest`."""
     assert config.chunk is not None
     assert config.observed is not None
-    own = gates_for(config, one)
-    gates = own[0] if own else None
-    if one.own_tau:
-        gates, budget = own_gates_by_lambda(own)[budget], 1.0
-    elif one.over_gates and own:
-        gates = most_selective(own, budget, tokens)
+    folders = gates_for(config, compared)
+    gates = folders[0] if folders else None
+    if compared.at_exported_tau:
+        gates, budget = gates_by_lambda(folders)[budget], 1.0
+    elif compared.combines_gates and folders:
+        gates = most_selective(folders, budget, tokens)
     return Sizing(
         model, budget, tokens, shortest, config.chunk, config.observed, gates, config.seed, config.force,
         tokenizer=functools.partial(tokenizer_of, config.model),
@@ -207,71 +211,79 @@ def sizing_of(
 
 
 def possible_policies(
-    config: EvaluateConfig, one: Compared, sizing: Sizing, *, any_gates: bool = False
+    config: EvaluateConfig, compared: Compared, sizing: Sizing, *, any_gates: bool = False
 ) -> dict[str, Policy]:
-    """Return the policy of a size by the folder of its gates. If τ is searched for, or the policy evicts from what
-    gates admit and `any_gates` is True, there is one with each of the gates that can meet the size.
+    """Return the policies that can meet a budget, by the folder of their gates.
 
-    Raises UserError if there is none.
+    There is one for each of the gates if τ is searched for, or if the policy combines gates with another method and
+    `any_gates` is True. Otherwise there is one policy, with the gates of `sizing`.
+
+    Raises UserError if no policy can meet the budget.
     """
-    if not (one.searched or (any_gates and one.over_gates and sizing.gates is not None)):
-        return {str(sizing.gates or ""): budget_policy(one, sizing)}
-    found, errors = {}, []
-    for gates in gates_for(config, one) or (sizing.gates,):
+    if not (compared.searches_tau or (any_gates and compared.combines_gates and sizing.gates is not None)):
+        return {str(sizing.gates or ""): budget_policy(compared, sizing)}
+    policies, errors = {}, []
+    for gates in gates_for(config, compared) or (sizing.gates,):
         try:
-            found[gates or ""] = budget_policy(one, dataclasses.replace(sizing, gates=gates))
+            policies[gates or ""] = budget_policy(compared, dataclasses.replace(sizing, gates=gates))
         except UserError as error:
             errors.append(error)
-    if not found:
+    if not policies:
         raise errors[0]
-    return found
+    return policies
 
 
 def check_lengths(config: EvaluateConfig, model: Decoder) -> None:
-    """Raise UserError if no context of one of the --context lengths can hold a budget, before there are contexts. The
-    error names the policy and the budget. `model`: its weights may be shapes only."""
-    for length, (policy, budget) in itertools.product(config.context, pairs(config)):
-        sizing = sizing_of(config, model, length, length, policy, budget)
-        possible_policies(config, policy, sizing, any_gates=True)
+    """Raise UserError if contexts of a --context length cannot hold a budget. Needs no real contexts.
+
+    The error names the policy and the budget. `model`: its weights may be shapes only.
+    """
+    for length, (compared, budget) in itertools.product(config.context, pairs(config)):
+        sizing = sizing_of(config, model, length, length, compared, budget)
+        possible_policies(config, compared, sizing, any_gates=True)
 
 
 def check_contexts(config: EvaluateConfig, model: Decoder, tasks: Sequence[SizedTask]) -> None:
     """Raise UserError if the real contexts cannot hold a budget. The error names the policy, the budget, the task and
     the length asked for."""
-    for own, (policy, budget) in itertools.product(tasks, pairs(config)):
+    for task, (compared, budget) in itertools.product(tasks, pairs(config)):
         try:
-            sizing = sizing_of(config, model, own.tokens, own.shortest, policy, budget)
-            possible_policies(config, policy, sizing)
+            sizing = sizing_of(config, model, task.tokens, task.shortest, compared, budget)
+            possible_policies(config, compared, sizing)
         except UserError as error:
-            raise UserError(f"{own.name} at --context {own.length}: {error}") from None
+            raise UserError(f"{task.name} at --context {task.length}: {error}") from None
 
 
 def pairs(config: EvaluateConfig) -> list[tuple[Compared, float]]:
-    """Return the policies with their budgets: 1 for a policy with a size of its own, λ for gates at their own τ."""
-    return [(one, budget) for one in compared(config) for budget in _budgets(one, config)]
+    """Return the policies with their budgets: λ for gates at their exported τ, 1 for a policy that takes no budget."""
+    return [
+        (compared, budget) for compared in compared_policies(config) for budget in _budgets(compared, config)
+    ]
 
 
-def _budgets(one: Compared, config: EvaluateConfig) -> tuple[float, ...]:
-    if one.own_tau:
-        return tuple(own_gates_by_lambda(gates_for(config, one)))
-    return config.budgets if one.takes_budget else (1.0,)
+def _budgets(compared: Compared, config: EvaluateConfig) -> tuple[float, ...]:
+    if compared.at_exported_tau:
+        return tuple(gates_by_lambda(gates_for(config, compared)))
+    return config.budgets if compared.takes_budget else (1.0,)
 
 
 def check_policies(config: EvaluateConfig) -> None:
     """Raise UserError for invalid policies, policies that the tasks cannot measure, unknown names in --data, --dense
     without contests, and --turns without SCBench."""
-    drawn = answers_contests(config)
+    contests = has_contests(config)
     check_data(list(config.files))
-    if config.dense is not None and not drawn:
-        raise UserError(f"--dense is for contests, which {config.tasks[0]} is none of")
+    if config.dense is not None and not contests:
+        raise UserError(f"--dense is for contests, got {config.tasks[0]}")
     if config.turns != TURNS[0] and not any(suite_of(task).takes_turns for task in config.tasks):
-        raise UserError(f"--turns is for SCBench's tasks, which {config.tasks[0]} is none of")
-    for one in compared(config):
-        if not (one.on_contests if drawn else not one.decodes):
+        raise UserError(f"--turns is for SCBench's tasks, got {config.tasks[0]}")
+    for compared in compared_policies(config):
+        if contests and not compared.runs_on_contests:
             raise UserError(
-                f"--policies {one.label}: its cache grows with an answer, whatever the budget; {config.tasks[0]} is "
-                "for those that evict while they answer (when=position), and for full, streaming_llm, wgkv and kvpop"
-                if drawn
-                else f"--policies {one.label} evicts while it answers at length, which is measured on contests: "
-                f"{', '.join(task for task, suite in TASKS.items() if suite.drawn)}"
+                f"--policies {compared.label}: its cache grows with the answer, whatever the budget; contests such as "
+                f"{config.tasks[0]} need full, streaming_llm, wgkv, kvpop or an eviction with when=position"
+            )
+        if not contests and compared.evicts_while_decoding:
+            raise UserError(
+                f"--policies {compared.label} evicts while decoding, which is measured on contests: "
+                f"{', '.join(task for task, suite in TASKS.items() if suite.is_contest)}"
             )

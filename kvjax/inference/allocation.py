@@ -1,7 +1,7 @@
-"""Allocation of pages: a new cache for prompts, and one that a question and its answer fit into.
+"""Allocation of pages: a new cache for prompts, and a copy of a cache that a question and its answer fit into.
 
-A pool is made for what the policy is expected to store, with a margin. It grows if that was too little, and may shrink
-once, after the prompts were read and compacted. A stated capacity limits it.
+A pool is made for the entries that the policy is expected to store, with a margin. It grows if it is too small, and may
+shrink once, after the prompts were read and compacted. A stated capacity limits it.
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax import cache as caches
-from kvjax.cache import Cache, CapacityError, Layout, shard_pages
+from kvjax.cache import Cache, CapacityError, Layout, longest_lengths, shard_pages
 from kvjax.cache.sliding import slots_for
 from kvjax.errors import UserError, whole_number
 from kvjax.inference.key_scale import key_scale
@@ -36,28 +36,28 @@ def new_cache(
     model: Decoder,
     policy: CompiledPolicy,
     rows: Sequence[np.ndarray],
-    room: int = 0,
+    new_tokens: int = 0,
     page_size: int | None = None,
     capacity: int | str | None = None,
 ) -> Cache:
-    """Return an empty cache for prompts and `room` more tokens.
+    """Return an empty cache for prompts and `new_tokens` more tokens.
 
-    Raises UserError, CapacityError: as `layout_for`, and for a budget below what always stays.
+    Raises UserError, CapacityError: as in `layout_for`, and for a budget below the entries that always stay.
     """
     config, schedule, shards = model.config, policy.host.schedule, batch_shards()
     if schedule is not None:
-        # now, and not when a prompt or an answer has grown that long
+        # refuse the budget now, not once a prompt or an answer is that long
         schedule.check_bound(policy.host.name, policy.host.window - 1, token_bytes(config, model.dtype))
-    behind = 0 if schedule is None else schedule.read_behind
-    # where answers are compacted as they grow, their pages are allocated after the prompt's compaction
-    beside = behind if policy.host.compacts_answers else behind + room
+    read_behind = 0 if schedule is None else schedule.temporary_tokens
+    # if answers are compacted as they grow, their pages are allocated after the prompt's compaction
+    further = read_behind if policy.host.compacts_answers else read_behind + new_tokens
     return empty_cache(
         policy,
         key_scale=key_scale(model),
         **sizes_of(config),
         batch=-(-len(rows) // shards) * shards,
-        tokens=[row.size + beside for row in rows],
-        longest=max(row.size for row in rows) + behind + room,
+        tokens=[row.size + further for row in rows],
+        longest=max(row.size for row in rows) + read_behind + new_tokens,
         dtype=model.dtype,
         group=config.num_heads // config.num_kv_heads,
         page_size=page_size,
@@ -97,7 +97,7 @@ def empty_cache(
     Args:
         group: query heads of a KV head, for methods that remember queries.
         key_scale: as in `kvjax.cache.empty`.
-        sizes: the other arguments of `layout_for`, without `free`, which is what the devices have.
+        sizes: the other arguments of `layout_for`, except `free`.
     """
     layout = layout_for(policy.host, free=caches.device_bytes(free=True), **sizes)
     return laid_out(policy.read, layout, group, key_scale)
@@ -127,63 +127,66 @@ def layout_for(
     Args:
         batch: sequences, a multiple of the mesh's batch shards.
         layers: layers with full attention.
-        tokens: tokens that the pool is made for, of each sequence or of all.
+        tokens: tokens of each sequence that the pool is made for; one number applies to all.
         longest: tokens of one sequence that the page tables are made for, if that is more.
         page_size: as in `kvjax.inference.prefill.prefill`.
         capacity: as in `kvjax.cache.capacity_pages`.
-        free: bytes that a device has for its part of the cache; None: any number.
-        sliding_layers, sliding_window: the layers with a sliding window, and the tokens that they see.
-        windows: sequences whose windows are kept at a time, if they are more than `batch`.
+        free: bytes that a device has for its part of the cache; None: no limit.
+        sliding_layers, sliding_window: the number of layers with a sliding window, and the number of tokens they see.
+        windows: sequences whose windows are kept at a time, if these are more than `batch`.
         int8: True for int8 entries.
-        head_order: that of `ModelConfig`.
+        head_order: as in `ModelConfig`.
 
     Raises:
-        UserError: metadata that has the name of one of the cache's own, or more memory than a device has free.
-        CapacityError: a capacity below what the windows take, or above what a device has free.
+        UserError: metadata has the name of one of the cache's own fields, or the cache needs more memory than a device
+            has free.
+        CapacityError: the capacity is too small for the windows, or needs more memory than a device has free.
     """
     page_size = page_size_of(policy, page_size, int8=int8)
-    each = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
-    table, most = caches.table_tokens(max(longest, *each)), policy.max_entries
-    slots = slots_for(sliding_window, table) if sliding_layers else 0
-    if most is not None:
-        table = min(table, most + policy.window - 1)
+    lengths = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
+    table_length, max_entries = caches.table_tokens(max(longest, *lengths)), policy.max_entries
+    slots = slots_for(sliding_window, table_length) if sliding_layers else 0
+    if max_entries is not None:
+        table_length = min(table_length, max_entries + policy.window - 1)
     dtype = jnp.dtype(dtype)
     stored, bounds = stored_as(dtype)
-    own = {} if most is None else caches.MAX_ENTRIES_METADATA
+    cache_fields = {} if max_entries is None else caches.MAX_ENTRIES_METADATA
     if taken := {caches.PRIORITY, caches.SCALE} & {*policy.metadata}:
         raise UserError(f"policy {policy.name}: metadata called {min(taken)!r} is the cache's own")
-    metadata = tuple((name, jnp.dtype(own)) for name, own in (policy.metadata | own).items())
-    stored_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(own.itemsize for _, own in metadata)
+    metadata = tuple((name, jnp.dtype(x)) for name, x in (policy.metadata | cache_fields).items())
+    stored_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(x.itemsize for _, x in metadata)
     if free is not None:
         rows = sliding_layers * max(batch, windows) // batch_shards() * kv_heads // axis_size(*HEADS)
         free = max(0, free - rows * slots * 2 * head_dim * dtype.itemsize)
     page_bytes = page_size * stored_bytes + 2 * head_dim * bounds.itemsize * (policy.selection is not None)
 
     def pages(tokens: Sequence[int], entries: Float[np.ndarray, "l b k"]) -> int:
-        """Return the pages of the fullest shard for windows and retained entries, of which a head has at most its
+        """Return the pages of the fullest shard, for windows and retained entries. A head retains at most its
         tokens."""
         seen = np.array(tokens)
         possible = np.maximum(seen - policy.window + 1, 0)[:, None]
-        possible = possible if most is None else np.minimum(possible, most)
+        possible = possible if max_entries is None else np.minimum(possible, max_entries)
         retained = np.ceil(np.clip(entries, 0, possible)).astype(np.int64)
         return max(1, int(shard_pages(retained, seen, policy.window, page_size).max()))
 
     def expected(tokens: Sequence[int]) -> int:
         entry_bytes, slots = layers * kv_heads * page_bytes // page_size, policy.window - 1
-        found = {
+        entries_of = {
             n: policy.expected_entries(n, entry_bytes) * caches.MARGIN - min(n, slots) for n in {*tokens}
         }
-        held = np.stack([np.broadcast_to(found[n], (layers, kv_heads)) for n in tokens], 1)
-        # a mean does not bound a single head: each may have a page more
-        return pages(tokens, held + page_size * (held > 0))
+        retained = np.stack([np.broadcast_to(entries_of[n], (layers, kv_heads)) for n in tokens], 1)
+        # a mean does not bound a single head: each may have one page more
+        return pages(tokens, retained + page_size * (retained > 0))
 
     limit = None
     if capacity is None:
-        need = expected(each)
+        need = expected(lengths)
         if free is not None and need * page_bytes > free:
-            fitting = _largest(max(each), lambda n: expected([min(x, n) for x in each]) * page_bytes <= free)
+            fitting = _largest(
+                max(lengths), lambda n: expected([min(x, n) for x in lengths]) * page_bytes <= free
+            )
             raise UserError(
-                f"policy {policy.name}: sequences of up to {max(each)} tokens, prompt and answer, take "
+                f"policy {policy.name}: sequences of up to {max(lengths)} tokens, prompt and answer, take "
                 f"{need * page_bytes / 2**30:.2f} GiB of cache on a device that has {free / 2**30:.2f} GiB free; "
                 f"{fitting} tokens would fit"
             )
@@ -193,21 +196,21 @@ def layout_for(
         rows = layers * batch // batch_shards() * kv_heads // axis_size(*HEADS)
         limit = caches.capacity_pages(capacity, rows, page_size, page_bytes) if layers else 1
         nothing = np.zeros((layers, batch, kv_heads))
-        if limit < (least := pages(each, nothing)):
-            enough = pages(each, nothing + max(each))
+        if limit < (fewest := pages(lengths, nothing)):
+            enough = pages(lengths, nothing + max(lengths))
             enough = caches.capacity_like(capacity, enough, rows, page_size, page_bytes)
             raise CapacityError(
-                f"capacity {capacity}: {limit} pages of {page_size} tokens a device are fewer than the {least} that "
-                f"the windows of {rows} (layer, sequence, kv head) rows take; {enough} holds every token"
+                f"capacity {capacity}: {limit} pages of {page_size} tokens a device are fewer than the {fewest} that "
+                f"the windows of {rows} head caches (layer, sequence, kv head) take; {enough} holds every token"
             )
-        size = min(limit, caches.pool_size(pages([table] * batch, nothing + table), page_bytes))
+        size = min(limit, caches.pool_size(pages([table_length] * batch, nothing + table_length), page_bytes))
         if free is not None and size * page_bytes > free:
             raise CapacityError(
                 f"capacity {capacity}: {size * page_bytes / 2**30:.2f} GiB on a device that has "
                 f"{free / 2**30:.2f} GiB free"
             )
     return Layout(
-        batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
+        batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table_length,
         page_size=page_size, pages=size, dtype=dtype, stored=stored, int8=int8,
         bounds=None if policy.selection is None else bounds, metadata=metadata, limit=limit,
         sliding_layers=sliding_layers, sliding_window=sliding_window, sliding_slots=slots, head_order=head_order,
@@ -215,12 +218,12 @@ def layout_for(
     )  # fmt: skip
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `most` that fits, given that all smaller ones then do."""
+def _largest(high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `high` that fits. All smaller numbers must fit too."""
     low = 0
-    while low < most:
-        middle = -(-(low + most) // 2)
-        low, most = (middle, most) if fits(middle) else (low, middle - 1)
+    while low < high:
+        middle = -(-(low + high) // 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
 
@@ -239,7 +242,7 @@ def page_size_of(policy: Policy, stated: int | None, *, int8: bool = False) -> i
 
 
 def stored_as(dtype: Any) -> tuple[np.dtype, np.dtype]:
-    """Return the dtypes of a pool for entries of `dtype`, and of its pages' bounds, on the current mesh."""
+    """Return the dtype of a pool for entries of `dtype` and the dtype of its pages' bounds, on the current mesh."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize == 2 and on_cpu():
         return jnp.dtype(jnp.uint16), jnp.dtype(jnp.float32)
@@ -248,31 +251,33 @@ def stored_as(dtype: Any) -> tuple[np.dtype, np.dtype]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def laid_out(view: View, layout: Layout, group: int, key_scale: Float[Array, "l k h"] | None = None) -> Cache:
-    """Return an empty cache of this shape with the methods' memories, for `group` query heads per KV head.
-    key_scale: as in `kvjax.cache.empty`."""
+    """Return an empty cache of this shape, including the methods' memories. group: query heads per KV head. key_scale:
+    as in `kvjax.cache.empty`."""
 
     def shape(batch: int, heads: int) -> Shape:
         return Shape(batch, heads, group, layout.head_dim, layout.dtype)
 
-    def begun(view: View) -> tuple[States, Observations]:
+    def first_memories(view: View) -> tuple[States, Observations]:
         states, observations = view.memories(local, layout.layers)
         return states, jax.tree.map(as_bits, observations) if layout.stored != layout.dtype else observations
 
     local = shape(layout.batch // batch_shards(), layout.kv_heads // axis_size(*HEADS))
     shapes = zip(*(view.memory_shapes(shape(1, heads), layout.layers) for heads in (1, 2)), strict=True)
     specs = tuple(
-        jax.tree.map(functools.partial(_split_like_heads, first), *both)
-        for first, both in zip(((None, BATCH), (BATCH,)), shapes, strict=True)
+        jax.tree.map(functools.partial(_split_like_heads, first), *pair)
+        for first, pair in zip(((None, BATCH), (BATCH,)), shapes, strict=True)
     )
-    whole = gather(view, "data", "fsdp")
-    return caches.empty(layout, *jax.shard_map(begun, out_specs=specs)(whole), key_scale)
+    gathered_view = gather(view, "data", "fsdp")
+    return caches.empty(layout, *jax.shard_map(first_memories, out_specs=specs)(gathered_view), key_scale)
 
 
-def _split_like_heads(first: tuple[Any, ...], one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> P:
-    """Return the split of a memory, given that of its first axes and its shapes for one and for two KV heads: axes that
-    grow with the heads are split as they are."""
-    axes = zip(one.shape[len(first) :], two.shape[len(first) :], strict=True)
-    return P(*first, *(HEADS if small != large else None for small, large in axes))
+def _split_like_heads(
+    first: tuple[Any, ...], one_head: jax.ShapeDtypeStruct, two_heads: jax.ShapeDtypeStruct
+) -> P:
+    """Return the sharding of a memory, given the sharding of its first axes and its shapes for one and for two KV
+    heads. Axes that grow with the number of heads are split like heads."""
+    axes = zip(one_head.shape[len(first) :], two_heads.shape[len(first) :], strict=True)
+    return P(*first, *(HEADS if size != doubled else None for size, doubled in axes))
 
 
 def pool_pages(cache: Cache) -> int:
@@ -281,8 +286,8 @@ def pool_pages(cache: Cache) -> int:
 
 
 def free_pages(cache: Cache) -> int:
-    """Return the fewest free pages of a shard; a negative number counts the pages that it needed and did not have.
-    Raises UserError if a number that was computed was not finite."""
+    """Return the free pages of the shard with the fewest. A negative number counts pages that were needed and missing.
+    Raises UserError if a computed number was not finite."""
     return int(caches.free_counts(cache).min())
 
 
@@ -294,15 +299,12 @@ def may_grow(cache: Cache) -> bool:
 def more_pages(
     policy: Policy, cache: Cache, tokens: int, expected: Float[np.ndarray, "l b k"] | None = None
 ) -> int:
-    """Return the pages that `tokens` more tokens of each sequence take on the shard where they take most.
+    """Return the pages that `tokens` more tokens of each sequence take, on the shard where they take most.
 
-    expected: retained entries that each head cache is expected to have then; None: all that it may have.
+    expected: retained entries that each head cache is expected to have afterwards; None: the most that it may have.
     """
-    length, seen, slots = on_host(cache.layers.length), on_host(cache.counted), cache.window - 1
-    leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
-    longer = length + leaving[:, None]
-    if policy.max_entries is not None:
-        longer = np.maximum(np.minimum(longer, policy.max_entries), length)
+    length, seen = on_host(cache.layers.length), on_host(cache.counted)
+    longer = longest_lengths(length, seen, tokens, cache.window, policy.max_entries)
     if expected is not None:
         longer = np.minimum(longer, np.ceil(expected).astype(np.int64))
     sizes = cache.window, cache.page_size
@@ -315,15 +317,15 @@ def _expected_pages(policy: Policy, cache: Cache, question: int, answer: int) ->
     admitted = policy.admission.admitted(tokens + cache.window) * caches.MARGIN + cache.page_size
     expected = length + np.broadcast_to(admitted, length.shape[::2])[:, None]
     if schedule is not None and schedule.trigger.while_decoding:
-        # at most the budget, and the tokens between two compactions
-        kept = schedule.allowance([int(on_host(cache.seen).max()) + tokens], cache.entry_bytes)[0]
-        most = np.maximum(length + question, kept) + max(schedule.trigger.every, 1) + cache.page_size
-        expected = np.minimum(expected, most)
+        # at most the budget and the tokens between two compactions
+        budget = schedule.allowance([int(on_host(cache.seen).max()) + tokens], cache.entry_bytes)[0]
+        longest = np.maximum(length + question, budget) + max(schedule.trigger.every, 1) + cache.page_size
+        expected = np.minimum(expected, longest)
     return more_pages(policy, cache, tokens, expected)
 
 
 def copied_pages(policy: Policy, cache: Cache) -> int:
-    """Return the most pages of a shard that forks of a context copy before they run."""
+    """Return the most pages, on one shard, that forks of a context copy before they run."""
     if cache.pages.others is None:
         return 0
     shared = on_host(cache.pages.others).reshape(cache.pages.free_count.shape[0], -1).sum(1)
@@ -336,18 +338,18 @@ def copied_pages(policy: Policy, cache: Cache) -> int:
 
 
 def grow(policy: Policy, cache: Cache, need: int, now: int, later: int) -> Cache:
-    """Return a copy with a larger pool: of twice as many pages, but no more than its tokens may take, the stated
-    capacity allows and the devices have memory for; or of the pages that are needed now, if these are more.
+    """Return a copy with a larger pool: twice as many pages, or the pages that are needed now if these are more. The
+    pool gets no more pages than its tokens may take, the stated capacity allows and the devices have memory for.
 
     Args:
-        need: pages of a shard that `now` more tokens of each sequence need.
-        later: tokens that follow these.
+        need: pages of a shard that are needed for `now` more tokens of each sequence.
+        later: further tokens that follow these.
 
-    Raises CapacityError if the devices have no memory for the pages that are needed.
+    Raises CapacityError if the devices have too little memory for the pages that are needed.
     """
-    have = pool_pages(cache)
-    most = have - free_pages(cache) + more_pages(policy, cache, now + later)
-    size = _size(cache, max(need, min(2 * have, most)))
+    pool = pool_pages(cache)
+    largest = pool - free_pages(cache) + more_pages(policy, cache, now + later)
+    size = _size(cache, max(need, min(2 * pool, largest)))
     if size < need and size != cache.limit:
         read, needed = int(on_host(cache.seen).max()) + now, need * _page_bytes(cache) / 2**20
         raise CapacityError(
@@ -358,8 +360,8 @@ def grow(policy: Policy, cache: Cache, need: int, now: int, later: int) -> Cache
 
 
 def resize_after_prompt(policy: Policy, cache: Cache, answer: int) -> Cache:
-    """Return the cache with a pool for what is stored and an answer of so many tokens: larger if the pool has fewer
-    pages, smaller if half of it is enough. A small pool and one of stated capacity are never made smaller."""
+    """Return the cache with a pool for its entries and an answer of `answer` tokens. The pool grows if it has too few
+    pages, and shrinks if half of it is enough. A small pool and one of stated capacity never shrink."""
     have = pool_pages(cache)
     need = have - free_pages(cache) + _expected_pages(policy, cache, 0, answer)
     size = _size(cache, need)
@@ -368,22 +370,28 @@ def resize_after_prompt(policy: Policy, cache: Cache, answer: int) -> Cache:
 
 
 def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) -> Cache:
-    """Return a copy of `cache` that a question and an answer of so many tokens a sequence are expected to fit into.
-    Forks then own the pages that they write to (`kvjax.cache.branches`).
+    """Return a copy of `cache` that a question and an answer are expected to fit into. Forks get their own copies of
+    the pages that they write to (`kvjax.cache.forks`).
 
-    Raises CapacityError where the devices have no memory for the copy, or a stated capacity none for what forks own.
+    Args:
+        question, answer: the number of tokens of each in a sequence.
+
+    Raises CapacityError if the devices have too little memory for the copy, or the stated capacity has too few pages
+    for the copies of forks.
     """
-    have, forked = pool_pages(cache), cache.pages.others is not None
-    # questions of about one length run the same programs; where there are many, each has less to spare
-    beyond = answer if forked else caches.table_tokens(question + answer) - question
-    least = have - free_pages(cache) + copied_pages(policy, cache)
+    pool, forked = pool_pages(cache), cache.pages.others is not None
+    # page tables are rounded up so that questions of similar lengths run the same programs; many forks get no extra
+    answer_tokens = answer if forked else caches.table_tokens(question + answer) - question
+    needed_pages = pool - free_pages(cache) + copied_pages(policy, cache)
     tokens = _missing_slots(cache, question + answer)
-    size = _size(cache, max(have, least + _expected_pages(policy, cache, question, beyond)), tokens)
-    if size < least and size != cache.limit:
-        needed, free = least * _page_bytes(cache) / 2**20, caches.device_bytes(free=True) / 2**20
+    size = _size(
+        cache, max(pool, needed_pages + _expected_pages(policy, cache, question, answer_tokens)), tokens
+    )
+    if size < needed_pages and size != cache.limit:
+        needed, free = needed_pages * _page_bytes(cache) / 2**20, caches.device_bytes(free=True) / 2**20
         raise CapacityError(
             f"policy {policy.name}: a cache that is continued is copied, {needed:.1f} MiB on a device that has "
-            f"{free:.1f} MiB free beside it: give shorter prompts, a smaller batch or more devices"
+            f"{free:.1f} MiB free: give shorter prompts, a smaller batch or more devices"
         )
     copy = resize(cache, size, _missing_columns(policy, cache, question + answer), tokens)
     if not forked:
@@ -394,20 +402,20 @@ def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) 
 
 
 def _size(cache: Cache, pages: int, tokens: int = 0) -> int:
-    """Return the pages of a new pool that has to hold `pages`, as far as the stated capacity allows them and the
-    devices have memory for them in addition to the present pool. `tokens`: as of `kvjax.cache.resize`."""
-    page_bytes, beside = _page_bytes(cache), 0
+    """Return the size of a new pool that has to hold `pages` pages, limited by the stated capacity and by the memory
+    that the devices have in addition to the current pool. `tokens`: as in `kvjax.cache.resize`."""
+    page_bytes, window_bytes = _page_bytes(cache), 0
     if cache.sliding is not None:
-        # windows are copied, too
+        # windows are copied too
         slots = max(slots_for(cache.sliding_window, tokens), cache.sliding.shape[3])
-        beside = cache.sliding.nbytes // cache.sliding.shape[3] * slots // axis_size(*SHARDS)
-    free = max(0, caches.device_bytes(free=True) - beside)
+        window_bytes = cache.sliding.nbytes // cache.sliding.shape[3] * slots // axis_size(*SHARDS)
+    free = max(0, caches.device_bytes(free=True) - window_bytes)
     size = min(caches.pool_size(pages, page_bytes), free // page_bytes)
     return size if cache.limit is None else min(size, cache.limit)
 
 
 def _missing_columns(policy: Policy, cache: Cache, tokens: int) -> int:
-    """Return the columns that the page tables lack for `tokens` more tokens of each sequence."""
+    """Return the number of columns that the page tables lack for `tokens` more tokens of each sequence."""
     seen, longest = int(on_host(cache.seen).max()), int(on_host(cache.layers.length).max(initial=0))
 
     def columns(tokens: int) -> int:
@@ -422,7 +430,7 @@ def _missing_columns(policy: Policy, cache: Cache, tokens: int) -> int:
 
 
 def _missing_slots(cache: Cache, tokens: int) -> int:
-    """Return the tokens of a sequence that windows of sliding-window layers must have room for; 0: they have it."""
+    """Return the tokens of a sequence that windows of sliding-window layers need slots for; 0: they have enough."""
     if cache.sliding is None:
         return 0
     longest = int(on_host(cache.seen).max()) + tokens

@@ -1,4 +1,4 @@
-"""Answers: their tokens and texts as they grow, and the stop texts that end them. The host looks for these between
+"""Answers: their tokens and texts as they grow, and the stop texts that end them. The host looks for stop texts between
 blocks."""
 
 import dataclasses
@@ -17,7 +17,7 @@ from kvjax.sampling_params import SamplingParams
 
 
 class AnswerLogprobs(NamedTuple):
-    """Log-probabilities of an answer's tokens by the model's own distribution."""
+    """Log-probabilities of an answer's tokens, by the model's own distribution."""
 
     chosen: Float[np.ndarray, " t"]
     alternatives: list[dict[int, float]]
@@ -30,7 +30,7 @@ class Block(NamedTuple):
     tokens: list[np.ndarray]
     """New tokens of each answer, its stop token included."""
     cache: Cache
-    """The cache after the block. It is donated to the next block, so read what you need of it at once."""
+    """The cache after the block. It is donated to the next block, so use it before you ask for that."""
     order: list[int]
     """Row of each answer in the cache's batch."""
     logprobs: list[AnswerLogprobs] | None = None
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Answers to prompts, one entry an answer in every list."""
+    """Answers to prompts. Every list has one entry per answer."""
 
     tokens: list[np.ndarray]
     """Tokens of each answer, without the stop token or the stop text."""
@@ -52,8 +52,7 @@ class Generation:
     logprobs: list[AnswerLogprobs] | None = None
 
     def __repr__(self) -> str:
-        """Return two or three lines: how long the answers are and why they ended, their texts, and what the cache
-        holds."""
+        """Return two or three lines: lengths and finish reasons of the answers, their texts, and the cache's sizes."""
         counts = ", ".join(str(len(tokens)) for tokens in self.tokens[:8]) + (
             ", …" if len(self.tokens) > 8 else ""
         )
@@ -82,38 +81,38 @@ class Answers:
     def block(
         self, drawn: tuple[Array, Logprobs | None], running: Bool[np.ndarray, " rows"], most: int
     ) -> tuple[list[np.ndarray], list[AnswerLogprobs] | None]:
-        """Return each answer's new tokens in a block [count b], of which the first `most` count: up to and including
-        its stop token, and none if it had ended."""
-        tokens, found = on_host(drawn[0])[:most], drawn[1]
-        made = [len(x) for x in self.tokens] or [0] * len(self.order)
+        """Return each answer's new tokens in a block [count b], of which only the first `most` tokens are used. They go
+        up to and including its stop token. An answer that had ended has none."""
+        tokens, logprobs = on_host(drawn[0])[:most], drawn[1]
+        lengths = [len(x) for x in self.tokens] or [0] * len(self.order)
         counts = []
-        for row, one, ends, had in zip(self.order, self.params, self.ends, made, strict=True):
+        for row, sampling, ends, length in zip(self.order, self.params, self.ends, lengths, strict=True):
             stops = np.flatnonzero(np.isin(tokens[:, row], ends))
             count = stops[0] + 1 if stops.size else len(tokens)
-            counts.append(min(count, one.max_new_tokens - had) if running[row] else 0)
+            counts.append(min(count, sampling.max_new_tokens - length) if running[row] else 0)
         new = [tokens[:count, row] for row, count in zip(self.order, counts, strict=True)]
         before = self.tokens or [part[:0] for part in new]
         self.tokens = [np.concatenate(pair) for pair in zip(before, new, strict=True)]
-        if found is None:
+        if logprobs is None:
             return new, None
-        chosen, ids, values = map(on_host, (found.chosen, found.tokens, found.values))
+        chosen, ids, values = map(on_host, (logprobs.chosen, logprobs.tokens, logprobs.values))
         return new, [
             AnswerLogprobs(
                 chosen[:count, row],
                 [
                     dict(zip(*place, strict=True))
                     for place in zip(
-                        ids[:count, row, : one.logprobs or 0].tolist(),
-                        values[:count, row, : one.logprobs or 0].tolist(),
+                        ids[:count, row, : sampling.logprobs or 0].tolist(),
+                        values[:count, row, : sampling.logprobs or 0].tolist(),
                         strict=True,
                     )
                 ],
             )
-            for row, count, one in zip(self.order, counts, self.params, strict=True)
+            for row, count, sampling in zip(self.order, counts, self.params, strict=True)
         ]
 
     def still(self, running: Bool[Array, " b"]) -> Bool[Array, " b"]:
-        """Return the sequences that still run: `running` without those whose answers now hold a stop text."""
+        """Return the sequences that still run: `running` without those whose answers now contain a stop text."""
         if not any(self.stops):
             return running
         ended = np.zeros(running.shape[0], bool)
@@ -130,58 +129,63 @@ def whole_answers(
     eos: Sequence[int],
     tokenizer: Any,
 ) -> Generation:
-    """Return the answers of the blocks that `stream` gave, each whole, without the stop token or the text that ended
-    it."""
+    """Return the complete answers, given the blocks of `stream`, without the stop tokens or stop texts that ended
+    them."""
     tokens, reasons, texts = [], [], []
-    lines = map(np.concatenate, zip(*(block.tokens for block in blocks), strict=True))
-    for line, one in zip(lines, params, strict=True):
-        stop, ids = stop_tokens_of(one.stop, tokenizer)
-        ends = (*(() if one.ignore_eos else eos), *one.stop_token_ids, *ids)
-        stopped = line.size > 0 and bool(np.isin(line[-1], ends))
-        line = line[:-1] if stopped else line
-        found = cut(line, tokenizer, stop)
-        tokens.append(line if found is None else line[: found[0]])
-        reasons.append("stop" if found or stopped else "length")
+    answers = map(np.concatenate, zip(*(block.tokens for block in blocks), strict=True))
+    for answer, sampling in zip(answers, params, strict=True):
+        stop, ids = stop_tokens_of(sampling.stop, tokenizer)
+        ends = (*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids, *ids)
+        stopped = answer.size > 0 and bool(np.isin(answer[-1], ends))
+        answer = answer[:-1] if stopped else answer
+        before_stop = cut(answer, tokenizer, stop)
+        tokens.append(answer if before_stop is None else answer[: before_stop[0]])
+        reasons.append("stop" if before_stop or stopped else "length")
         if tokenizer is not None:
-            texts.append(decoded(tokenizer, line) if found is None else found[1])
+            texts.append(decoded(tokenizer, answer) if before_stop is None else before_stop[1])
     logprobs = None
-    if any(one.logprobs is not None for one in params):
+    if any(sampling.logprobs is not None for sampling in params):
         parts = zip(*(block.logprobs or [] for block in blocks), strict=True)
         logprobs = [
             AnswerLogprobs(
-                np.concatenate([x.chosen for x in own])[: len(line)],
-                [place for x in own for place in x.alternatives][: len(line)],
+                np.concatenate([x.chosen for x in parts_of_answer])[: len(answer)],
+                [place for x in parts_of_answer for place in x.alternatives][: len(answer)],
             )
-            for own, line in zip(parts, tokens, strict=True)
+            for parts_of_answer, answer in zip(parts, tokens, strict=True)
         ]
     return Generation(tokens, reasons, stats, prompts, texts or None, logprobs)
 
 
 def stop_tokens_of(stop: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split stop texts into texts to look for and the ids of those that are tokens of the tokenizer's own (`</s>`).
+    """Split stop texts into texts to look for and the ids of those that are special tokens of the tokenizer (`</s>`).
     Raises UserError for texts without a tokenizer."""
     if stop and tokenizer is None:
         raise UserError(
             f"sampling: stop={shown(list(stop))} needs a tokenizer: stop_token_ids are stop tokens by their ids"
         )
-    own = tokenizer.get_added_vocab() if stop else {}
-    return tuple(x for x in stop if x not in own), tuple(own[x] for x in stop if x in own)
+    added = tokenizer.get_added_vocab() if stop else {}
+    return tuple(x for x in stop if x not in added), tuple(added[x] for x in stop if x in added)
 
 
 def stop_place(text: str, stop: Sequence[str]) -> int | None:
-    """Return where the first stop text begins; None where there is none."""
-    return min((place for one in stop if (place := text.find(one)) >= 0), default=None)
+    """Return the place where the first stop text begins; None if there is none."""
+    return min((place for stop_text in stop if (place := text.find(stop_text)) >= 0), default=None)
 
 
 def final_length(text: str, stop: Sequence[str]) -> int:
     """Return how many characters of a text cannot be the beginning of a stop text, whatever follows."""
-    starts = (text[-size:] for one in stop for size in range(1, len(one)) if text.endswith(one[:size]))
+    starts = (
+        text[-size:]
+        for stop_text in stop
+        for size in range(1, len(stop_text))
+        if text.endswith(stop_text[:size])
+    )
     return len(text) - max(map(len, starts), default=0)
 
 
 def cut(tokens: Int[np.ndarray, " t"], tokenizer: Any, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Return how many tokens of an answer lie before the first stop text, and the text before it; None where there is
-    none."""
+    """Return the number of an answer's tokens before the first stop text, and the text before it; None if there is no
+    stop text."""
     place = stop_place(text := decoded(tokenizer, tokens), stop) if stop else None
     if place is None:
         return None
@@ -197,9 +201,9 @@ def decoded(tokenizer: Any, tokens: Sequence[int] | Int[np.ndarray, " t"]) -> st
 
 
 class LiveText:
-    """An answer's text as it grows, without what may be half a character or the beginning of a stop text.
+    """An answer's text as it grows, without an end that may be half a character or the beginning of a stop text.
 
-    Each part is decoded behind the part before it, so that a long answer is not decoded again for every block.
+    Each part is decoded together with the part before it, so a long answer is not decoded again for every block.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]):
@@ -209,12 +213,12 @@ class LiveText:
         self._known = 0
         """Tokens of the tail whose text is known."""
         self._held = ""
-        """Text that is known and not shown."""
+        """Text that is known but was not returned yet."""
         self.stopped = False
         """True if a stop text has come."""
 
     def more(self, tokens: Sequence[int]) -> str:
-        """Return what can be shown now that these tokens have come."""
+        """Return the text that can be shown after these tokens."""
         self._tail += tokens
         new = self._new_text()
         # a character may still lack bytes that the next tokens bring
@@ -224,18 +228,19 @@ class LiveText:
         return self._shown(final_length(self._held, self._stop))
 
     def end(self) -> str:
-        """Return what was held back, once no more tokens come."""
+        """Return the text that was held back, once there are no more tokens."""
         self._held += self._new_text()
         return self._shown(len(self._held))
 
     def _new_text(self) -> str:
         known, text = (decoded(self._tokenizer, x) for x in (self._tail[: self._known], self._tail))
-        # what comes may change what is known: some tokenizers drop the space before a full stop
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, text, strict=False))
-        return text[sum(1 for _ in same) :]
+        # new tokens may change known text: some tokenizers drop the space before a full stop
+        unchanged = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, text, strict=False))
+        return text[sum(1 for _ in unchanged) :]
 
     def _shown(self, count: int) -> str:
-        """Return the first characters of what is held, up to a stop text, after which nothing is shown."""
+        """Return the first `count` characters of the text that is held back, up to a stop text. After a stop text
+        nothing is returned."""
         if self.stopped:
             return ""
         if (place := stop_place(self._held, self._stop)) is not None:

@@ -1,7 +1,8 @@
 """Attention over the cache, and in training: the kernels inside `shard_map`.
 
-Everything in here is split over batch and kv heads only, so the code inside is local and needs no collective. Replicas
-of kv heads alone exchange outputs, if a call has many tokens, of which each computes its share of the query heads.
+All arrays are split over batch and kv heads only, so the code is local to a shard and needs no collective. There is one
+exception: in a call of many tokens each replica of a kv head computes its share of the query heads, and replicas
+exchange the outputs.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ def causal_attention(step: Step, *, implementation: str | None = None) -> Float[
     """Return plain causal attention of a call's tokens among themselves."""
 
     def local(step):
-        own = attention_on_replicas(step.q, step.k, step.v, window=1, implementation=implementation)
-        return with_sink(*own, step.sink)[0]
+        result = attention_on_replicas(step.q, step.k, step.v, window=1, implementation=implementation)
+        return with_sink(*result, step.sink)[0]
 
     return jax.shard_map(local, out_specs=SPLIT)(step)
 
@@ -45,21 +46,21 @@ def masked_attention(
     window: int,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, "b k"]]]:
-    """Return training's attention of one layer, the weighted sum over the method's masks beyond the window, and the
-    method's figures of each sequence and kv head. `document`: as in `Decoder.hidden`."""
+    """Return one layer's attention in training, which is the weighted sum over the method's masks, and the method's
+    figures of each sequence and kv head. `document`: as in `Decoder.hidden`."""
 
     def local(method, step, document):
         state, masks = method.masks(step)
         outputs = []
         for mask in masks:
-            own = attention_on_replicas(
+            result = attention_on_replicas(
                 *(step.q, step.k, step.v, mask.end),
                 window=window,
                 log_gate=mask.log_gate,
                 segment_ids=document,
                 implementation=implementation,
             )
-            outputs.append(with_sink(*own, step.sink))
+            outputs.append(with_sink(*result, step.sink))
         group = step.q.shape[1] // step.k.shape[1]
         weighted = [
             o if mask.weight is None else o * jnp.repeat(mask.weight, group)[:, None, None]
@@ -91,23 +92,23 @@ def cached_attention(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Pages, caches.LayerCache]:
     """Attend from one layer's new tokens to the cache and to each other. Returns outputs, log-sum-exp, and the cache
-    with the tokens written; without `write` only the methods' memories change.
+    after the tokens were written. Without `write` only the methods' memories change.
 
-    A token sees exactly {j : i − j < window} ∪ {j kept}. A token that comes alone reads only those pages of kept
-    entries that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are
-    padding, whose output is meaningless and which leaves no trace. Before a single token is written, pages must be
+    A token sees exactly {j : i − j < window} ∪ {j retained}. In a call of one token, only the pages of retained entries
+    that the policy's selection chooses are read. The first `valid` of a sequence's `t` tokens are real; the others are
+    padding, whose output is meaningless and which changes nothing. Before a single token is written, pages must be
     reserved for it (`kvjax.cache.reserve`). `counted`: `Cache.counted`.
     """
     window = view.window
 
     def local(view, step, pages, layer, seen, counted, valid):
-        if (back := view.admission.revisits) is not None:
-            step = _revisiting(step, pages, layer, counted, back, window)
-        admitting, priority, delay = view.admission.score(layer.state.admission, step, seen, valid)
-        observing = layer.state.eviction
+        if (distance := view.admission.revisits) is not None:
+            step = _with_earlier_tokens(step, pages, layer, counted, distance, window)
+        admission_state, priority, delay = view.admission.score(layer.state.admission, step, seen, valid)
+        eviction_state = layer.state.eviction
         if view.observer is not None:
-            observing = view.observer.observe(observing, step, seen, valid)
-        states = States(admitting, observing)
+            eviction_state = view.observer.observe(eviction_state, step, seen, valid)
+        states = States(admission_state, eviction_state)
         layer = dataclasses.replace(layer, state=states)
         if (tokens := step.q.shape[2]) == 1:
             layer, priority = caches.slot_priority(layer, counted, priority, valid, delay)
@@ -119,48 +120,48 @@ def cached_attention(
         # ask the cache, not the policy: the method that wrote the bias may be gone
         bias = view.bias(states, step) if BIAS in pages.metadata else None
         arguments = view, step, pages, layer, priority, bias, counted, valid, implementation
-        found = _decode(*arguments, seen, write) if tokens == 1 else _prefill(*arguments)
-        o, lse = with_sink(found.o, found.lse, step.sink)
+        attended = _decode(*arguments, seen, write) if tokens == 1 else _prefill(*arguments)
+        o, lse = with_sink(attended.o, attended.lse, step.sink)
         if not write:
             return o, lse, pages, layer
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
         scale = pages.metadata.get(caches.SCALE)
         readout = Readout(
-            lse, valid, pages.pool, table, layer.length, found.chosen, scale, layer.key_scale, pages.dtype
+            lse, valid, pages.pool, table, layer.length, attended.chosen, scale, layer.key_scale, pages.dtype
         )
         numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
         if caches.POSITION in pages.metadata:
             numbers |= {caches.POSITION: jnp.broadcast_to(step.position[:, None], step.k.shape[:3])}
-        pages, layer = found.push(numbers)
-        # the pool as it is now, since the one before would have to be kept, too
+        pages, layer = attended.push(numbers)
+        # the new pool: a reference to the old one would make XLA keep both
         readout = dataclasses.replace(readout, pool=pages.pool, scale=pages.metadata.get(caches.SCALE))
         metadata = view.update(states, pages.metadata, step, readout)
         return o, lse, dataclasses.replace(pages, metadata=metadata), layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
-    whole = gather(view, "data", "fsdp")
+    gathered_view = gather(view, "data", "fsdp")
     return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(
-        whole, step, pages, layer, seen, counted, valid
+        gathered_view, step, pages, layer, seen, counted, valid
     )
 
 
-def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:
-    """Return the call's tokens with those `back` before them, of which the first are in the local window."""
-    count = min(step.k.shape[2], back)
-    old, exists = caches.ring_entries(pages, layer, seen, count, window, first=window - 1 - back)
-    old = jnp.where(exists[:, None, :, None], old, 0).astype(step.k.dtype)
-    return step.revisiting(*jnp.split(old, 2, -1))
+def _with_earlier_tokens(step: Step, pages, layer, seen, distance: int, window: int) -> Step:
+    """Return the call's tokens with the tokens `distance` before them, the first of which are in the local window."""
+    count = min(step.k.shape[2], distance)
+    earlier, exists = caches.ring_entries(pages, layer, seen, count, window, first=window - 1 - distance)
+    earlier = jnp.where(exists[:, None, :, None], earlier, 0).astype(step.k.dtype)
+    return step.revisiting(*jnp.split(earlier, 2, -1))
 
 
 class Attended(NamedTuple):
-    """Attention's result for a call's tokens, and the function that writes them."""
+    """The result of attention for a call's tokens, and the function that writes the tokens."""
 
     o: Float[Array, "b n t h"]
     """The output."""
     lse: Float[Array, "b n t"]
     """The log-sum-exp."""
     push: Callable[[Numbers], tuple[caches.Pages, caches.LayerCache]]
-    """Returns the cache with the tokens in it, given the methods' numbers of them."""
+    """Function that returns the cache after the tokens were written, given their entry metadata."""
     chosen: Bool[Array, "b k c"] | None = None
     """The pages of retained entries that were read; None: all."""
 
@@ -178,7 +179,7 @@ def _decode(
     tokens: Int[Array, " b"],
     write: bool,
 ) -> Attended:
-    """Attend from one token, which sees everything that is stored and reads the pages that the selection chooses."""
+    """Attend from one token to the local window and to the pages of retained entries that the selection chooses."""
     window, page_size = view.window, pages.pool.shape[1]
     ring, chosen = caches.ring_pages(window, page_size), None
     if view.selection is not None:
@@ -188,7 +189,7 @@ def _decode(
             step.q, bounds, layer.length, layer=step.layer,
             local=jnp.minimum(seen + 1, window), seen=tokens + 1, page_size=page_size,
         )  # fmt: skip
-    (q, k), scale = _scaled(step, layer), pages.metadata.get(caches.SCALE)
+    (q, k), scale = _scaled_for_int8(step, layer), pages.metadata.get(caches.SCALE)
     stored = q, pages.pool, layer.page_table, layer.length, jnp.minimum(seen, window - 1)
     options: dict[str, Any] = {
         "ring_pages": ring, "new": (k, step.v), "pages": chosen, "implementation": implementation,
@@ -196,35 +197,37 @@ def _decode(
     }  # fmt: skip
     if not write:
         return Attended(*paged_decode(*stored, **options), lambda numbers: (pages, layer), chosen)
-    turnover = _displaced(view.admission.keep(), pages, layer, oldest, seen, valid, window)
+    turnover = _turnover_of_one(view.admission.keep(), pages, layer, oldest, seen, valid, window)
     at = caches.place_one(pages, layer, turnover, seen, valid, window)
     o, lse, pool = paged_decode_append(*stored, append=at.append, **options)
     if bias is not None or scale is not None:  # this metadata is read before it is written
         at = at._replace(place=after(at.place, lse))
 
     def push(numbers: Numbers) -> tuple[caches.Pages, caches.LayerCache]:
-        now = dataclasses.replace(pages, pool=pool)
+        current = dataclasses.replace(pages, pool=pool)
         if scale is not None:
             kv = jnp.concatenate([k, step.v], -1)
             numbers = numbers | {caches.SCALE: after(quantised_entries(kv)[1], lse)}
-        return caches.push_one(now, layer, at, oldest, numbers, seen, valid, window)
+        return caches.push_one(current, layer, at, oldest, numbers, seen, valid, window)
 
     return Attended(o, lse, push, chosen)
 
 
-def _scaled(step: Step, layer: caches.LayerCache) -> tuple[Float[Array, "b n t h"], Float[Array, "b k t h"]]:
-    """Return queries and new keys as they go with stored keys: where these are int8 numbers, by the layer's scale."""
+def _scaled_for_int8(
+    step: Step, layer: caches.LayerCache
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b k t h"]]:
+    """Return queries and new keys, scaled to match the stored keys if these are int8 numbers."""
     q, k = scaled_queries(step.q, layer.key_scale), step.k
     return q, k if layer.key_scale is None else (k / layer.key_scale[:, :, None]).astype(k.dtype)
 
 
-def _displaced(keep: Keep, pages, layer, oldest, seen, valid, window) -> caches.Turnover:
-    """Return the turnover of one token: whether the token that leaves the window for it is retained, and in place of
-    which entry."""
+def _turnover_of_one(keep: Keep, pages, layer, oldest, seen, valid, window) -> caches.Turnover:
+    """Return the turnover of one new token: whether the token that leaves the window is retained, and which entry it
+    replaces."""
     wanted = keep.wanted(oldest)
     if keep.max_entries is None:
         return caches.Turnover(wanted)
-    stored = caches.standings(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
+    stored = caches.stored_entries(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
     wanted &= caches.leaving(seen, valid, 1, window)[:, None]
     return caches.swap_worst(stored, layer.length, keep.max_entries, wanted[..., 0], oldest[..., 0])
 
@@ -240,45 +243,45 @@ def _prefill(
     valid: Int[Array, " b"],
     implementation: str | None,
 ) -> Attended:
-    """Attend from many tokens: to the local window and the new tokens under the window's mask, and to all retained
+    """Attend from many tokens to the local window and the new tokens, under the admission's mask, and to all retained
     entries."""
     keep, stored_bias = view.admission.keep(), None
     if bias is not None:
         stored_bias = pages.metadata[BIAS]
         bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], seen), bias], -1)
     if keep.max_entries is not None:
-        return _competing(view, step, pages, layer, priority, bias, seen, valid, implementation)
+        return _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid, implementation)
     wanted = keep.wanted(priority)
     turnover = caches.Turnover(wanted[..., : step.q.shape[2]])
     table = layer.page_table[..., caches.ring_pages(view.window, pages.pool.shape[1]) :]
-    alone = table.shape[-1] == 0  # nothing can have left the window
+    is_empty = table.shape[-1] == 0  # nothing can have left the window
     # parts that are merged are rounded only once, after the merge
-    options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
-    # of a cache that keeps all nothing is masked: padding comes after every real token
+    options = {"implementation": implementation, "dtype": None if is_empty else jnp.float32}
+    # if everything is retained nothing is masked, since padding comes after every real token
     k, v, end, window = step.k, step.v, None, 1
     if not view.stores_all:
-        k, v, exists = _near(step, pages, layer, seen, valid, view.window)
+        k, v, exists = _window_and_new(step, pages, layer, seen, valid, view.window)
         end, window = caches.ends(wanted, priority, None, window=view.window, exists=exists), view.window
 
     def attend(q, scaled):
-        near = vertical_slash(q, k, v, end, window=window, log_gate=bias, **options)
-        if alone:
-            return near
+        recent = vertical_slash(q, k, v, end, window=window, log_gate=bias, **options)
+        if is_empty:
+            return recent
         scale = pages.metadata.get(caches.SCALE)
         stored = paged_decode(
             scaled, pages.pool, table, layer.length, bias=stored_bias, scale=scale, **options
         )
-        return merge(*near, *stored)
+        return merge(*recent, *stored)
 
-    o, lse = by_replica(attend, step.q, _scaled(step, layer)[0], heads=k.shape[1])
-    return _to_write(
+    o, lse = by_replica(attend, step.q, _scaled_for_int8(step, layer)[0], heads=k.shape[1])
+    return _attended(
         o.astype(step.q.dtype), lse, step, pages, layer, priority, turnover, seen, valid, view.window
     )
 
 
-def _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, window) -> Attended:
-    """Return the result of attention for many tokens. The pool is written after it was read; otherwise XLA would copy
-    all of it in every layer."""
+def _attended(o, lse, step, pages, layer, priority, turnover, seen, valid, window) -> Attended:
+    """Return the result of attention for many tokens. The pool is written only after it was read; otherwise XLA would
+    copy it in every layer."""
 
     def push(numbers: Numbers) -> tuple[caches.Pages, caches.LayerCache]:
         kv = jnp.concatenate([step.k, step.v], -1)
@@ -287,38 +290,40 @@ def _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, windo
     return Attended(o, lse, push)
 
 
-def _competing(view, step, pages, layer, priority, bias, seen, valid, implementation) -> Attended:
-    """Attend from many tokens where stored entries may be displaced between one query and the next. The stored entries,
-    the window's tokens and the new ones are the keys of one call. Each key ends where better ones have taken its
-    place."""
+def _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid, implementation) -> Attended:
+    """Attend from many tokens under `max_entries`, where a stored entry may be replaced between one query and the next.
+    The stored entries, the window's tokens and the new tokens are the keys of one call. No query sees a key after
+    better ones have taken its place."""
     keep, window, tokens = view.admission.keep(), view.window, step.q.shape[2]
     ring = caches.ring_pages(window, pages.pool.shape[1])
-    held = caches.standings(pages, layer, ring)
-    stored = held.exists.shape[-1]
-    rows = pages.rows(layer.page_table[..., ring:], layer.key_scale)
-    stored_k, stored_v = jnp.split(rows.astype(step.k.dtype), 2, -1)
-    k, v, exists = _near(step, pages, layer, seen, valid, window)
-    # what was stored stays until something better comes, whatever the threshold is now
-    wanted = jnp.concatenate([held.exists, keep.wanted(priority)], -1)
-    standing = jnp.concatenate([held.priority, priority], -1)
-    exists = jnp.concatenate([held.exists, jnp.broadcast_to(exists, (*k.shape[:2], k.shape[2]))], -1)
+    stored = caches.stored_entries(pages, layer, ring)
+    stored_count = stored.exists.shape[-1]
+    entries = pages.rows(layer.page_table[..., ring:], layer.key_scale)
+    stored_k, stored_v = jnp.split(entries.astype(step.k.dtype), 2, -1)
+    k, v, exists = _window_and_new(step, pages, layer, seen, valid, window)
+    # stored entries stay until better ones come, whatever the threshold is now
+    wanted = jnp.concatenate([stored.exists, keep.wanted(priority)], -1)
+    priorities = jnp.concatenate([stored.priority, priority], -1)
+    exists = jnp.concatenate([stored.exists, jnp.broadcast_to(exists, (*k.shape[:2], k.shape[2]))], -1)
     new = jnp.broadcast_to(step.position[:, None], step.k.shape[:3])
-    position = [held.position, caches.in_order(layer.numbers[caches.POSITION], seen), new]
+    position = [stored.position, caches.in_order(layer.numbers[caches.POSITION], seen), new]
     position = jnp.concatenate(position, -1)
     # append a dummy query, so that the mask also tells what survives the call
-    wanted, standing, exists, position = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (wanted, standing, exists, position)
+    wanted, priorities, exists, position = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (wanted, priorities, exists, position)
     )
     end = caches.ends(
-        wanted, standing, jnp.maximum(keep.max_entries, layer.length),
+        wanted, priorities, jnp.maximum(keep.max_entries, layer.length),
         window=window, exists=exists, position=position, queries=tokens + 1,
     )  # fmt: skip
     if bias is not None:
         of_stored = pages.metadata[BIAS].at[layer.page_table[..., ring:]].get(mode="clip")
-        bias = jnp.concatenate([of_stored.reshape(held.exists.shape), bias], -1)
-    following = (stored + window - 1 + valid)[:, None, None]
+        bias = jnp.concatenate([of_stored.reshape(stored.exists.shape), bias], -1)
+    following = (stored_count + window - 1 + valid)[:, None, None]
     stays = end > following
-    turnover = caches.Turnover(stays[..., stored : stored + tokens], held.exists & ~stays[..., :stored])
+    turnover = caches.Turnover(
+        stays[..., stored_count : stored_count + tokens], stored.exists & ~stays[..., :stored_count]
+    )
     o, lse = attention_on_replicas(
         step.q,
         jnp.concatenate([stored_k, k], 2),
@@ -328,11 +333,11 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
         log_gate=bias,
         implementation=implementation,
     )
-    return _to_write(o, lse, step, pages, layer, priority, turnover, seen, valid, window)
+    return _attended(o, lse, step, pages, layer, priority, turnover, seen, valid, window)
 
 
-def _near(step, pages, layer, seen, valid, window):
-    """Return keys and values of the window's tokens and the new ones, and which of them exist."""
+def _window_and_new(step, pages, layer, seen, valid, window):
+    """Return keys and values of the window's tokens and the new ones, and a mask of those that exist."""
     ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
     ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
     real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]

@@ -1,4 +1,4 @@
-"""Arrays that the layers compute for some tokens, layer by layer: features to train on that no device holds at once."""
+"""Capture of arrays that the layers compute, layer by layer: training features that are too large for a device."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positio
 from kvjax.inference.sliding import sliding
 from kvjax.mesh import on_host, use_mesh
 from kvjax.models.chat import token_rows
-from kvjax.models.decoder import Decoder, layer_body, one_of_layers
+from kvjax.models.decoder import Decoder, layer_at, layer_body
 from kvjax.policies.compiled import View
 from kvjax.policies.policy import Policy
 
@@ -33,13 +33,13 @@ def captured_layers(
     in turn, on the host. Only one layer's arrays are on the devices at a time, and one program serves all such layers.
 
     Args:
-        cache: None: the rows are whole sequences.
+        cache: the cache that the rows continue; None: the rows are whole sequences.
         rows: token ids, one row a sequence, padded to the longest.
         names: names from `kvjax.inference.forward.CAPTURED`.
 
     Raises:
-        UserError: another name, rows that are no token ids, a cache of another model or policy, activations that are
-            not finite.
+        UserError: unknown names, rows that are not token ids, a cache of another model or policy, or activations that
+            are not finite.
     """
     for name in names:
         one_of("captured_layers", "a name", name, CAPTURED)
@@ -55,25 +55,25 @@ def captured_layers(
             check_continues(cache, model, compiled, rows)
         tokens, valid = padded(rows, bucket(longest))
         x = _embedded(model, tokens)
-    before = [0, 0]
+    layers_before = [0, 0]
     for index, slides in enumerate(model.config.slides):
         # the caller's code runs between the layers, so no mesh may stay set there
         with use_mesh(model):
             x, captured, finite = _layer(
-                model, compiled.read, cache, x, tokens, valid, np.int32(index), np.int32(before[slides]),
+                model, compiled.read, cache, x, tokens, valid, np.int32(index), np.int32(layers_before[slides]),
                 slides=slides, names=tuple(names), implementation=implementation,
             )  # fmt: skip
         if not on_host(finite):
             raise not_finite(model.dtype)
         if not slides:
             yield {name: _real(name, on_host(x), len(rows), longest) for name, x in captured.items()}
-        before[slides] += 1
+        layers_before[slides] += 1
 
 
 def _real(
     name: str, array: Shaped[np.ndarray, "b ..."], rows: int, tokens: int
 ) -> Shaped[np.ndarray, "b ..."]:
-    """Return an array without the rows and tokens that are only padding."""
+    """Return an array without the rows and tokens that are padding."""
     return array[:rows, :tokens] if name == "hidden" else array[:rows, :, :tokens]
 
 
@@ -97,17 +97,15 @@ def _layer(
     names: tuple[str, ...],
     implementation: str | None,
 ) -> tuple[Float[Array, "b t d"], dict[str, Shaped[Array, "b ..."]], Bool[Array, ""]]:
-    """Run one layer, which is the `place`-th of its kind. Returns x, what was captured, and True if x is finite."""
+    """Run one layer, the `place`-th of its kind. Returns x, the captured arrays, and True if x is finite."""
     position = positions(cache.seen, valid, tokens.shape[1])
     if slides:
-        attend, own, captured = sliding(cache, valid, implementation), None, {}
+        attend, layer_arguments, captured = sliding(cache, valid, implementation), None, {}
     else:
-        attend, own = (
-            attending(cache, valid, False, names, implementation),
-            one_of_layers((cache.layers, view), place),
-        )
+        attend = attending(cache, valid, False, names, implementation)
+        layer_arguments = layer_at((cache.layers, view), place)
     body = layer_body(model, position, attend, tokens, slides=slides)
-    (x, _), ys = body((x, None), (one_of_layers(model.layers, index), index, place, own))
+    (x, _), ys = body((x, None), (layer_at(model.layers, index), index, place, layer_arguments))
     if not slides:
         _, captured, _ = ys
     finite = jnp.isfinite(x).all(-1) | (position < 0)

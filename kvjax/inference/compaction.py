@@ -1,5 +1,5 @@
-"""Compaction of a cache. The host works out how much stays, by the policy's schedule; a program has the eviction score
-the stored entries layer by layer, and moves those that stay to the front."""
+"""Compaction of a cache. The host computes how many entries stay, by the policy's schedule. A program has the eviction
+score the stored entries layer by layer, and moves the entries that stay to the front."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from pallas_kernels.eight_bits import dequantised
 
 
 def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quota) -> Cache:
-    """Return the cache (donated) after a compaction by a quota. The program is compiled for the longest head cache, and
-    for at least as many entries as are observed."""
+    """Return the cache (donated) after a compaction by a quota. The program is compiled for the longest head cache, but
+    at least for the number of observed entries."""
     schedule, eviction = policy.host.schedule, policy.compact
     assert schedule is not None
     assert eviction is not None
-    # entries are only moved in pages that no fork shares
+    # entries may only be moved in pages that no fork shares
     assert cache.pages.others is None or policy.host.rewritten is None
-    free_counts(cache)  # raises if a number is not finite, which must not decide anything
+    free_counts(cache)  # raises if a number is not finite: no entry may be chosen by it
     longest = int(on_host(cache.layers.length).max())
     if longest == 0:
         return cache
@@ -54,13 +54,14 @@ def quota(
     dropped: Sequence[int] | None = None,
     prefix: Sequence[int] = (),
 ) -> Quota:
-    """Return the quota that the policy's schedule gives contexts, or chunks of them, of so many tokens each.
+    """Return the quota that the policy's schedule gives contexts, or chunks of contexts.
 
     Args:
+        tokens: the number of tokens of each context or chunk.
         due: True for the sequences that are compacted; None: all.
-        since: lengths of the head caches before the chunk; None: everything is eligible.
-        dropped: the number of further entries behind these whose tokens were only read to observe them; None: none.
-        prefix: the number of each prompt's first tokens that always stay; (): none.
+        since: lengths of the head caches before the chunk; None: all entries are eligible.
+        dropped: the number of further entries of each sequence whose tokens were only read to observe; None: 0.
+        prefix: the number of each prompt's first tokens that always stay; (): 0.
     """
     schedule = policy.schedule
     assert schedule is not None
@@ -68,14 +69,14 @@ def quota(
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
     prefix = prefix or [0] * len(tokens)
-    allowed = schedule.of_prompts(tokens, prefix, cache.entry_bytes)
+    allowed = schedule.prompt_allowance(tokens, prefix, cache.entry_bytes)
     newest = [schedule.newest(share, gone or None) for share, gone in zip(allowed, dropped, strict=True)]
     if schedule.trigger.in_chunks:
         counts = schedule.chunk_counts(tokens, allowed, newest, layers)[..., None]
     else:
         counts = schedule.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
     counts = np.maximum(counts - np.minimum(slots, tokens)[:, None], 0)
-    # a budget below what always stays goes to the newest entries
+    # if the budget is below the entries that always stay, the newest of them stay
     least = counts.min((0, 2))
     last = np.minimum(_beyond(newest, slots), least)
     first = np.minimum(schedule.needs.first, least - last)
@@ -89,13 +90,13 @@ def range_quota(
     read: int | None = None,
     before: int = 0,
 ) -> Quota:
-    """Return the quota of the ranges that a schedule with `Needs.ahead` looks at, in prompts of these token ids.
+    """Return the quota of the ranges that a schedule with `Needs.ahead` compacts, in prompts of these token ids.
 
     A range has int(ratio · entries) places, counted over all entries that compete and not over those of each head.
 
     Args:
-        read: the number of tokens that were read of each, if it has so many; None: all.
-        before: the number of those that were read before the last compaction.
+        read: the most tokens that were read of each prompt so far; None: all.
+        before: the most tokens that were read of each prompt before the last compaction.
     """
     schedule = policy.schedule
     assert schedule is not None
@@ -120,8 +121,8 @@ def range_quota(
 
 
 def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
-    """Return the quota of `when="overflow"`: every head loses a share of its own entries, repeatedly, until the
-    sequence has lost as many as it is `over` its budget. A sequence that is not over loses none."""
+    """Return the quota of `when="overflow"`: every head loses a share of its entries, repeatedly, until the sequence
+    has lost the entries that it is `over` its budget. A sequence that is not over its budget loses none."""
     schedule = policy.schedule
     assert schedule is not None
     length = on_host(cache.layers.length)[:, : len(over)]
@@ -142,7 +143,7 @@ def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) ->
 
 
 def _beyond(newest, slots) -> Int[np.ndarray, " b"]:
-    """Return how many of each sequence's newest tokens are outside the local window."""
+    """Return the number of each sequence's newest tokens that are outside the local window."""
     return np.maximum(0, np.array(newest, np.int32) - slots)
 
 
@@ -182,7 +183,7 @@ def compacted(
     causal: bool,
 ) -> Cache:
     """Return the cache after one compaction, marked if a score is NaN (`kvjax.cache.checks`). No head cache may retain
-    more than `entries` entries. over, ties: of `kvjax.topk.top`; causal: of `Stored`."""
+    more than `entries` entries. over, ties: as in `kvjax.topk.top`; causal: as in `Stored`."""
     ring = ring_pages(cache.window, cache.page_size)
     heads = jax.sharding.reshard(jnp.asarray(model.config.head_at_place), P(None, HEADS))
 
@@ -191,7 +192,7 @@ def compacted(
     def local(eviction, output, pages, layers, observations, seen, head, quota):
         observations = jax.tree.map(lambda buffer: by_layer(buffer, seen, pages.dtype), observations)
         pages = with_late_numbers(eviction, pages, layers, observations, seen, ring)
-        found = scores(
+        all_scores = scores(
             eviction,
             output,
             pages,
@@ -205,15 +206,15 @@ def compacted(
             cache.window,
             causal,
         )
-        chosen = compaction.choose(found, layers.length, quota, over, ties, model.config.head_order)
-        known = compaction.known(found, layers.length, quota)
+        chosen = compaction.choose(all_scores, layers.length, quota, over, ties, model.config.head_order)
+        finite = compaction.scored(all_scores, layers.length, quota)
         pages, layers = compaction.moved(pages, layers, chosen, ring)
-        return if_finite(pages, known), layers
+        return if_finite(pages, finite), layers
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
-    whole = gather(eviction, "data", "fsdp")
+    gathered_eviction = gather(eviction, "data", "fsdp")
     arguments = (
-        whole,
+        gathered_eviction,
         output_projections(model),
         cache.pages,
         cache.layers,
@@ -228,17 +229,17 @@ def compacted(
 
 
 def output_projections(model: Decoder) -> dict[str, Shaped[Array, "l _ d"]]:
-    """Return the output projections of the layers with full attention, split by heads alone: values [l (n h) d] and, if
-    they have 8 bits, their scales."""
-    found = {"values": model.layers.o, "scale": model.layers.o_scale}
-    found = {name: gathered(x, HEADS) for name, x in found.items() if x is not None}
+    """Return the output projections of the layers with full attention, split by heads only: values [l (n h) d] and, for
+    8-bit weights, their scales."""
+    projections = {"values": model.layers.o, "scale": model.layers.o_scale}
+    projections = {name: gathered(x, HEADS) for name, x in projections.items() if x is not None}
     if model.config.sliding_layers:
-        found = jax.tree.map(lambda x: x[np.array(model.config.full_layers, np.int32)], found)
-    return found
+        projections = jax.tree.map(lambda x: x[np.array(model.config.full_layers, np.int32)], projections)
+    return projections
 
 
 def by_head(projection: dict[str, Shaped[Array, "_ d"]], like: Float[Array, "..."]) -> Float[Array, "n h d"]:
-    """Return one layer of `output_projections`, by query head, for entries `like` these [… h]."""
+    """Return one layer of `output_projections` by query head. like: entries [… h], which give head size and dtype."""
     weight = projection["values"]
     if "scale" in projection:
         weight = dequantised(**projection, dtype=like.dtype)
@@ -246,7 +247,7 @@ def by_head(projection: dict[str, Shaped[Array, "_ d"]], like: Float[Array, "...
 
 
 compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over", "ties", "causal"))
-"""`compacted` as a program that takes over the cache's memory."""
+"""`compacted` as a program to which the cache is donated."""
 
 
 def with_late_numbers(
@@ -257,7 +258,8 @@ def with_late_numbers(
     seen: Int[Array, " b"],
     ring: int,
 ) -> Pages:
-    """Return the pages with the metadata of the newest entries, which the method knows only now. On one shard."""
+    """Return one shard's pages after the metadata of the newest entries, which the method knows only now, was
+    written."""
     late = innermost(eviction)
     if not isinstance(late, LateMetadata) or not late.pending:
         return pages
@@ -299,11 +301,14 @@ def scores(
     window: int,
     causal: bool,
 ) -> Float[Array, "l b k s"]:
-    """Return the method's scores of the last `entries` entries of each head cache, aligned with the right end. On one
-    shard.
+    """Return the method's scores of the last `entries` entries of each of one shard's head caches, aligned at the right
+    end.
 
-    `output`: `output_projections`. `observations`: by layer,
-    oldest token first. `rotation`: `ModelConfig.rotation`. `causal`: of `Stored`.
+    Args:
+        output: from `output_projections`.
+        observations: observation buffers by layer, the oldest token first.
+        rotation: from `ModelConfig.rotation`.
+        causal: as in `Stored`.
     """
     ring = ring_pages(window, pages.pool.shape[1])
 

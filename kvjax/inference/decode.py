@@ -1,4 +1,5 @@
-"""Decoding: one token of each sequence after another, in one program, with compactions at the sequences' own times."""
+"""Decoding: a program that runs several tokens of each sequence, one after another, and compacts sequences that are
+due."""
 
 import dataclasses
 import functools
@@ -19,8 +20,7 @@ from kvjax.policies.compiled import View
 from kvjax.struct import static, struct
 
 Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
-"""State of a cache before each of some steps: lengths of the head caches, tokens seen, and True for sequences that
-ran."""
+"""State of a cache before each step: lengths of the head caches, tokens seen, and True for sequences that ran."""
 
 
 @struct
@@ -30,9 +30,9 @@ class Recurring:
     quota: Quota
     """The quota of the sequences, applied to those that are due."""
     every: Int[Array, ""]
-    """The interval in tokens. A sequence is due when it has a multiple of it."""
+    """The interval in tokens. A sequence is due when its number of tokens is a multiple of it."""
     over: str = static()
-    """The heads that share the budget: `Shares.over`."""
+    """The heads that share the budget (`Shares.over`)."""
     ties: str = static()
     """One of `kvjax.topk.TIES`."""
     observed: int = static(default=0)
@@ -40,7 +40,7 @@ class Recurring:
 
     def __call__(self, model: Decoder, view: View, cache: Cache, running: Bool[Array, " b"]) -> Cache:
         """Return the cache, compacted if one of the `running` sequences is due."""
-        # once the pool ran out nothing is freed, or the debt would vanish before the host sees it
+        # once the pool ran out nothing may be freed, or the debt would vanish before the host sees it
         due = running & (cache.seen % self.every == 0) & (cache.pages.free_count >= 0).all()
         sizes = {
             "entries": max(cache.columns * cache.page_size, self.observed),
@@ -53,7 +53,7 @@ class Recurring:
             quota = dataclasses.replace(self.quota, due=due)
             return compacted(model, view.eviction, cache, quota, **sizes)  # pyright: ignore[reportArgumentType]
 
-        # a loop of one turn or none: XLA carries a loop's arrays in place, and on a GPU copies those of a branch
+        # a loop that runs once or not at all: XLA updates a loop's arrays in place, but copies a branch's on a GPU
         times = jax.sharding.reshard(due.any(), P()).astype(jnp.int32)
         return jax.lax.fori_loop(0, times, lambda _, cache: shorter(cache), cache)
 
@@ -70,13 +70,13 @@ def decode(
     recurring: Recurring | None = None,
     implementation: str | None = None,
 ) -> tuple[Cache, Any, Any, Before]:
-    """Run one token of each sequence after another, as one scan with the cache as its carry. To be jitted, the cache
-    donated.
+    """Run several tokens of each sequence, one after another, as one scan with the cache as its carry. Jit it with the
+    cache donated.
 
     Args:
-        carry, xs: those of `jax.lax.scan`, a step for each of `xs`.
-        feed: returns the tokens to run, and which sequences run, given the carry and a step's x. Sequences that do not
-            run write nothing.
+        carry, xs: as in `jax.lax.scan`, with a step for each of `xs`.
+        feed: returns the tokens to run and a mask of the sequences that run, given the carry and a step's x. Sequences
+            that do not run write nothing.
         advance: returns the next carry and the step's y, given the carry, x and the logits after the tokens.
         recurring: a compaction after each token, of the sequences that are due.
 
@@ -122,11 +122,11 @@ def decode_block(
     tuple[Int[Array, " b"], Bool[Array, " b"], Counts | None],
     Before,
 ]:
-    """Feed `token`, then the drawn tokens, `count` in all. Sequences that are not `running` write nothing, and after
-    `limit` tokens (None: `count`) none does.
+    """Run `token` and then the drawn tokens, `count` in all. Sequences that are not `running` write nothing, and after
+    `limit` tokens (None: `count`) no sequence does.
 
-    The drawn tokens do not depend on the division into blocks, but on how many were `drawn_before`, in all answers or
-    in each.
+    The drawn tokens do not depend on the division into blocks, but on the number that were `drawn_before`, which is one
+    number for all answers or one for each.
 
     Returns the cache, the drawn tokens with their log-probabilities if these are wanted, the last tokens with the
     running sequences and the tokens' counts, and the cache's state before each token.
@@ -156,8 +156,8 @@ def decode_block(
 def first_tokens(
     sampler: Sampler, logits: Float[Array, "b v"], live: Bool[Array, " b"], counts: Counts | None
 ):
-    """Draw the first token of each answer. Returns tokens, their log-probabilities, the sequences that go on, and the
-    counts."""
+    """Draw the first token of each answer. Returns tokens, their log-probabilities, the sequences that continue, and
+    the counts."""
     token = draw(sampler, logits, 0, counts)
     counts = None if counts is None else counts.with_token(token, live)
     return token, log_probabilities(sampler, logits, token), live & ~sampler.ends(token, 1), counts

@@ -31,8 +31,8 @@ from kvjax.policies.schedule import Schedule
 
 TokenRows = Sequence[Int[np.ndarray, " _"]]
 """Token ids, one row per sequence."""
-MOST = 2**30
-"""A number of tokens that no sequence has."""
+ENDLESS = 2**30
+"""A number of tokens that no sequence reaches."""
 Feed = Callable[[Cache, TokenRows], tuple[Cache, Any]]
 """`feed`, bound to a model and a policy."""
 
@@ -52,8 +52,8 @@ def at_prompt_end(
 
     Args:
         observers: as in `kvjax.inference.prefill.read`.
-        run: `feed`, to read them with.
-        reconstructed: True if all reconstruction passes were made (`reconstruct`).
+        run: `feed`, to read the observers with.
+        reconstructed: True if all reconstruction passes have been made (`reconstruct`).
     """
     host, dropped = policy.host, [0] * len(rows)
     schedule, refitted = host.schedule, refitting(host.eviction)
@@ -71,10 +71,10 @@ def at_prompt_end(
     if schedule.in_ranges:
         stays = range_quota(host, cache, rows)
     else:
-        observers = guided(schedule, len(rows)) if observers is None else observers
+        observers = guidance(schedule, len(rows)) if observers is None else observers
         if any(row.size for row in observers):
             assert run is not None
-            cache, dropped = _observed(model, policy, cache, observers, run)
+            cache, dropped = _after_observers(model, policy, cache, observers, run)
             cache = yield cache
         prefix = [schedule.needs.prefix_of(row) for row in rows]
         stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
@@ -82,36 +82,36 @@ def at_prompt_end(
     return cache if references is None else refit(cache, references)
 
 
-def guided(schedule: Schedule, sequences: int) -> TokenRows:
-    """Return the schedule's guidance for each sequence: tokens that observe its end, of which there may be none."""
+def guidance(schedule: Schedule, sequences: int) -> TokenRows:
+    """Return the schedule's guidance for each sequence: tokens that observe its end, which may be empty."""
     return [np.asarray(schedule.trigger.guidance, np.int32)] * sequences
 
 
-def _observed(
+def _after_observers(
     model: Decoder, policy: CompiledPolicy, cache: Cache, observers: TokenRows, run: Feed
 ) -> tuple[Cache, list[int]]:
-    """Return the cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries
-    are theirs. With an admission they write nothing, since it may drop them and they would push the oldest tokens out
-    of its window: only what the eviction observed stays."""
+    """Return the cache (donated) after it read `observers`, and how many of each sequence's newest entries are theirs.
+    With an admission the observers write nothing, since it might drop them, and they would push the oldest tokens out
+    of its window. Only the eviction's memories change then."""
     sizes = [row.size for row in observers]
     if not any(sizes):
         return cache, sizes
     if policy.read.stores_all:
         windows = None if cache.sliding is None else jnp.copy(cache.sliding)
         cache, _ = run(cache, observers)
-        # their entries are dropped, and in these windows would stand in the place of the last tokens
+        # the observers' entries are dropped later, but here they would replace the last tokens
         cache = dataclasses.replace(cache, sliding=windows)
     else:
         log_call(cache, observers)
         tokens, valid = padded(list(observers), bucket(max(sizes)))
-        *memory, count = memories(model, policy.read, cache, tokens, valid)
+        *memories_after, count = memories(model, policy.read, cache, tokens, valid)
         pages = dataclasses.replace(cache.pages, free_count=count)
-        cache = _remembering(dataclasses.replace(cache, pages=pages), *memory)
+        cache = _with_memories(dataclasses.replace(cache, pages=pages), *memories_after)
     return cache, sizes if policy.read.stores_all else [0] * len(sizes)
 
 
 def at_end(model: Decoder, policy: CompiledPolicy, cache: Cache, sequences: int) -> Cache:
-    """Return the cache after a prompt or a question, compacted where the policy also does so while decoding."""
+    """Return the cache after a prompt or a question, compacted if the policy also compacts while decoding."""
     if not policy.host.compacts_answers:
         return cache
     return _evict_to_budget(model, policy, cache, np.ones(sequences, bool))
@@ -120,7 +120,7 @@ def at_end(model: Decoder, policy: CompiledPolicy, cache: Cache, sequences: int)
 def _evict_to_budget(
     model: Decoder, policy: CompiledPolicy, cache: Cache, rows: Bool[np.ndarray, " b"]
 ) -> Cache:
-    """Return the cache in which those of the `rows` that are over their budgets were compacted to them."""
+    """Return the cache after the sequences in `rows` that are over their budgets were compacted."""
     host, schedule, seen = policy.host, policy.host.schedule, on_host(cache.seen)[: len(rows)]
     assert schedule is not None
     allowed = schedule.allowance(seen.tolist(), cache.entry_bytes)
@@ -148,7 +148,7 @@ def after_chunk(
     """Return the cache (donated), compacted after the chunk of `rows` that begins at `start`.
 
     Args:
-        before: lengths of the head caches before the chunk, where its survivors are chosen among themselves.
+        before: lengths of the head caches before the chunk, if only the chunk's own entries compete; else None.
         observers, run: as in `at_prompt_end`.
     """
     host, schedule = policy.host, policy.host.schedule
@@ -157,16 +157,18 @@ def after_chunk(
     if schedule.in_ranges:
         return compact_to(model, policy, cache, range_quota(host, cache, rows, stop, start))
 
-    def looking(row, behind):
+    def observers_of(row, given):
         if start < row.size <= stop or (schedule.trigger.guidance and row.size > stop):
-            return behind
+            return given
         patched = schedule.trigger.patched and row.size > stop
-        return np.concatenate([row, behind])[-schedule.needs.observed :] if patched else row[:0]
+        return np.concatenate([row, given])[-schedule.needs.observed :] if patched else row[:0]
 
-    patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
-    looked = any(row.size for row in patch)
-    memory = jax.tree.map(jnp.copy, (cache.layers.state, cache.observations)) if looked else ()
-    cache, dropped = _observed(model, policy, cache, patch, run)
+    chunk_observers = [observers_of(row, given) for row, given in zip(rows, observers, strict=True)]
+    any_observers = any(row.size for row in chunk_observers)
+    memories_before = (
+        jax.tree.map(jnp.copy, (cache.layers.state, cache.observations)) if any_observers else ()
+    )
+    cache, dropped = _after_observers(model, policy, cache, chunk_observers, run)
     seen = [min(row.size, stop) for row in rows]
     stays = quota(
         host,
@@ -177,10 +179,10 @@ def after_chunk(
         dropped=dropped,
     )
     cache = compact_to(model, policy, cache, stays)
-    return _remembering(cache, *memory) if looked else cache
+    return _with_memories(cache, *memories_before) if any_observers else cache
 
 
-def _remembering(cache: Cache, states: States, observations: Observations) -> Cache:
+def _with_memories(cache: Cache, states: States, observations: Observations) -> Cache:
     """Return the cache with these memories of the methods."""
     return dataclasses.replace(
         cache, layers=dataclasses.replace(cache.layers, state=states), observations=observations
@@ -188,36 +190,35 @@ def _remembering(cache: Cache, states: States, observations: Observations) -> Ca
 
 
 def recurring(policy: Policy, cache: Cache) -> Recurring | None:
-    """Return the compaction that the decoding loop makes itself; None: there is none."""
+    """Return the compaction that runs inside the decoding loop; None if the policy has none."""
     schedule = policy.schedule
     if schedule is None or schedule.trigger.when != "position":
         return None
-    # the budget does not grow with the tokens, so that of very long sequences serves all
-    endless = [MOST] * cache.seen.shape[0]
-    stays = quota(policy, cache, endless)
+    # the budget does not depend on the length, so that of a very long sequence is right for all
+    lengths = [ENDLESS] * cache.seen.shape[0]
+    stays = quota(policy, cache, lengths)
     how = {"over": schedule.shares.over, "ties": schedule.ties, "observed": schedule.needs.observed}
     return Recurring(stays, put(np.int32(schedule.trigger.every)), **how)
 
 
-FEW = 4
-"""Tokens of the smaller block, which decodes the rest of an answer."""
+SMALL_BLOCK = 4
+"""Tokens of the smaller block, which decodes the end of an answer."""
 
 
 def block_size(tokens: int, block: int) -> int:
-    """Return the tokens of the compiled block that decodes so many, or their first part: the block or `FEW`, so that
-    answers of all lengths run the same programs. Tokens beyond those asked for, less than half a block, are dropped.
-    """
-    return block if 2 * tokens > block else min(FEW, block)
+    """Return the size of the compiled block that decodes `tokens` tokens, or the first of them: `block` or
+    `SMALL_BLOCK`, so that answers of all lengths run the same programs. Less than half a block of tokens is dropped."""
+    return block if 2 * tokens > block else min(SMALL_BLOCK, block)
 
 
 def next_block(
     policy: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, left: int, block: int
 ) -> tuple[int, int, Cache]:
-    """Return how many tokens may be decoded before a compaction may be due, at most those that are `left`; the
-    `block_size` for them; and the cache with pages for them.
+    """Return how many of the `left` tokens can be decoded before a compaction may be due, the `block_size` for them,
+    and the cache with pages for them.
 
     Args:
-        running: the sequences that go on.
+        running: the sequences that continue.
         fed: tokens decoded so far.
     """
     schedule, due = policy.schedule, left
@@ -227,12 +228,12 @@ def next_block(
     elif when == "overflow":
         layers, _, heads = cache.layers.length.shape
         over = _entries_over(policy, cache, len(running))[running]
-        # a token adds at most one entry to a row
+        # a token adds at most one entry to a head cache
         due = max(1, int(-over.max()) // (layers * heads))
-    # one token if the next one brings a compaction
+    # a single token if a compaction follows it
     size = 1 if due == 1 and when in ("every", "overflow") else block_size(min(due, left), block)
     count = min(due, left, size)
-    # before the pool grows, or its new pages would hide those that a compaction lacked
+    # check before the pool grows: its new pages would hide a debt
     check(cache, policy.name, left)
     if may_grow(cache) and (short := more_pages(policy, cache, count) - free_pages(cache)) > 0:
         later = left - count
@@ -245,7 +246,7 @@ def next_block(
 def after_block(
     model: Decoder, policy: CompiledPolicy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int
 ) -> Cache:
-    """Return the cache, compacted if that is due for any of the sequences that are still `running`."""
+    """Return the cache, compacted if a compaction is due for any of the sequences that are still `running`."""
     schedule = policy.host.schedule
     if schedule is None or schedule.trigger.when not in ("every", "overflow") or not running.any():
         return cache
@@ -255,7 +256,7 @@ def after_block(
 
 
 def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
-    """Return by how many retained entries each sequence is over its budget."""
+    """Return the number of retained entries by which each sequence is over its budget."""
     layers, _, heads = cache.layers.length.shape
     assert policy.schedule is not None
     seen = on_host(cache.seen)[:sequences]

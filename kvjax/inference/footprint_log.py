@@ -29,7 +29,7 @@ _open_log: ContextVar[list[Call] | None] = ContextVar("open_log", default=None)
 
 @contextlib.contextmanager
 def footprint_log(before: Sequence[Call] = ()) -> Iterator[list[Call]]:
-    """Log the calls of a `with` statement, all for one batch of sequences, behind those `before`."""
+    """Log the calls of a `with` statement, after those in `before`. All must be for one batch of sequences."""
     log = [*before]
     outer = _open_log.set(log)
     try:
@@ -39,7 +39,7 @@ def footprint_log(before: Sequence[Call] = ()) -> Iterator[list[Call]]:
 
 
 def log_call(cache: Cache, rows: Sequence[Int[np.ndarray, " _"]]) -> None:
-    """Log that `rows` are about to be run over `cache`, if a log is open."""
+    """Log the call that runs `rows` over `cache`, before it runs, if a log is open."""
     if (log := _open_log.get()) is not None:
         tokens = np.array([row.size for row in rows])
         seen, origin = on_host(cache.seen), on_host(cache.origin)
@@ -47,19 +47,25 @@ def log_call(cache: Cache, rows: Sequence[Int[np.ndarray, " _"]]) -> None:
 
 
 def log_steps(
-    before: Sequence[Shaped[Array | np.ndarray, "..."]], cache: Cache, *, count: int, sequences: int
+    before: Sequence[Shaped[Array | np.ndarray, "..."]],
+    origin: Int[Array | np.ndarray, " b"],
+    window: int,
+    *,
+    count: int,
+    sequences: int,
 ) -> None:
-    """Log the first `count` decoded tokens, if a log is open. `before`: as `decode` returns it, with `cache`."""
+    """Log the first `count` decoded tokens, if a log is open. `before` is what `decode` returns; `origin` and `window`
+    are those of its cache, for the same rows."""
     if (log := _open_log.get()) is not None:
-        origin = on_host(cache.origin)
+        origin = on_host(origin)
         for length, seen, running in zip(*(on_host(x)[:count] for x in before), strict=True):
-            _add(log, length, seen, origin, cache.window, running[:sequences].astype(np.int32))
+            _add(log, length, seen, origin, window, running[:sequences].astype(np.int32))
 
 
 def _add(log: list[Call], length, seen, origin, window, tokens) -> None:
     sequences = len(tokens)
     seen = seen[:sequences].copy()  # the cache is donated
     if log and (len(log[0].tokens) != sequences or not seen.any()):
-        raise UserError("a footprint log is of one batch of sequences: open another one for others")
+        raise UserError("a footprint log is for one batch of sequences: open another one for the next batch")
     local = np.minimum(seen - origin[:sequences], window - 1)
     log.append(Call(length[:, :sequences].mean((0, 2)) + local, seen, tokens))

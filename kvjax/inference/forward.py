@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import MAX_ENTRIES_METADATA, Cache, LayerCache, Pages
 from kvjax.cache.observations import newest, written
-from kvjax.cache.rollback import marked, taken_back
+from kvjax.cache.rollback import marked, rolled_back
 from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
@@ -45,13 +45,13 @@ def forward(
     """Run the first `valid` tokens of each sequence over the cache. To be jitted, the cache donated if it is written.
 
     Args:
-        write: False: they read the cache and each other as if they were written, and leave no trace.
+        write: False if the tokens only read the cache and each other, as if they were written.
         capture: names from `CAPTURED` and `MEMORIES`. `kvjax.inference.capture` streams large arrays layer by layer.
 
     Returns:
         the cache, marked if hidden states are not finite (`kvjax.cache.checks`), the hidden states after the final
-        norm, and what was captured, with a leading layer axis except for the observations. The values of padding mean
-        nothing.
+        norm, and the captured arrays, with a leading layer axis except for the observations. The values of padding are
+        meaningless.
     """
     if view.window != cache.window:
         raise ValueError(f"the policy's window is {view.window}, the cache's {cache.window}")
@@ -77,7 +77,7 @@ def forward(
         seen = cache.seen + valid
         layers = dataclasses.replace(layers, key_scale=cache.layers.key_scale)
         if reserved is not None:
-            pages, layers = settle(cache, pages, layers, reserved)
+            pages, layers = release_unused(cache, pages, layers, reserved)
         windows, hidden = with_windows(cache, entries, valid)
         cache = dataclasses.replace(
             cache,
@@ -93,7 +93,7 @@ def forward(
 
 
 def reserve(cache: Cache, valid: Int[Array, " b"]) -> tuple[Cache, caches.Reserved]:
-    """Return the cache with pages for one token of each sequence in all layers' tables, and which they are."""
+    """Return the cache with pages for one token of each sequence in the tables of all layers, and these pages."""
 
     def local(pages, layers, seen, valid):
         return caches.reserve(pages, layers, seen, valid, cache.window)
@@ -104,12 +104,12 @@ def reserve(cache: Cache, valid: Int[Array, " b"]) -> tuple[Cache, caches.Reserv
     return dataclasses.replace(cache, layers=layers), reserved
 
 
-def settle(
+def release_unused(
     cache: Cache, pages: Pages, layers: LayerCache, reserved: caches.Reserved
 ) -> tuple[Pages, LayerCache]:
-    """Return pages and layers after a call, without those of the reserved pages that were not used."""
+    """Return pages and layers after a call. Reserved pages that were not used are free again."""
     layers = dataclasses.replace(layers, page_table=cache.layers.page_table)
-    call = jax.shard_map(caches.settle, out_specs=_specs((pages, layers)))
+    call = jax.shard_map(caches.release_unused, out_specs=_specs((pages, layers)))
     return call(pages, layers, reserved, cache.layers.length)
 
 
@@ -118,7 +118,7 @@ def _specs(tree: Any) -> Any:
 
 
 def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> Int[Array, "b t"]:
-    """Return the true positions of a call's tokens, −1 for padding."""
+    """Return the positions of a call's tokens, −1 for padding."""
     index = jnp.arange(tokens)
     return jnp.where(index < valid[:, None], seen[:, None] + index, -1)
 
@@ -126,8 +126,9 @@ def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> I
 def attending(
     cache: Cache, valid: Int[Array, " b"], write: bool, capture: Sequence[str], implementation: str | None
 ) -> Attend:
-    """Return the attention over the cache that `scan_layers` calls: it carries the pages if they are written, and turns
-    a layer's cache and view into the layer's cache, if it is written, the captured arrays and the layer's traces."""
+    """Return the attention over the cache that `scan_layers` calls. Its carry is the pages, if they are written. Its x
+    is a layer's cache and view; its y is the layer's cache (if it is written), the captured arrays and the layer's
+    records for the observation buffer."""
 
     def attend(step, pages, xs):
         (layer, view), step = xs, step.without_padding()
@@ -135,31 +136,34 @@ def attending(
             view, step, pages if write else cache.pages, layer,
             seen=cache.seen, counted=cache.counted, valid=valid, write=write, implementation=implementation,
         )  # fmt: skip
-        found = {"lse": lse, "state": layer.state}
-        own = [name for name in capture if name != "observations"]
-        captured = {name: found[name] if name in found else getattr(step, name) for name in own}
+        layer_results = {"lse": lse, "state": layer.state}
+        names = [name for name in capture if name != "observations"]
+        captured = {
+            name: layer_results[name] if name in layer_results else getattr(step, name) for name in names
+        }
         new = _records(view, step, cache.observations, valid)
-        layer = dataclasses.replace(layer, key_scale=None)  # nothing was written to it
+        # leave out what was not written, or it would be stacked over the layers
+        layer = dataclasses.replace(layer, key_scale=None)
         if step.q.shape[2] == 1:
-            layer = dataclasses.replace(layer, page_table=None)  # nor to this
+            layer = dataclasses.replace(layer, page_table=None)
         return o, pages if write else None, (layer if write else None, captured, new)
 
     return attend
 
 
 def _records(view: View, step: Step, observations: Observations, valid: Int[Array, " b"]) -> Observations:
-    """Return what one layer's tokens add to the cache's observation buffer, `observations`. Raises ValueError for an
-    eviction whose records are of another form than its observation buffer."""
+    """Return the records of one layer's tokens for the observation buffer `observations`. Raises ValueError if they are
+    another pytree than the buffer."""
     if view.observer is None:
         return ()
 
     def local(observer, step, valid):
-        found = observer.record(step)
-        if jax.tree.structure(found) != jax.tree.structure(observations):
+        records = observer.record(step)
+        if jax.tree.structure(records) != jax.tree.structure(observations):
             raise ValueError(
                 f"{type(observer).__name__}: its records are another pytree than its observation buffer"
             )
-        return jax.tree.map(lambda x, slots: newest(x, slots, valid).astype(step.k.dtype), found, slots)
+        return jax.tree.map(lambda x, slots: newest(x, slots, valid).astype(step.k.dtype), records, slots)
 
     slots = jax.tree.map(lambda buffer: buffer.shape[1], observations)
     specs = jax.tree.map(lambda buffer: P(BATCH, HEADS) if buffer.ndim == 5 else P(BATCH), observations)
@@ -167,7 +171,7 @@ def _records(view: View, step: Step, observations: Observations, valid: Int[Arra
 
 
 def _with_records(cache: Cache, new: Observations, valid: Int[Array, " b"]) -> Observations:
-    """Return the cache's observation buffer with the `_records` of a call, which have a leading layer axis."""
+    """Return the cache's observation buffer after the `_records` of a call, with a leading layer axis, were written."""
     if not jax.tree.leaves(new):
         return cache.observations
 
@@ -189,7 +193,7 @@ def last_logits(
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """Run `forward`, and return the cache and the logits that follow each sequence's last valid token."""
     cache, hidden, _ = forward(model, view, cache, tokens, valid, implementation=implementation)
-    # a sum of zeros and of one token, which is exact also where tokens are split
+    # a sum over one token and zeros, which is exact also if tokens are split over devices
     last = (jnp.arange(hidden.shape[1]) == jnp.maximum(valid - 1, 0)[:, None])[..., None]
     logits = model.logits(jnp.where(last, hidden, 0).sum(1, keepdims=True))
     return caches.check_finite(cache, logits, valid[:, None] > 0), logits[:, 0]
@@ -199,22 +203,22 @@ def last_logits(
 def memories(
     model: Decoder, view: View, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
 ) -> tuple[States, Observations, Int[Array, " shards"]]:
-    """Return the memories after the eviction looked at tokens that are not written, and `forward`'s free count."""
-    cache, _, found = forward(
+    """Return the memories after the eviction observed tokens that are not written, and the free count of `forward`."""
+    cache, _, captured = forward(
         model, view, cache, tokens, valid, write=False, capture=("state", "observations")
     )
-    states = dataclasses.replace(cache.layers.state, eviction=found["state"].eviction)
-    return states, found["observations"], cache.pages.free_count
+    states = dataclasses.replace(cache.layers.state, eviction=captured["state"].eviction)
+    return states, captured["observations"], cache.pages.free_count
 
 
 def drop_observation_state(cache: Cache, later: View) -> Cache:
-    """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
-    it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
-    that only differ in an eviction whose work is done then run one program. Positions of entries stay, by which a span
-    may be dropped later."""
-    lasting = {*later.metadata, BIAS, caches.SCALE, *MAX_ENTRIES_METADATA}
+    """Return the cache (donated) without the memories and entry metadata of methods that `later`, the view that
+    continues it, does not have. They would miss the later tokens, and a policy that used them again could not tell.
+    Policies that differ only in an eviction that is done then run the same program. Positions of entries stay, since
+    spans may be dropped later."""
+    kept = {*later.metadata, BIAS, caches.SCALE, *MAX_ENTRIES_METADATA}
     numbers, metadata = (
-        {name: numbers for name, numbers in x.items() if name in lasting}
+        {name: numbers for name, numbers in x.items() if name in kept}
         for x in (cache.layers.numbers, cache.pages.metadata)
     )
     layers, pages = cache.layers, dataclasses.replace(cache.pages, metadata=metadata)
@@ -226,19 +230,19 @@ def drop_observation_state(cache: Cache, later: View) -> Cache:
 
 
 SIZES = 16, 64, 256, 1024, 2048, 4096, 8192, 16384
-"""Tokens that calls are compiled for: a longer prompt is read in several, a shorter one is padded."""
-LITTLE = 32
+"""Tokens that calls are compiled for. A longer prompt is read in several calls, a shorter one is padded."""
+SMALL_PADDING = 32
 """Tokens of padding that cost less than another call."""
 
 
 def pieces(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Split so many tokens into calls of at most `chunk`: yield the tokens of each, and the size that they are padded
-    to, one of `SIZES` or the chunk. At most a quarter is padding, or `LITTLE`."""
+    """Split `tokens` tokens into calls of at most `chunk`: yield the tokens of each call, and the size that they are
+    padded to, one of `SIZES` or the chunk. At most a quarter of a call is padding, or `SMALL_PADDING` tokens."""
     sizes = [*(size for size in SIZES if size < chunk), max(chunk, SIZES[0])]
     left = tokens
     while left:
         size = next((size for size in sizes if size >= left), None)
-        if size is None or size - left > max(tokens // 4, LITTLE):
+        if size is None or size - left > max(tokens // 4, SMALL_PADDING):
             size = max(size for size in sizes if size <= left)
         count = min(size, left, chunk)
         yield count, size
@@ -246,7 +250,8 @@ def pieces(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 
 def bucket(tokens: int) -> int:
-    """Return the padded length that so many tokens are compiled for where they cannot be cut: 16 · 2ⁿ or 24 · 2ⁿ."""
+    """Return the padded length that `tokens` tokens are compiled for if they must stay in one call: 16 · 2ⁿ or
+    24 · 2ⁿ."""
     size = 16
     while size < tokens:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -272,17 +277,17 @@ def feed(
     chunk: int,
     implementation: str | None = None,
     logits: Float[Array, "b v"] | None = None,
-    room: int = 0,
+    new_tokens: int = 0,
     grows: bool = True,
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """Run all of `rows` through the model, at most `chunk` tokens a call.
 
     Args:
-        host, view: of the compiled policy, the view `read` or `extend`.
-        cache: it is donated.
-        logits: the logits of rows that are empty.
-        room: tokens that will follow.
-        grows: True if the pool may grow where it runs out.
+        host, view: of the compiled policy. The view is `read` or `extend`.
+        cache: the cache, which is donated.
+        logits: the logits to return for rows that are empty.
+        new_tokens: tokens that will follow.
+        grows: True if the pool may grow if it runs out.
 
     Returns:
         the cache, and the logits after each row's last token.
@@ -299,7 +304,7 @@ def feed(
             tokens, valid = padded(part, size)
             start += count
             arguments = model, view, tokens, valid, implementation
-            cache, new = _read_call(*arguments, cache, host, longest - start + room, grows)
+            cache, new = _read_call(*arguments, cache, host, longest - start + new_tokens, grows)
             if logits is not None and not all(row.size for row in part):
                 new = jnp.where((valid > 0)[:, None], new, logits)
             logits = new
@@ -315,19 +320,19 @@ def _read_call(
     implementation: str | None,
     cache: Cache,
     host: Policy,
-    to_come: int,
+    later_tokens: int,
     grows: bool,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """Run `last_logits`. If the pool may run out and does, run it once more with a larger one. What a call admits does
-    not depend on the free pages, so the second time there are enough."""
+    """Run `last_logits`. If the pool runs out and may grow, run it again with a larger one. The tokens that a call
+    admits do not depend on the free pages, so there are enough pages the second time."""
     count = int(on_host(valid).max())
     if more_pages(host, cache, count) <= free_pages(cache):
         return last_logits(model, view, cache, tokens, valid, implementation=implementation)
     mark = marked(cache) if grows and may_grow(cache) else None
     cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
-    if (lacking := -free_pages(cache)) > 0 and mark is not None:
-        need = pool_pages(cache) + lacking
-        cache = grow(host, taken_back(cache, mark), need, count, to_come)
+    if (missing := -free_pages(cache)) > 0 and mark is not None:
+        need = pool_pages(cache) + missing
+        cache = grow(host, rolled_back(cache, mark), need, count, later_tokens)
         cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
-    caches.check(cache, host.name, to_come)
+    caches.check(cache, host.name, later_tokens)
     return cache, new

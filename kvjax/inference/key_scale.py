@@ -1,10 +1,10 @@
 """The scales by which a model's keys are divided before they are rounded to int8.
 
-Some components of keys are many times as large as the others in every token, in Qwen2, whose keys have biases, a
-hundred times. As a key has one scale, these would leave the others few of the 256 numbers. Dividing a component of the
-keys by c and multiplying that of the queries by it changes no logit. With c = √(the keys' RMS / the queries' RMS)
-neither stands out more than the other (as in SmoothQuant: Xiao et al., 2023, Eq. 4). The c are powers of two, by
-which multiplication is exact.
+Some components of keys are much larger than the others in every token: a hundred times in Qwen2, whose keys have
+biases. Since a key has only one int8 scale, the other components would use few of the 256 numbers. Dividing a component
+of the keys by c and multiplying the same component of the queries by c changes no logit. With c = √(RMS of the keys /
+RMS of the queries), the component is equally large in both (as in SmoothQuant: Xiao et al., 2023, Eq. 4). The c are
+powers of two, so that multiplication is exact.
 """
 
 import weakref
@@ -20,20 +20,20 @@ from kvjax.mesh import BATCH, HEADS, P, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 
 TOKENS, STRIDE = 128, 251
-"""Tokens that are measured, and the positions between two of them. They are drawn from the vocabulary, so that a model
-has the same scales in every run."""
+"""The number of tokens that are measured, and the distance between their positions. The tokens are drawn from the
+vocabulary with a fixed seed, so a model has the same scales in every run."""
 
-_known: "weakref.WeakKeyDictionary[Decoder, Array]" = weakref.WeakKeyDictionary()
+_scales: "weakref.WeakKeyDictionary[Decoder, Array]" = weakref.WeakKeyDictionary()
 
 
 def key_scale(model: Decoder) -> Float[Array, "l k h"] | None:
     """Return c for every layer with full attention and KV head; None for a model whose entries are not int8."""
     if not model.config.int8_entries:
         return None
-    if model not in _known:
+    if model not in _scales:
         with use_mesh(model):
-            _known[model] = _measured(model)
-    return _known[model]
+            _scales[model] = _measured(model)
+    return _scales[model]
 
 
 @jax.jit

@@ -1,11 +1,11 @@
-"""Placing of KV heads: which device has which, so that all hold about as much of a ragged cache.
+"""Placement of KV heads on devices, so that all devices hold about as many entries of a ragged cache.
 
-A mesh splits the KV heads of every layer in their order. Those that keep much may then be on one device, and the pool
-of every device is as large as the fullest one's. Here whole groups (a KV head with its query heads) change places
-within their layers, once the weights are loaded. What a user sees keeps the model's own order: policies, statistics,
-saved caches, exports and fingerprints.
+A mesh splits the KV heads of every layer in their order. Heads that keep many entries may then be on one device, and
+every device's pool is as large as the fullest one's. Here groups (a KV head with its query heads) change places within
+their layers, once the weights are loaded. Users still see the model's order in policies, statistics, saved caches,
+exports and fingerprints.
 
-Placing evens memory over all layers. It does not even the time that devices wait for each other within one.
+Placement balances memory over all layers. It does not balance the time that devices wait for each other within a layer.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ from jaxtyping import Float
 from kvjax.inference.allocation import token_bytes
 from kvjax.mesh import HEADS, axis_size, use_mesh
 from kvjax.models.decoder import Decoder
-from kvjax.models.layout import reordered
+from kvjax.models.layout import reorder_heads
 from kvjax.models.loading import model_shapes
 from kvjax.policies.policy import Policy
 
 GAIN = 0.01
-"""The least share of the fullest device's entries that a placing must save."""
+"""The smallest share of the fullest device's entries that a placement must save."""
 
 
 def with_placed_heads(model: Decoder, policy: Policy) -> Decoder:
-    """Return the model with its KV heads placed so that the devices that split them hold about as many entries each, by
-    what the policy expects of a sequence as long as the model's context. The model's arrays are taken over. If nothing
-    is gained, or blocks of 8-bit weights are larger than a head's group, the model is returned as it is."""
+    """Return the model with its KV heads placed so that devices hold about as many entries each, by the policy's
+    expectation for a sequence as long as the model's context. The model's arrays are donated. The model is returned
+    unchanged if nothing is gained, or if blocks of 8-bit weights are larger than a head's group."""
     config = model.config
     group = config.num_heads // config.num_kv_heads * config.head_dim
     with use_mesh(model):
@@ -42,38 +42,37 @@ def with_placed_heads(model: Decoder, policy: Policy) -> Decoder:
 
 
 def even_order(entries: Float[np.ndarray, "l k"], devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return an order of each layer's heads by which all devices hold about as many entries. A device has the same
-    number of heads in every layer: the first device has the first of the order. The result is None if that saves less
-    than `GAIN`.
+    """Return an order of each layer's heads with which all devices hold about as many entries; None if it saves less
+    than `GAIN`. All devices have the same number of heads in every layer. The first device has the first ones.
 
     entries: the number of entries that each head is expected to hold.
     """
     layers, heads = entries.shape
     held, order = np.zeros(devices), np.zeros((layers, heads), int)
-    # layers with the largest differences first, so that the others even out what is left
+    # layers with the largest differences first, so that the others can balance the rest
     for layer in np.argsort(-np.ptp(entries, axis=1), kind="stable"):
-        own: list[list[int]] = [[] for _ in range(devices)]
+        heads_of_device: list[list[int]] = [[] for _ in range(devices)]
         for head in np.argsort(-entries[layer], kind="stable").tolist():
-            free = [device for device in range(devices) if len(own[device]) < heads // devices]
+            free = [device for device in range(devices) if len(heads_of_device[device]) < heads // devices]
             device = min(free, key=held.__getitem__)
             held[device] += entries[layer, head]
-            own[device].append(head)
-        order[layer] = np.concatenate([sorted(some) for some in own])
+            heads_of_device[device].append(head)
+        order[layer] = np.concatenate([sorted(of_device) for of_device in heads_of_device])
     before = entries.reshape(layers, devices, -1).sum((0, 2)).max()
     return None if held.max() > (1 - GAIN) * before else tuple(map(tuple, order.tolist()))
 
 
 def placed(model: Decoder, order: tuple[tuple[int, ...], ...]) -> Decoder:
     """Return the model with its KV heads in this order (`ModelConfig.head_order`), on the current mesh. The model's
-    arrays are taken over."""
+    arrays are donated."""
     config = model.config
 
     def place(keys, x):
         path = jax.tree_util.keystr(keys, simple=True, separator=".").removesuffix(".value")
-        return reordered(path, x, config, np.array(order), consume=True)
+        return reorder_heads(path, x, config, np.array(order), consume=True)
 
     layers = jax.tree_util.tree_map_with_path(place, model.layers)
-    own = jax.tree.map(lambda x: x, model)
-    own.layers = layers
+    copy = jax.tree.map(lambda x: x, model)
+    copy.layers = layers
     like = model_shapes(dataclasses.replace(config, head_order=order), model.dtype)
-    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(own))
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(copy))

@@ -23,7 +23,7 @@ from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.policy import Policy
 
 CHUNK = 16384
-"""Prompt tokens in one call; longer prompts are read in chunks of it."""
+"""Prompt tokens in one call. Longer prompts are read in chunks."""
 
 
 @named_arguments()
@@ -44,27 +44,29 @@ def prefill(
 
     Args:
         tokens: token ids, one sequence a prompt, of any lengths; with a tokenizer also texts, and chats as lists of
-            messages: they go through its chat template, where it has one, and leave the user's turn open for what a
-            later call of `generate` asks.
+            messages. Texts and chats go through its chat template, if it has one, and the user's turn stays open for
+            the question of a later call of `generate`.
         tokenizer: from `kvjax.load`, for text.
         policy: from `make_policy`; None is the full cache.
-        max_new_tokens: room for what will follow. Without a stated capacity `generate` makes room itself.
-        capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
-            device's memory ("30%"). It is a bound. None: the policy's expected need with a margin, and what more turns
-            out to be needed, up to the devices' memory.
-        page_size: tokens per page. None: 64 on a TPU (128 of int8 entries), which decodes faster from larger ones, and
-            16 elsewhere and for a policy with a selection, which chooses among pages.
+        max_new_tokens: the number of further tokens that pages are allocated for. Without a stated capacity `generate`
+            allocates more itself.
+        capacity: the largest size of the pool: entries per kv head on average (an int), bytes in all ("2GiB"), or a
+            share of each device's memory ("30%"). None: the pool begins with the policy's expected need and a margin,
+            and grows if more is needed, up to the devices' memory.
+        page_size: tokens per page. None: 64 on a TPU (128 for int8 entries), which decodes faster from larger pages,
+            and 16 elsewhere and for a policy with a selection, which chooses among pages.
         chunk: prompt tokens in one call; the result does not depend on it.
-        observers: token ids that follow each prompt, among the last tokens that an eviction observes when it compacts
-            at the prompt's end. They are then dropped: the cache ends with the prompt.
+        observers: token ids that follow each prompt. An eviction that compacts at the prompt's end observes them among
+            the last tokens. They are then dropped: the cache ends with the prompt.
 
     Returns:
         The cache, to pass to `generate(…, cache=cache)` with a question, as often as wanted.
 
     Raises:
-        UserError: an empty prompt, a token outside the vocabulary, a capacity below the window, observers of a policy
-            that compacts while it decodes, or that looks at no tokens; activations or scores that are not finite.
-        CapacityError: the pool ran out, naming policy, capacity and need.
+        UserError: a prompt is empty, a token is outside the vocabulary, observers are given for a policy that compacts
+            while it decodes or does not observe tokens, or activations or scores are not finite.
+        CapacityError: the pool ran out, or the capacity is too small for the windows. The message names a sufficient
+            one.
     """
     check_arguments("prefill", model, policy, implementation=implementation)
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
@@ -72,14 +74,14 @@ def prefill(
     chunk = whole_number("prefill", "chunk", chunk)
     vocabulary = model.config.vocab_size
     rows = token_rows(tokens, vocabulary, tokenizer, "beginning")
-    behind = None if observers is None else token_rows(observers, vocabulary, tokenizer, "end")
+    observer_rows = None if observers is None else token_rows(observers, vocabulary, tokenizer, "end")
     with use_mesh(model):
         compiled = (policy or Policy()).compile(model)
-        if behind is not None:
-            check_observers(compiled.host, rows, behind)
+        if observer_rows is not None:
+            check_observers(compiled.host, rows, observer_rows)
         cache, _ = read(
             model, compiled, rows, max_new_tokens, chunk, implementation,
-            observers=behind, page_size=page_size, capacity=capacity,
+            observers=observer_rows, page_size=page_size, capacity=capacity,
         )  # fmt: skip
         caches.check(cache, compiled.host.name, max_new_tokens)
         return cache
@@ -89,7 +91,7 @@ def read(
     model: Decoder,
     policy: CompiledPolicy,
     rows: list[Int[np.ndarray, " _"]],
-    room: int,
+    new_tokens: int,
     chunk: int,
     implementation: str | None = None,
     *,
@@ -100,20 +102,20 @@ def read(
     """Read prompts into a new cache and compact it as the policy's schedule says.
 
     Args:
-        room: tokens that will follow.
+        new_tokens: tokens that will follow.
         page_size, capacity, chunk: as in `prefill`.
-        observers: tokens that are read after each row for an eviction to observe, and leave nothing; None: those of the
-            schedule, if it has some.
+        observers: tokens that are read after each row for an eviction to observe, and then dropped; None: those of the
+            schedule, if it has any.
 
     Returns:
-        the cache, with pages for `room` more tokens, and the logits after each row.
+        the cache, with pages for `new_tokens` more tokens, and the logits after each row.
     """
-    host, behind = policy.host, max((row.size for row in observers or ()), default=0)
-    cache = new_cache(model, policy, rows, max(room, behind), page_size, capacity)
-    check_length(model, rows, room)
-    steps = reading(model, policy, rows, chunk, implementation, room=room, observers=observers)
+    host, observer_tokens = policy.host, max((row.size for row in observers or ()), default=0)
+    cache = new_cache(model, policy, rows, max(new_tokens, observer_tokens), page_size, capacity)
+    check_length(model, rows, new_tokens)
+    steps = reading(model, policy, rows, chunk, implementation, new_tokens=new_tokens, observers=observers)
     cache, after = _finished(steps, cache)
-    return resize_after_prompt(host, cache, room), after
+    return resize_after_prompt(host, cache, new_tokens), after
 
 
 Steps = Generator[Any, Cache, tuple[Cache, Float[Array, "b v"]]]
@@ -142,7 +144,7 @@ def reading(
     chunk: int,
     implementation: str | None = None,
     *,
-    room: int = 0,
+    new_tokens: int = 0,
     observers: Sequence[Int[np.ndarray, " _"]] | None = None,
     grows: bool = True,
     continues: bool = False,
@@ -151,25 +153,25 @@ def reading(
     that follow them, and at the prompts' end the observers, each reconstruction pass and a compaction.
 
     Args:
-        grows: as of `feed`.
+        grows: as in `feed`.
         continues: True if the rows continue a prompt whose end was read before. Only policies that compact while
             decoding then compact again.
 
-    The other arguments are those of `read`.
+    The other arguments are as in `read`.
     """
-    steps = _steps(model, policy, rows, chunk, implementation, room, observers, grows, continues)
+    steps = _steps(model, policy, rows, chunk, implementation, new_tokens, observers, grows, continues)
     next(steps)
     return steps
 
 
-def _steps(model, policy, rows, chunk, implementation, room, observers, grows, continues) -> Steps:
-    """Return the coroutine that is sent the cache and yields it after each step."""
+def _steps(model, policy, rows, chunk, implementation, new_tokens, observers, grows, continues) -> Steps:
+    """Return the generator that is sent the cache and yields it after each step."""
     host, schedule, longest = policy.host, policy.host.schedule, max(row.size for row in rows)
     if continues and not host.compacts_answers:
         schedule = None
     run = functools.partial(
         feed, model, host, policy.extend if continues else policy.read,
-        chunk=chunk, implementation=implementation, room=room, grows=grows,
+        chunk=chunk, implementation=implementation, new_tokens=new_tokens, grows=grows,
     )  # fmt: skip
 
     def parts(size: int) -> Iterator[tuple[int, list[Int[np.ndarray, " _"]], int]]:
@@ -179,17 +181,17 @@ def _steps(model, policy, rows, chunk, implementation, room, observers, grows, c
     cache = yield None
     after = None
     if schedule is not None and schedule.trigger.in_chunks:
-        observers = eviction.guided(schedule, len(rows)) if observers is None else observers
+        observers = eviction.guidance(schedule, len(rows)) if observers is None else observers
         for start, part, left in parts(schedule.trigger.chunk):
             before = jnp.copy(cache.layers.length) if schedule.by_chunk and not schedule.in_ranges else None
-            cache, after = run(cache, part, logits=after, room=room + left)
+            cache, after = run(cache, part, logits=after, new_tokens=new_tokens + left)
             cache = eviction.after_chunk(model, policy, cache, rows, observers, start, before, run)
             if left:
                 cache = yield cache
         assert after is not None
         return cache, after
     for _, part, left in parts(chunk):
-        cache, after = run(cache, part, logits=after, room=room + left)
+        cache, after = run(cache, part, logits=after, new_tokens=new_tokens + left)
         if left:
             cache = yield cache
     assert after is not None
@@ -197,7 +199,7 @@ def _steps(model, policy, rows, chunk, implementation, room, observers, grows, c
         cache = eviction.at_end(model, policy, cache, len(rows))
     elif schedule is not None:
         cache = yield cache
-        observers = eviction.guided(schedule, len(rows)) if observers is None else observers
+        observers = eviction.guidance(schedule, len(rows)) if observers is None else observers
         cache = yield from eviction.at_prompt_end(model, policy, cache, rows, observers, run, implementation)
     return cache, after
 
@@ -207,19 +209,21 @@ def extend(
     policy: CompiledPolicy,
     cache: Cache,
     rows: list[Int[np.ndarray, " _"]],
-    room: int,
+    new_tokens: int,
     chunk: int,
     implementation: str | None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """Read what continues each sequence of a cache, into a copy of it. Arguments as in `read`.
+    """Read tokens that continue each sequence of a cache, into a copy of it. Arguments as in `read`.
 
     Returns the copy, without state that only the compaction of the prompt needed, and the logits after each row.
     """
     check_continues(cache, model, policy, rows)
-    check_length(model, rows, room, cache)
-    cache = copy_for_question(policy.host, cache, max(row.size for row in rows), room)
+    check_length(model, rows, new_tokens, cache)
+    cache = copy_for_question(policy.host, cache, max(row.size for row in rows), new_tokens)
     cache = drop_observation_state(cache, policy.decode)
-    return _finished(reading(model, policy, rows, chunk, implementation, room=room, continues=True), cache)
+    return _finished(
+        reading(model, policy, rows, chunk, implementation, new_tokens=new_tokens, continues=True), cache
+    )
 
 
 @named_arguments()
@@ -236,13 +240,13 @@ def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
                 f"logits: sequences must have one length, got {sorted({row.size for row in rows})}"
             )
         batch, valid = padded(rows, rows[0].size)
-        found, finite = _all_logits(model, batch, valid)
+        result, finite = _all_logits(model, batch, valid)
         if not on_host(finite):
             raise caches.not_finite(model.dtype)
-        return on_host(found)[: len(rows)]
+        return on_host(result)[: len(rows)]
 
 
 @jax.jit
 def _all_logits(model, tokens, valid):
-    found = model.logits(model.hidden(tokens))
-    return found, (jnp.isfinite(found).all((1, 2)) | (valid == 0)).all()
+    result = model.logits(model.hidden(tokens))
+    return result, (jnp.isfinite(result).all((1, 2)) | (valid == 0)).all()

@@ -1,5 +1,5 @@
-"""Reconstruction passes: tokens that are read after a prompt to look back at a part of it, and leave nothing but
-metadata of its entries (`Reconstruction.passes`)."""
+"""Reconstruction passes: tokens that are read after a prompt and attend to a part of it. They only change the metadata
+of its entries (`Reconstruction.passes`)."""
 
 import dataclasses
 import functools
@@ -31,8 +31,8 @@ from kvjax.policies.views import Passage, Step
 from kvjax.struct import struct
 
 CacheSteps = Generator[Cache, Cache, Cache]
-"""Steps over a cache, which is donated to each. A step yields the cache and is sent it again, with what its pool holds
-by then; the last one returns it."""
+"""Steps over a cache, which is donated to each step. A step yields the cache, and the next one is sent it, possibly
+with a pool that others have changed. The last step returns it."""
 
 
 def all_of(steps: CacheSteps) -> Cache:
@@ -54,34 +54,36 @@ def reconstruct(
     references: References | None = None,
 ) -> CacheSteps:
     """Return the passes that the policy's eviction, or the refit around it, makes over the cache (donated) of `rows`,
-    as steps. They fill the eviction's entry metadata and change nothing else. The passes of one index run together; a
-    row that has fewer does nothing.
+    as steps. They fill the eviction's entry metadata and change nothing else. The i-th passes of all rows run together;
+    rows with fewer passes idle.
 
     Args:
-        policy: its eviction is a `Reconstruction`, or within a refit.
-        cache: it holds every token of `rows`, in pages (`View.stores_all`), and has the eviction's metadata.
-        references: they are given the passes' queries.
+        policy: a policy whose eviction is a `Reconstruction` or in a refit.
+        cache: a cache that holds every token of `rows` in pages (`View.stores_all`), with the eviction's metadata.
+        references: the object that takes the passes' queries.
     """
     method, schedule = innermost(policy.compact), policy.host.schedule
     traced = method if isinstance(method, Reconstruction) else None
     assert schedule is not None
     passes = [passes_of(policy.host, row) for row in rows]
     first = bucket(max(schedule.needs.longest_prefix, schedule.needs.first))
-    behind = [max((one.tokens.size for one in own), default=0) for own in passes]
+    behind = [max((x.tokens.size for x in passes_of_row), default=0) for passes_of_row in passes]
     most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
-    check_length(model, [row], most, what="that are read behind them to look at them")
+    check_length(model, [row], most, kind="of a reconstruction pass")
     for index in range(max(map(len, passes), default=0)):
         if index:
             cache = yield cache
         with use_mesh(model):
-            some = [own[index] if index < len(own) else None for own in passes]
-            tokens = [np.zeros(0, np.int32) if one is None else one.tokens for one in some]
+            current = [
+                passes_of_row[index] if index < len(passes_of_row) else None for passes_of_row in passes
+            ]
+            tokens = [np.zeros(0, np.int32) if x is None else x.tokens for x in current]
             log_call(cache, tokens)
-            there = [one for one in some if one is not None]
-            fed, valid = padded(tokens, bucket(_longest(there)))
+            existing = [x for x in current if x is not None]
+            fed, valid = padded(tokens, bucket(_longest(existing)))
             sample = None if references is None else (references.q, references.index(index))
             cache, q = one_pass(
-                model, policy.read, traced, cache, fed, valid, spans(some, fed.shape[0]), sample,
+                model, policy.read, traced, cache, fed, valid, spans(current, fed.shape[0]), sample,
                 first=first, implementation=implementation,
             )  # fmt: skip
             if references is not None:
@@ -90,32 +92,32 @@ def reconstruct(
 
 
 def passes_of(policy: Policy, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
-    """Return the passes after a prompt of these token ids: those of the refit, which are the eviction's own if it has
-    some, else the eviction's. There are none for other policies."""
-    refit, method = refitting(policy.eviction), innermost(policy.eviction)
-    method = method if refit is None else refit.reader
+    """Return the reconstruction passes after a prompt of these token ids. A refit makes its reader's passes, other
+    policies those of their eviction, if it has any."""
+    refit = refitting(policy.eviction)
+    method = innermost(policy.eviction) if refit is None else refit.reader
     return method.passes(row) if isinstance(method, Reconstruction) else ()
 
 
 def _longest(passes: Sequence[Pass]) -> int:
-    """Return the most tokens of a pass or its part."""
+    """Return the most tokens of a pass or of the part that it attends to."""
     return max((max(one.tokens.size, one.stop - one.start) for one in passes), default=0)
 
 
 @struct
 class Spans:
-    """The part of each sequence that a pass looks at."""
+    """The part of each sequence that a pass attends to."""
 
     start: Int[Array, " b"]
     """The position of its first token."""
     stop: Int[Array, " b"]
     """The position after its last token."""
     first: Int[Array, " b"]
-    """The number of the prompt's first entries that are looked at in addition."""
+    """The number of the prompt's first entries that the pass attends to in addition."""
 
 
 def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
-    """Return the spans of passes, empty where there is none, and for the rows that pad a batch."""
+    """Return the spans of passes. They are empty for rows without a pass and for rows that pad the batch."""
     table = np.zeros((3, batch), np.int32)
     for row, one in enumerate(passes):
         if one is not None:
@@ -137,12 +139,13 @@ def one_pass(
     first: int,
     implementation: str | None,
 ) -> tuple[Cache, Float[Array, "l b n r h"] | None]:
-    """Return the cache after one pass of each sequence, and the references' queries. No part may be longer than the
+    """Return the cache after one pass of each sequence, and the reference queries. No span may be longer than the
     padded tokens.
 
     Args:
-        eviction: it writes metadata of the entries that are looked at; None: nothing is written.
-        sample: the references' queries so far, and the tokens whose queries they are given (`References.index`).
+        eviction: the method that writes entry metadata; None: nothing is written.
+        sample: the reference queries so far, and the indices of the tokens whose queries are added
+            (`References.index`).
         first: the number of places for the prompts' first entries.
     """
 
@@ -185,7 +188,7 @@ def _looked_at(
     spans: Spans,
     first: int,
 ) -> Metadata:
-    """Return the entry metadata after a pass's tokens have looked at one layer's entries."""
+    """Return one layer's entry metadata after a pass's tokens have attended to its entries."""
 
     def local(eviction, step, pages, layer, output, valid, spans):
         own = spans.start[:, None] + jnp.arange(step.q.shape[2])
@@ -193,7 +196,7 @@ def _looked_at(
         exists = jnp.concatenate([begin < spans.first[:, None], own < spans.stop[:, None]], 1)
         place = jnp.concatenate([begin, own], 1)[:, None]
         place = jnp.broadcast_to(place, (*layer.length.shape, place.shape[2]))
-        # all is stored, so there is no local window, and a token's place is its position
+        # every token is stored, so there is no local window, and a token's place is its position
         at = addresses(layer, place, pages.pool.shape[1], 0)
         k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
         numbers = eviction.reconstruct(step, Passage(k, v, exists, first, valid, by_head(output, k)))

@@ -1,4 +1,4 @@
-"""Draw the next token of each sequence from its logits. Sampling parameters are arrays with a row a sequence, so that
+"""Draw the next token of each sequence from its logits. Sampling parameters are arrays with one row per sequence, so
 one program serves sequences with different parameters."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvjax.mesh import BATCH, P, put
 from kvjax.sampling_params import SamplingParams
 from kvjax.struct import static, struct
 
-FEWEST = 8
-"""The least space for stop tokens and for biases. Fewer of them compile nothing new."""
+SMALLEST_SPACE = 8
+"""The smallest space for stop tokens and for biases, so that different numbers of them run the same program."""
 
 
 @struct
@@ -32,12 +32,12 @@ class Sampler:
     presence: Float32[Array, " b"]
     frequency: Float32[Array, " b"]
     stop: Int[Array, "b s"]
-    """Tokens that end a sequence; −1 where there are fewer."""
+    """Tokens that end a sequence, padded with −1."""
     biased: Int[Array, "b m"]
-    """Token ids with a bias; the vocabulary's size where there are fewer."""
+    """Token ids with a bias, padded with the vocabulary's size."""
     bias: Float32[Array, "b m"]
     most: Int[Array, " b"]
-    """Tokens of an answer, at most."""
+    """The most tokens of an answer."""
     key: jax.Array
     """Random keys [b]."""
     allowed: Bool[Array, "b v"] | None = None
@@ -45,26 +45,27 @@ class Sampler:
     greedy: bool = static(default=False)
     """True if every sequence takes its most likely token."""
     penalized: bool = static(default=False)
-    """True if one of the sequences has a penalty: tokens are then counted."""
+    """True if one of the sequences has a penalty, for which tokens are counted."""
     alternatives: int | None = static(default=None)
-    """Most likely tokens that are returned at each place; None returns no log-probabilities."""
+    """The number of most likely tokens to return at each place; None: no log-probabilities are returned."""
 
     def ends(self, token: Int[Array, " b"], made: Int[Array, "*b"] | int) -> Bool[Array, " b"]:
-        """Return which sequences end with `token`, their `made`-th, counted from 1, one number for all or for each."""
+        """Return a mask of the sequences that end with `token`. made: the number of tokens of each answer, including
+        this one; one number for all or one for each."""
         return (token[:, None] == self.stop).any(-1) | (made >= self.most)
 
 
 @struct
 class Counts:
-    """Tokens so far, for penalties."""
+    """Counts of the tokens so far, for penalties."""
 
     answer: Int[Array, "b v"]
-    """The number of times that each token stands in the answer."""
+    """The number of times that each token occurs in the answer."""
     prompt: Bool[Array, "b v"]
-    """True for the tokens that stand in the prompt."""
+    """True for the tokens that occur in the prompt."""
 
     def with_token(self, token: Int[Array, " b"], drawn: Bool[Array, " b"]) -> Counts:
-        """Return the counts with one token more of each sequence that drew one."""
+        """Return the counts after one more token of each sequence that drew one."""
         vocabulary = self.answer.shape[-1]
         new = (jnp.arange(vocabulary) == token[:, None]) & drawn[:, None]
         return dataclasses.replace(self, answer=self.answer + new)
@@ -83,31 +84,32 @@ def make_sampler(
     """Return the sampler of a batch on the current mesh.
 
     Args:
-        params: of each answer.
-        answers: the number of each answer among those of its prompt, from 0.
+        params: the parameters of each answer.
+        answers: the index of each answer among those to its prompt, from 0.
         eos: the model's own stop tokens.
-        rows: the row of each answer in the batch; by default they stand in order.
-        batch: rows of the batch; those without an answer end with their first token.
-        stops, biases: the least space for stop tokens and for biases.
+        rows: the row of each answer in the batch; by default answers are in order.
+        batch: rows of the batch. Those without an answer end with their first token.
+        stops, biases: the smallest space for stop tokens and for biases.
 
     Raises:
-        UserError: a token id outside the vocabulary.
+        UserError: a token id is outside the vocabulary.
     """
     rows = range(len(params)) if rows is None else rows
     batch = len(params) if batch is None else batch
-    for one in params:
-        named = {"stop_token_ids": one.stop_token_ids, "logit_bias": one.logit_bias}
+    for sampling in params:
+        named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
         for name, ids in named.items():
             if (largest := max(ids, default=0)) >= vocabulary:
                 raise UserError(
                     f"sampling: {name} has token id {largest}, the model's vocabulary is 0 … {vocabulary - 1}"
                 )
-    own = [(*(() if one.ignore_eos else eos), *one.stop_token_ids) for one in params]
-    longest = max((len(one.logit_bias) for one in params), default=0)
-    stop = np.full((batch, max(stops, _space(max(map(len, own), default=0)))), -1, np.int32)
+    ends_of = [(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids) for sampling in params]
+    longest = max((len(sampling.logit_bias) for sampling in params), default=0)
+    stop = np.full((batch, max(stops, _space(max(map(len, ends_of), default=0)))), -1, np.int32)
     biased = np.full((batch, max(biases, _space(longest) if longest else 0)), vocabulary, np.int32)
     bias = np.zeros(biased.shape, np.float32)
-    most, seeds, numbers = np.ones(batch, np.int32), np.zeros(batch, np.uint32), np.zeros(batch, np.uint32)
+    max_tokens = np.ones(batch, np.int32)
+    seeds, numbers = np.zeros(batch, np.uint32), np.zeros(batch, np.uint32)
     fields = {
         "temperature": (0.0, np.float32),
         "top_k": (0, np.int32),
@@ -118,24 +120,24 @@ def make_sampler(
         "frequency_penalty": (0.0, np.float32),
     }
     columns = {name: np.full(batch, default, dtype) for name, (default, dtype) in fields.items()}
-    for row, one, number, ends in zip(rows, params, answers, own, strict=True):
+    for row, sampling, number, ends in zip(rows, params, answers, ends_of, strict=True):
         for name, column in columns.items():
-            column[row] = getattr(one, name)
+            column[row] = getattr(sampling, name)
         stop[row, : len(ends)] = ends
-        biased[row, : len(one.logit_bias)] = [*one.logit_bias]
-        bias[row, : len(one.logit_bias)] = [*one.logit_bias.values()]
-        most[row], seeds[row], numbers[row] = one.max_new_tokens, one.seed, number
-    wanted = [one.logprobs for one in params if one.logprobs is not None]
+        biased[row, : len(sampling.logit_bias)] = [*sampling.logit_bias]
+        bias[row, : len(sampling.logit_bias)] = [*sampling.logit_bias.values()]
+        max_tokens[row], seeds[row], numbers[row] = sampling.max_new_tokens, sampling.seed, number
+    alternatives = [sampling.logprobs for sampling in params if sampling.logprobs is not None]
     return Sampler(
         *(put(column, BATCH) for column in columns.values()),
         stop=put(stop, BATCH, None),
         biased=put(biased, BATCH, None),
         bias=put(bias, BATCH, None),
-        most=put(most, BATCH),
+        most=put(max_tokens, BATCH),
         key=_keys(put(seeds, BATCH), put(numbers, BATCH)),
-        greedy=all(one.temperature == 0 for one in params),
-        penalized=any(one.penalized for one in params),
-        alternatives=max(wanted) if wanted else None,
+        greedy=all(sampling.temperature == 0 for sampling in params),
+        penalized=any(sampling.penalized for sampling in params),
+        alternatives=max(alternatives) if alternatives else None,
     )
 
 
@@ -148,13 +150,13 @@ def _keys(seed: UInt[Array, ""], number: UInt[Array, ""]) -> jax.Array:
 
 def _space(count: int) -> int:
     """Return a power of two that is at least `count` and `FEWEST`."""
-    return max(FEWEST, 1 << max(count - 1, 0).bit_length())
+    return max(SMALLEST_SPACE, 1 << max(count - 1, 0).bit_length())
 
 
 def count_tokens(
     sampler: Sampler, prompts: Sequence[Int[np.ndarray, " _"]], vocabulary: int
 ) -> Counts | None:
-    """Return the counts before the first token; None where no sequence has a penalty.
+    """Return the counts before the first token; None if no sequence has a penalty.
 
     Args:
         prompts: token ids of each row of the batch.
@@ -173,9 +175,9 @@ def draw(
     """Return the next token of each sequence.
 
     Args:
-        index: the number of the token in its answer, from 0, one for all sequences or one for each. With the sequence's
-            key it decides the random numbers, so that they do not depend on the batch or on blocks.
-        counts: of the tokens so far; None where no sequence has a penalty.
+        index: the index of the token in its answer, from 0, one for all sequences or one for each. The random numbers
+            depend only on it and on the sequence's key, not on the batch or on blocks.
+        counts: counts of the tokens so far; None if no sequence has a penalty.
     """
     logits = jax.sharding.reshard(logits.astype(jnp.float32), P(BATCH, None))
     logits = _biased(sampler, logits)
@@ -205,24 +207,24 @@ def _biased(sampler: Sampler, logits: Float32[Array, "b v"]) -> Float32[Array, "
 
 
 def _penalized(sampler: Sampler, logits: Float32[Array, "b v"], counts: Counts) -> Float32[Array, "b v"]:
-    there = counts.prompt | (counts.answer > 0)
+    occurred = counts.prompt | (counts.answer > 0)
     repetition = sampler.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(there, repeated, logits)
+    logits = jnp.where(occurred, repeated, logits)
     logits -= sampler.frequency[:, None] * counts.answer
     return logits - sampler.presence[:, None] * (counts.answer > 0)
 
 
 def _floor(sampler: Sampler, logits: Float32[Array, "b v"]) -> Float32[Array, " b"]:
-    """Return the least logit that top_k, top_p and min_p leave."""
+    """Return the smallest logit that top_k, top_p and min_p keep."""
     vocabulary = logits.shape[-1]
     ranked = -jnp.sort(-logits, axis=-1)
     kth = jnp.where(sampler.top_k > 0, jnp.minimum(sampler.top_k, vocabulary), vocabulary) - 1
     place = jnp.arange(vocabulary)
     floor_k = jnp.where(place == kth[:, None], ranked, 0).sum(-1)
     p = jax.nn.softmax(jnp.where(ranked >= floor_k[:, None], ranked, -jnp.inf), -1)
-    # the smallest set of the most likely tokens whose probability reaches top_p: those with less than top_p above them,
-    # and always the first one, since devices flush a tiny top_p to zero
+    # the smallest set of most likely tokens whose probability reaches top_p: tokens for which the more likely ones sum
+    # to less than top_p, and always the first one, since devices flush a tiny top_p to zero
     inside = (jnp.cumsum(p, -1) - p < sampler.top_p[:, None]) | (place == 0)
     floor_p = jnp.where(inside, ranked, jnp.inf).min(-1)
     return jnp.maximum(jnp.maximum(floor_k, floor_p), ranked[:, 0] + jnp.log(sampler.min_p))
@@ -246,7 +248,7 @@ def log_probabilities(
         return None
     logits = jax.sharding.reshard(logits.astype(jnp.float32), P(BATCH, None))
     norm = jax.nn.logsumexp(logits, -1, keepdims=True)
-    own = jnp.where(jnp.arange(logits.shape[-1]) == token[:, None], logits, 0).sum(-1, keepdims=True)
-    # at least one, since a mesh's devices do not split an array without elements as its sharding says
+    chosen = jnp.where(jnp.arange(logits.shape[-1]) == token[:, None], logits, 0).sum(-1, keepdims=True)
+    # at least one, since an array without elements is not split by its sharding
     values, tokens = jax.lax.top_k(logits, min(max(1, sampler.alternatives), logits.shape[-1]))
-    return Logprobs((own - norm)[:, 0], tokens.astype(jnp.int32), values - norm)
+    return Logprobs((chosen - norm)[:, 0], tokens.astype(jnp.int32), values - norm)

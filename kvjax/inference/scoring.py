@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt's own tokens, as the policy has the model read them."""
+"""The log-probabilities of a prompt's own tokens, over the cache that the policy keeps."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from kvjax.inference.prefill import Steps
 from kvjax.mesh import P, on_host
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, View
-from kvjax.sampling_params import MOST_ALTERNATIVES
+from kvjax.sampling_params import MAX_ALTERNATIVES
 
 TOGETHER = 16
 """Tokens whose logits are in memory at once."""
@@ -27,39 +27,39 @@ def scoring(
     row: Int[np.ndarray, " t"],
     chunk: int,
     alternatives: int,
-    found: list[AnswerLogprobs],
+    logprobs: list[AnswerLogprobs],
 ) -> Steps:
     """Return the steps in which a prompt is read and its tokens are scored, for `kvjax.inference.prefill.next_step`.
 
     Args:
-        chunk: tokens in one call, at most.
-        alternatives: most likely tokens at each place that are wanted.
-        found: the list that the log-probabilities of all tokens but the first are added to.
+        chunk: the most tokens in one call.
+        alternatives: the number of most likely tokens at each place.
+        logprobs: the list that the log-probabilities of all tokens but the first are added to.
     """
-    steps = _steps(model, policy, row, chunk, alternatives, found)
+    steps = _steps(model, policy, row, chunk, alternatives, logprobs)
     next(steps)
     return steps
 
 
-def _steps(model, policy, row, chunk, alternatives, found) -> Steps:
-    """Return the coroutine that is sent the cache and yields it after each step."""
-    cache, start, last = (yield None), 0, None
+def _steps(model, policy, row, chunk, alternatives, logprobs) -> Steps:
+    """Return the generator that is sent the cache and yields it after each step."""
+    cache, start, last_logits = (yield None), 0, None
     for count, size in pieces(row.size, chunk):
         if start:
             cache = yield cache
         tokens, valid = padded([row[start : start + count]], size)
         following, _ = padded([row[start + 1 : start + 1 + count]], size)
-        cache, last, chosen, ids, values = _scored(model, policy.read, cache, tokens, following, valid)
+        cache, last_logits, chosen, ids, values = _scored(model, policy.read, cache, tokens, following, valid)
         chosen, ids, values = map(on_host, (chosen, ids, values))
         counted = min(count, row.size - start - 1)
         start += count
         pairs = zip(
             ids[:counted, :alternatives].tolist(), values[:counted, :alternatives].tolist(), strict=True
         )
-        likely = [dict(zip(*pair, strict=True)) for pair in pairs]
-        found.append(AnswerLogprobs(chosen[:counted], likely))
-    assert last is not None
-    return cache, last
+        most_likely = [dict(zip(*pair, strict=True)) for pair in pairs]
+        logprobs.append(AnswerLogprobs(chosen[:counted], most_likely))
+    assert last_logits is not None
+    return cache, last_logits
 
 
 @functools.partial(jax.jit, donate_argnums=2)
@@ -71,22 +71,22 @@ def _scored(
     following: Int[Array, "1 t"],
     valid: Int[Array, " 1"],
 ) -> tuple[Cache, Float32[Array, "1 v"], Float32[Array, " t"], Int[Array, "t m"], Float32[Array, "t m"]]:
-    """Return the cache after a call, the logits after its last token, and after each token the log-probability of the
-    one that follows, with the most likely tokens and theirs."""
+    """Return the cache after a call, the logits after its last token, and for each token the log-probability of the
+    following one and the most likely tokens with their log-probabilities."""
     cache, hidden, _ = forward(model, view, cache, tokens, valid)
     hidden = jax.sharding.reshard(hidden, P(None, None, None))
     together = math.gcd(hidden.shape[1], TOGETHER)
     parts = hidden.reshape(-1, 1, together, hidden.shape[-1])
 
-    def some(part):
+    def scored_part(part):
         hidden, target = part
         logits = jax.sharding.reshard(model.logits(hidden), P(None, None, None))[0]
         norm = jax.nn.logsumexp(logits, -1, keepdims=True)
-        own = jnp.take_along_axis(logits, target[:, None], 1) - norm
-        values, ids = jax.lax.top_k(logits, min(MOST_ALTERNATIVES, logits.shape[-1]))
-        return own[:, 0], ids.astype(jnp.int32), values - norm
+        chosen = jnp.take_along_axis(logits, target[:, None], 1) - norm
+        values, ids = jax.lax.top_k(logits, min(MAX_ALTERNATIVES, logits.shape[-1]))
+        return chosen[:, 0], ids.astype(jnp.int32), values - norm
 
     following = jax.sharding.reshard(following, P(None, None)).reshape(-1, together)
-    chosen, ids, values = (x.reshape(-1, *x.shape[2:]) for x in jax.lax.map(some, (parts, following)))
+    chosen, ids, values = (x.reshape(-1, *x.shape[2:]) for x in jax.lax.map(scored_part, (parts, following)))
     last = jax.lax.dynamic_slice_in_dim(hidden, valid[0] - 1, 1, 1)
     return cache, model.logits(last)[:, 0], chosen, ids, values

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import Cache
 from kvjax.cache.observations import newest
-from kvjax.cache.sliding import as_pages, bias, in_order, recent, turns, written
+from kvjax.cache.sliding import as_pages, bias, in_order, recent, used_slots, written
 from kvjax.mesh import BATCH, HEADS, SHARDS, P
 from kvjax.models.decoder import Attend
 from kvjax.models.layers import attention_on_replicas
@@ -21,42 +21,43 @@ SPLIT = P(BATCH, HEADS)
 
 
 def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -> Attend:
-    """Return the attention of sliding-window layers over the cache, for the first `valid` tokens of each sequence. Its
-    ys are the newest entries [b k n 2h], for `with_windows`."""
+    """Return the attention of sliding-window layers over the cache, for the first `valid` tokens of each sequence, as
+    `scan_layers` calls it. Its y is the newest entries [b k n 2h], for `with_windows`."""
     window, dtype = cache.sliding_window, cache.pages.dtype
 
-    def local(step: Step, windows, hidden, added, seen, valid):
+    def local(step: Step, windows, hidden, mask_bias, seen, valid):
         kv = jnp.concatenate([step.k, step.v], -1)
         if step.q.shape[2] == 1:
             pool, table = as_pages(windows, step.layer)
-            held, nothing = jnp.minimum(seen, turns(windows, window)), jnp.zeros(table.shape[:2], jnp.int32)
+            no_entries = jnp.zeros(table.shape[:2], jnp.int32)
+            length_of_window = jnp.minimum(seen, used_slots(windows, window))
             options = {"new": (step.k, step.v), "implementation": implementation}
             if hidden is None:
                 o, lse = paged_decode(
-                    step.q, pool, table, nothing, held, ring_pages=table.shape[2], **options
+                    step.q, pool, table, no_entries, length_of_window, ring_pages=table.shape[2], **options
                 )
-            else:  # entries of ring pages have no bias
-                length = jnp.broadcast_to(held[:, None], table.shape[:2])
-                o, lse = paged_decode(step.q, pool, table, length, bias=added, **options)
+            else:  # `paged_decode` gives entries of ring pages no bias
+                length = jnp.broadcast_to(length_of_window[:, None], table.shape[:2])
+                o, lse = paged_decode(step.q, pool, table, length, bias=mask_bias, **options)
             return with_sink(o, lse, step.sink)[0], kv
-        old, exists = recent(windows, step.layer, seen, window, dtype)
-        k, v = jnp.split(jnp.concatenate([old.astype(step.k.dtype), kv], 2), 2, -1)
+        earlier, exists = recent(windows, step.layer, seen, window, dtype)
+        k, v = jnp.split(jnp.concatenate([earlier.astype(step.k.dtype), kv], 2), 2, -1)
         if hidden is not None:
             exists &= ~in_order(hidden, windows, seen, window)
         exists = jnp.pad(exists, ((0, 0), (0, kv.shape[2])), constant_values=True)
         end = ends(jnp.zeros(k.shape[:3], bool), window)
-        # what is in a slot that was never written may be anything
+        # a slot that was never written may hold anything
         end = jnp.where(exists[:, None], end, 0)
-        own = attention_on_replicas(step.q, k, v, end, window=window, implementation=implementation)
-        return with_sink(*own, step.sink)[0], newest(kv, turns(windows, window), valid)
+        result = attention_on_replicas(step.q, k, v, end, window=window, implementation=implementation)
+        return with_sink(*result, step.sink)[0], newest(kv, used_slots(windows, window), valid)
 
-    added = None
+    mask_bias = None
     if cache.hidden is not None and cache.sliding is not None:  # once for all layers
-        added = jax.shard_map(bias, out_specs=P(SHARDS, None))(cache.hidden, cache.sliding)
+        mask_bias = jax.shard_map(bias, out_specs=P(SHARDS, None))(cache.hidden, cache.sliding)
 
     def attend(step: Step, carry: Any, xs: None):
         step = step.without_padding()
-        stored = cache.sliding, cache.hidden, added, cache.seen
+        stored = cache.sliding, cache.hidden, mask_bias, cache.seen
         o, new = jax.shard_map(local, out_specs=(SPLIT, SPLIT))(step, *stored, valid)
         return o, carry, new
 
@@ -66,7 +67,7 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
 def with_windows(
     cache: Cache, new: Float[Array, "l b k n kv"] | None, valid: Int[Array, " b"]
 ) -> tuple[Shaped[Array, "l b k s kv"] | None, Bool[Array, "b s"] | None]:
-    """Return the cache's windows with the newest entries of a call, and the mask of their dropped tokens."""
+    """Return the cache's windows after the newest entries of a call were written, and the mask of dropped tokens."""
     if new is None:
         return cache.sliding, cache.hidden
 

@@ -1,9 +1,10 @@
-"""Llama, Qwen, Mistral, Phi and SmolLM3 decoders, their Hugging Face folders and GGUF files.
+"""Decoders of the Llama, Qwen, Mistral, Phi, SmolLM3, Gemma 3 and gpt-oss families, read from and written to files.
 
-config, families, rope, decoder: a model. folder: the place of its files. loading, names, tensor_files, adapter,
-gguf_file: its weights. kinds: folders and files that hold no model. json_file, rope_json, gguf_config, turn_ends: its
-configuration. tokenizer_files, gguf_tokenizer: a tokenizer. quiet: transformers' import. chat: text as tokens. saving:
-models to folders.
+decoder, layers, periods, layout, matrix, experts, rope: the model. config, families, shapes, json_file, rope_json,
+gguf_config, turn_ends: its configuration. folder, adapter: where its files are. loading, names, tensor_files,
+gguf_file, fp8, mxfp4: its weights. saving: writing of Hugging Face folders. tokenizer_files, gguf_tokenizer, quiet: its
+tokenizer.
+chat: prompts as tokens. kinds: error messages for files that hold no model.
 """
 
 from kvjax.models.config import ModelConfig, read_config

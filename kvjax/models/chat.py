@@ -1,5 +1,5 @@
-"""Prompts as a model's tokens: token ids as they are, texts and chat messages through the tokenizer's chat template
-where it has one."""
+"""Prompts as tokens. Token ids stay as they are. Texts and chat messages are rendered with the tokenizer's chat
+template if it has one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -13,16 +13,16 @@ from kvjax.errors import UserError, check_unicode, shown
 Prompts = Iterable[Any]
 """Token ids, one sequence per prompt; with a tokenizer also texts and chats."""
 Part = Literal["whole", "beginning", "end"]
-"""Part of a user's turn that a text is: "whole" ends where the model answers; "beginning" leaves the turn open, for
-texts to come; "end" is such a text, and closes the turn."""
+"""The part of a user's turn that a text makes up. "whole" is a turn that the model answers; "beginning" leaves the turn
+open for later texts; "end" is such a later text, and closes the turn."""
 
 
-def listed(prompts: Prompts) -> list[Any]:
-    """Return prompts as a list. Raises UserError for what is no list of them."""
+def prompt_list(prompts: Prompts) -> list[Any]:
+    """Return prompts as a list. Raises UserError if they are not an iterable of prompts."""
     if isinstance(prompts, Mapping):
-        what = f"a {type(prompts).__name__} of {', '.join(map(str, prompts))}"
+        description = f"a {type(prompts).__name__} of {', '.join(map(str, prompts))}"
         raise UserError(
-            f"prompts must be a list of lists of token ids, got {what}: give its 'input_ids', unpadded"
+            f"prompts must be a list of lists of token ids, got {description}: give its 'input_ids', unpadded"
         )
     if isinstance(prompts, str):
         raise UserError(f"prompts must be a list of prompts, got one text: [{shown(prompts)}]")
@@ -38,14 +38,15 @@ def token_rows(
     """Return prompts as arrays of token ids.
 
     Args:
-        vocabulary: size of the model's vocabulary.
-        tokenizer: for texts and chats.
-        part: that of texts, where the tokenizer has a chat template.
+        vocabulary: the size of the model's vocabulary.
+        tokenizer: needed for texts and chats.
+        part: the part of a turn that texts make up, if the tokenizer has a chat template.
         options: variables of the chat template, such as `enable_thinking`.
 
-    Raises UserError for texts without a tokenizer, and for prompts that are empty or no token ids of the vocabulary.
+    Raises UserError for texts without a tokenizer, and for prompts that are empty or have token ids outside the
+    vocabulary.
     """
-    prompts = listed(prompts)
+    prompts = prompt_list(prompts)
     if any(isinstance(prompt, Mapping) for prompt in prompts):
         raise UserError("prompts must be a list of prompts, got the messages of one chat: [[{'role': …}, …]]")
     if tokenizer is None and any(isinstance(prompt, str) or is_chat(prompt) for prompt in prompts):
@@ -80,10 +81,10 @@ def token_rows(
 
 
 def encode(tokenizer: Any, prompt: Any, part: Part = "whole", /, **options: Any) -> list[int]:
-    """Return the tokens of a text, which is a user's turn where there is a chat template, or of a chat's messages
-    (`{"role": …, "content": …}`), of which the last is the user's. The options are variables of the template.
+    """Return the tokens of a text or of a chat's messages (`{"role": …, "content": …}`). If there is a chat template, a
+    text is a user's turn. The options are variables of the template.
 
-    Raises UserError for what is neither, and for messages without a template or as an end.
+    Raises UserError if the prompt is neither, and for messages without a template or with `part="end"`.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str):
@@ -117,40 +118,41 @@ def content_span(
     /,
     **options: Any,
 ) -> tuple[int, int]:
-    """Return the indices of the first token that shows a message's content and of the one after the last. `tokens` are
-    those that the chat template makes of all messages. A token with text of the template, too, counts as content.
+    """Return the span (start, end) of the tokens that show a message's content. `tokens` are the tokens of all messages
+    in the chat template. A token with text of both the template and the content counts as content.
 
     Raises UserError if the template does not show the content exactly once.
     """
-    other = [dict(one) for one in messages]
+    other = [dict(message) for message in messages]
     other[index]["content"] = PLACE
-    placed = PLACE.join(around(tokenizer, other, **options))
-    return difference(tokens, token_ids(tokenizer, placed))
+    text = PLACE.join(around(tokenizer, other, **options))
+    return differing_span(tokens, token_ids(tokenizer, text))
 
 
-def difference(one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
-    """Return the span of one row of tokens that is not as in another, between the first and the last tokens that they
-    have in common."""
-    start = common(one, other)
-    return start, len(one) - common(one[start:][::-1], other[start:][::-1])
+def differing_span(tokens: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
+    """Return the span of `tokens` between the longest prefix and the longest suffix that they share with `other`."""
+    start = common_prefix(tokens, other)
+    return start, len(tokens) - common_prefix(tokens[start:][::-1], other[start:][::-1])
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many first tokens two rows have in common."""
+def common_prefix(tokens: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two rows of tokens."""
     return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        (i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b),
+        min(len(tokens), len(other)),
     )
 
 
-def turns_end(tokenizer: Any, prompt: Any, /, **options: Any) -> int:
-    """Return how many of the first tokens of `encode` do not depend on the generation prompt, which is what a template
-    shows after the last turn where the model is to answer."""
-    both = [encode(tokenizer, prompt, "whole", **options, add_generation_prompt=x) for x in (True, False)]
-    return common(*both)
+def stable_prefix_length(tokenizer: Any, prompt: Any, /, **options: Any) -> int:
+    """Return the number of first tokens of `encode` that do not depend on the generation prompt (the text that a
+    template adds after the last turn when the model is to answer)."""
+    with_prompt = encode(tokenizer, prompt, "whole", **options, add_generation_prompt=True)
+    without = encode(tokenizer, prompt, "whole", **options, add_generation_prompt=False)
+    return common_prefix(with_prompt, without)
 
 
 def is_chat(prompt: Any) -> bool:
-    """Return True for what looks like a chat's messages."""
+    """Return True if a prompt looks like the messages of a chat."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
@@ -165,13 +167,15 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:
-    def is_message(one: Any) -> bool:
-        return isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+    def is_message(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(
+            isinstance(value.get(key), str) for key in ("role", "content")
+        )
 
     if not is_chat(prompt) or not all(map(is_message, prompt)):
         raise UserError(
             f"a prompt is a text or a chat, [{{'role': 'user', 'content': …}}], got {shown(prompt)}"
         )
-    for one in prompt:
-        check_unicode(one["content"])
-    return [dict(one) for one in prompt]
+    for message in prompt:
+        check_unicode(message["content"])
+    return [dict(message) for message in prompt]

@@ -1,4 +1,5 @@
-"""The shape of a model, read from a Hugging Face `config.json` or a GGUF file, and written as the former."""
+"""The sizes and flags of a model. They are read from a Hugging Face `config.json` or a GGUF file, and written as a
+`config.json`."""
 
 import dataclasses
 import functools
@@ -12,7 +13,7 @@ from jaxtyping import Float32, Int
 
 from kvjax.errors import LARGEST_INT, UserError, shown, warn
 from kvjax.models import fp8
-from kvjax.models.adapter import base_of
+from kvjax.models.adapter import base_path
 from kvjax.models.families import FAMILIES, MULTIMODAL, Family
 from kvjax.models.families.windows import FULL, SLIDING
 from kvjax.models.gguf_config import config_keys
@@ -32,7 +33,7 @@ ACTIVATIONS = {
 }
 
 
-_MOST = {
+_LARGEST_SIZES = {
     "vocab_size": 2**24,
     "num_layers": 10_000,
     "width": 2**24,
@@ -42,12 +43,12 @@ _MOST = {
     "head_dim": 2**16,
     "max_position": LARGEST_INT,
 }
-"""The largest sizes of a model, far beyond those of any that exists: a small file must not cause unlimited work."""
+"""The largest sizes that are accepted, far beyond any existing model: a small file must not cause unlimited work."""
 
-WHOLE = "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config"
-"""Keys of a multimodal model that are those of its text model, too."""
+SHARED_KEYS = "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config"
+"""Keys of a multimodal model's config that also apply to its text model."""
 
-OWN = {
+FAMILY_FIELDS = {
     "qk_norm": False,
     "attention_bias": False,
     "attention_out_bias": False,
@@ -65,7 +66,7 @@ OWN = {
     "embed_factor": 1.0,
     "query_factor": 1.0,
 }
-"""Fields of `ModelConfig` that only some families set, and their values in the others."""
+"""Fields of `ModelConfig` that only some families set, with their values for all other families."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +74,8 @@ class ModelConfig:
     """Sizes and flags of a decoder.
 
     Raises:
-        UserError: a number out of its range, query heads that the kv heads do not divide, an odd head_dim, an unknown
-            activation or rope type.
+        UserError: a number is out of range, the kv heads do not divide the query heads, head_dim is odd, or the
+            activation or rope type is unknown.
     """
 
     vocab_size: int
@@ -84,7 +85,7 @@ class ModelConfig:
     width: int
     """The width of the residual stream (`hidden_size`)."""
     mlp_width: int
-    """The width of the hidden layer of the MLP (`intermediate_size`), or of one expert."""
+    """The width of the hidden layer of the MLP or of one expert (`intermediate_size`)."""
     num_heads: int
     """Query heads of a layer."""
     num_kv_heads: int
@@ -98,11 +99,11 @@ class ModelConfig:
     no_rope: tuple[int, ...] = ()
     """The layers without RoPE (NoPE)."""
     sliding_window: int = 0
-    """Tokens that a sliding-window layer sees, the query's own included; 0: there are no such layers."""
+    """The number of tokens that a sliding-window layer sees, including the query's; 0 if there are no such layers."""
     sliding_layers: tuple[int, ...] = ()
     """The layers with a sliding window, in order. The others see all tokens (full attention)."""
     sliding_rope: RopeConfig | None = None
-    """The rotary position embeddings of the sliding-window layers; None: those of the others."""
+    """The rotary position embeddings of the sliding-window layers; None: the same as in the other layers."""
     qk_norm: bool = False
     """True if queries and keys are normalised before RoPE."""
     attention_bias: bool = False
@@ -112,60 +113,63 @@ class ModelConfig:
     mlp_bias: bool = False
     """True if the MLP's projections have biases."""
     norm_offset: float = 0.0
-    """The number that is added to the weights of RMS norms."""
+    """The number added to the weights of RMS norms."""
     post_norms: bool = False
-    """True if the outputs of attention and MLP are normalised, too, before they are added to the residual stream."""
+    """True if the outputs of attention and MLP are also normalised before they are added to the residual stream."""
     embed_factor: float = 1.0
-    """The factor of embeddings."""
+    """The factor that embeddings are multiplied by."""
     query_factor: float = 1.0
-    """The factor of queries, beyond attention's 1/√head_dim."""
+    """The factor that queries are multiplied by, in addition to attention's 1/√head_dim."""
     num_experts: int = 0
-    """MLPs of a layer (experts), of which a router chooses some for each token; 0: a layer has one MLP."""
+    """Experts of a layer; 0: a layer has one MLP and no router."""
     experts_per_token: int = 0
-    """Experts that are chosen for a token."""
+    """Experts that the router chooses for each token."""
     norm_expert_weights: bool = False
-    """True if the weights of the experts that are chosen are divided by their sum."""
+    """True if the weights of the chosen experts are divided by their sum."""
     expert_bias: bool = False
     """True if the router and the experts have biases."""
     swiglu: tuple[float, float] | None = None
-    """The slope and the limit of the clamped SwiGLU that takes the activation's place in experts; None: none does."""
+    """The slope and the limit of the clamped SwiGLU that experts use instead of `activation`; None: they use
+    `activation`."""
     attention_sinks: bool = False
-    """True if each query head has a logit of its own in every softmax (attention sinks without a key)."""
+    """True if each query head adds a learned logit to every softmax (an attention sink without a key)."""
     activation: str = "silu"
     """The MLP's activation, one of `ACTIVATIONS`."""
     weights: str | None = None
-    """The dtype of the layers' matrices if it has 8 bits: "int8" or "fp8"; None: that of the other parameters."""
+    """The 8-bit dtype of the layers' matrices, "int8" or "fp8"; None: the dtype of the other parameters."""
     weight_block: int = 0
-    """Inputs that share a scale of 8-bit weights; 0: all of them do."""
+    """The number of inputs that share a scale of 8-bit weights; 0: all inputs share one."""
     kv_cache_dtype: str | None = None
     """"int8": the cache holds int8 entries; None: in the dtype of activations."""
     head_order: tuple[tuple[int, ...], ...] | None = dataclasses.field(default=None, repr=False)
-    """For each layer with full attention, the model's own KV heads in the order of their places
-    (`kvjax.inference.placement`); None: their own order."""
+    """For each layer with full attention, the KV head (numbered as in the model's files) stored at each place
+    (`kvjax.inference.placement`); None: the order of the files."""
     tied: bool = False
     """True if the output head is the embedding table."""
     model_type: str = "llama"
     """Hugging Face's `model_type`, one of `FAMILIES`."""
     max_position: int = 4096
-    """The context that the model declares, or with dual chunk attention, which is not supported, its original
-    context."""
+    """The context length that the model declares; with dual chunk attention, which is not supported, the length of one
+    chunk."""
     bos_id: int | None = None
-    """The token that begins a text; None: there is none."""
+    """The token that begins a text; None: texts begin without one."""
     eos_ids: tuple[int, ...] = ()
     """Every token that ends a sequence."""
     turn_ends: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False, repr=False)
-    """The tokens of `eos_ids` that only the chat template names, and their ids."""
+    """The tokens of `eos_ids` that only the chat template names, with their ids."""
     name: str = dataclasses.field(default="", compare=False)
     """The path or hub id that the model was read from, for messages."""
 
     def __post_init__(self):
-        for name, most in _MOST.items():
-            if not 1 <= getattr(self, name) <= most:
-                bound = f"at least 1 and at most {most:,}" if getattr(self, name) > most else "at least 1"
+        for name, largest in _LARGEST_SIZES.items():
+            if not 1 <= getattr(self, name) <= largest:
+                bound = (
+                    f"at least 1 and at most {largest:,}" if getattr(self, name) > largest else "at least 1"
+                )
                 raise UserError(f"{name} must be {bound}, got {getattr(self, name)}")
-        if self.num_heads * self.head_dim > _MOST["width"]:
+        if self.num_heads * self.head_dim > _LARGEST_SIZES["width"]:
             raise UserError(
-                f"{self.num_heads:,} heads of {self.head_dim:,}, expected at most {_MOST['width']:,} in all"
+                f"{self.num_heads:,} heads of {self.head_dim:,}, expected at most {_LARGEST_SIZES['width']:,} in all"
             )
         if not 0 <= self.norm_eps < 1:
             raise UserError(f"norm_eps must be at least 0 and below 1, got {self.norm_eps:g}")
@@ -176,8 +180,8 @@ class ModelConfig:
             raise UserError(f"{self.num_kv_heads} kv heads do not divide {self.num_heads} query heads")
         if self.head_dim % 2:
             raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings need an even one")
-        if not 0 <= self.num_experts <= (most := _MOST["num_heads"]):
-            raise UserError(f"num_experts must be at least 0 and at most {most:,}, got {self.num_experts}")
+        if not 0 <= self.num_experts <= (largest := _LARGEST_SIZES["num_heads"]):
+            raise UserError(f"num_experts must be at least 0 and at most {largest:,}, got {self.num_experts}")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise UserError(
                 f"experts_per_token must be at least 1 and at most {self.num_experts}, got {self.experts_per_token}"
@@ -218,29 +222,30 @@ class ModelConfig:
         for name, size in inputs.items():
             if size % self.weight_block:
                 raise UserError(
-                    f"{name} must be a multiple of {self.weight_block} with such blocks, got {size}"
+                    f"{name} must be a multiple of {self.weight_block}, the size of weight blocks, got {size}"
                 )
 
     @property
     def slides(self) -> tuple[bool, ...]:
         """For each layer, True if it has a sliding window."""
-        own = frozenset(self.sliding_layers)
-        return tuple(layer in own for layer in range(self.num_layers))
+        sliding = frozenset(self.sliding_layers)
+        return tuple(layer in sliding for layer in range(self.num_layers))
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers with full attention: those that have retained entries, and that policies see."""
+        """The layers with full attention. Only these have retained entries, and only these are visible to policies."""
         return tuple(layer for layer, slides in enumerate(self.slides) if not slides)
 
     @property
     def head_at_place(self) -> Int[np.ndarray, "l k"]:
-        """The model's own KV head at each place, for each layer with full attention."""
-        plain = np.tile(np.arange(self.num_kv_heads, dtype=np.int32), (self.num_full_layers, 1))
-        return plain if self.head_order is None else np.array(self.head_order, np.int32)
+        """The KV head (numbered as in the model's files) at each place, for each layer with full attention."""
+        if self.head_order is not None:
+            return np.array(self.head_order, np.int32)
+        return np.tile(np.arange(self.num_kv_heads, dtype=np.int32), (self.num_full_layers, 1))
 
     @property
     def place_of_head(self) -> Int[np.ndarray, "l k"]:
-        """The place of each of the model's own KV heads: the inverse of `head_at_place`."""
+        """The place of each KV head: the inverse of `head_at_place`."""
         return np.argsort(self.head_at_place).astype(np.int32)
 
     @property
@@ -255,20 +260,21 @@ class ModelConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the model is for: what it declares, or what its rope was stretched to."""
+        """The longest sequence in tokens: the declared context, or the context that RoPE is stretched to if that is
+        longer."""
         return max(self.max_position, int(self.rope.factor * self.rope.original_length), self.rope.length)
 
     @property
     def layer_names(self) -> dict[str, str]:
-        """Hugging Face's names of a layer's own arrays. Arrays of one name follow one another in the rows of one
-        tensor."""
+        """Hugging Face's names of a layer's unfused arrays. Arrays that share a name are stored one after another in
+        the rows of one tensor."""
         return FAMILIES[self.model_type].layer_names
 
     def with_weights(self, weights: str | None) -> "ModelConfig":
-        """Return the configuration of the model with its layers' matrices stored so; None: as they are in its files.
+        """Return the configuration with the layers' matrices in this dtype; None keeps the dtype of the files.
 
         Raises:
-            UserError: an unknown dtype, or another one than that of files that have 8 bits.
+            UserError: the dtype is unknown, or the files hold another 8-bit dtype.
         """
         if weights is None or weights == self.weights:
             return self
@@ -279,11 +285,11 @@ class ModelConfig:
         return dataclasses.replace(self, weights=weights)
 
     def rotation(self) -> tuple[Float32[np.ndarray, "l pairs"], Float32[np.ndarray, " l"]]:
-        """Return, by layer with full attention, RoPE's radians per position of each rotated pair, and the factor of
-        cosines and sines."""
-        turned = np.isin(self.full_layers, self.no_rope, invert=True)
-        scale = np.where(turned, attention_scaling(self.rope), 1.0)
-        frequencies = turned[:, None] * inverse_frequencies(self.rope, self.head_dim)
+        """Return RoPE's radians per position of each rotated pair and the factor of cosines and sines, for each layer
+        with full attention."""
+        has_rope = np.isin(self.full_layers, self.no_rope, invert=True)
+        scale = np.where(has_rope, attention_scaling(self.rope), 1.0)
+        frequencies = has_rope[:, None] * inverse_frequencies(self.rope, self.head_dim)
         return frequencies.astype(np.float32), scale.astype(np.float32)
 
 
@@ -295,32 +301,33 @@ def read_config(
 ) -> ModelConfig:
     """Read the configuration of a model from a folder's `config.json` or from the metadata of a GGUF file.
 
-    An adapter's folder has the config of its base model. Tied embeddings count as untied where the folder's weights
-    hold a head of other values.
+    For an adapter, the config of its base model is read. Tied embeddings count as untied if the folder's weights hold
+    an output head with other values.
 
-    A folder's eos ids are those of `generation_config.json`, or of `config.json` if that names none, and the token with
-    which its chat template ends a turn.
+    The eos ids of a folder come from `generation_config.json`, or from `config.json` if the former names none. The
+    token with which the chat template ends a turn is added to them.
 
-    A sliding window that is as long as the context is full attention.
+    A sliding window as long as the context counts as full attention.
 
     Args:
-        folder: holds `config.json`; or the GGUF file.
-        max_length: the longest sequence that will be run. Used by rope type "dynamic" alone, whose frequencies grow
-            with it; by default the model's own `max_position_embeddings`.
+        folder: a folder with `config.json`, or a GGUF file.
+        max_length: the longest sequence that will be run. Only the rope types "dynamic" and "longrope" use it, since
+            their frequencies depend on it; by default `max_position_embeddings`.
         weights: as in `ModelConfig.with_weights`.
         kv_cache_dtype: as in `ModelConfig`.
 
     Raises:
-        UserError: no such file, a key missing or of the wrong kind, and whatever is not supported, by name.
+        UserError: the file does not exist, a key is missing or has the wrong type, or the file asks for something that
+            is not supported.
     """
-    folder = base_of(Path(folder))
+    folder = base_path(Path(folder))
     keys = config_keys(GgufFile.read(folder)) if is_gguf(folder) else JsonObject.read(folder / "config.json")
     model_type = keys.get("model_type", str)
     if model_type in MULTIMODAL:
-        inner = keys.get("text_config", dict)
+        text_config = keys.get("text_config", dict)
         model_type = MULTIMODAL[model_type].model_type
-        whole = {name: keys.data[name] for name in WHOLE if keys.data.get(name) is not None}
-        keys = JsonObject(inner | whole | {"model_type": model_type}, f"{keys.where}: text_config")
+        shared = {name: keys.data[name] for name in SHARED_KEYS if keys.data.get(name) is not None}
+        keys = JsonObject(text_config | shared | {"model_type": model_type}, f"{keys.where}: text_config")
     if model_type not in FAMILIES:
         raise keys.error(
             f"model_type {model_type!r} is not supported, only {', '.join([*FAMILIES, *MULTIMODAL])}"
@@ -331,16 +338,16 @@ def read_config(
     method = quantisation.get("quant_method", str, None)
     if quantisation.data and method not in ("fp8", *family.quantised):
         raise keys.error(
-            "quantized weights (quantization_config) are not supported but for FP8 in blocks: pass the unquantized "
+            "quantized weights (quantization_config) are not supported, except FP8 in blocks: pass the unquantized "
             "model, which weights='int8' quantizes, or a GGUF file"
         )
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     generation = folder / "generation_config.json"
     eos = JsonObject.read(generation).ids("eos_token_id") if os.path.lexists(generation) else []
     eos = eos or keys.ids("eos_token_id")
-    # those of a GGUF file are among its keys
+    # `config_keys` has already added the turn ends of a GGUF file to its eos ids
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
-    added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
+    added_ends = {token: id_ for token, id_ in ends.items() if id_ not in eos}
     tied = keys.get("tie_word_embeddings", bool, False)
     if tied and not is_gguf(folder) and has_own_head(folder, family.text_tensors):
         tied = False
@@ -349,7 +356,7 @@ def read_config(
             "the file's head is used",
             stacklevel=1,
         )
-    read: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "vocab_size": keys.get("vocab_size", int),
         "num_layers": keys.get("num_hidden_layers", int),
         "width": width,
@@ -364,13 +371,13 @@ def read_config(
         "model_type": model_type,
         "max_position": _trained_context(keys),
         "bos_id": keys.get("bos_token_id", int, None),
-        "eos_ids": tuple(sorted({*eos, *added.values()})),
-        "turn_ends": tuple(added.items()),
+        "eos_ids": tuple(sorted({*eos, *added_ends.values()})),
+        "turn_ends": tuple(added_ends.items()),
     } | family.fields(keys)
     if method == "fp8":
-        read |= fp8.fields(quantisation)
+        fields |= fp8.fields(quantisation)
     try:
-        config = ModelConfig(**read)
+        config = ModelConfig(**fields)
     except UserError as error:
         raise keys.error(str(error)) from None
     if (file := keys.get("transformers_weights", str, None)) not in (None, "model.safetensors"):
@@ -384,7 +391,7 @@ def read_config(
 
 
 def warn_of_turn_ends(config: ModelConfig) -> None:
-    """Warn of the tokens that end an answer although the model's files do not name them as its end."""
+    """Warn about tokens that end an answer only because the chat template ends a turn with them."""
     if not config.turn_ends:
         return
     added = {id_ for _, id_ in config.turn_ends}
@@ -398,19 +405,19 @@ def warn_of_turn_ends(config: ModelConfig) -> None:
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the `config.json` of a model whose weights are `dtype`, as transformers 4 and 5 read it.
+    """Return the `config.json` of a model with weights in `dtype`, in a form that transformers 4 and 5 read.
 
-    A "dynamic" rope is written as Hugging Face has it, not fixed at a length.
+    A "dynamic" rope is written in Hugging Face's form, without the length that kvjax fixes it at.
 
     Raises:
-        UserError: flags that the model's `model_type` does not have, so that transformers would run another model.
+        UserError: the `model_type` does not support one of the flags, so transformers would run another model.
     """
     if config.model_type not in FAMILIES:
         raise UserError(
             f"model_type {config.model_type!r} has no Hugging Face class, only {', '.join(FAMILIES)}"
         )
     family = FAMILIES[config.model_type]
-    written = {
+    keys = {
         "architectures": [family.architecture],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -434,36 +441,39 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         raise UserError(
             f"models with {config.weights} weights are read, but not written: write the model they were made from"
         )
-    keys = JsonObject({**family.defaults, **written}, "config.json")
-    window, layers = _windows(keys, family, config)
-    read = OWN | {"sliding_window": window, "sliding_layers": layers} | family.fields(keys)
+    written = JsonObject({**family.defaults, **keys}, "config.json")
+    window, layers = _windows(written, family, config)
+    expected = FAMILY_FIELDS | {"sliding_window": window, "sliding_layers": layers} | family.fields(written)
     wrong = [
-        f"{name}={getattr(config, name)}" for name, value in read.items() if getattr(config, name) != value
+        f"{name}={getattr(config, name)}"
+        for name, value in expected.items()
+        if getattr(config, name) != value
     ]
-    if family.rope(keys, None).share != config.rope.share:
+    if family.rope(written, None).share != config.rope.share:
         wrong.append(f"partial_rotary_factor={config.rope.share:g}")
     if wrong:
         raise UserError(f"a {config.model_type} model cannot have {', '.join(wrong)}")
-    return written
+    return keys
 
 
 def _trained_context(keys: JsonObject) -> int:
-    """Return the declared context, or the part of it that full attention reaches: one chunk of dual chunk attention."""
+    """Return the declared context length, or the length of one chunk with dual chunk attention, since full attention
+    reaches no further."""
     declared, name = keys.get("max_position_embeddings", int), "dual_chunk_attention_config"
     chunks = JsonObject(keys.get(name, dict, {}), f"{keys.where}: {name}")
     return min(declared, chunks.get("original_max_position_embeddings", int, declared))
 
 
 def _windows(keys: JsonObject, family: Family, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
-    """Return the sliding window and the layers that have it, as transformers reads the same keys; 0 and none where
+    """Return the sliding window and the layers that have it, as transformers reads the same keys. It is (0, ()) if
     every layer sees the whole context."""
     window, layers = family.windows(keys)
     kinds = [str(kind) for kind in keys.get("layer_types", list, [])]
-    hides = (keys.get("sliding_window", int, None) or 0) < config.longest
-    known = {FULL} if hides and not layers else {FULL, SLIDING}
-    if others := sorted(set(kinds) - known):
+    is_limiting = (keys.get("sliding_window", int, None) or 0) < config.longest
+    supported = {FULL} if is_limiting and not layers else {FULL, SLIDING}
+    if others := sorted(set(kinds) - supported):
         raise keys.error(
-            f"layer_types has {', '.join(others[:3])[:200]}; only {' and '.join(sorted(known))} is supported"
+            f"layer_types has {', '.join(others[:3])[:200]}; only {' and '.join(sorted(supported))} is supported"
         )
     if kinds and len(kinds) < config.num_layers:
         raise keys.error(f"layer_types names {len(kinds)} layers, expected {config.num_layers}")

@@ -1,4 +1,4 @@
-"""Mixtures of experts on one device: the products of tokens with the experts that were chosen for them."""
+"""Mixtures of experts on one device: products of tokens with the experts chosen for them."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ from pallas_kernels.eight_bits import dequantised
 from pallas_kernels.varying import alike
 
 BLOCK = 32
-"""Rows of one expert that are multiplied at a time, where there is no grouped product."""
+"""Rows of one expert that are multiplied at a time on platforms without a grouped product."""
 
 
-def mixed(
+def mix_experts(
     x: Float[Array, "b t d"],
     weight: Float[Array, "b t n"],
     chosen: Int[Array, "b t n"],
@@ -24,16 +24,16 @@ def mixed(
     activate: Callable[[Float32[Array, "pairs f2"]], Float[Array, "pairs f"]],
     index: Int[Array, ""] | None,
 ) -> Float32[Array, "b t d"]:
-    """Return the weighted sum of the outputs of the experts that are here.
+    """Return the weighted sum of the outputs of this device's experts.
 
     Args:
         weight: the weight of each chosen expert.
-        chosen: the chosen experts; those outside the range of `gate_up` are another device's.
-        gate_up: the experts' matrices, one below another: [experts · inputs, outputs], scales [experts · blocks,
+        chosen: the chosen experts; numbers outside the range of `gate_up` are experts of another device.
+        gate_up: the experts' matrices, stacked along the inputs: [experts · inputs, outputs], scales [experts · blocks,
             outputs] and biases [experts, outputs].
-        down: likewise.
+        down: the experts' output matrices, stacked in the same way.
         activate: returns the experts' hidden layer from the product with `gate_up`.
-        index: the layer, if the matrices are those of all layers.
+        index: the layer, if the matrices are stacked over all layers.
     """
     width, count = x.shape[-1], gate_up.weight.shape[-2] // x.shape[-1]
     expert = jnp.where((chosen >= 0) & (chosen < count), chosen, count).reshape(-1)
@@ -59,39 +59,40 @@ def mixed(
 def _grouped(
     x: Float[Array, "p i"], matrices: Matrix, sizes: Int[Array, " n"], first: Int[Array, ""]
 ) -> Float32[Array, "p o"]:
-    """Return the products of n groups of rows with n matrices, the `first` of which is a group's, without biases. Rows
-    behind the last group are unspecified.
+    """Return the products of n groups of rows with n consecutive matrices, beginning at the `first`, without biases.
+    Rows after the last group are unspecified.
 
     `matrices`: weights [matrices, inputs, outputs] and scales [matrices, blocks, outputs].
     """
     weight, scale, _ = matrices
     rows, count = x.shape[0], sizes.shape[0]
     if target().platform == "tpu":
-        own = jax.lax.dynamic_slice_in_dim(weight, first, count)
+        local = jax.lax.dynamic_slice_in_dim(weight, first, count)
         if scale is not None:
-            own = dequantised(own, jax.lax.dynamic_slice_in_dim(scale, first, count), x.dtype)
-        return jax.lax.ragged_dot(x, own, sizes, preferred_element_type=jnp.float32)
-    # elsewhere that would multiply every row with every matrix
-    need = -(-sizes // BLOCK)
-    stop, before = jnp.cumsum(need), jnp.cumsum(sizes) - sizes
-    # of each group at most one block is not full
+            local = dequantised(local, jax.lax.dynamic_slice_in_dim(scale, first, count), x.dtype)
+        return jax.lax.ragged_dot(x, local, sizes, preferred_element_type=jnp.float32)
+    # on other platforms ragged_dot multiplies every row with every matrix
+    blocks = -(-sizes // BLOCK)
+    block_ends, rows_before = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
+    # each group has at most one partial block
     block = jnp.arange(rows // BLOCK + min(count, rows))
-    group = jnp.searchsorted(stop, block, side="right")
-    at = jnp.minimum(group, count - 1)
-    start = jnp.where(group < count, before[at] + (block - (stop - need)[at]) * BLOCK, rows)
+    group = jnp.searchsorted(block_ends, block, side="right")
+    index = jnp.minimum(group, count - 1)
+    start = rows_before[index] + (block - (block_ends - blocks)[index]) * BLOCK
+    start = jnp.where(group < count, start, rows)
     x = jnp.pad(x, ((0, BLOCK), (0, 0)))
 
-    def one(y, inputs):
-        start, at = inputs
-        own = jax.lax.dynamic_slice_in_dim(x, start, BLOCK)
-        matrix = weight[first + at]
+    def multiply_block(y, inputs):
+        start, index = inputs
+        block_rows = jax.lax.dynamic_slice_in_dim(x, start, BLOCK)
+        matrix = weight[first + index]
         if scale is not None:
-            matrix = dequantised(matrix, scale[first + at], x.dtype)
-        product = jnp.dot(own, matrix, preferred_element_type=jnp.float32)
-        # what a block writes behind its group, the next one overwrites
+            matrix = dequantised(matrix, scale[first + index], x.dtype)
+        product = jnp.dot(block_rows, matrix, preferred_element_type=jnp.float32)
+        # the next block overwrites the rows that this one writes past the end of its group
         return jax.lax.dynamic_update_slice_in_dim(y, product, start, 0), None
 
     y = jnp.zeros((rows + BLOCK, weight.shape[-1]), jnp.float32)
     # a backward pass would keep a copy of a matrix for each block
-    one = jax.checkpoint(one, prevent_cse=False)
-    return jax.lax.scan(one, alike(y, x, weight, start)[0], (start, at))[0][:rows]
+    multiply_block = jax.checkpoint(multiply_block, prevent_cse=False)
+    return jax.lax.scan(multiply_block, alike(y, x, weight, start)[0], (start, index))[0][:rows]

@@ -1,5 +1,5 @@
-"""Folders whose matrices are 8-bit floats (e4m3) with a scale for each block, as DeepSeek-V3 (arXiv:2412.19437, section
-3.3) has them and Qwen3-8B-FP8 is written: `weight_scale_inv` is multiplied with the numbers of `weight`."""
+"""Folders whose matrices are 8-bit floats (e4m3) with a scale for each block, as in DeepSeek-V3 (arXiv:2412.19437,
+section 3.3) and Qwen3-8B-FP8. The numbers in `weight` are multiplied by `weight_scale_inv`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from kvjax.models.names import SCALES
 from kvjax.models.tensor_files import TensorInFile
 
 WEIGHT_BLOCK = 128
-"""Inputs, and outputs, that share a scale."""
+"""The number of inputs and of outputs that share a scale."""
 
 
 def fields(keys: JsonObject) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def fields(keys: JsonObject) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ScalesByRow(TensorInFile):
-    """The scales of a matrix [outputs, blocks of inputs], repeated for each of the outputs of a block."""
+    """The scales of a matrix as [outputs, blocks of inputs], with each row repeated for all outputs of its block."""
 
     blocks: TensorInFile
     """The scales as they are stored, [blocks of outputs, blocks of inputs]."""
@@ -44,19 +44,19 @@ class ScalesByRow(TensorInFile):
 
 
 def with_scales_by_row(stored: Mapping[str, TensorInFile]) -> dict[str, TensorInFile]:
-    """Return a folder's tensors with the scales of each matrix by its rows.
+    """Return a folder's tensors with the scales of each matrix repeated for all its rows.
 
     Raises:
-        UserError: scales that are not those of the matrix beside them.
+        UserError: scales do not have the shape that their matrix needs.
     """
-    found = dict(stored)
+    tensors = dict(stored)
     for name, scales in stored.items():
         matrix = stored.get(name.removesuffix(SCALES))
         if not name.endswith(SCALES) or matrix is None:
             continue
-        wanted = tuple(-(-size // WEIGHT_BLOCK) for size in matrix.shape)
-        if scales.shape != wanted or len(wanted) != 2:
-            raise UserError(f"{scales.file}: {scales.name} is {scales.shape}, expected {wanted}")
+        expected = tuple(-(-size // WEIGHT_BLOCK) for size in matrix.shape)
+        if scales.shape != expected or len(expected) != 2:
+            raise UserError(f"{scales.file}: {scales.name} is {scales.shape}, expected {expected}")
         shape = matrix.shape[0], scales.shape[1]
-        found[name] = ScalesByRow(scales.name, scales.file, shape, scales.kind, scales)
-    return found
+        tensors[name] = ScalesByRow(scales.name, scales.file, shape, scales.kind, scales)
+    return tensors

@@ -1,9 +1,9 @@
-"""Headers of GGUF files (llama.cpp's), and rows of their tensors, dequantised as they are read.
+"""GGUF files (llama.cpp's format): their headers, and rows of their tensors, dequantised as they are read.
 
-Format: ggml's docs/gguf.md, versions 2 and 3, little-endian. The header is read here and not by the package `gguf`,
-whose reader makes arrays of every token of the vocabulary: 6 seconds and 150 MiB for 49,152 tokens.
+The format is described in ggml's docs/gguf.md; versions 2 and 3, little-endian, are read. The header is not read with
+the package `gguf`, whose reader makes an array of every token: 6 seconds and 150 MiB for 49,152 tokens.
 
-A file may come from anybody. Every count in it is held against its size or a bound before any work depends on it.
+Files are not trusted. Every count in them is checked against the file's size or a bound before any work depends on it.
 """
 
 import dataclasses
@@ -27,40 +27,41 @@ from kvjax.models.tensor_files import TensorInFile
 FLOATS = ("F32", "F16", "BF16")
 QUANTISATIONS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
-"""Tensors of LongRoPE's factors, and their keys in `config.json`."""
+"""The tensors of LongRoPE's factors, and their keys in `config.json`."""
 _ROWS = 256
-"""Rows that are dequantised at a time: the package needs a few times their size."""
+"""The number of rows dequantised at a time: the package `gguf` needs a few times their memory."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_VALUES = 1 << 22
-"""Values of an array in the metadata. The largest vocabularies have 300,000 tokens and 600,000 merges."""
+"""The maximum number of values of an array in the metadata. The largest vocabularies have 300,000 tokens and 600,000
+merges."""
 _MOST_AXES = 4
-"""Axes of a tensor, as in ggml."""
-_ELSE = {
+"""The maximum number of axes of a tensor, as in ggml."""
+_OTHER_KINDS = {
     "adapter": "a LoRA adapter: merge it into its base model first (llama-export-lora)",
     "mmproj": "the projector of a multimodal model: pass the file of its language model",
     "imatrix": "an importance matrix for quantisation",
 }
-"""Kinds of GGUF files that hold no language model, by `general.type`."""
+"""Kinds of GGUF files without a language model, by `general.type`."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if the path is meant as a GGUF file."""
+    """Return True if the path has the suffix of GGUF files."""
     return path.suffix.lower() == ".gguf"
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor(TensorInFile):
-    """One tensor of a GGUF file. Its rows are read as `kind`."""
+    """One tensor of a GGUF file. Its rows are read in the dtype `kind`."""
 
     quantisation: Any
-    """The file's own type of the tensor."""
+    """The type of the tensor in the file."""
     blocks: np.ndarray
-    """Its bytes, [rows, bytes of a row]."""
+    """The tensor's bytes, [rows, bytes per row]."""
     order: np.ndarray | None = None
-    """The order of the rows, where the file permutes them."""
+    """The row of the file for each row of the tensor; None if they are in the same order."""
     offset: float = 0.0
-    """The number that the file adds to its values."""
+    """The number that the file adds to the values."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
         """Fill `out` as `TensorInFile.fill` does, dequantised by the package `gguf`."""
@@ -70,16 +71,15 @@ class GgufTensor(TensorInFile):
         for first in range(start, stop, _ROWS):
             rows = slice(first, min(first + _ROWS, stop))
             stored = self.blocks[rows if self.order is None else self.order[rows]]
-            into = out[first - start : rows.stop - start]
-            into[...] = dequantize(stored, self.quantisation).reshape(into.shape) - self.offset
+            target = out[first - start : rows.stop - start]
+            target[...] = dequantize(stored, self.quantisation).reshape(target.shape) - self.offset
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """The header of a GGUF file: its metadata by name, and its tensors by their names in llama.cpp."""
+    """The header of a GGUF file."""
 
     path: Path
-    """The path of the file."""
     metadata: JsonObject
     """The metadata by name."""
     tensors: dict[str, GgufTensor]
@@ -87,11 +87,11 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> "GgufFile":
-        """Read the header; no tensor's bytes are touched.
+        """Read the header. No tensor's bytes are read.
 
         Raises:
-            UserError: no GGUF file or not a whole one, one of several files, no language model, an architecture or a
-                quantisation that is not supported, the package `gguf` is not installed.
+            UserError: the file is not GGUF, is cut off, is a part of a split file or holds no language model; its
+                architecture or quantisation is not supported; or the package `gguf` is not installed.
         """
         check_regular(path)
         try:
@@ -99,106 +99,111 @@ class GgufFile:
                 cursor = _Cursor(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: cannot be read as a GGUF file ({error})") from None
-        _check_begin(path, cursor.data[:64])
-        cursor.at = 8
+        _check_signature(path, cursor.data[:64])
+        cursor.position = 8
         try:
             count, pairs = cursor.numbers("Q", 2)
-            metadata = _unique("the key", (cursor.pair() for _ in range(pairs)))
+            values = _unique("the key", (cursor.pair() for _ in range(pairs)))
             infos = _unique("the tensor", (cursor.tensor() for _ in range(count)))
         except (struct.error, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not a whole GGUF file, it may be cut off ({error})") from None
         except ValueError as error:
             raise UserError(f"{path}: not a valid GGUF file ({error})") from None
-        known = JsonObject(metadata, str(path))
-        _check_kind(known)
+        metadata = JsonObject(values, str(path))
+        _check_kind(metadata)
         for name in ("tokens", "merges"):
-            if not all(isinstance(x, str) for x in known.get(f"tokenizer.ggml.{name}", list, [])[:1]):
-                raise known.error(f"tokenizer.ggml.{name} must be a list of strings")
-        align = known.get("general.alignment", int, 32)
+            if not all(isinstance(x, str) for x in metadata.get(f"tokenizer.ggml.{name}", list, [])[:1]):
+                raise metadata.error(f"tokenizer.ggml.{name} must be a list of strings")
+        align = metadata.get("general.alignment", int, 32)
         if align < 1 or align & (align - 1):
-            raise known.error(f"general.alignment must be a power of two, got {align}")
-        return cls(path, known, _tensors(path, cursor.data, -(-cursor.at // align) * align, align, infos))
+            raise metadata.error(f"general.alignment must be a power of two, got {align}")
+        data_start = -(-cursor.position // align) * align
+        return cls(path, metadata, _tensors(path, cursor.data, data_start, align, infos))
 
     @property
     def architecture(self) -> str:
         return self.metadata.data["general.architecture"]
 
     def get(self, name: str, kind: type, *default: Any) -> Any:
-        """Return the architecture's own value of that name, such as `llama.block_count`."""
+        """Return the value of a key of the architecture, such as `block_count` for `llama.block_count`."""
         return self.metadata.get(f"{self.architecture}.{name}", kind, *default)
 
     def hugging_face_tensors(self) -> dict[str, TensorInFile]:
-        """Return the tensors by Hugging Face's names and in its layout. A tensor without such a name keeps its own."""
+        """Return the tensors by Hugging Face's names and in its layout. Tensors without such a name keep their GGUF
+        name."""
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         layers = self.get("block_count", int)
-        # names are made for every layer
+        # checked first, since names are made for every layer
         if not 0 <= layers <= len(self.tensors):
             raise self.metadata.error(
                 f"{self.architecture}.block_count is {layers}, but the file has {len(self.tensors)} tensors"
             )
         arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
-        known = get_tensor_name_map(arch, layers)
+        gguf_names = get_tensor_name_map(arch, layers)
         family = GGUF[self.architecture]
-        # the experts of a layer are one tensor
-        own = dict.fromkeys(name.replace(f".{EXPERT}", "") for name in family.layer_names.values())
-        wanted = [*TOP.values(), *(layer_name(name, layer) for layer in range(layers) for name in own)]
-        names = {known.get_name(name, (".weight", ".bias")): name for name in wanted}
+        # GGUF files hold the experts of a layer in one tensor
+        in_layer = dict.fromkeys(name.replace(f".{EXPERT}", "") for name in family.layer_names.values())
+        all_names = [
+            *TOP.values(),
+            *(layer_name(name, layer) for layer in range(layers) for name in in_layer),
+        ]
+        names = {gguf_names.get_name(name, (".weight", ".bias")): name for name in all_names}
         heads = self.get("attention.head_count", int)
         kv_heads = self.get("attention.head_count_kv", int, heads)
         experts = self.get("expert_count", int, 0) if family.gguf_experts else 0
-        # only in llama's files are the two elements of a rotated pair neighbours
+        # only llama's files store the two elements of a rotated pair next to each other
         permuted = {"attn_q": heads, "attn_k": kv_heads} if self.architecture == "llama" else {}
-        found: dict[str, TensorInFile] = {}
+        result: dict[str, TensorInFile] = {}
         for tensor in self.tensors.values():
-            part = tensor.name.split(".")[-2] if "." in tensor.name else ""
-            order = _halves(tensor.shape[0], permuted[part]) if part in permuted else None
+            module = tensor.name.split(".")[-2] if "." in tensor.name else ""
+            order = _halves(tensor.shape[0], permuted[module]) if module in permuted else None
             name = names.get(tensor.name, tensor.name)
-            if name in found:
+            if name in result:
                 raise self.metadata.error(f"the tensor {name} is there twice, once as {tensor.name}")
             offset = family.gguf_norm_offset if name.endswith("norm.weight") else 0.0
-            for own_name, own in _experts(tensor, name, experts):
-                found[own_name] = dataclasses.replace(own, name=own_name, order=order, offset=offset)
-        # their numbers are in the config
+            for part_name, part in _experts(tensor, name, experts):
+                result[part_name] = dataclasses.replace(part, name=part_name, order=order, offset=offset)
+        # the config already has these numbers
         for name in ("rope_freqs.weight", *FACTORS):
-            found.pop(name, None)
-        return found
+            result.pop(name, None)
+        return result
 
 
 def _experts(tensor: GgufTensor, name: str, experts: int) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the tensors of a layer's experts, given the one that holds them, by their Hugging Face names; any other
-    tensor is yielded as it is."""
+    """Yield the tensors of single experts with their Hugging Face names, given the tensor that holds all experts of a
+    layer. Any other tensor is yielded unchanged."""
     before, between, after = name.partition("mlp.experts.")
     if not between or len(tensor.shape) != 3 or tensor.shape[0] != experts:
         yield name, tensor
         return
     blocks = tensor.blocks.reshape(*tensor.shape[:2], -1)
     for expert in range(experts):
-        own = dataclasses.replace(tensor, shape=tensor.shape[1:], blocks=blocks[expert])
-        yield f"{before}{between}{expert}.{after}", own
+        matrix = dataclasses.replace(tensor, shape=tensor.shape[1:], blocks=blocks[expert])
+        yield f"{before}{between}{expert}.{after}", matrix
 
 
 def _halves(rows: int, heads: int) -> np.ndarray | None:
-    """Return, for each row of a Hugging Face projection, its place in llama.cpp's. Hugging Face's heads hold the first
-    elements of all pairs and then the second ones; in llama.cpp the two elements of a pair are neighbours. None for
-    rows that are no pairs of heads."""
+    """Return the row of llama.cpp's projection for each row of Hugging Face's. In Hugging Face a head holds the first
+    elements of all pairs and then the second elements; in llama.cpp the two elements of a pair are adjacent. None if
+    the rows are not pairs in each head."""
     if rows % (2 * heads):
         return None
     return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
 
 
-def _check_begin(path: Path, begin: bytes) -> None:
-    """Refuse what does not begin as a GGUF file of a version that is read."""
-    if begin[:4] != b"GGUF":
+def _check_signature(path: Path, first_bytes: bytes) -> None:
+    """Refuse a file that does not begin like a GGUF file of a supported version."""
+    if first_bytes[:4] != b"GGUF":
         kind = "not a GGUF file, it does not begin with GGUF"
-        if begin.startswith(b"version https://git-lfs"):
+        if first_bytes.startswith(b"version https://git-lfs"):
             kind = "a Git LFS pointer, not the GGUF file itself: git lfs pull fetches it"
-        elif begin.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"<"):
+        elif first_bytes.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"<"):
             kind = "a web page, not a GGUF file: download the file again"
         raise UserError(f"{path}: {kind}")
-    if len(begin) < 8:
-        raise UserError(f"{path}: not a whole GGUF file, it may be cut off (it has {len(begin)} bytes)")
-    (version,) = struct.unpack_from("<I", begin, 4)
+    if len(first_bytes) < 8:
+        raise UserError(f"{path}: not a whole GGUF file, it may be cut off (it has {len(first_bytes)} bytes)")
+    (version,) = struct.unpack_from("<I", first_bytes, 4)
     if version and not version & 0xFFFF:
         raise UserError(
             f"{path}: is a big-endian GGUF file, only little-endian ones are supported: gguf-convert-endian, of the "
@@ -209,8 +214,8 @@ def _check_begin(path: Path, begin: bytes) -> None:
 
 
 def _check_kind(metadata: JsonObject) -> None:
-    """Refuse parts of models and architectures that are not supported."""
-    # parts after the first have no other keys
+    """Refuse parts of split files, files without a language model, and unsupported architectures."""
+    # checked first, since parts after the first have no other keys
     parts = metadata.get("split.count", int, 1)
     if parts > 1:
         raise metadata.error(
@@ -221,27 +226,33 @@ def _check_kind(metadata: JsonObject) -> None:
     architecture = metadata.get("general.architecture", str, None)
     kind = "mmproj" if architecture == "clip" else kind
     if kind != "model":
-        raise metadata.error(f"is no language model but {_ELSE.get(kind, f'of general.type {kind!r}')}")
+        raise metadata.error(
+            f"is not a language model but {_OTHER_KINDS.get(kind, f'of general.type {kind!r}')}"
+        )
     if architecture is None:
         raise metadata.error("general.architecture is missing")
     if architecture not in GGUF:
         raise metadata.error(f"architecture {architecture!r} is not supported, only {', '.join(GGUF)}")
 
 
-def _unique(what: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a mapping. Raises ValueError for a name that is there twice."""
-    found: dict[str, Any] = {}
+def _unique(noun: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a mapping. Raises ValueError for a repeated name, which the message calls `noun`."""
+    mapping: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{what} {shown(name)} is there twice")
-        found[name] = value
-    return found
+        if name in mapping:
+            raise ValueError(f"{noun} {shown(name)} is there twice")
+        mapping[name] = value
+    return mapping
 
 
 def _tensors(
-    path: Path, data: mmap.mmap, begin: int, align: int, infos: dict[str, tuple[tuple[int, ...], int, int]]
+    path: Path,
+    data: mmap.mmap,
+    data_start: int,
+    align: int,
+    infos: dict[str, tuple[tuple[int, ...], int, int]],
 ) -> dict[str, GgufTensor]:
-    """Return the tensors, whose bytes are at offsets from `begin` on."""
+    """Return the tensors. The offsets in `infos` count from `data_start`."""
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ModuleNotFoundError:
@@ -249,7 +260,7 @@ def _tensors(
             f"{path}: GGUF files need the package gguf, which is not installed: pip install gguf"
         ) from None
     kinds = {kind.value: kind for kind in GGMLQuantizationType}
-    tensors, unknown, places = {}, {}, []
+    tensors, unknown, spans = {}, {}, []
     for name, (shape, number, offset) in infos.items():
         kind = kinds.get(number)
         label = kind.name if kind is not None else f"type {number}"
@@ -259,39 +270,39 @@ def _tensors(
             continue
         block, size = GGML_QUANT_SIZES[kind]
         row = math.prod(shape[1:])
-        # a row holds whole blocks, and so does a row of each of several experts
+        # blocks do not cross rows, nor the rows of single experts
         if not row * shape[0] or row % block or (len(shape) == 3 and shape[-1] % block) or offset % align:
             raise UserError(
                 f"{path}: the tensor {shown(name)} cannot have shape {shape} in {label} at offset {offset}"
             )
-        bytes_, start = shape[0] * row * size // block, begin + offset
+        bytes_, start = shape[0] * row * size // block, data_start + offset
         if start + bytes_ > len(data):
             raise UserError(
                 f"{path}: not a whole GGUF file, it may be cut off ({shown(name)} has shape {shape} in {label} and "
                 f"should end at byte {start + bytes_} of {len(data)})"
             )
-        places.append((start, start + bytes_, name))
+        spans.append((start, start + bytes_, name))
         blocks = np.frombuffer(data, np.uint8, bytes_, start).reshape(shape[0], -1)
         tensors[name] = GgufTensor(name, path, shape, label if label in FLOATS else "F32", kind, blocks)
     if unknown:
         named = ", ".join(f"{label} ({name})" for label, name in list(unknown.items())[:5])
         raise UserError(f"{path}: {named} is not supported, only {', '.join((*FLOATS, *QUANTISATIONS))}")
-    for (_, end, one), (start, _, other) in itertools.pairwise(sorted(places)):
+    for (_, end, name), (start, _, other) in itertools.pairwise(sorted(spans)):
         if start < end:
-            raise UserError(f"{path}: the tensors {shown(one)} and {shown(other)} overlap")
+            raise UserError(f"{path}: the tensors {shown(name)} and {shown(other)} overlap")
     return tensors
 
 
 class _Cursor:
-    """Reads a header's values one after another. Raises struct.error where the file ends."""
+    """A position in a header, whose values are read in order. Raises struct.error at the file's end."""
 
     def __init__(self, data: mmap.mmap):
-        self.data, self.at = data, 0
+        self.data, self.position = data, 0
 
     def numbers(self, code: str, count: int = 1) -> tuple:
         layout = struct.Struct(f"<{count}{code}")
-        values = layout.unpack_from(self.data, self.at)
-        self.at += layout.size
+        values = layout.unpack_from(self.data, self.position)
+        self.position += layout.size
         return values
 
     def text(self) -> str:
@@ -307,8 +318,8 @@ class _Cursor:
         (inner,), (count,) = self.numbers("I"), self.numbers("Q")
         # llama.cpp refuses arrays of arrays as well
         if inner == _ARRAY or count > _MOST_VALUES:
-            what = "arrays" if inner == _ARRAY else f"{count} values"
-            raise ValueError(f"an array of {what}, expected at most {_MOST_VALUES} numbers or strings")
+            content = "arrays" if inner == _ARRAY else f"{count} values"
+            raise ValueError(f"an array of {content}, expected at most {_MOST_VALUES} numbers or strings")
         if inner == _STRING:
             return [self.text() for _ in range(count)]
         return list(self.numbers(_scalar(inner), count))
@@ -318,8 +329,8 @@ class _Cursor:
         return name, self.value(*self.numbers("I"))
 
     def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-        """Return a tensor's name, and its shape with the rows first, the number of its quantisation and the offset of
-        its data."""
+        """Return a tensor's name and its shape (rows first), the number of its quantisation and the offset of its
+        data."""
         name, (axes,) = self.text(), self.numbers("I")
         if not 1 <= axes <= _MOST_AXES:
             raise ValueError(f"the tensor {shown(name)} has {axes} axes, expected 1 to {_MOST_AXES}")
@@ -327,7 +338,7 @@ class _Cursor:
 
 
 def _scalar(kind: int) -> str:
-    """Return the struct module's code for a type of numbers."""
+    """Return the code of the struct module for a type of numbers."""
     if kind not in _SCALARS:
         raise ValueError(f"a value of type {kind}, which GGUF does not have")
     return _SCALARS[kind]

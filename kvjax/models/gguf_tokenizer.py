@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file's metadata, as a tokenizer of transformers.
 
-transformers' own conversion is not used. It needs torch, and for a llama with a byte-level BPE it makes another
-tokenizer (5.2): digits are not split, the end token is the begin token, begin is always added, and five tokens are made
-up whose ids the model does not have.
+transformers' own conversion is not used. It needs torch, and it converts the byte-level BPE of a llama incorrectly (in
+5.2): it does not split digits, uses the begin token as the end token, always adds the begin token, and invents five
+tokens whose ids the model does not have.
 """
 
 import dataclasses
@@ -18,29 +18,29 @@ from kvjax.models.quiet import quiet
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Token types."""
 _LONGEST_TOKEN = 4096
-"""The most characters of a token. The longest pieces of published vocabularies have a few hundred."""
-_MOST_CUTS = 1 << 27
-"""The largest sum of the squared lengths of SentencePiece's tokens, all of whose cuts are tried: it is 2 million for
-Llama 2."""
+"""The maximum characters of a token. The longest tokens of published vocabularies have a few hundred."""
+_MAX_SPLITS = 1 << 27
+"""The maximum sum of the squared lengths of SentencePiece's tokens, since every way to split a token in two is tried.
+The sum is 2 million for Llama 2."""
 _LONGEST_TEMPLATE = 1 << 20
-"""The most characters of a chat template. Published ones have up to 20,000."""
+"""The maximum characters of a chat template. Published templates have up to 20,000."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _ByteLevel:
-    """The steps of a byte-level BPE before it merges, by `tokenizer.ggml.pre`. The regexes are those of the published
-    tokenizer.json files."""
+    """The steps of a byte-level BPE before merges, which `tokenizer.ggml.pre` names. The regexes come from the
+    published tokenizer.json files."""
 
     regex: str | None = None
-    """The regex that cuts the text; None: GPT-2's."""
+    """The regex that splits the text; None: GPT-2's."""
     digits: bool = False
-    """True if every digit is cut off first."""
+    """True if every digit is split off first."""
     nfc: bool = False
     """True if the text is normalised (NFC)."""
-    whole: bool = False
-    """True if a word that is a token is not merged anew."""
-    begins: bool = False
-    """True if a text begins with the begin token unless the file says otherwise."""
+    ignore_merges: bool = False
+    """True if a word that is a token becomes that token without merges."""
+    add_bos: bool = False
+    """True if texts begin with the begin token by default."""
 
 
 _QWEN2 = (
@@ -51,21 +51,21 @@ _BYTE_LEVEL = {
     "gpt-2": _ByteLevel(),
     "smollm": _ByteLevel(digits=True),
     "qwen2": _ByteLevel(_QWEN2, nfc=True),
-    "llama-bpe": _ByteLevel(_QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"), whole=True, begins=True),
+    "llama-bpe": _ByteLevel(_QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"), ignore_merges=True, add_bos=True),
 }
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """Return the Hugging Face tokenizer of a GGUF file; needs no torch.
+    """Return the Hugging Face tokenizer of a GGUF file. torch is not needed.
 
     Raises:
-        UserError: the file has no tokenizer, or one that is not supported, by name.
+        UserError: the file has no tokenizer, or an unsupported one.
     """
     try:
         return _tokenizer(file)
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library's panics are no exceptions
+    except BaseException as error:  # panics of the library are not subclasses of Exception
         why = " ".join(str(error).split())[:200]
         raise file.metadata.error(f"its tokenizer cannot be read ({why})") from None
 
@@ -83,55 +83,58 @@ def _tokenizer(file: GgufFile) -> Any:
     tokens = metadata.get("tokenizer.ggml.tokens", list)
     types = metadata.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
     template = metadata.get("tokenizer.chat_template", str, None)
-    for what, text, most in (
+    for noun, text, max_length in (
         ("a token", max(tokens, key=len, default=""), _LONGEST_TOKEN),
         ("its chat template", template or "", _LONGEST_TEMPLATE),
     ):
-        if len(text) > most:
-            raise metadata.error(f"{what} has {len(text):,} characters, expected at most {most:,}")
+        if len(text) > max_length:
+            raise metadata.error(f"{noun} has {len(text):,} characters, expected at most {max_length:,}")
     if len(types) != len(tokens):
         raise metadata.error(f"its tokenizer has {len(tokens)} tokens, but types of {len(types)}")
-    # unused ones only fill the embedding table up
+    # unused tokens only pad the embedding table
     vocabulary = {token: id_ for id_, token in enumerate(tokens) if types[id_] != _UNUSED}
     for id_, token in enumerate(tokens):
         if vocabulary.get(token, id_) != id_ and types[id_] != _UNUSED:
             raise metadata.error(f"its tokens {id_} and {vocabulary[token]} are both {shown(token)}")
-    tokenizer, begins = _MAKERS[model](metadata, vocabulary, types)
+    tokenizer, add_bos = _MAKERS[model](metadata, vocabulary, types)
 
-    def of_kind(kind: int) -> list[AddedToken]:
+    def tokens_of_type(type_: int) -> list[AddedToken]:
         return [
-            AddedToken(token, normalized=False) for token, id_ in vocabulary.items() if types[id_] == kind
+            AddedToken(token, normalized=False) for token, id_ in vocabulary.items() if types[id_] == type_
         ]
 
-    tokenizer.add_special_tokens(of_kind(_CONTROL))
-    tokenizer.add_tokens(of_kind(_USER_DEFINED))
+    tokenizer.add_special_tokens(tokens_of_type(_CONTROL))
+    tokenizer.add_tokens(tokens_of_type(_USER_DEFINED))
 
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id", int, None) for name, key in _NAMED.items()}
+    ids = {
+        name: metadata.get(f"tokenizer.ggml.{key}_token_id", int, None)
+        for name, key in _SPECIAL_TOKENS.items()
+    }
     for name, id_ in ids.items():
         if id_ is not None and not 0 <= id_ <= LARGEST_INT:
             raise metadata.error(f"{name} must be a token id, got {id_}")
-    named = {name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)}
+    special = {name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)}
 
-    def added(name: str, default: bool) -> list[str]:
-        wanted = metadata.get(f"tokenizer.ggml.add_{name}", bool, default)
-        return [named[name]] if wanted and name in named else []
+    def added_token(name: str, default: bool) -> list[str]:
+        adds = metadata.get(f"tokenizer.ggml.add_{name}", bool, default)
+        return [special[name]] if adds and name in special else []
 
-    begin, end = added("bos_token", begins), added("eos_token", False)
+    begin, end = added_token("bos_token", add_bos), added_token("eos_token", False)
     if begin or end:
-        one, other = ([*begin, f"${name}", *end] for name in "AB")
-        known = [(token, vocabulary[token]) for token in (*begin, *end)]
-        tokenizer.post_processor = processors.TemplateProcessing(one, [*one, *other], known)
+        first, second = ([*begin, f"${name}", *end] for name in "AB")
+        ids = [(token, vocabulary[token]) for token in (*begin, *end)]
+        tokenizer.post_processor = processors.TemplateProcessing(first, [*first, *second], ids)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=template,
         model_max_length=file.get("context_length", int),
         clean_up_tokenization_spaces=False,
-        **named,
+        **special,
     )
 
 
 def save_gguf_tokenizer(file: GgufFile, to: Path) -> None:
-    """Write the tokenizer, and the generation defaults, as the files of a Hugging Face folder."""
+    """Write the tokenizer and the generation defaults as files of a Hugging Face folder."""
     tokenizer = gguf_tokenizer(file)
     tokenizer.save_pretrained(to, save_jinja_files=False)
     keys = config_keys(file).data
@@ -145,16 +148,16 @@ def save_gguf_tokenizer(file: GgufFile, to: Path) -> None:
 
 
 def _byte_level(metadata: JsonObject, vocabulary: dict[str, int], types: list[int]) -> tuple[Any, bool]:
-    """Return a byte-level BPE, and True if its texts begin with the begin token."""
+    """Return a byte-level BPE, and True if texts begin with the begin token by default."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre", str)
     if name not in _BYTE_LEVEL:
         raise metadata.error(f"pre-tokenizer {name!r} is not supported, only {', '.join(_BYTE_LEVEL)}")
     kind = _BYTE_LEVEL[name]
-    # a merge without a space has an empty half, which no token is
+    # a merge without a space gives an empty half, which is not a token and is refused later
     merges = [merge.partition(" ")[::2] for merge in metadata.get("tokenizer.ggml.merges", list)]
-    tokenizer = _bpe(metadata, vocabulary, merges, ignore_merges=kind.whole)
+    tokenizer = _bpe(metadata, vocabulary, merges, ignore_merges=kind.ignore_merges)
     if kind.nfc:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if kind.digits else []
@@ -163,13 +166,13 @@ def _byte_level(metadata: JsonObject, vocabulary: dict[str, int], types: list[in
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.regex is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, kind.begins
+    return tokenizer, kind.add_bos
 
 
 def _sentencepiece(metadata: JsonObject, vocabulary: dict[str, int], types: list[int]) -> tuple[Any, bool]:
-    """Return SentencePiece's BPE as the published tokenizer.json of Llama 2 has it, and True, since its texts begin
-    with the begin token. It merges the pair whose whole has the best score, so every way to cut a token in two is a
-    merge, in the order of their wholes' scores."""
+    """Return SentencePiece's BPE in the form of Llama 2's published tokenizer.json, and True, since its texts begin
+    with the begin token. SentencePiece merges the pair that makes the token with the best score. So every way to split
+    a token in two is a merge, and merges are ordered by the scores of their tokens."""
     from tokenizers import decoders, normalizers
 
     tokens, scores = (metadata.get(f"tokenizer.ggml.{name}", list) for name in ("tokens", "scores"))
@@ -178,7 +181,7 @@ def _sentencepiece(metadata: JsonObject, vocabulary: dict[str, int], types: list
     if not all(isinstance(score, int | float) and score == score for score in scores):
         raise metadata.error("tokenizer.ggml.scores must be a list of numbers")
     pieces = {token: id_ for token, id_ in vocabulary.items() if types[id_] == _NORMAL}
-    if sum(len(token) ** 2 for token in pieces) > _MOST_CUTS:
+    if sum(len(token) ** 2 for token in pieces) > _MAX_SPLITS:
         longest = max(map(len, pieces))
         raise metadata.error(
             f"its tokens are too long for all their merges to be found: {len(pieces):,} of up to {longest:,} characters"
@@ -209,10 +212,10 @@ def _bpe(
 
     try:
         return Tokenizer(models.BPE(vocabulary, merges, **options))
-    except Exception as error:  # tokenizers has no class of its own for it
+    except Exception as error:  # tokenizers has no specific exception
         why = str(error).splitlines()[0]
         raise metadata.error(f"the tokenizer's merges do not fit its tokens ({why})") from None
 
 
 _MAKERS = {"gpt2": _byte_level, "llama": _sentencepiece}
-_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

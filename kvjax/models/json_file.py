@@ -1,4 +1,4 @@
-"""JSON objects. Every failed look-up raises one line that names the file."""
+"""JSON objects of files. Every failed look-up raises one line that names the file."""
 
 import dataclasses
 import json
@@ -11,18 +11,19 @@ from kvjax.errors import LARGEST_FLOAT, LARGEST_INT, UserError, shown
 from kvjax.files import not_utf8
 
 JSON_BYTES = 16 << 20
-"""Size of the largest JSON file that is read, other than a vocabulary."""
+"""The maximum size of a JSON file other than a vocabulary."""
 VOCABULARY_BYTES = 128 << 20
-"""Size of the largest vocabulary; that of Gemma 3, with 262,144 tokens, has 33 MB."""
+"""The maximum size of a vocabulary. Gemma 3's, with 262,144 tokens, has 33 MB."""
 
 
 def read_file(file: Path, most: int) -> bytes:
-    """Return the bytes of a regular file of at most `most` of them; pipes and devices may have no end.
+    """Return the content of a regular file of at most `most` bytes.
 
-    Raises UserError for anything else, and FileNotFoundError if it is not there.
+    Raises UserError for a larger file and for pipes and devices, which may be endless, and FileNotFoundError if there
+    is no file.
     """
     try:
-        # without O_NONBLOCK a pipe would wait for its writer
+        # without O_NONBLOCK, opening a pipe would wait for its writer
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -40,12 +41,12 @@ def read_file(file: Path, most: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class JsonObject:
-    """A JSON object and the place that it was read from. Every failure is a UserError that names the place."""
+    """A JSON object and where it was read from. Every failure is a UserError that says where."""
 
     data: dict[str, Any]
     """The values by key."""
     where: str
-    """The file, and the keys on the way, for messages."""
+    """The file and the keys that lead to the object, for messages."""
 
     @classmethod
     def read(cls, file: Path, most: int = JSON_BYTES) -> "JsonObject":
@@ -57,7 +58,7 @@ class JsonObject:
 
     @classmethod
     def parse(cls, text: bytes, where: str) -> "JsonObject":
-        """Read UTF-8, with a byte-order mark or without."""
+        """Parse UTF-8, with or without a byte-order mark."""
         try:
             data = json.loads(text.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
@@ -72,7 +73,7 @@ class JsonObject:
         return cls(data, where)
 
     def get(self, name: str, kind: type, *default: Any) -> Any:
-        """Return the value of `name`. Null counts as missing, and whole numbers count as floats."""
+        """Return the value of `name`. Null counts as missing, and whole numbers are accepted as floats."""
         value = self.data.get(name)
         if value is None:
             if default:
@@ -88,15 +89,15 @@ class JsonObject:
         return kind(value)
 
     def ids(self, name: str) -> list[int]:
-        """Return a list of the token ids under `name`: one, several or none."""
+        """Return the token ids under `name` as a list. The file may have one id, a list, or none."""
         value = self.data.get(name)
         value = value if isinstance(value, list) else [value] if value is not None else []
         if len(value) > 1000 or any(type(i) is not int or not 0 <= i <= LARGEST_INT for i in value):
             raise self.error(f"{name} must be a token id or a list of them, got {shown(value)}")
         return value
 
-    def error(self, what: str) -> UserError:
-        return UserError(f"{self.where}: {what}")
+    def error(self, message: str) -> UserError:
+        return UserError(f"{self.where}: {message}")
 
 
 def write_json(file: Path, data: Any) -> None:

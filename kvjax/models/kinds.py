@@ -1,4 +1,4 @@
-"""Kinds of folders and files that hold no model for kvjax, so that an error can name them."""
+"""Kinds of folders and files that kvjax cannot read as models, so that an error can name them."""
 
 import re
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ _FOLDERS = {
     "*/adapter_config.json": "a folder of adapters: pass one of them",
     "snapshots/*/config.json": "a folder of the hub's cache: pass one of its snapshots",
 }
-"""Kinds of folders, by a name in them. The first that is there counts."""
+"""Kinds of folders by the pattern of a name in them. The first match counts."""
 _ORBAX = "; kvjax reads only those that python -m kvjax.convert --to orbax wrote, by the folder that holds config.json"
 _FILES = {
     rb"version https://git-lfs": "a Git LFS pointer, not the weights: git lfs pull fetches them",
@@ -36,7 +36,7 @@ _FILES = {
     rb"PK\x03\x04|\x80\x02": "a PyTorch file, expected safetensors",
     rb"GGUF": "a GGUF file: give it the suffix .gguf and pass it instead of the folder",
 }
-"""Kinds of files, by how they begin."""
+"""Kinds of files by a pattern of their first bytes."""
 _TENSORS = {
     r"\.g_idx$": "GPTQ-quantized weights",
     r"\.(qweight|qzeros)$": "AWQ- or GPTQ-quantized weights",
@@ -54,41 +54,41 @@ _TENSORS = {
     r"(^|\.)encoder\.": "an encoder",
     r"^(transformer|gpt_neox|backbone|base_model|_orig_mod|module)\.": "weights by another program's names",
 }
-"""Kinds of weights, by a tensor that kvjax does not have or read. The first that is there counts."""
+"""Kinds of weights by the pattern of a tensor that kvjax does not read. The first match counts."""
 
 
 def kind_of_folder(folder: Path) -> str:
-    """Return the kind of a folder without weights, in parentheses with a space before; empty where it is not known."""
+    """Return the kind of a folder without weights, in parentheses after a space; empty if it is unknown."""
     if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
         return ""
     for pattern, kind in _FOLDERS.items():
-        if found := sorted(str(path.relative_to(folder)) for path in folder.glob(pattern)):
-            more = _ORBAX if "Orbax checkpoint" in kind else ""
-            return f" ({few(found)}: {kind}{more})"
+        if names := sorted(str(path.relative_to(folder)) for path in folder.glob(pattern)):
+            advice = _ORBAX if "Orbax checkpoint" in kind else ""
+            return f" ({few(names)}: {kind}{advice})"
     return ""
 
 
 def kind_of_file(file: Path) -> str | None:
-    """Return the kind of a file that is no safetensors; None where it is not known."""
+    """Return the kind of a file that is not in the safetensors format; None if it is unknown."""
     try:
         with file.open("rb") as opened:
-            begins = opened.read(64)
+            first_bytes = opened.read(64)
     except OSError:
         return None
-    return next((kind for pattern, kind in _FILES.items() if re.match(pattern, begins)), None)
+    return next((kind for pattern, kind in _FILES.items() if re.match(pattern, first_bytes)), None)
 
 
 def kind_of_tensors(names: Iterable[str]) -> str | None:
-    """Return the kind of weights that have these faulty tensors; None where it is not known."""
+    """Return the kind of weights that have these unreadable tensors; None if it is unknown."""
     names = list(names)
     for pattern, kind in _TENSORS.items():
-        if found := next((name for name in names if re.search(pattern, name)), None):
-            return f"{kind} ({few([found])})"
+        if match := next((name for name in names if re.search(pattern, name)), None):
+            return f"{kind} ({few([match])})"
     return None
 
 
 def few(names: Iterable[str], most: int = 3) -> str:
-    """Return the first names, each cut to a length that a line has room for, and how many more there are."""
+    """Return the first names in one line, each shortened if it is long, and how many more there are."""
     names = list(names)
     shortened = [name if len(name) <= 90 else f"{name[:80]}…" for name in names[:most]]
     return ", ".join(shortened) + (f" and {len(names) - most:,} more" if len(names) > most else "")

@@ -1,10 +1,10 @@
-"""A decoder's layers: the parts that families share. Differences are flags of `ModelConfig`.
+"""The layers of a decoder, for all families. `ModelConfig` has flags for their differences.
 
-Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
-Activations are split over the batch, and by tokens over `sequence`. Attention sees whole sequences, for the kv heads of
-its device: queries, keys and values are exchanged before it, and its outputs after it. Where tokens cannot be split,
-such as a single one, `sequence` splits what `tensor` does. `replica` splits the MLP and, in attention for many tokens,
-the query heads of a kv head. Products accumulate in float32.
+Stored weights are split over `fsdp` and `tensor`; each layer gathers its weights over `fsdp` just before it uses them.
+Activations are split over the batch, and by tokens over `sequence`. Attention sees whole sequences for the kv heads of
+its device: queries, keys and values are exchanged before it, and its outputs after it. If `sequence` does not divide
+the tokens (a single token, for example), it splits heads together with `tensor`. `replica` splits the MLP and, in
+attention for many tokens, the query heads of a kv head. Products accumulate in float32.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Shaped
 from kvjax.mesh import BATCH, HEADS, WIDTH, P, axis_size, names_in
 from kvjax.models import experts
 from kvjax.models.config import ACTIVATIONS, ModelConfig
-from kvjax.models.layout import SCALE, flat_shape, fuse, parts_of, scales_of, unfuse
+from kvjax.models.layout import SCALE, flat_shape, fuse, parts_of, scale_count, unfuse
 from kvjax.models.matrix import Index, Matrix, product
 from kvjax.models.rope import CosSin, rotate
 from pallas_kernels.eight_bits import EIGHT_BITS, LARGEST
@@ -46,76 +46,79 @@ class RMSNorm(nnx.Module):
         return (y * (scale + self.offset if self.offset else scale)).astype(x.dtype)
 
 
-Wide = tuple[str, ...]
+AxisNames = tuple[str, ...]
 
 
-def axes_of(x: Float[Array, "b t d"]) -> tuple[str | None, Wide]:
-    """Return the axis that splits the tokens of activations, and the axes that then split heads."""
+def token_and_head_axes(x: Float[Array, "b t d"]) -> tuple[str | None, AxisNames]:
+    """Return the mesh axis that splits the tokens of activations (or None), and the axes that split heads."""
     axis = jax.typeof(x).sharding.spec[1]
     return axis, HEADS if axis is None else ("tensor",)
 
 
-def wider(wide: Wide) -> Wide:
-    """Return the axes that split the MLP's width, experts and the vocabulary, given those that split heads."""
-    return (*wide, "replica")
+def mlp_axes(head_axes: AxisNames) -> AxisNames:
+    """Return the mesh axes that split the MLP's width, experts and the vocabulary, given those that split heads."""
+    return (*head_axes, "replica")
 
 
-def whole(stored: nnx.Param, wide: Wide) -> P:
-    """Return the sharding in which a stored array is read: whole over `fsdp`, and split over `wide`, or `wider(wide)`,
-    where it is stored split over `tensor`, or over `WIDTH`."""
+def read_sharding(stored: nnx.Param, head_axes: AxisNames) -> P:
+    """Return the sharding in which a stored array is read. It is gathered over `fsdp`. Axes stored over `tensor` are
+    split over `head_axes`, and axes stored over `WIDTH` over `mlp_axes(head_axes)`."""
 
-    def axes(stored):
-        names = names_in(stored)
-        return None if "tensor" not in names else wider(wide) if "replica" in names else wide
+    def read_axes(stored_axes):
+        names = names_in(stored_axes)
+        if "tensor" not in names:
+            return None
+        return mlp_axes(head_axes) if "replica" in names else head_axes
 
-    return P(*map(axes, jax.typeof(stored[...]).sharding.spec.partitions))
+    return P(*map(read_axes, jax.typeof(stored[...]).sharding.spec.partitions))
 
 
-def gathered(stored: nnx.Param, wide: Wide) -> Array:
-    """Return a stored array split as in `whole`."""
-    return reshard(stored[...], whole(stored, wide))
+def gathered(stored: nnx.Param, head_axes: AxisNames) -> Array:
+    """Return a stored array in its `read_sharding`."""
+    return reshard(stored[...], read_sharding(stored, head_axes))
 
 
 def by_replica(
     attend: Callable[..., tuple[Array, Array]], *queries: Float[Array, "b n t h"], heads: int
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Return outputs and log-sum-exps of `attend(*queries)`, inside `shard_map`. Where devices of `replica` have the
-    same `heads` kv heads, each computes an equal share of the query heads of each, if these divide evenly."""
+    """Return the outputs and log-sum-exps of `attend(*queries)`, inside `shard_map`. The devices along `replica` hold
+    the same `heads` kv heads. Each computes an equal share of the query heads of every kv head, if these divide
+    evenly."""
     shares, group = axis_size("replica"), queries[0].shape[1] // heads
     if shares == 1 or group % shares:
         return attend(*queries)
     index = jax.lax.axis_index("replica")
 
-    def own(q):
+    def share_of(q):
         return rearrange(q, "b (k r g) t h -> r b (k g) t h", k=heads, r=shares)[index]
 
-    def gathered(x):
+    def gather_shares(x):
         # other devices add zeros, so that the sum is the same on all
-        every = jax.lax.psum(jnp.zeros((shares, *x.shape), x.dtype).at[index].set(x), "replica")
-        return rearrange(every, "r b (k g) ... -> b (k r g) ...", k=heads)
+        all_shares = jax.lax.psum(jnp.zeros((shares, *x.shape), x.dtype).at[index].set(x), "replica")
+        return rearrange(all_shares, "r b (k g) ... -> b (k r g) ...", k=heads)
 
-    o, lse = attend(*map(own, queries))
-    return gathered(o), gathered(lse)
+    o, lse = attend(*map(share_of, queries))
+    return gather_shares(o), gather_shares(lse)
 
 
 def attention_on_replicas(
     q: Float[Array, "b n t h"], k: Float[Array, "b k s h"], *more: Any, **options: Any
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Return `vertical_slash` of these arguments, as `by_replica` computes it."""
+    """Return the result of `vertical_slash`, computed as in `by_replica`."""
     return by_replica(lambda q: vertical_slash(q, k, *more, **options), q, heads=k.shape[1])
 
 
-def drawn_in_eight_bits(x: Float[Array, "*s"], kind: Any) -> tuple[Shaped[Array, "*s"], float]:
-    """Return normal numbers of standard deviation 0.02 in 8 bits, and the scale that all have."""
-    most = LARGEST[jnp.dtype(kind)]
-    scale = 4 * 0.02 / most
-    return jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(kind), scale
+def random_in_eight_bits(x: Float[Array, "*s"], kind: Any) -> tuple[Shaped[Array, "*s"], float]:
+    """Return normal numbers of standard deviation 0.02 in 8 bits, and their common scale."""
+    largest = LARGEST[jnp.dtype(kind)]
+    scale = 4 * 0.02 / largest
+    return jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(kind), scale
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and mlp of every layer, stacked: each array has a leading layer axis, which `lax.scan` takes off.
+    """Attention and MLP of all layers, stacked: each array has a leading layer axis, over which `lax.scan` runs.
 
-    Matrices are [inputs, outputs], some of several products together (`kvjax.models.layout`).
+    Matrices are [inputs, outputs]. Some are several matrices fused into one (`kvjax.models.layout`).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
@@ -134,8 +137,8 @@ class DecoderLayer(nnx.Module):
             floats = weight(path, *spec)
             if config.weights is None:
                 return floats, None
-            values, step = drawn_in_eight_bits(floats[...], EIGHT_BITS[config.weights])
-            count = scales_of(parts_of(path)[0], config)
+            values, step = random_in_eight_bits(floats[...], EIGHT_BITS[config.weights])
+            count = scale_count(parts_of(path)[0], config)
             spec = P(None, spec[0] if count > 1 else None, spec[1])
             scale = jnp.full((*layers, count, values.shape[-1]), step, jnp.float32, out_sharding=spec)
             return nnx.Param(values), nnx.Param(scale)
@@ -159,7 +162,7 @@ class DecoderLayer(nnx.Module):
         self.attention_post_norm = norm(config.width) if config.post_norms else None
         self.mlp_norm = norm(config.width)
         if config.num_experts:
-            # whole experts are split; with fsdp behind tensor, what a device gathers lies together
+            # each device has whole experts; fsdp comes after tensor, so that what a device gathers is contiguous
             self.router = weight("router", "fsdp", None)
             self.gate_up, self.gate_up_scale = matrix("gate_up", EXPERTS, None)
             self.down, self.down_scale = matrix("down", EXPERTS, None)
@@ -174,20 +177,21 @@ class DecoderLayer(nnx.Module):
             self.down_bias = bias("down_bias", None) if config.mlp_bias else None
         self.mlp_post_norm = norm(config.width) if config.post_norms else None
 
-    def _matrix(self, name: str, wide: Wide) -> tuple[Matrix, P]:
-        """Return a matrix with what goes with it, as it is stored, and the sharding in which it is read."""
-        beside = (getattr(self, name + end, None) for end in (SCALE, "_bias"))
-        scale, bias = (None if part is None else gathered(part, wide) for part in beside)
+    def _matrix(self, name: str, head_axes: AxisNames) -> tuple[Matrix, P]:
+        """Return a matrix as it is stored, with its gathered scales and biases, and the sharding in which it is
+        read."""
+        params = (getattr(self, name + suffix, None) for suffix in (SCALE, "_bias"))
+        scale, bias = (None if param is None else gathered(param, head_axes) for param in params)
         stored = getattr(self, name)
-        return Matrix(stored[...], scale, bias), whole(stored, wide)
+        return Matrix(stored[...], scale, bias), read_sharding(stored, head_axes)
 
     def project(
         self, x: Float[Array, "b t d"], angles: CosSin, index: Index = None
     ) -> dict[str, Float[Array, "b ..."]]:
         """Return the fields of `Step` that are computed from the layer's input. The module holds one layer's arrays,
         not the stack; with `index` its matrices are the stack's."""
-        hidden, (axis, wide) = self.attention_norm(x), axes_of(x)
-        y = product(hidden, *self._matrix("qkv", wide), P(BATCH, axis, wide), index).astype(x.dtype)
+        hidden, (axis, head_axes) = self.attention_norm(x), token_and_head_axes(x)
+        y = product(hidden, *self._matrix("qkv", head_axes), P(BATCH, axis, head_axes), index).astype(x.dtype)
 
         def heads(y, norm=None):
             y = rearrange(y, "b t (n h) -> b n t h", h=self.config.head_dim)
@@ -198,32 +202,33 @@ class DecoderLayer(nnx.Module):
         if (scale := self.config.query_factor) != 1:
             q_pre = (q_pre.astype(jnp.float32) * scale).astype(x.dtype)
         rotated = {"q": rotate(q_pre, angles), "k": rotate(k_pre, angles)}
-        # not split by tokens, which costs nothing unless a method looks at it
-        found = {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
-        return found if self.sinks is None else found | {"sink": reshard(self.sinks[...], P(HEADS))}
+        # hidden states are gathered over tokens; XLA drops the gather unless a method uses them
+        fields = {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": heads(v)} | rotated
+        return fields if self.sinks is None else fields | {"sink": reshard(self.sinks[...], P(HEADS))}
 
     def output(
         self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"], index: Index = None
     ) -> Float[Array, "b t d"]:
         """Return the output projection, which is added to the residual stream `x`."""
-        axis, wide = axes_of(x)
-        o = rearrange(reshard(o, P(BATCH, wide, axis, None)), "b n t h -> b t (n h)")
-        return product(o, *self._matrix("o", wide), P(BATCH, axis, None), index).astype(o.dtype)
+        axis, head_axes = token_and_head_axes(x)
+        o = rearrange(reshard(o, P(BATCH, head_axes, axis, None)), "b n t h -> b t (n h)")
+        return product(o, *self._matrix("o", head_axes), P(BATCH, axis, None), index).astype(o.dtype)
 
     def mlp(self, x: Float[Array, "b t d"], index: Index = None) -> Float[Array, "b t d"]:
-        """Return down(activation(gate(x)) · up(x)), or of experts the weighted sum."""
+        """Return down(activation(gate(x)) · up(x)), or the weighted sum of the experts' outputs."""
         if self.router is not None:
             return self._experts(x, index)
-        axis, wide = axes_of(x)
-        y = product(x, *self._matrix("gate_up", wide), P(BATCH, axis, wider(wide)), index)
+        axis, head_axes = token_and_head_axes(x)
+        y = product(x, *self._matrix("gate_up", head_axes), P(BATCH, axis, mlp_axes(head_axes)), index)
         gate, up = unfuse("gate_up", y, self.config).values()
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
-        return product(inner, *self._matrix("down", wide), P(BATCH, axis, None), index).astype(x.dtype)
+        return product(inner, *self._matrix("down", head_axes), P(BATCH, axis, None), index).astype(x.dtype)
 
     def _experts(self, x: Float[Array, "b t d"], index: Index) -> Float[Array, "b t d"]:
-        """Return the weighted sum of the experts that the router chooses for each token. Every device runs its own."""
-        (axis, wide), config = axes_of(x), self.config
-        logits = product(x, *self._matrix("router", wide), P(BATCH, axis, None), index).astype(x.dtype)
+        """Return the weighted sum of the experts that the router chooses for each token. Each device runs its own
+        experts."""
+        (axis, head_axes), config = token_and_head_axes(x), self.config
+        logits = product(x, *self._matrix("router", head_axes), P(BATCH, axis, None), index).astype(x.dtype)
         weight, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), config.experts_per_token)
         if config.norm_expert_weights:
             weight = weight / weight.sum(-1, keepdims=True)
@@ -238,13 +243,13 @@ class DecoderLayer(nnx.Module):
             return ((up + 1) * gate * jax.nn.sigmoid(slope * gate)).astype(x.dtype)
 
         def local(x, weight, chosen, gate_up, down, index):
-            first = jax.lax.axis_index(wider(wide)) * (gate_up.weight.shape[-2] // config.width)
-            y = experts.mixed(x, weight, chosen - first, gate_up, down, activate, index)
-            return jax.lax.psum(y, wider(wide)).astype(x.dtype)
+            first = jax.lax.axis_index(mlp_axes(head_axes)) * (gate_up.weight.shape[-2] // config.width)
+            y = experts.mix_experts(x, weight, chosen - first, gate_up, down, activate, index)
+            return jax.lax.psum(y, mlp_axes(head_axes)).astype(x.dtype)
 
         def matrix(name):
-            stored, whole = self._matrix(name, wide)
-            return stored._replace(weight=reshard(stored.weight, whole))
+            stored, sharding = self._matrix(name, head_axes)
+            return stored._replace(weight=reshard(stored.weight, sharding))
 
         matrices = matrix("gate_up"), matrix("down")
         return jax.shard_map(local, out_specs=P(BATCH, axis, None))(x, weight, chosen, *matrices, index)

@@ -1,6 +1,6 @@
-"""The Hugging Face tensor of each of a model's own arrays. For a linear map it is the transpose, [outputs, inputs].
+"""Hugging Face's names of the unfused arrays. Hugging Face stores the matrix of a linear map as [outputs, inputs].
 
-Names are those that most families share; `Family.names` has the others.
+These names are the ones that most families share; `Family.names` has the exceptions.
 """
 
 import re
@@ -32,44 +32,43 @@ LAYER = {
     "down_bias": "mlp.down_proj.bias",
 }
 MATRICES = "q", "k", "v", "o", "gate", "up", "down"
-"""The matrices of a layer that may have 8 bits."""
+"""The matrices of a layer that can be in 8 bits."""
 SCALES = "_scale_inv"
-"""The end of the names of FP8 matrices' scales, behind the matrix's own name."""
+"""The suffix that makes the name of an FP8 matrix the name of its scales."""
 TOP = {"embed": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}
 TABLES = "embed", "head"
 """The tables of the vocabulary."""
-
-
 EXPERT = "{expert}"
 """The place of an expert's index in a name."""
 
 
 def layer_name(name: str, layer: int) -> str:
-    """Return the whole name of a layer's tensor."""
+    """Return the full name of a layer's tensor."""
     return f"model.layers.{layer}.{name}"
 
 
 def by_expert(name: str, experts: int) -> list[str]:
-    """Return the names of a layer's tensors that hold one of its arrays: one for each expert, or the name itself."""
+    """Return the names of the tensors that hold an array: one for each expert if `name` has a place for its index, or
+    else `name` alone."""
     return [name.replace(EXPERT, str(expert)) for expert in range(experts)] if EXPERT in name else [name]
 
 
 def canonical(name: str) -> str:
-    """Return the name of a tensor in a causal model. Like transformers, this takes the names of the model below its
-    head, which lack the prefix "model.", and those that have it once too often."""
+    """Return the name of a tensor in a causal language model. Like transformers, this accepts names without the prefix
+    "model." and names that have it twice."""
     inner = name.removeprefix("model.").removeprefix("model.")
     return inner if inner.startswith("lm_head.") else f"model.{inner}"
 
 
 def is_rotary_table(name: str, layers: int) -> bool:
-    """Return True for the rotary frequencies that older files hold, for each of so many layers or once for all."""
+    """Return True for the name of rotary frequencies, which older files hold once or for each of `layers` layers."""
     table = re.fullmatch(r"model\.(?:layers\.(\d{1,9})\.self_attn\.)?rotary_emb\.inv_freq", name)
     return table is not None and int(table[1] or 0) < layers
 
 
 def by_path(model: Any) -> tuple[dict[str, Any], Any]:
-    """Return the model's leaves by their paths, in the order of its tree, and that tree. Paths are those of `TOP`, and
-    a layer's without "layers."."""
+    """Return the model's leaves by path, in the order of its tree, and the tree's structure. Paths in layers lack the
+    prefix "layers."."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(model)
     # the last key of a path is the parameter's value inside its nnx.Param
     named = {".".join(key.name for key in path[:-1]).removeprefix("layers."): leaf for path, leaf in leaves}
@@ -77,17 +76,17 @@ def by_path(model: Any) -> tuple[dict[str, Any], Any]:
 
 
 def in_layers(path: str) -> bool:
-    """Return True for the path of an array that layers have, with a leading axis for them."""
+    """Return True for the path of an array in layers, which has a leading layer axis."""
     return path not in TOP and path.removesuffix("_scale") not in TABLES
 
 
 Axis = str | tuple[str, ...] | None
-"""The mesh axis, or the axes, that split an array's axis."""
+"""The mesh axis or axes that split an array's axis; None if none does."""
 
 
 def split(path: str, leaf: Any) -> tuple[Axis, Axis]:
-    """Return the mesh axes that split the rows and the columns of the file's tensors, as they split the decoder's array
-    of them (a layer's with its leading layer axis)."""
+    """Return the mesh axes that split the rows and the columns of a file's tensors, given the decoder's array `leaf`
+    that holds them. `leaf` has a leading layer axis if it is in layers."""
     spec = jax.typeof(leaf).sharding.spec
     if not in_layers(path):
         return spec[0], spec[-1]

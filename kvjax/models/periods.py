@@ -1,4 +1,4 @@
-"""Periods of layers: a model whose layers are of two kinds, full attention and a sliding window, as a few scans."""
+"""Repeating periods of layers, so that a model with full-attention and sliding-window layers runs as a few scans."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 class Segment(NamedTuple):
-    """Layers that follow one another and repeat a period, so that one scan runs them."""
+    """Consecutive layers that repeat a period. One scan runs them."""
 
     first: int
     """The index of the first layer."""
@@ -24,40 +24,40 @@ class Segment(NamedTuple):
 
 
 def segments(slides: tuple[bool, ...]) -> list[Segment]:
-    """Return the segments of a model: periods that repeat, and otherwise runs of layers of one kind. A model without
-    full attention has an empty segment of it at the end."""
-    found, first = [], 0
+    """Return the segments of a model. Layers that do not repeat a period form runs of one kind. A model without full
+    attention has an empty segment of full attention at the end."""
+    result, first = [], 0
     while first < len(slides):
         rest = slides[first:]
         size = next(n for n in range(1, len(rest) + 1) if rest == (rest[:n] * len(rest))[: len(rest)])
         if size <= len(rest) // 2 or size == 1:
-            found.append(Segment(first, rest[:size], len(rest) // size))
+            result.append(Segment(first, rest[:size], len(rest) // size))
         else:
-            run = next(n for n, one in enumerate(rest) if one != rest[0])
-            found.append(Segment(first, rest[:1], run))
-        first += found[-1].layers
-    return [*found, Segment(first, (False,), 0)] if all(slides) else found
+            run = next(n for n, slides_here in enumerate(rest) if slides_here != rest[0])
+            result.append(Segment(first, rest[:1], run))
+        first += result[-1].layers
+    return [*result, Segment(first, (False,), 0)] if all(slides) else result
 
 
 def by_period(stacked: Any, first: int, size: int, repeats: int) -> Any:
-    """Return the values of layers from the `first` on, given those of all layers, with a leading axis for periods of
-    `size` layers, and after it one for a period's layers unless it has one layer."""
+    """Return the values of `size · repeats` layers from the `first` on as [repeats, size, ...], or as [repeats, ...] if
+    a period has one layer. `stacked` has the values of all layers."""
 
-    def of(x):
+    def group(x):
         x = x if size * repeats == len(x) else x[first : first + size * repeats]
         return x if size == 1 else x.reshape(repeats, size, *x.shape[1:])
 
-    return jax.tree.map(of, stacked)
+    return jax.tree.map(group, stacked)
 
 
-def member(values: Any, at: int, size: int) -> Any:
+def member(values: Any, index: int, size: int) -> Any:
     """Return the values of one layer of a period of `size` layers."""
-    return values if size == 1 else jax.tree.map(lambda x: x[at], values)
+    return values if size == 1 else jax.tree.map(lambda x: x[index], values)
 
 
 def in_order(members: Sequence[Any]) -> Any:
-    """Return the values of all layers of a segment, given those of each member of a period with a leading axis for the
-    periods; None if a period has none."""
+    """Return the values of all layers of a segment in the order of layers; None if there are none. Each of `members`
+    has the values of one layer of the period, [periods, ...]."""
     if not members:
         return None
     if len(members) == 1:
@@ -66,7 +66,7 @@ def in_order(members: Sequence[Any]) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return the values of all layers, given those of segments."""
+    """Return the values of all layers, given the values of each segment (or None)."""
     parts = [part for part in parts if part is not None]
     if len(parts) == 1:
         return parts[0]

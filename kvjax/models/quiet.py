@@ -1,4 +1,4 @@
-"""Import of transformers for its tokenizers alone, without its advice about everything else."""
+"""Import of transformers without its advice to install other packages: kvjax uses only its tokenizers."""
 
 import contextlib
 import os
@@ -10,15 +10,16 @@ _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Return a context in which transformers does not advise to install torch, nor tqdm ipywidgets in a notebook."""
-    told = os.environ.get(_ADVICE)
+    """Return a context in which transformers does not advise installing torch, and tqdm not ipywidgets in a
+    notebook."""
+    before = os.environ.get(_ADVICE)
     os.environ[_ADVICE] = "1"
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="IProgress not found")
             yield
     finally:
-        if told is None:
+        if before is None:
             del os.environ[_ADVICE]
         else:
-            os.environ[_ADVICE] = told
+            os.environ[_ADVICE] = before

@@ -18,7 +18,7 @@ from kvjax.errors import LARGEST_FLOAT, LARGEST_INT, UserError
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """A rope type and its numbers; those that a type does not use stay at their defaults."""
+    """A rope type and its numbers. Numbers that the type does not use stay at their defaults."""
 
     type: str = "default"
     """One of `ROPE_TYPES`."""
@@ -29,26 +29,26 @@ class RopeConfig:
     original_length: int = 0
     """The context that the model was first trained at."""
     length: int = 0
-    """The longest sequence that will be run ("dynamic" and "longrope" only: their frequencies depend on it, and a cache
-    of rotated keys needs them fixed)."""
+    """The longest sequence that will be run. Only "dynamic" and "longrope" use it: their frequencies depend on it, and
+    a cache of rotated keys needs fixed frequencies."""
     share: float = 1.0
-    """The share of a head's dimensions that is rotated, its first ones."""
+    """The share of a head's dimensions that is rotated. These are the first dimensions."""
     low_freq_factor: float = 1.0
-    """The "llama3" bound of long wavelengths: those above original_length over this are stretched in full."""
+    """The "llama3" bound of long wavelengths: those above original_length / low_freq_factor are fully stretched."""
     high_freq_factor: float = 4.0
-    """The "llama3" bound of short wavelengths: those below original_length over this stay."""
+    """The "llama3" bound of short wavelengths: those below original_length / high_freq_factor stay."""
     beta_fast: float = 32.0
-    """The "yarn" bound of fast pairs: those with at least so many turns in the original context stay."""
+    """The "yarn" bound of fast pairs: those with at least this many turns in the original context stay."""
     beta_slow: float = 1.0
-    """The "yarn" bound of slow pairs: those with fewer turns are stretched in full."""
+    """The "yarn" bound of slow pairs: those with fewer turns are fully stretched."""
     attention_factor: float | None = None
     """The factor of cos and sin in "yarn" and "longrope". None derives it from `factor`, in "yarn" also from `mscale`
     and `mscale_all_dim`, in "longrope" also from `original_length`."""
     mscale: float | None = None
-    """The "yarn" rate at which cos and sin grow with the logarithm of the factor. It counts only with
+    """The "yarn" rate at which cos and sin grow with the logarithm of the factor. It has an effect only together with
     `mscale_all_dim`."""
     mscale_all_dim: float | None = None
-    """The "yarn" rate of the growth that is divided out again. It counts only with `mscale`."""
+    """The "yarn" rate of growth that cos and sin are divided by. It has an effect only together with `mscale`."""
     truncate: bool = True
     """True if "yarn" rounds the range between the two betas to whole pairs."""
     short_factor: tuple[float, ...] = ()
@@ -57,7 +57,7 @@ class RopeConfig:
     """The "longrope" factors for longer sequences."""
 
     def __post_init__(self):
-        # a theta that is not finite fails as well
+        # this also refuses NaN and infinity
         if not 1 < self.theta <= LARGEST_FLOAT:
             raise UserError(f"rope theta must be finite and above 1, got {self.theta:g}")
         positive = (
@@ -91,10 +91,10 @@ class RopeConfig:
 
 
 def _wavelengths(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Return θ^(2i/h), positions per radian, rounded to float32 where the original code rounds. Models were trained
-    with those roundings, and at position 10⁵ an exact frequency would be 10⁻² radians away from theirs."""
+    """Return θ^(2i/h), positions per radian, with the same roundings to float32 as the original code. Models were
+    trained with these roundings: at position 10⁵ an exact frequency would differ by 10⁻² radians."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # the power itself in float64, as numpy's vectorised float32 power is off in the last bit
+    # the power is taken in float64, since numpy's vectorised float32 power is off in the last bit
     return (np.float64(np.float32(rope.theta)) ** exponent.astype(np.float64)).astype(np.float32)
 
 
@@ -114,7 +114,7 @@ def _dynamic(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
     fast = _default(rope, head_dim)
-    # twice the reciprocal: the original's roundings again
+    # the double reciprocal reproduces the original code's roundings
     turns = rope.original_length * (1 / (2 * math.pi * (1 / fast)))
     share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     share = np.clip(share, 0, 1)
@@ -151,18 +151,18 @@ ROPE_TYPES = {
 }
 
 
-def turned(rope: RopeConfig, head_dim: int) -> int:
+def rotated_dims(rope: RopeConfig, head_dim: int) -> int:
     """Return the number of a head's dimensions that are rotated."""
     return int(head_dim * rope.share)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Return radians per position of each rotated pair, float32 [pairs]."""
-    return ROPE_TYPES[rope.type](rope, turned(rope, head_dim))
+    return ROPE_TYPES[rope.type](rope, rotated_dims(rope, head_dim))
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """Return the factor of cos and sin (YaRN's temperature, §3.4, and LongRoPE's; 1 for the other types)."""
+    """Return the factor of cos and sin: the temperature of YaRN (§3.4) or of LongRoPE; 1 for other types."""
     if rope.type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -179,8 +179,8 @@ def attention_scaling(rope: RopeConfig) -> float:
 
 
 def check_rotation(rope: RopeConfig, head_dim: int) -> None:
-    """Raise UserError if the numbers, each in its range, make no finite angles together."""
-    dimensions = turned(rope, head_dim)
+    """Raise UserError if the numbers, though each is in its range, do not make finite positive angles."""
+    dimensions = rotated_dims(rope, head_dim)
     if dimensions % 2 or not dimensions:
         raise UserError(
             f"rotary embeddings turn {dimensions} of {head_dim} dimensions of a head, expected an even number"
@@ -210,7 +210,7 @@ def cos_sin(rope: RopeConfig, head_dim: int, position: Int[Array, "b t"]) -> Cos
 
 
 def rotate(x: Float[Array, "b n t h"], angles: CosSin) -> Float[Array, "b n t h"]:
-    """Apply RoPE. Pair i of p is (x[i], x[i + p]), as in the Hugging Face layout of the weights; from 2p on x stays."""
+    """Apply RoPE. Pair i of p is (x[i], x[i + p]), as in the Hugging Face layout of weights; x[2p:] is not rotated."""
     cos, sin = (a[:, None] for a in angles)
     pairs = cos.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)

@@ -1,4 +1,4 @@
-"""Models written as Hugging Face folders."""
+"""Writing of models as Hugging Face folders."""
 
 import contextlib
 import functools
@@ -18,12 +18,12 @@ from kvjax.models.config import ModelConfig, config_json
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import copy_tokenizer
 from kvjax.models.json_file import write_json
-from kvjax.models.layout import parts_of, reordered, unfuse
+from kvjax.models.layout import parts_of, reorder_heads, unfuse
 from kvjax.models.names import TOP, by_expert, by_path, layer_name
 from kvjax.models.tensor_files import INDEX, SINGLE
 
 FILE_BYTES = 2 << 30
-"""A saved file has at most this size, unless one layer or the embedding is larger."""
+"""The maximum size of a saved file, unless one layer or the embedding is larger."""
 
 Arrays = dict[str, Array]
 
@@ -34,16 +34,16 @@ def save_model(
     folder: str | os.PathLike[str],
     tokenizer_from: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write a folder that transformers (and `load_model`) loads. It appears whole or not at all.
+    """Write a folder that transformers and `load_model` can load. It appears whole or not at all.
 
-    With several processes every one calls this, and the first writes.
+    Call this in every process; only the first one writes.
 
     Args:
         folder: must not exist, or be empty.
-        tokenizer_from: a model folder, GGUF file or hub id whose tokenizer and generation defaults are copied along.
+        tokenizer_from: a model folder, GGUF file or hub id whose tokenizer and generation defaults are also copied.
 
     Raises:
-        UserError: a folder that holds something or cannot be made, a model that no Hugging Face class matches.
+        UserError: the folder is not empty or cannot be made, or no Hugging Face class matches the model.
         OSError: the disk is full or not writable; nothing is left behind.
     """
     if not isinstance(model, Decoder):
@@ -55,19 +55,19 @@ def save_model(
 
 
 def check_new(folder: str | os.PathLike[str]) -> Path:
-    """Return the absolute path. Raises UserError if something is there that is not an empty folder, or if no folder can
-    be made there."""
+    """Return the absolute path. Raises UserError if the path exists and is not an empty folder, or if no folder can be
+    made there."""
     folder = Path(folder).expanduser().absolute()
-    beside = folder.parent
+    parent = folder.parent
     try:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise UserError(f"{folder}: exists and is not an empty folder, give another one")
-        beside = next(parent for parent in folder.parents if parent.exists())
-        # permissions do not tell: root has them all, and still cannot write to /proc
-        with partial_folder(beside / folder.name):
+        parent = next(path for path in folder.parents if path.exists())
+        # permissions are not enough to know: root has all of them, yet cannot write to /proc
+        with partial_folder(parent / folder.name):
             pass
     except OSError as error:
-        raise UserError(f"{folder}: no folder can be made there ({beside}: {error.strerror})") from None
+        raise UserError(f"{folder}: no folder can be made there ({parent}: {error.strerror})") from None
     return folder
 
 
@@ -75,8 +75,8 @@ def check_new(folder: str | os.PathLike[str]) -> Path:
 def new_folder(
     model: Decoder, folder: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None
 ) -> Iterator[Path]:
-    """Yield a folder with the model's config and tokenizer, for its weights to be written to. It is made beside
-    `folder`, and moved there at the end. Raises as `save_model` does."""
+    """Yield a partial folder with the model's config and tokenizer, for the caller to write weights to. It is moved to
+    `folder` at the end. Raises the errors of `save_model`."""
     folder = check_new(folder)
     config = config_json(model.config, model.dtype.name)
     if jax.process_index() == 0:
@@ -85,7 +85,7 @@ def new_folder(
                 copy_tokenizer(tokenizer_from, partial)
             write_json(partial / "config.json", config)
             yield partial
-            # another process may have been faster
+            # another process may have made it meanwhile
             check_new(folder)
             partial.rename(folder)
     else:
@@ -95,21 +95,21 @@ def new_folder(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _take_layer(layers: Arrays, index: Int[Array, ""], config: ModelConfig) -> Arrays:
-    """Return one layer as the files hold it."""
+    """Return one layer's arrays in the layout of files."""
     return {
         part: x.T for path, stack in layers.items() for part, x in unfuse(path, stack[index], config).items()
     }
 
 
 def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the file's tensors: those that are no layer's, then each layer's. Every process must take part."""
+    """Yield the tensors outside layers, then those of each layer. Call this in every process."""
     leaves, _ = by_path(model)
     top = {TOP[path]: on_host(x) for path, x in leaves.items() if path in TOP}
     yield {name: x[: model.config.vocab_size] if x.ndim == 2 else x for name, x in top.items()}
     layers = {path: x for path, x in leaves.items() if path not in TOP}
     if model.config.head_order is not None:
         order = model.config.place_of_head
-        layers = {path: reordered(path, x, model.config, order) for path, x in layers.items()}
+        layers = {path: reorder_heads(path, x, model.config, order) for path, x in layers.items()}
     for index in range(model.config.num_layers):
         layer = _take_layer(layers, np.int32(index), model.config)
         rows: dict[str, list[np.ndarray]] = {}
@@ -127,7 +127,7 @@ def _bytes(tensors: dict[str, np.ndarray]) -> int:
 
 
 def _write_tensors(model: Decoder, folder: Path, writes: bool) -> None:
-    """Write the weights in files of at most `FILE_BYTES`, with an index if they are several."""
+    """Write the weights in files of at most `FILE_BYTES`, with an index if there are several files."""
     files: list[list[str]] = []
     total, pending = 0, {}
 

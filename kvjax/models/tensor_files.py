@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder: what is in them, and rows of it."""
+"""The safetensors files of a model folder: their headers, and reading of tensors by rows."""
 
 import contextlib
 import dataclasses
@@ -22,12 +22,12 @@ from kvjax.models.names import TOP, canonical
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 FLOAT8 = "F8_E4M3"
-"""The kind of tensors of 8-bit floats, which only a layer's matrices may be."""
+"""The dtype of 8-bit floats, which only the matrices of layers can have."""
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 LARGEST_HEADER = 8 << 20
-"""Bytes of a file's header. A dense model has about ten tensors a layer, and each takes about 120 bytes there."""
-_PIECE = 8 << 20
-"""Bytes of a tensor that are compared at a time."""
+"""The maximum bytes of a file's header. A dense model has about ten tensors per layer, of about 120 bytes each."""
+_COMPARED_BYTES = 8 << 20
+"""The bytes of a tensor that are compared at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +38,16 @@ class TensorInFile:
     """The tensor's name in the file."""
     file: Path
     shape: tuple[int, ...]
-    """The shape as it is stored."""
     kind: str
-    """Its dtype as safetensors spells it."""
+    """The dtype as safetensors spells it."""
 
     @property
     def dtype(self) -> np.dtype:
         return np.dtype(ml_dtypes.float8_e4m3fn) if self.kind == FLOAT8 else DTYPES[self.kind]
 
     def fill(self, out: np.ndarray, start: int) -> None:
-        """Read rows from `start` on into `out`; no other byte is read. Rows past the end are left alone."""
+        """Read rows from `start` on into `out`, and no other bytes. Rows of `out` past the tensor's end are left
+        alone."""
         stop = min(start + out.shape[0], self.shape[0])
         if start < stop:
             with _open(self.file) as file:
@@ -65,36 +65,36 @@ class TensorInFile:
 class Float8InFile(TensorInFile):
     """A tensor of 8-bit floats, which safetensors (0.8) does not read into NumPy."""
 
-    first: int
-    """The place of its first byte in the file."""
+    offset: int
+    """The offset of its first byte in the file."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
         """Fill `out` as `TensorInFile.fill` does."""
         stop, row = min(start + out.shape[0], self.shape[0]), math.prod(self.shape[1:])
         if start < stop:
-            own = np.fromfile(self.file, np.uint8, (stop - start) * row, offset=self.first + start * row)
-            out[: stop - start] = own.view(self.dtype).reshape(-1, *self.shape[1:])
+            data = np.fromfile(self.file, np.uint8, (stop - start) * row, offset=self.offset + start * row)
+            out[: stop - start] = data.view(self.dtype).reshape(-1, *self.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsOfTensor(TensorInFile):
-    """Some rows of a tensor, such as the queries' of one that holds keys and values, too."""
+    """Consecutive rows of a tensor, such as the queries in a tensor of queries, keys and values."""
 
-    whole: TensorInFile
+    source: TensorInFile
     """The tensor that holds the rows."""
     first: int
-    """The tensor's row that is the first one here."""
+    """The index of the first row in `source`."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
         """Fill `out` as `TensorInFile.fill` does."""
         stop = min(start + out.shape[0], self.shape[0])
         if start < stop:
-            self.whole.fill(out[: stop - start], self.first + start)
+            self.source.fill(out[: stop - start], self.first + start)
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnsOfTensors(TensorInFile):
-    """Tensors of one shape side by side, such as those of a layer's experts."""
+    """Tensors of the same shape side by side, such as those of a layer's experts."""
 
     parts: tuple[TensorInFile, ...]
     """The tensors, in order."""
@@ -112,11 +112,11 @@ class ColumnsOfTensors(TensorInFile):
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorInFile]:
-    """Return every tensor of a model folder, by the name that a whole causal model gives it, from the headers alone.
+    """Return every tensor of a model folder by its `canonical` name. Only the headers are read.
 
     Raises:
-        UserError: no safetensors in the folder, a file of the index that is not there, a file that is cut off, a tensor
-            that is there twice.
+        UserError: the folder has no safetensors, a file of the index is missing or cut off, or a tensor is stored
+            twice.
     """
     tensors: dict[str, TensorInFile] = {}
     for path in _files(folder):
@@ -130,18 +130,18 @@ def stored_tensors(folder: Path) -> dict[str, TensorInFile]:
 
 
 def tensors_of(file: Path) -> Iterator[TensorInFile]:
-    """Yield every tensor of a safetensors file, from its header alone."""
+    """Yield every tensor of a safetensors file. Only its header is read."""
     _check_header(file)
-    places = functools.cache(_places)
+    offsets = functools.cache(_offsets)
     with _open(file) as opened:
         for name in opened.keys():  # noqa: SIM118  (the handle is no mapping)
             header = opened.get_slice(name)
             tensor = name, file, tuple(header.get_shape()), header.get_dtype()
-            yield Float8InFile(*tensor, places(file)[name]) if tensor[3] == FLOAT8 else TensorInFile(*tensor)
+            yield Float8InFile(*tensor, offsets(file)[name]) if tensor[3] == FLOAT8 else TensorInFile(*tensor)
 
 
-def _places(file: Path) -> dict[str, int]:
-    """Return the place of the first byte of each tensor of a safetensors file."""
+def _offsets(file: Path) -> dict[str, int]:
+    """Return the offset of the first byte of each tensor in a safetensors file."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
@@ -153,10 +153,10 @@ def _places(file: Path) -> dict[str, int]:
 
 
 def has_own_head(folder: Path, names: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Return True if a folder's weights hold an output head whose values are not those of its embedding. `names`:
+    """Return True if a folder's weights hold an output head that differs from the embedding. `names`:
     `Family.text_tensors`.
 
-    It is False where the weights cannot be read: loading them will say why.
+    It is False if the weights cannot be read: loading them will say why.
     """
     with contextlib.suppress(UserError):
         stored = names(stored_tensors(folder))
@@ -166,12 +166,12 @@ def has_own_head(folder: Path, names: Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _equal(one: TensorInFile, other: TensorInFile) -> bool:
-    """Return True if two tensors have the same values. They are read by pieces."""
+    """Return True if two tensors have the same values. They are compared piece by piece."""
     size = math.prod(one.shape)
     if one.shape != other.shape or not size or not {one.kind, other.kind} <= DTYPES.keys():
         return False
     rows = one.shape[0] if one.shape else 0
-    step = max(1, _PIECE * rows // (4 * size))
+    step = max(1, _COMPARED_BYTES * rows // (4 * size))
     for start in range(0, rows, step):
         x, y = (tensor.read(start, start + step) for tensor in (one, other))
         same = one.kind == other.kind and np.array_equal(x.view(np.uint8), y.view(np.uint8))
@@ -181,13 +181,14 @@ def _equal(one: TensorInFile, other: TensorInFile) -> bool:
 
 
 def ignored_files(folder: Path) -> tuple[str, list[str]]:
-    """Return the file that says what the weights are, and the names of others that could be meant and are not read."""
-    own = SINGLE if (folder / SINGLE).exists() else INDEX
-    return own, [name for name in (INDEX, ADAPTER) if name != own and (folder / name).exists()]
+    """Return the name of the file that is read for weights, and the names of other candidates that are ignored."""
+    used = SINGLE if (folder / SINGLE).exists() else INDEX
+    return used, [name for name in (INDEX, ADAPTER) if name != used and (folder / name).exists()]
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that hold a folder's weights. As in transformers, a single file goes before an index."""
+    """Return the files that hold a folder's weights. As in transformers, a single file takes precedence over an
+    index."""
     if os.path.lexists(folder / SINGLE):
         return [folder / SINGLE]
     if not os.path.lexists(folder / INDEX):
@@ -195,8 +196,8 @@ def _files(folder: Path) -> list[Path]:
     check_regular(folder / INDEX)
     index = JsonObject.read(folder / INDEX)
     names = list(index.get("weight_map", dict).values())
-    if odd := [str(name) for name in names if not _is_inside(name)]:
-        raise UserError(f"{folder / INDEX}: names {few(odd)}, expected files in the folder")
+    if outside := [str(name) for name in names if not _is_inside(name)]:
+        raise UserError(f"{folder / INDEX}: names {few(outside)}, expected files in the folder")
     files = [folder / name for name in sorted(set(names))]
     if absent := [path.name for path in files if not _exists(path)]:
         raise UserError(f"{folder}: {INDEX} names {few(absent)}, not in the folder")
@@ -204,7 +205,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _is_inside(name: object) -> bool:
-    """Return True if a name in an index is that of a file in or below the folder."""
+    """Return True if a name in an index names a file inside the folder."""
     path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else PurePosixPath("..")
     return path.parts != () and not path.is_absolute() and ".." not in path.parts
 

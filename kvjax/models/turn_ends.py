@@ -1,4 +1,5 @@
-"""The tokens with which a chat template ends the model's turn, which a model's files do not always name as its end."""
+"""The tokens with which a chat template ends the model's turn. A model's files do not always name them as eos
+tokens."""
 
 import contextlib
 import functools
@@ -12,7 +13,7 @@ from kvjax.chat_template import CONVERSATION, PLACE, default_template, render
 from kvjax.errors import UserError
 from kvjax.models.json_file import JSON_BYTES, VOCABULARY_BYTES, JsonObject, read_file
 
-_KNOWN = (
+_KNOWN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
     "<|eom_id|>",
@@ -24,24 +25,26 @@ _KNOWN = (
     "<|END_OF_TURN_TOKEN|>",
     "<|return|>",
 )
-"""Tokens that end nothing but a turn or a message. `<|end|>` also ends parts of some models' turns."""
+"""Tokens that end only turns or messages. `<|end|>` is missing, since in some models it also ends parts of a turn."""
 
 
 def turn_ends(template: str, tokens: Mapping[str, int], special: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens that end a turn in a chat template, and their ids: the known ones that it contains, and the one
-    that it shows behind an assistant's text.
+    """Return the tokens that end a turn in a chat template, with their ids. These are the known ones that the template
+    contains, and the one that it puts after an assistant's text.
 
-    tokens: those that may end a turn. special: the texts of `bos_token`, `eos_token` and so on, which templates use.
+    Args:
+        tokens: the tokens that may end a turn, with their ids.
+        special: the texts of `bos_token`, `eos_token` and so on, which templates use.
     """
-    behind = _behind_an_answer(template, json.dumps(special, sort_keys=True))
-    shown = sorted((token for token in tokens if token and behind.startswith(token)), key=len)[-1:]
-    known = [token for token in _KNOWN if token in template and token in tokens]
-    return {token: tokens[token] for token in dict.fromkeys([*known, *shown])}
+    after = _text_after_answer(template, json.dumps(special, sort_keys=True))
+    rendered = sorted((token for token in tokens if token and after.startswith(token)), key=len)[-1:]
+    known = [token for token in _KNOWN_ENDS if token in template and token in tokens]
+    return {token: tokens[token] for token in dict.fromkeys([*known, *rendered])}
 
 
 @functools.lru_cache(maxsize=16)
-def _behind_an_answer(template: str, special: str) -> str:
-    """Return the text that a template shows behind an assistant's text; none if it takes no usual conversation."""
+def _text_after_answer(template: str, special: str) -> str:
+    """Return the text that a template puts after an assistant's text; empty if it accepts no usual conversation."""
     system = {"role": "system", "content": "a"}
     for messages in (CONVERSATION, [system, *CONVERSATION], CONVERSATION[:2]):
         variables = {"messages": messages, "add_generation_prompt": False, **json.loads(special)}
@@ -53,8 +56,8 @@ def _behind_an_answer(template: str, special: str) -> str:
 
 
 def folder_turn_ends(folder: Path) -> dict[str, int]:
-    """Return the tokens that end a turn by the tokenizer in a model's folder, and their ids. A tokenizer that cannot be
-    read has none: loading it will say why."""
+    """Return the tokens that end a turn in the chat template of a model's folder, with their ids. It is empty if the
+    tokenizer cannot be read: loading it will say why."""
     try:
         config = _read(folder / "tokenizer_config.json")
         template = _template(folder, config)
@@ -77,14 +80,15 @@ def _read(file: Path, most: int = JSON_BYTES) -> JsonObject:
 
 def _template(folder: Path, config: JsonObject) -> str | None:
     try:
-        named = read_file(folder / "chat_template.jinja", JSON_BYTES).decode("utf-8-sig", errors="replace")
+        template = read_file(folder / "chat_template.jinja", JSON_BYTES).decode("utf-8-sig", errors="replace")
     except FileNotFoundError:
-        named = config.data.get("chat_template")
-    return None if named is None else default_template(named)
+        template = config.data.get("chat_template")
+    return None if template is None else default_template(template)
 
 
 def _added_tokens(folder: Path, config: JsonObject) -> dict[str, int]:
-    """Return the tokenizer's added tokens. The vocabulary, a large file, is read if no other file lists them."""
+    """Return the tokenizer's added tokens with their ids. The large tokenizer.json is read only if no other file lists
+    them."""
     listed = config.get("added_tokens_decoder", dict, {})
     tokens = [
         {**token, "id": int(id_)}
@@ -95,5 +99,5 @@ def _added_tokens(folder: Path, config: JsonObject) -> dict[str, int]:
         tokens = [{"id": id_, "content": token} for token, id_ in old.items()]
     if not tokens:
         tokens = _read(folder / "tokenizer.json", VOCABULARY_BYTES).get("added_tokens", list, [])
-    each = [JsonObject(token, config.where) for token in tokens if isinstance(token, dict)]
-    return {token.get("content", str): token.get("id", int) for token in each}
+    objects = [JsonObject(token, config.where) for token in tokens if isinstance(token, dict)]
+    return {token.get("content", str): token.get("id", int) for token in objects}

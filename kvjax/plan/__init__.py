@@ -1,5 +1,5 @@
-"""Estimates of memory: `python -m kvjax.plan`, for training, prefill and decoding on chips that need not be here.
+"""Estimates of the memory that training, prefill and decoding take on chips that need not be here.
 
-programs: training's update, prefill and decoding as programs of shapes. ahead: one program compiled, in a process of
-its own.
+__main__: the command. programs: training's update, prefill and decoding as programs of shapes. ahead: compiling one
+program in its own process.
 """

@@ -1,8 +1,8 @@
-"""Compile a program for chips that are not here, in a process of its own, and find how much of a device's memory it
-takes.
+"""Compile a program for chips that need not be here, and find how much of a device's memory it takes.
 
-The chips' compilers print, and read the environment when they are first used. Run by itself, this module reads a job as
-JSON from its standard input, and writes the memory or one line that says what is wrong.
+Compilers for chips that are not here run in their own process, since they print and read the environment when they are
+first used. Run as a program, this module reads a job as JSON from its standard input, and prints its memory or a
+one-line error as JSON.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from kvjax.plan.programs import Program
 
 GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""The environment variable with the share of a GPU's memory that JAX takes; without it three quarters."""
+"""The environment variable with the share of a GPU's memory that JAX takes; 0.75 by default."""
 CHIPS = {
     "v5e": int(15.75 * 2**30),
     "v5p": int(95.74 * 2**30),
     "v6e": int(31.25 * 2**30),
     "h100": 84942979072,
 }
-"""Bytes of each chip that a program may use, as libtpu's compiler states them for a TPU and CUDA for a GPU."""
+"""Bytes of each chip that a program may use, according to libtpu's compiler (TPU) and CUDA (GPU)."""
 TEMPORARIES = "temporaries"
-"""The part of memory that holds activations and all else between the arguments and the results."""
+"""Name of the part of memory that holds activations and other intermediate arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Topology:
         name, _, size = text.partition(":")
         if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
             raise UserError(
-                f"--topology {text}: expected a chip and its slice, as v5e:2x4, v6e:2x4, v5p:2x2x1 or "
+                f"--topology {text}: expected a chip and its slice, such as v5e:2x4, v6e:2x4, v5p:2x2x1 or "
                 f"h100:8; known chips are {', '.join(CHIPS)}"
             )
         sizes = [int(number) for number in size.split("x")]
@@ -63,17 +63,17 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """The platform that programs are lowered for."""
+        """The platform for which programs are lowered."""
         return "cuda" if self.chip == "h100" else "tpu"
 
     @property
     def usable(self) -> int:
-        """Bytes of a chip that JAX gives a program."""
+        """Bytes of a chip that a JAX program may use."""
         share = float(os.environ.get(GPU_SHARE, 0.75)) if self.platform == "cuda" else 1.0
         return int(CHIPS[self.chip] * share)
 
     def check_compiler(self) -> None:
-        """Raise UserError where the chip's compiler is not installed."""
+        """Raise UserError if the chip's compiler is not installed."""
         if self.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
             raise UserError(
                 f"--topology {self.text}: compiling for a TPU needs libtpu: pip install 'kvjax[tpu]'"
@@ -89,25 +89,26 @@ class Topology:
                 ) from None
 
     def devices(self) -> list[Any]:
-        """Return the devices that are not here, in a process started with `pallas_kernels.ahead.ENVIRONMENT`.
+        """Return the abstract devices of the slice. The process must have the environment
+        `pallas_kernels.ahead.ENVIRONMENT`.
 
-        Raises UserError for a slice that the compiler does not know.
+        Raises UserError if the compiler does not know the slice.
         """
         from jax.experimental import topologies
 
         from pallas_kernels.ahead import H100
 
-        told: dict[str, Any] = {"platform": "tpu", "topology_name": self.text}
-        if self.count == 1:  # else a host has four
-            told["chips_per_host_bounds"] = [1, 1, 1]
+        options: dict[str, Any] = {"platform": "tpu", "topology_name": self.text}
+        if self.count == 1:  # By default a host has four chips.
+            options["chips_per_host_bounds"] = [1, 1, 1]
         if self.platform == "cuda":
-            told = {"platform": "cuda", "target_config": H100, "topology": f"1x1x{self.count}"}
+            options = {"platform": "cuda", "target_config": H100, "topology": f"1x1x{self.count}"}
         try:
-            return list(topologies.get_topology_desc(**told).devices)
-        except Exception as error:  # whatever the compiler's plugin raises
-            why = str(error).strip().splitlines()[0]
+            return list(topologies.get_topology_desc(**options).devices)
+        except Exception as error:  # The compiler's plugin may raise anything.
+            reason = str(error).strip().splitlines()[0]
             raise UserError(
-                f"--topology {self.text}: the compiler knows no such slice ({why[:200]})"
+                f"--topology {self.text}: the compiler knows no such slice ({reason[:200]})"
             ) from None
 
 
@@ -120,7 +121,7 @@ class Job:
     arguments: tuple[str, ...]
     """The command line of `kvjax.train`, or of `kvjax.plan serve`."""
     length: int
-    """Tokens of a training sequence or of a context, in place of the command line's."""
+    """Tokens of a training sequence or of a context. Overrides the command line's length."""
     phase: int = 0
     """Index of the training run's phase."""
     topology: str | None = None
@@ -132,12 +133,12 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory of a program on one device."""
+    """Memory that a program takes on one device."""
 
     parts: dict[str, int]
-    """Bytes of each part, by its name."""
+    """Bytes by name of the part."""
     refused: str = ""
-    """The compiler's message, if the program does not fit. The total is then what the message says is needed."""
+    """The compiler's message if it refused the program as too large. The total is then the number in the message."""
 
     @property
     def total(self) -> int:
@@ -145,20 +146,20 @@ class Memory:
         return sum(self.parts.values())
 
     def fits(self, usable: int) -> bool:
-        """Return True if the program fits a device with so many usable bytes."""
+        """Return True if the program fits a device with `usable` bytes."""
         return not self.refused and self.total <= usable
 
 
-def compiled(job: Job) -> Memory:
-    """Compile a job: for this machine's devices here, for others in a process of its own.
+def compile_job(job: Job) -> Memory:
+    """Compile a job, in this process for this machine's devices, else in a new process.
 
-    Raises UserError for what is wrong with the job, and for what tracing and the compiler raise.
+    Raises UserError if the job is invalid, or if tracing or compiling fails.
     """
     if job.topology is None:
         return compile_here(job)
     from pallas_kernels.ahead import ENVIRONMENT
 
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(dataclasses.asdict(job)),
         env=os.environ | ENVIRONMENT,
@@ -166,27 +167,29 @@ def compiled(job: Job) -> Memory:
         text=True,
         check=False,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        raise UserError(f"{job}: the compiler's process {_end(done.returncode, done.stderr)}")
-    answer = json.loads(lines[-1])
-    if "wrong" in answer:
-        raise UserError(answer["wrong"])
-    return Memory(**answer)
+        raise UserError(
+            f"{job}: the compiler's process {_exit_description(process.returncode, process.stderr)}"
+        )
+    reply = json.loads(lines[-1])
+    if "error" in reply:
+        raise UserError(reply["error"])
+    return Memory(**reply)
 
 
-def _end(code: int, said: str) -> str:
-    """Return how a process ended that gave no answer: out of memory, or in a compiler's failed check."""
+def _exit_description(code: int, stderr: str) -> str:
+    """Describe how a process ended that gave no reply, such as out of memory or in a failed check of the compiler."""
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL): this machine may have too little memory to compile it"
-    lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
+    lines = [line for line in stderr.splitlines() if line.strip()] or ["nothing"]
     fatal = (line for line in lines if re.match(r"F\d{4} ", line))
     end = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"{end}, and said: {_one_line(next(fatal, lines[-1]))}"
+    return f"{end} and printed: {_one_line(next(fatal, lines[-1]))}"
 
 
 def compile_here(job: Job) -> Memory:
-    """Compile a job in this process. Raises as `compiled`."""
+    """Compile a job in this process. Raises UserError as `compile_job` does."""
     import jax
 
     from kvjax.mesh import make_mesh
@@ -198,21 +201,22 @@ def compile_here(job: Job) -> Memory:
         mesh = make_mesh(**dataclasses.asdict(mesh_of(job)), devices=devices)
         platform = topology.platform if topology else mesh.devices.flat[0].platform
         with jax.set_mesh(mesh):
-            return memory(program_of(job, mesh), "cuda" if platform == "gpu" else platform)
+            return memory_of(program_of(job, mesh), "cuda" if platform == "gpu" else platform)
     except UserError:
         raise
-    except Exception as error:  # whatever tracing and the compilers raise
+    except Exception as error:  # Tracing and the compilers may raise anything.
         raise UserError(f"{job}: {_one_line(f'{type(error).__name__}: {error}')}") from None
 
 
-def memory(program: Program, platform: str) -> Memory:
-    """Compile a program for the current mesh, whose devices need not be here. `platform`: tpu, cuda or cpu.
+def memory_of(program: Program, platform: str) -> Memory:
+    """Compile a program for the current mesh, whose devices may be abstract, and return its memory.
 
-    Raises whatever the compiler raises, unless it finds too little memory.
+    `platform` is tpu, cuda or cpu. An error that refuses the program as too large is part of the result; others are
+    raised.
     """
     import jax
 
-    from kvjax.train.memory import held, refused_bytes
+    from kvjax.train.memory import device_bytes_of, refused_bytes
 
     function = jax.jit(
         program.function.__wrapped__,  # pyright: ignore[reportFunctionMemberAccess]
@@ -220,7 +224,7 @@ def memory(program: Program, platform: str) -> Memory:
         static_argnames=tuple(program.static),
         keep_unused=True,
     )
-    parts = {name: held(tree) for name, tree in program.parts.items()}
+    parts = {name: device_bytes_of(tree) for name, tree in program.parts.items()}
     traced = function.trace(*program.arguments, **program.named, **program.static)
     try:
         compiled = traced.lower(lowering_platforms=(platform,)).compile()
@@ -231,7 +235,7 @@ def memory(program: Program, platform: str) -> Memory:
         return Memory(parts | {TEMPORARIES: max(0, needed - sum(parts.values()))}, _one_line(str(error)))
     analysis = compiled.memory_analysis()
     assert analysis is not None
-    # a device's layout pads arguments
+    # The device's layout pads the arguments.
     padding = analysis.argument_size_in_bytes - sum(parts.values())
     return Memory(
         parts
@@ -250,12 +254,13 @@ def _one_line(message: str) -> str:
 
 
 def main() -> None:
-    told = json.loads(sys.stdin.read())
+    """Compile the job on standard input and print the reply."""
+    fields = json.loads(sys.stdin.read())
     try:
-        answer = dataclasses.asdict(compile_here(Job(**(told | {"arguments": tuple(told["arguments"])}))))
+        reply = dataclasses.asdict(compile_here(Job(**(fields | {"arguments": tuple(fields["arguments"])}))))
     except UserError as error:
-        answer = {"wrong": str(error)}
-    print(json.dumps(answer), flush=True)
+        reply = {"error": str(error)}
+    print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training's update, prefill and decoding as programs of shapes, as `kvjax.train` and `kvjax.inference` run them."""
+"""The programs of `kvjax.train` and `kvjax.inference`, with shapes in place of arrays."""
 
 import dataclasses
 import functools
@@ -47,15 +47,16 @@ from kvjax.train.update import first_state, make_update, param_dtypes
 WEIGHTS = "weights"
 POOL = "KV pool"
 TABLES = "page tables and states"
-MOST = 1 << 30
-"""The largest size: programs count in int32."""
+MAX_SIZE = 1 << 30
+"""The largest number of tokens or sequences, since programs count in int32."""
 TEXT = (0,) * 16
-"""Token ids in place of each of KVzip's texts, which usual tokenizers write in fewer tokens."""
-LETTERS = 3
-"""Letters in a token of guidance: fewer than in usual tokenizers'."""
+"""Token ids that stand for each of KVzip's texts. Usual tokenizers need fewer tokens."""
+CHARACTERS_PER_TOKEN = 3
+"""Characters of guidance in a token. Usual tokenizers have more."""
 WINDOW = 256
 """WG-KV's local window, as published."""
 Make = Callable[[Callable[[], Any]], Any]
+"""Calls a function that makes gates, or returns the shapes of its result (`jax.eval_shape`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,41 +64,40 @@ class Program:
     """A program to compile."""
 
     function: Callable[..., Any]
-    """The function, already jitted. It is jitted anew, with arguments that it does not read, since they take memory,
-    too."""
+    """The jitted function. It is jitted again so that it keeps unused arguments, which take memory, too."""
     arguments: tuple[Any, ...]
     """Trees of `jax.ShapeDtypeStruct` with shardings."""
     parts: dict[str, Any]
-    """The arguments' trees, by the part of memory that they belong to."""
+    """Trees of the arguments by the part of memory that they belong to."""
     donated: int
-    """Index of the argument whose memory is taken over."""
+    """Index of the donated argument."""
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments that are compiled in."""
+    """Static arguments."""
     named: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments by name, of the same kind as `arguments`."""
+    """Keyword arguments: trees as in `arguments`."""
 
 
 def mesh_of(job: Job) -> MeshShape:
-    """Return the mesh that a job's command line names, as its model uses it. Raises UserError if it does not divide the
-    model."""
-    told = _told(job)
-    return fit_mesh(told.mesh, find_shape(told.model).config)
+    """Return the mesh of a job's command line, adapted to the model. Raises UserError if it cannot divide the model."""
+    config = _parse(job)
+    return fit_mesh(config.mesh, find_shape(config.model).config)
 
 
 def program_of(job: Job, mesh: Mesh) -> Program:
     """Return a job's program on the current mesh."""
-    told = _told(job)
-    longest = job.length + (told.new if isinstance(told, ServeConfig) else 0)
-    entries = told.kv_cache_dtype if isinstance(told, ServeConfig) else None
-    model = find_shape(told.model, longest, told.weights, entries)
-    dtype = told.dtype or model.dtype
-    if isinstance(told, Recipe):
-        return update(told, model.config, dtype, mesh, job.length, job.phase)
-    serving = Serving(dataclasses.replace(told, context=job.length), model.config, dtype, mesh)
+    config = _parse(job)
+    longest = job.length + (config.new if isinstance(config, ServeConfig) else 0)
+    entries = config.kv_cache_dtype if isinstance(config, ServeConfig) else None
+    model = find_shape(config.model, longest, config.weights, entries)
+    dtype = config.dtype or model.dtype
+    if isinstance(config, Recipe):
+        return update(config, model.config, dtype, mesh, job.length, job.phase)
+    serving = Serving(dataclasses.replace(config, context=job.length), model.config, dtype, mesh)
     return serving.prefill() if job.stage == "prefill" else serving.decode()
 
 
-def _told(job: Job) -> "Recipe | ServeConfig":
+def _parse(job: Job) -> "Recipe | ServeConfig":
+    """Return the configuration of a job's command line."""
     return parse(job.arguments) if job.stage == "train" else parse_command(ServeConfig, job.arguments)
 
 
@@ -109,30 +109,30 @@ def model_of(mesh: Mesh, config: ModelConfig, dtype: str) -> Decoder:
 def update(
     recipe: Recipe, config: ModelConfig, dtype: str, mesh: Mesh, length: int, phase: int = 0
 ) -> Program:
-    """Return the update of one of the run's phases on sequences of `length` tokens, on the current mesh."""
+    """Return the update of one phase of a run on sequences of `length` tokens, on the current mesh."""
     phases = tuple(recipe.phases())
     model = model_of(mesh, config, dtype)
     dtypes = param_dtypes(phases, model)
     state = abstract(lambda model: first_state(phases, dtypes, model, phase), mesh, model)
-    own = phases[phase]
-    ends = [0, *itertools.accumulate(each.steps for each in phases)]
-    read = None if recipe.takes_model else model
-    batch = batch_of(own, mesh, length, model)
+    current = phases[phase]
+    ends = [0, *itertools.accumulate(item.steps for item in phases)]
+    weights = None if recipe.takes_model else model
+    batch = batch_of(current, mesh, length, model)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     parts = {
-        WEIGHTS: read,
+        WEIGHTS: weights,
         "trained parameters": state.params,
         "optimizer": state.opt,
         "held": state.constants,
         "batch": (batch, step),
     }
-    function = make_update(own, dtypes[phase], before=ends[phase])
-    return Program(function, (state, read, batch, step), parts, donated=0)
+    function = make_update(current, dtypes[phase], before=ends[phase])
+    return Program(function, (state, weights, batch, step), parts, donated=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
-    """Say whether prefill and decoding fit a device's memory, from the programs compiled without weights."""
+    """Estimate whether prefill and decoding fit a device's memory, by compiling their programs without weights."""
 
     topology: str | None = None
     """The chips: v5e:2x4, v6e:2x4, v5p:2x2x1 or h100:8; by default this machine's."""
@@ -141,8 +141,8 @@ class ServeConfig:
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
     policy: str = "full"
-    """The policy, as in kvjax.generate. Gates have their usual sizes unless the policy names a folder, and token ids
-    stand in place of texts. wgkv admits every token unless the policy states the share, wgkv:rate=0.2."""
+    """The policy, as in kvjax.generate. Gates have their usual sizes unless the policy names a folder. wgkv admits all
+    tokens unless the policy states the share, as in wgkv:rate=0.2."""
     context: int = 32768
     """Tokens of each prompt."""
     batch: int = 1
@@ -150,21 +150,21 @@ class ServeConfig:
     new: int = 128
     """Tokens of each answer."""
     chunk: int = CHUNK
-    """Prompt tokens in one call of prefill, as in `LLM`: fewer take less memory."""
+    """Prompt tokens in one call of prefill, as in `LLM`. Fewer tokens take less memory."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default the weights' dtype in config.json."""
     weights: str | None = None
-    """int8 or fp8: the layers' matrices in 8 bits; by default as config.json has them."""
+    """int8 or fp8: store the layers' matrices in 8 bits; by default as in config.json."""
     kv_cache_dtype: str | None = None
-    """int8: entries in 8 bits; by default in the model's dtype."""
+    """int8: store entries in 8 bits; by default in the model's dtype."""
     search: bool = True
     """Search for the longest context that fits, by at most three more compiles of both programs; --no-search compiles
     each once."""
 
     def check(self) -> None:
-        """Refuse numbers that mean nothing. Raises UserError."""
+        """Raise UserError for options out of range."""
         for name in ("context", "batch", "new", "chunk"):
-            whole_number("plan", f"--{name}", getattr(self, name), most=MOST)
+            whole_number("plan", f"--{name}", getattr(self, name), most=MAX_SIZE)
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise UserError(f"--dtype must be float32, bfloat16 or float16, got {self.dtype}")
 
@@ -173,7 +173,7 @@ class ServeConfig:
 class Serving:
     """Prefill and decoding of a model on the current mesh."""
 
-    told: ServeConfig
+    options: ServeConfig
     config: ModelConfig
     dtype: str
     mesh: Mesh
@@ -184,8 +184,8 @@ class Serving:
         return model_of(self.mesh, self.config, self.dtype)
 
     def policy(self, make: Make = jax.eval_shape) -> Policy:
-        """Return the policy as the host knows it. `make` makes its gates, by default as shapes."""
-        return make_policy(completed(self.told.policy, self.config, make))
+        """Return the policy. `make` makes its gates, by default as shapes."""
+        return make_policy(complete_policy(self.options.policy, self.config, make))
 
     def view(self, name: str) -> View:
         """Return the shapes of a view of the compiled policy."""
@@ -199,17 +199,23 @@ class Serving:
         return abstract(make, self.mesh)
 
     @property
-    def rows(self) -> int:
-        """Number of sequences of the batch on this mesh."""
+    def batch(self) -> int:
+        """Number of sequences: the option's batch, rounded up to a multiple of the mesh's batch shards."""
         shards = batch_shards()
-        return -(-self.told.batch // shards) * shards
+        return -(-self.options.batch // shards) * shards
 
     def cache(self, policy: Policy, view: View, tokens: int, tables: int = 0) -> Any:
-        """Return the shapes of a cache for sequences of `tokens` tokens, with a pool for what the host's `policy`
-        expects. tables: tokens that one head cache may have, if these are more."""
+        """Return the shapes of a cache for sequences of `tokens` tokens.
+
+        Args:
+            policy: the policy, which determines the size of the pool.
+            view: the view of the compiled policy that reads the cache.
+            tokens: expected tokens of each sequence.
+            tables: the most tokens of one head cache, if that is more than `tokens`.
+        """
         config = self.config
         layout = layout_for(
-            policy, **sizes_of(config), batch=self.rows, tokens=tokens, longest=tables, dtype=self.model.dtype,
+            policy, **sizes_of(config), batch=self.batch, tokens=tokens, longest=tables, dtype=self.model.dtype,
         )  # fmt: skip
         group = config.num_heads // config.num_kv_heads
         return abstract(lambda view: laid_out(view, layout, group), self.mesh, view)
@@ -219,63 +225,67 @@ class Serving:
         """Bytes of one token's key and value in all layers and kv heads."""
         return token_bytes(self.config, self.model.dtype)
 
-    def kept(self, policy: Policy) -> int:
-        """Return the tokens that a cache after the prompt has places for: what an eviction leaves, else the context."""
-        schedule, context = policy.schedule, self.told.context
+    def tokens_after_prompt(self, policy: Policy) -> int:
+        """Return the tokens that a cache holds after the prompt: those that an eviction keeps, else the context."""
+        schedule, context = policy.schedule, self.options.context
         if schedule is None:
             return context
-        left = int(schedule.allowance([context], self.entry_bytes)[0]) + 1 + schedule.needs.longest_prefix
-        return min(context, left) + (max(schedule.trigger.every, 1) if policy.compacts_answers else 0)
+        kept = int(schedule.allowance([context], self.entry_bytes)[0]) + 1 + schedule.needs.longest_prefix
+        return min(context, kept) + (max(schedule.trigger.every, 1) if policy.compacts_answers else 0)
 
     def prefill(self) -> Program:
-        """Return the call that reads the largest chunk of the prompts."""
-        policy, told = self.policy(), self.told
+        """Return the program that reads the largest chunk of the prompts."""
+        policy, options = self.policy(), self.options
         schedule = policy.schedule
-        behind = 0 if schedule is None else schedule.read_behind
+        after_context = 0 if schedule is None else schedule.temporary_tokens
         view = self.view("read")
-        cache = self.cache(policy, view, told.context + behind + self._room(policy))
-        chunk = min(told.chunk, told.context)
+        cache = self.cache(policy, view, options.context + after_context + self._answer_tokens(policy))
+        chunk = min(options.chunk, options.context)
         if schedule is not None and schedule.trigger.in_chunks:
             chunk = min(chunk, schedule.trigger.chunk)
-        sizes = [size for _, size in pieces(chunk, told.chunk)]
-        tokens = self._array(jnp.int32, (self.rows, max(sizes)), BATCH, None)
-        valid = self._array(jnp.int32, (self.rows,), BATCH)
+        sizes = [size for _, size in pieces(chunk, options.chunk)]
+        tokens = self._array(jnp.int32, (self.batch, max(sizes)), BATCH, None)
+        valid = self._array(jnp.int32, (self.batch,), BATCH)
         arguments = self.model, view, cache, tokens, valid
         return Program(last_logits, arguments, _parts(*arguments), donated=2)
 
     def decode(self) -> Program:
-        """Return a block of decoded tokens."""
-        policy, told = self.policy(), self.told
+        """Return the program that decodes a block of tokens."""
+        policy, options = self.policy(), self.options
         view = self.view("decode")
-        later = changed(policy, schedule=None, **({} if policy.compacts_answers else {"eviction": None}))
-        # the eviction may have kept one head cache whole
-        cache = self.cache(
-            later,
-            view,
-            self.kept(policy) + self._room(policy),
-            tables=told.context + told.new,
+        decode_policy = changed(
+            policy, schedule=None, **({} if policy.compacts_answers else {"eviction": None})
         )
-        valid = self._array(jnp.int32, (self.rows,), BATCH)
-        running = self._array(jnp.bool_, (self.rows,), BATCH)
+        # The eviction may have kept all tokens of one head.
+        cache = self.cache(
+            decode_policy,
+            view,
+            self.tokens_after_prompt(policy) + self._answer_tokens(policy),
+            tables=options.context + options.new,
+        )
+        valid = self._array(jnp.int32, (self.batch,), BATCH)
+        running = self._array(jnp.bool_, (self.batch,), BATCH)
         eos, vocabulary = self.config.eos_ids, self.config.vocab_size
-        greedy = [SamplingParams()] * self.rows
-        sampler = abstract(lambda: make_sampler(greedy, [0] * self.rows, eos, vocabulary), self.mesh)
-        # no tokens are counted: nothing is penalised
+        greedy = [SamplingParams()] * self.batch
+        sampler = abstract(lambda: make_sampler(greedy, [0] * self.batch, eos, vocabulary), self.mesh)
+        # Nothing is penalised, so no tokens are counted.
         arguments = self.model, view, cache, valid, running, sampler, self._array(jnp.int32, ()), None
-        again = abstract(lambda cache: recurring(policy, cache), self.mesh, cache)
+        compaction = abstract(lambda cache: recurring(policy, cache), self.mesh, cache)
         return Program(
             decode_block,
             arguments,
-            _parts(*arguments, again),
+            _parts(*arguments, compaction),
             donated=2,
-            static={"count": min(BLOCK, max(1, told.new - 1))},
-            named={"recurring": again},
+            static={"count": min(BLOCK, max(1, options.new - 1))},
+            named={"recurring": compaction},
         )
 
-    def _room(self, policy: Policy) -> int:
-        """Return the tokens of an answer that a cache has places for beside the prompt, or what is left of it: none
-        where answers are compacted, since the places are then made when they are needed."""
-        return 0 if policy.compacts_answers else self.told.new
+    def _answer_tokens(self, policy: Policy) -> int:
+        """Return the answer tokens for which a cache has space in addition to the prompt.
+
+        It is 0 if answers are compacted, since the space is then allocated when it is needed.
+        """
+        return 0 if policy.compacts_answers else self.options.new
 
     def _array(self, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P(*spec)))
@@ -292,73 +302,74 @@ def _parts(model: Any, policy: Any, cache: Any, *rest: Any) -> dict[str, Any]:
     }
 
 
-def check_serving(told: ServeConfig, config: ModelConfig) -> None:
-    """Refuse a policy and a mesh that do not go with the model, before anything compiles. Raises UserError."""
-    told.check()
-    fit_mesh(told.mesh, config)
+def check_serving(options: ServeConfig, config: ModelConfig) -> None:
+    """Raise UserError if the options are out of range, or if the policy or the mesh do not fit the model."""
+    options.check()
+    fit_mesh(options.mesh, config)
     with use_mesh():
-        make_policy(completed(told.policy, config, jax.eval_shape)).check(config)
+        make_policy(complete_policy(options.policy, config, jax.eval_shape)).check(config)
 
 
-def completed(policy: str, config: ModelConfig, make: Make) -> Described:
-    """Return the policy with everything that its methods need in addition to numbers: token ids for the texts of kvzip,
-    of refit and of guidance, and gates for wgkv, fast_kvzip and kvzap, of the published sizes unless a folder or a file
-    of gates is named.
+def complete_policy(policy: str, config: ModelConfig, make: Make) -> Described:
+    """Return the policy with token ids and gates filled in where its methods need them.
+
+    Token ids stand for the texts of kvzip, refit and guidance. Gates of wgkv, fast_kvzip and kvzap have their published
+    sizes unless the policy names a folder or a file.
 
     Args:
-        make: makes gates by a function without arguments.
+        policy: the policy as on the command line.
+        config: the model's config.
+        make: makes the gates.
 
     Raises:
-        UserError: files that hold no gates.
+        UserError: the named file or folder holds no gates.
     """
-    found = parse_policy(policy)
-    for name, arguments in found.items():
+    described = parse_policy(policy)
+    for name, arguments in described.items():
         guidance = arguments.get("guidance", getattr(find_method(name), "guidance", ""))
         if isinstance(guidance, str) and guidance.strip():
-            arguments["guidance"] = (0,) * -(-len(text(guidance)) // LETTERS)
-        if name in BESIDE:
-            arguments |= BESIDE[name](arguments, config, make)
+            arguments["guidance"] = (0,) * -(-len(text(guidance)) // CHARACTERS_PER_TOKEN)
+        if name in FILL_IN:
+            arguments |= FILL_IN[name](arguments, config, make)
         if name != "kvzip" and "refit" in arguments:
-            arguments["refit"]["reader"] = KVzip(**_texts({}, config, make))
-    return found
+            arguments["refit"]["reader"] = KVzip(**_kvzip_texts({}, config, make))
+    return described
 
 
-def _texts(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    return {name: TEXT for name in ("instruction", "resumption", "tail") if name not in given}
+def _kvzip_texts(arguments: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    return {name: TEXT for name in ("instruction", "resumption", "tail") if name not in arguments}
 
 
-def _sink_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    inputs, width = given.get("inputs", "hidden"), config.width
+def _fast_kvzip_gates(arguments: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    inputs, width = arguments.get("inputs", "hidden"), config.width
     heads = config.num_full_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads
     sizes = Sizes(*heads, width if inputs == "hidden" else config.head_dim, 16, 16, "sink", inputs)
-    if "gates" in given:
-        sizes = gate_sizes(given["gates"])
-    return {"gates": make(sizes.make), "inputs": given.get("inputs", sizes.inputs)}
+    if "gates" in arguments:
+        sizes = gate_sizes(arguments["gates"])
+    return {"gates": make(sizes.make), "inputs": arguments.get("inputs", sizes.inputs)}
 
 
-def _write_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    if "gates" in given:
+def _wgkv_gates(arguments: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    if "gates" in arguments:
         return {}
-    heads, expand = (
-        (config.num_full_layers, config.num_kv_heads),
-        1.5 if config.model_type == "qwen3" else 4.0,
-    )
+    heads = config.num_full_layers, config.num_kv_heads
+    expand = 1.5 if config.model_type == "qwen3" else 4.0
     gates = make(lambda: WriteGate(*heads, config.head_dim, expand=expand, rngs=nnx.Rngs(0)))
-    rate = {"rate": np.full(heads, given["rate"])} if "rate" in given else {}
-    return {"gates": gates, "window": given.get("window", WINDOW)} | rate
+    rate = {"rate": np.full(heads, arguments["rate"])} if "rate" in arguments else {}
+    return {"gates": gates, "window": arguments.get("window", WINDOW)} | rate
 
 
-def _surrogates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    if "gates" in given:
+def _kvzap_gates(arguments: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    if "gates" in arguments:
         return {}
     return {"gates": make(kvzap.Sizes(config.num_full_layers, config.num_kv_heads, config.width, 512).make)}
 
 
-BESIDE = {
-    "kvzip": _texts,
-    "fast_kvzip": _sink_gates,
-    "wgkv": _write_gates,
-    "kvzap": _surrogates,
-    "kvzap_eviction": _surrogates,
+FILL_IN = {
+    "kvzip": _kvzip_texts,
+    "fast_kvzip": _fast_kvzip_gates,
+    "wgkv": _wgkv_gates,
+    "kvzap": _kvzap_gates,
+    "kvzap_eviction": _kvzap_gates,
 }
-"""Methods that need more than numbers, and the functions that make it from the arguments that are given."""
+"""Functions that return the missing arguments of methods that need texts or gates."""

@@ -1,9 +1,9 @@
 """Policies: `make_policy("snapkv:ratio=0.25,adakv")`, or
 `Policy(eviction=Adaptive(SnapKV()), schedule=Schedule(Ratio(0.25)))`.
 
-admission, eviction, selection: the methods, one file each. registry: their names. base: the classes of methods.
-policy: their composition. schedule: how much stays (budget), and when it is decided (trigger). make: policies by
-name, and their grammar. numbers: checked arrays. chance: reproducible random numbers.
+admission, eviction, selection: the methods, one file each. registry: their names. base: their base classes.
+policy: the composition of methods. schedule: how much a compaction keeps (budget), and when it runs (trigger). make:
+policies from strings and mappings. numbers: checked arrays. chance: reproducible random numbers.
 """
 
 from kvjax.policies.admission.full import Full

@@ -1,6 +1,6 @@
 """Print the list of methods: `python -m kvjax.policies`."""
 
-from kvjax.policies.registry import listed
+from kvjax.policies.registry import method_list
 
 if __name__ == "__main__":
-    print(listed())
+    print(method_list())

@@ -58,7 +58,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """The method's name, or that of its class."""
+        """The method's name, or the name of its class."""
         return self.name or type(self).__name__
 
     @property
@@ -73,7 +73,7 @@ class Method:
 
 
 class Eviction(Method, abc.ABC):
-    """A method that scores stored entries; a compaction drops those of lowest score."""
+    """A method that scores stored entries. A compaction drops the entries with the lowest scores."""
 
     @abc.abstractmethod
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
@@ -81,13 +81,14 @@ class Eviction(Method, abc.ABC):
         ...
 
     def over_layers(self, scores: Float[Array, "l b k s"]) -> Float[Array, "l b k s"]:
-        """Return the scores that decide, given those of all layers, aligned with each head cache's newest entry. By
-        default they are the same."""
+        """Return the final scores, given the scores of all layers, aligned with each head cache's newest entry. By
+        default they do not change."""
         return scores
 
     @property
     def needs(self) -> Needs:
-        """The entries that always stay whatever their scores, and the number of last tokens whose queries score."""
+        """The numbers of entries that stay whatever their scores, and of last tokens whose queries score the
+        entries."""
         return Needs()
 
     @property
@@ -97,26 +98,26 @@ class Eviction(Method, abc.ABC):
 
     @property
     def usual_trigger(self) -> Trigger:
-        """The trigger of policies that state none."""
+        """The trigger of policies that name none."""
         return Trigger()
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
-        """Return why the eviction does not go with a schedule, or with an admission that does not store every token; an
-        empty string if it does."""
+        """Return the reason why the eviction cannot be used with a schedule, or with an admission that does not store
+        every token. An empty string means that it can."""
         return ""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise TypeError if a subclass defines a function of a class below without deriving from that class: nobody
-        would call it."""
+        """Raise TypeError if a subclass defines a function of one of `MIXINS` without deriving from it: the function
+        would never be called."""
         super().__init_subclass__(**options)
         for kind in MIXINS:
-            own = {x for x in vars(kind) if x in vars(cls) and x[0] != "_" and not hasattr(Eviction, x)}
-            if own and not issubclass(cls, kind):
-                raise TypeError(f"{cls.__name__} defines {min(own)} and must derive from {kind.__name__}")
+            names = {x for x in vars(kind) if x in vars(cls) and x[0] != "_" and not hasattr(Eviction, x)}
+            if names and not issubclass(cls, kind):
+                raise TypeError(f"{cls.__name__} defines {min(names)} and must derive from {kind.__name__}")
 
 
 class EntryMetadata:
-    """A method's own numbers of every retained entry. They are moved and freed with their entries, and count towards
+    """A method's own numbers for every retained entry. They are moved and freed with their entries, and count towards
     the cache's size. `Stored.metadata` shows them to `score`. If a method names "position" (int32), the cache itself
     writes it: the position of an entry's token in its sequence, from 0."""
 
@@ -132,12 +133,12 @@ class TokenMetadata(EntryMetadata):
 
     def bias(self, state: State, step: Step) -> Float[Array, "b k t"]:
         """Return the "bias" of a call's own tokens, if the method names such metadata. It is added to their logits, in
-        float32 and for every query, once they have left the local window. −inf hides a token. It is known before the
-        call's attention, `numbers` after it."""
+        float32 and for every query, once they have left the local window. −inf hides a token. `bias` is called before
+        the call's attention, and `numbers` after it."""
         return jnp.zeros(step.k.shape[:3], jnp.float32)
 
     def numbers(self, state: State, step: Step, readout: Readout) -> Numbers:
-        """Return the entry metadata of all of a call's own tokens, whichever of them are stored then or later."""
+        """Return the entry metadata of all of a call's own tokens, whether they are stored now, later or never."""
         return {}
 
     def update(self, state: State, metadata: Metadata, step: Step, readout: Readout) -> Metadata:
@@ -202,8 +203,8 @@ class LateMetadata(TokenMetadata, Observer, abc.ABC):
 
 
 class Pass(NamedTuple):
-    """A reconstruction pass: tokens that are read after a prompt to look at a part of it. Only entry metadata remains
-    of them."""
+    """A reconstruction pass: tokens that are read after a prompt to look at a part of it. They leave only entry
+    metadata."""
 
     tokens: Int[np.ndarray, " t"]
     """The token ids."""
@@ -234,11 +235,11 @@ class Reconstruction(EntryMetadata, abc.ABC):
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
         when = schedule.trigger.when
         if when != "prompt":
-            return f"has the whole prompt read again before it scores it: when must be 'prompt', got {when!r}"
+            return f"scores a prompt by passes over all of it: when must be 'prompt', got {when!r}"
         return (
             ""
             if stores_all
-            else "has the whole prompt read again, of which an admission does not store every token"
+            else "scores a prompt by passes over all of it, which an admission does not store"
         )
 
 
@@ -251,12 +252,12 @@ class Guided(abc.ABC):
 
     @abc.abstractmethod
     def guided(self, tokens: int) -> Eviction:
-        """Return the eviction's form for so many tokens of guidance."""
+        """Return the eviction's form for this number of guidance tokens."""
         ...
 
 
 class ValueWeighted(abc.ABC):
-    """An eviction whose score weighs entries by their values, which a wrapper may do in its place."""
+    """An eviction whose score weighs entries by their values. A wrapper may do this in its place."""
 
     @property
     @abc.abstractmethod
@@ -275,9 +276,9 @@ class Keep:
     threshold: Number
     """The least priority that is retained: one number, or one for each kv head."""
     max_entries: Number | None = None
-    """The most entries that a kv head retains: those of highest priority among all tokens that have left the local
-    window so far, of equal ones the earlier. A dropped token does not come back. None: there is no limit. A head cache
-    that an earlier policy left with more entries keeps that number."""
+    """The largest number of entries that a kv head retains: those of highest priority among all tokens that have left
+    the local window so far. Of equal priorities, the earlier token stays. A dropped token does not come back. None:
+    there is no limit. A head cache that an earlier policy left with more entries keeps that number."""
 
     def wanted(self, priority: Float[Array, "b k t"]) -> Bool[Array, "b k t"]:
         """Return the mask of the priorities that reach the threshold. NaN does not."""
@@ -289,9 +290,9 @@ class Admission(Method, TokenMetadata, abc.ABC):
     window."""
 
     window: int | None = None
-    """The window of policies that name none; None: they must name one."""
+    """The window of policies that name none; None: a policy must name one."""
     owns_window: ClassVar[bool] = False
-    """True if a policy can have no other window, since what the admission keeps depends on it."""
+    """True if a policy must have this window, because the admission's decisions depend on it."""
 
     @property
     def revisits(self) -> int | None:
@@ -311,16 +312,16 @@ class Admission(Method, TokenMetadata, abc.ABC):
         real; it had `seen` tokens before.
 
         Returns:
-            the memory after these tokens; the priorities, where `priority[…, i]` belongs to the token `delay` before
-            token `i` of the call (NaN: not known yet, but it must be known before that token leaves the local window);
-            and `delay`, less than the window.
+            the memory after these tokens; the priorities, where `priority[…, i]` belongs to the token `delay` positions
+            before token `i` of the call (NaN: not known yet; it must be known before that token leaves the local
+            window); and `delay`, which is less than the window.
         """
         ...
 
     @abc.abstractmethod
     def keep(self) -> Keep:
-        """Return the rule for tokens that leave the local window: data, not code. Whether it has `max_entries` must not
-        depend on numbers."""
+        """Return the rule for tokens that leave the local window. Whether it has `max_entries` must not depend on
+        traced numbers."""
         ...
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
@@ -351,8 +352,8 @@ class Selection(Method, abc.ABC):
             bounds: the smallest components of k and of −k over each page's keys k (`kvjax.cache.Pages`); unspecified
                 for a page without entries.
             length: the number of retained entries.
-            local: the number of last tokens that it reads anyway, itself included.
-            seen: the number of tokens so far, itself included.
+            local: the number of last tokens that the token always reads, itself included.
+            seen: the number of tokens so far, the token included.
         """
         ...
 

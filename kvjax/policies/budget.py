@@ -17,7 +17,7 @@ from kvjax.errors import UserError, byte_size, named_fields, one_of, real_number
 from kvjax.struct import assign, short
 from kvjax.topk import OVER
 
-MOST = 2**62
+UNLIMITED = 2**62
 """A limit above the entries or bytes of any context."""
 
 
@@ -68,7 +68,7 @@ class Entries(Budget):
     """The number of entries, at least 1."""
 
     def __post_init__(self):
-        assign(self, entries=whole_number("budget", "entries", self.entries, most=MOST))
+        assign(self, entries=whole_number("budget", "entries", self.entries, most=UNLIMITED))
 
     def of(self, tokens: int, entry_bytes: int) -> float:
         return float(min(self.entries, tokens))
@@ -84,9 +84,9 @@ class Size(Budget):
 
     def __post_init__(self):
         size = self.size
-        if isinstance(size, str) and (named := byte_size(size)) is not None:
-            size = named
-        assign(self, size=whole_number("budget", "size", size, most=MOST))
+        if isinstance(size, str) and (count := byte_size(size)) is not None:
+            size = count
+        assign(self, size=whole_number("budget", "size", size, most=UNLIMITED))
 
     def of(self, tokens: int, entry_bytes: int) -> float:
         return min(int(self.size) / entry_bytes, tokens)
@@ -121,8 +121,8 @@ BUDGETS: dict[str, type[Budget]] = {
 
 
 def budget(**measures: Any) -> Budget | None:
-    """Return the budget of the one of `BUDGETS` that is not None, or None if all are None. Raises UserError if several
-    are given."""
+    """Return the budget that is given by its name in `BUDGETS`; None if all are None. Raises UserError if several are
+    given."""
     given = {name: x for name, x in measures.items() if x is not None}
     if not given:
         return None
@@ -132,17 +132,22 @@ def budget(**measures: Any) -> Budget | None:
     return BUDGETS[name](number)  # pyright: ignore[reportCallIssue]
 
 
-def whole(entries: float) -> int:
-    """Return the whole number of entries that is meant, at least 1: 0.29 · 100 is 28.999… in binary and means 29."""
-    return max(1, math.floor(entries * (1 + 1e-12)))
+def rounded_down(number: float) -> int:
+    """Return a number rounded down, without binary rounding errors: 0.29 · 100 is 28.999… in binary and means 29."""
+    return math.floor(number * (1 + 1e-12))
+
+
+def whole_entries(entries: float) -> int:
+    """Return a number of entries rounded down (`rounded_down`), at least 1."""
+    return max(1, rounded_down(entries))
 
 
 def places(kept: float, layers: int, heads: int, over: str) -> Int[np.ndarray, "l k"]:
-    """Return the places of each head cache if those that share a budget (`Shares.over`) keep `kept` entries on average.
-    Their total is rounded down and spread evenly."""
-    rows = {"head": 1, "layer": heads, "model": layers * heads}[over]
-    total = math.floor(rows * kept * (1 + 1e-12))
-    each = total // rows + (np.arange(rows) < total % rows)
+    """Return the number of places of each head cache, if head caches that share a budget (`Shares.over`) keep `kept`
+    entries on average. Their total is rounded down and spread evenly."""
+    sharing = {"head": 1, "layer": heads, "model": layers * heads}[over]
+    total = rounded_down(sharing * kept)
+    each = total // sharing + (np.arange(sharing) < total % sharing)
     return np.resize(each, (layers, heads))
 
 
@@ -157,8 +162,8 @@ class Shares:
     """The share of its average that every head keeps of its own best entries, whatever others have (AdaKV's α)."""
     pyramid: float | None = None
     """The divisor of the last layer's budget: budgets fall linearly with depth, and the last layer gets 1/`pyramid` of
-    the average (PyramidKV's β, arXiv:2406.02069). All layers get the average if that part is below what must stay.
-    None: every layer gets the same."""
+    the average (PyramidKV's β, arXiv:2406.02069). If that is fewer entries than must stay, all layers get the
+    average. None: every layer gets the same."""
 
     def __post_init__(self):
         one_of("budget", "over", self.over, OVER)
@@ -172,16 +177,18 @@ class Shares:
             raise UserError(f"a pyramid of budgets needs at least 2 layers, the model has {layers}")
 
     def counts(
-        self, kept: Sequence[float], tokens: Sequence[int], layers: int, stay: Sequence[int]
+        self, kept: Sequence[float], tokens: Sequence[int], layers: int, protected: Sequence[int]
     ) -> Int[np.ndarray, "l b"]:
         """Return the entries of a kv head, by layer and sequence, if a sequence keeps `kept` of `tokens` on average.
 
-        `stay`: the least number of entries that a pyramid leaves each layer.
+        `protected`: the least number of entries that a pyramid leaves each layer.
         """
         self.check(layers)
         rows = [
-            [whole(n)] * layers if self.pyramid is None else pyramid(n, t, layers, least, self.pyramid)
-            for n, t, least in zip(kept, tokens, stay, strict=True)
+            [whole_entries(n)] * layers
+            if self.pyramid is None
+            else pyramid(n, t, layers, least, self.pyramid)
+            for n, t, least in zip(kept, tokens, protected, strict=True)
         ]
         return np.array(rows, np.int32).reshape(len(rows), layers).T
 
@@ -201,10 +208,10 @@ class Shares:
         return np.array(rows, np.int32).reshape(len(rows), layers).T
 
     def pins(self, counts: Int[np.ndarray, "l b ..."]) -> Int[np.ndarray, "l b ..."]:
-        """Return how many of its best entries each head keeps in any case: the share `pinned` of its count."""
+        """Return the number of its own best entries that each head keeps: the share `pinned` of its count."""
         if self.pinned == 0:
             return np.zeros_like(counts)
-        return np.minimum(np.vectorize(whole)(self.pinned * counts), counts).astype(np.int32)
+        return np.minimum(np.vectorize(whole_entries)(self.pinned * counts), counts).astype(np.int32)
 
 
 def pyramid(kept: float, tokens: int, layers: int, window: int, beta: float) -> list[int]:
@@ -225,8 +232,8 @@ def pyramid(kept: float, tokens: int, layers: int, window: int, beta: float) -> 
 
 
 def chunk_pyramid(free: int, tokens: int, forced: int, layers: int, window: int, beta: float) -> list[int]:
-    """Return PyramidKV's entries of each layer in a chunk: `forced` ones and, of `tokens` others, `free` on average
-    (PruLong's code for arXiv:2506.17121, Sec. 4.3, in whole numbers)."""
+    """Return PyramidKV's entries of each layer in a chunk: the `forced` ones, and on average `free` of the `tokens`
+    others (PruLong's code for arXiv:2506.17121, Sec. 4.3, in whole numbers)."""
     low = math.floor(free / beta)
     high = 2 * free - low
     if high >= tokens:
@@ -235,6 +242,6 @@ def chunk_pyramid(free: int, tokens: int, forced: int, layers: int, window: int,
     if tokens + window < 2 * free:
         return [forced + free] * layers
     step = (high - low) // (layers - 1)
-    if step < layers:  # rounding it down would give the upper layers more than their part
+    if step < layers:  # rounding it down would give the last layers too many entries
         return [forced + high - layer * (high - low) // (layers - 1) for layer in range(layers)]
     return [forced + high - layer * step for layer in range(layers)]

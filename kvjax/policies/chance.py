@@ -1,5 +1,5 @@
-"""Reproducible random numbers: each is a hash of what it is drawn for, so that it does not depend on batch, chunking or
-mesh."""
+"""Reproducible random numbers. Each is a hash of its seed, layer, head and text, so that it does not depend on batch,
+chunking or mesh."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32

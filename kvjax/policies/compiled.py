@@ -44,7 +44,7 @@ class States:
 
     admission: State
     eviction: State
-    """The eviction's memory; () if no eviction observes tokens, or its work is done."""
+    """The eviction's memory; () if no eviction observes tokens, or no compaction follows."""
 
 
 @struct
@@ -54,7 +54,7 @@ class View:
 
     admission: Admission
     eviction: Eviction | None
-    """The eviction; None if no compaction to come needs it while these tokens run."""
+    """The eviction; None if no later compaction needs it to observe these tokens."""
     selection: Selection | None
     window: int = static()
 
@@ -77,37 +77,37 @@ class View:
 
     def init(self, shape: Shape) -> States:
         """Return the methods' memories of one layer before the first token, on one device."""
-        observing = () if self.observer is None else self.observer.init(shape)
-        return States(self.admission.init(shape), observing)
+        eviction = () if self.observer is None else self.observer.init(shape)
+        return States(self.admission.init(shape), eviction)
 
     def observations(self, shape: Shape) -> Observations:
         """Return one layer's observation buffer before the first token, on one device. Raises ValueError if it is not
         in the model's dtype."""
         if self.observer is None:
             return ()
-        found = self.observer.observations(shape)
-        for x in jax.tree.leaves(found):
+        buffer = self.observer.observations(shape)
+        for x in jax.tree.leaves(buffer):
             if x.dtype != shape.dtype:
-                kind = type(self.observer).__name__
+                method = type(self.observer).__name__
                 raise ValueError(
-                    f"{kind}.observations: must be in the model's dtype {shape.dtype}, is {x.dtype}"
+                    f"{method}.observations: must be in the model's dtype {shape.dtype}, is {x.dtype}"
                 )
-        return found
+        return buffer
 
     def memories(self, shape: Shape, layers: int) -> tuple[States, Observations]:
         """Return the memories `[l b …]` and the observation buffer `[b w l …]` of all layers."""
-        both = jax.vmap(lambda one, _: (one.init(shape), one.observations(shape)), out_axes=(0, 2))
-        return both(self, jnp.arange(layers))
+        of_layer = jax.vmap(lambda view, _: (view.init(shape), view.observations(shape)), out_axes=(0, 2))
+        return of_layer(self, jnp.arange(layers))
 
     def memory_shapes(self, shape: Shape, layers: int) -> tuple[States, Observations]:
         """Return the shapes of `memories` for as many KV heads as `shape` has."""
 
-        def as_long(x: jax.Array) -> jax.ShapeDtypeStruct:
+        def with_all_heads(x: jax.Array) -> jax.ShapeDtypeStruct:
             axes = itertools.zip_longest(x.shape, jax.typeof(x).sharding.spec)
             sizes = (shape.kv_heads if axis == HEADS else size for size, axis in axes)
             return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
-        return jax.eval_shape(lambda view: view.memories(shape, layers), jax.tree.map(as_long, self))
+        return jax.eval_shape(lambda view: view.memories(shape, layers), jax.tree.map(with_all_heads, self))
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -115,7 +115,7 @@ class View:
         return {**self.admission.metadata, **metadata_of(self.eviction)}
 
     def bias(self, states: States, step: Step) -> Float[Array, "b k t"]:
-        """Return what is added to the logits of a call's tokens once they have left the local window."""
+        """Return the bias of the logits of a call's tokens once they have left the local window."""
         for method, state in ((self.admission, states.admission), (self._writer, states.eviction)):
             if method is not None and BIAS in method.metadata:
                 return method.bias(state, step)
@@ -123,17 +123,17 @@ class View:
 
     def numbers(self, states: States, step: Step, readout: Readout) -> Numbers:
         """Return the entry metadata of a call's own tokens."""
-        found = self.admission.numbers(states.admission, step, readout)
-        return found if self._writer is None else found | self._writer.numbers(states.eviction, step, readout)
+        numbers = self.admission.numbers(states.admission, step, readout)
+        if self._writer is None:
+            return numbers
+        return numbers | self._writer.numbers(states.eviction, step, readout)
 
     def update(self, states: States, metadata: Metadata, step: Step, readout: Readout) -> Metadata:
         """Return the entry metadata once a call's queries have read the entries that were stored before it."""
         metadata = self.admission.update(states.admission, metadata, step, readout)
-        return (
-            metadata
-            if self._writer is None
-            else self._writer.update(states.eviction, metadata, step, readout)
-        )
+        if self._writer is None:
+            return metadata
+        return self._writer.update(states.eviction, metadata, step, readout)
 
 
 @dataclass(frozen=True)
@@ -164,17 +164,17 @@ def compile_policy(
         if isinstance(method, LateMetadata) and host.schedule is not None and not host.compacts_answers:
             eviction = with_innermost(eviction, method.of_prompts)
         eviction = eviction.traced
-    later = eviction if host.compacts_answers else None
+    while_decoding = eviction if host.compacts_answers else None
 
     def view(eviction: Eviction | None, selection: Selection | None = None) -> View:
         return View(host.admission.traced, eviction, selection, host.window)
 
-    read, extend = (view(x if looks(x) else None) for x in (eviction, later))
-    return CompiledPolicy(host, read, extend, view(later, host.selection), eviction)
+    read, extend = (view(x if observes_tokens(x) else None) for x in (eviction, while_decoding))
+    return CompiledPolicy(host, read, extend, view(while_decoding, host.selection), eviction)
 
 
-def looks(eviction: Eviction | None) -> bool:
-    """Return True if an eviction looks at tokens as they come, and not only at what is stored."""
+def observes_tokens(eviction: Eviction | None) -> bool:
+    """Return True if an eviction looks at tokens as they come, and not only at stored entries."""
     return isinstance(innermost(eviction), Observer | TokenMetadata)
 
 
@@ -182,15 +182,15 @@ def on_mesh(
     policy: Any, layers: int, kv_heads: int, head_order: tuple[tuple[int, ...], ...] | None = None
 ) -> Any:
     """Return a policy, or a method, whose arrays are on the current mesh, for a model of so many layers and KV heads.
-    Numbers get a layer axis, and tables are split with the heads. head_order: that of `ModelConfig`.
+    Numbers get a layer axis, and tables are split with the heads. `head_order` is that of `ModelConfig`.
 
-    Raises UserError for another model's table and for a value that is no number.
+    Raises UserError for a table of another model and for a value that is not a number.
     """
 
     def place(path: Any, given: Any) -> jax.Array:
         if is_placed(given):
             given = given if isinstance(given, Tracer) else adopt(given)
-            return given if order is None or not by_head(given) else _in_places(given, order)
+            return given if order is None or not is_split_by_head(given) else _reordered(given, order)
         x, name = np.asarray(given), path[-1].name
         if x.dtype.kind in "OSU":
             raise UserError(
@@ -213,14 +213,14 @@ def on_mesh(
     return jax.tree_util.tree_map_with_path(place, policy)
 
 
-def by_head(x: jax.Array) -> bool:
+def is_split_by_head(x: jax.Array) -> bool:
     """Return True if an array on a mesh has a layer axis and then one of KV heads, which the mesh splits."""
     spec = [*jax.typeof(x).sharding.spec, None, None]
     return spec[1] == HEADS
 
 
 @jax.jit
-def _in_places(x: Shaped[Array, "l k ..."], order: Int[Array, "l k"]) -> Shaped[Array, "l k ..."]:
+def _reordered(x: Shaped[Array, "l k ..."], order: Int[Array, "l k"]) -> Shaped[Array, "l k ..."]:
     """Return an array by head with the KV heads in another order."""
-    whole = reshard(x, P())[jnp.arange(len(order))[:, None], order]
-    return reshard(whole, jax.typeof(x).sharding.spec)
+    reordered = reshard(x, P())[jnp.arange(len(order))[:, None], order]
+    return reshard(reordered, jax.typeof(x).sharding.spec)

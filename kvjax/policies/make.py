@@ -7,7 +7,7 @@
 
 `snapkv:ratio=0.25,adakv` is SnapKV within AdaKV. Of several wrappers the first is innermost. As a mapping, in Python or
 YAML, it is `{"snapkv": {"ratio": 0.25, "adakv": {}}}`. An eviction's part also takes its budget, its trigger and its
-guidance, and an admission's part takes the window. Either takes `positions` (`Policy.positions`).
+guidance, and an admission's part takes the window. Both take `positions` (`Policy.positions`).
 """
 
 import dataclasses
@@ -78,11 +78,11 @@ def make_policy(
             none in its arguments: a folder, a file of the method's authors, or the hub id of either.
         tokenizer: the model's tokenizer, for guidance that is text, and for methods that have the model read texts
             (kvzip) or keep what its chat template puts before a prompt (fast_kvzip).
-        force: take gates and patterns that were made for another model of the same shape.
+        force: accept gates and patterns that were made for another model of the same shape.
 
     Raises:
         UserError: for an unknown method or argument (with the nearest known), a value that a method refuses, methods
-            that do not go together, or files made for another model.
+            that cannot be combined, or files made for another model.
     """
     if model is not None and not hasattr(getattr(model, "config", None), "num_full_layers"):
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
@@ -90,7 +90,7 @@ def make_policy(
     with use_mesh(model):
         if isinstance(policy, Policy):
             if gates is not None:
-                raise UserError(f"gates: got {shown(gates)} with a policy that is made, expected None")
+                raise UserError(f"gates: got {shown(gates)} with a Policy object, expected None")
             made = policy
         else:
             parts = _parts(policy, gates)
@@ -106,8 +106,8 @@ def make_policy(
 def _without_origin(policy: Policy) -> Policy:
     """Return the policy without the names of the models that its files were made for."""
     parts = {"admission": policy.admission, "eviction": policy.eviction, "selection": policy.selection}
-    known = {part: x for part, x in parts.items() if x is not None and x.made_for is not None}
-    return changed(policy, **{part: changed(x, made_for=None) for part, x in known.items()})
+    from_files = {part: x for part, x in parts.items() if x is not None and x.made_for is not None}
+    return changed(policy, **{part: changed(x, made_for=None) for part, x in from_files.items()})
 
 
 def check_policy(
@@ -129,7 +129,9 @@ def check_policy(
     """
     if not isinstance(policy, Policy):
         parts = _parts(policy, gates)
-        if any(part.takes("model") for part in parts.values()) or (tokenizer is None and _read_texts(parts)):
+        if any(part.takes("model") for part in parts.values()) or (
+            tokenizer is None and _needs_tokenizer(parts)
+        ):
             return
         policy = _composed(parts, None, tokenizer, force)
     if config is not None:
@@ -141,31 +143,31 @@ def check_policy(
 def takes_tokenizer(policy: str | Mapping[str, Any], gates: Any = None) -> bool:
     """Return True if `make_policy` uses the tokenizer for this policy. Raises UserError for unknown methods and
     arguments."""
-    return _read_texts(_parts(policy, gates))
+    return _needs_tokenizer(_parts(policy, gates))
 
 
 def parse_policy(text: str) -> Described:
-    """Return the mapping that a policy string stands for. Raises UserError if it is no policy string."""
-    found: Described = {}
+    """Return the mapping that a policy string stands for. Raises UserError if it is not a policy string."""
+    parts: Described = {}
     for part in _split(text, "+"):
         name, arguments = _name_and_arguments(part.strip())
-        if name in found:
+        if name in parts:
             raise UserError(f"policy: got {name} twice, expected each method once")
-        found[name] = {} if arguments is None else _arguments(name, arguments)
-    return found
+        parts[name] = {} if arguments is None else _arguments(name, arguments)
+    return parts
 
 
 def format_policy(described: Described) -> str:
     """Return the policy string of a mapping."""
     parts = []
-    for name, own in described.items():
-        arguments = []
-        for argument, value in own.items():
+    for name, arguments in described.items():
+        texts = []
+        for argument, value in arguments.items():
             if not isinstance(value, Mapping):
-                arguments.append(f"{argument}={_written(value)}")
+                texts.append(f"{argument}={_written(value)}")
             else:
-                arguments += [f"{argument}.{x}={_written(y)}" for x, y in value.items()] or [argument]
-        parts.append(f"{name}:{','.join(arguments)}" if arguments else name)
+                texts += [f"{argument}.{x}={_written(y)}" for x, y in value.items()] or [argument]
+        parts.append(f"{name}:{','.join(texts)}" if texts else name)
     return "+".join(parts)
 
 
@@ -193,28 +195,28 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _name_and_arguments(part: str) -> tuple[str, str | None]:
-    """Split a part into its method's name and its arguments; None without a colon. Another package's
-    `package.module:NAME` has a colon of its own."""
+    """Split a part into its method's name and its arguments, which are None without a colon. The name of another
+    package's method, `package.module:NAME`, has a colon, too."""
     name, colon, arguments = part.partition(":")
-    brought = re.fullmatch(r"([\w.]+:(\w+))(?::(.*))?", part, re.DOTALL)
-    if brought and brought[2] not in WRAPPERS and name not in (*POLICIES, *names(PLUGINS), *names(METHODS)):
-        return brought[1], brought[3]
+    path = re.fullmatch(r"([\w.]+:(\w+))(?::(.*))?", part, re.DOTALL)
+    if path and path[2] not in WRAPPERS and name not in (*POLICIES, *names(PLUGINS), *names(METHODS)):
+        return path[1], path[3]
     return name.strip(), arguments if colon else None
 
 
 def _arguments(name: str, text: str) -> dict[str, Any]:
     """Return a part's arguments. A wrapper's own arguments are a mapping."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for argument in _split(text, ","):
         left, equals, value = (piece.strip() for piece in argument.partition("="))
         wrapper, _, field = left.rpartition(".") if equals else ("", "", left)
         if not field or (equals and not value):
             raise UserError(f"{name}: got {argument!r}, expected field=value or a wrapper's name")
-        own = found.setdefault(wrapper, {}) if wrapper else found
-        if not isinstance(own, dict) or field in own:
+        target = arguments.setdefault(wrapper, {}) if wrapper else arguments
+        if not isinstance(target, dict) or field in target:
             raise UserError(f"{name}: got {left} twice, expected each argument once")
-        own[field] = _value(value) if equals else {}
-    return found
+        target[field] = _value(value) if equals else {}
+    return arguments
 
 
 def _value(text: str) -> Any:
@@ -231,21 +233,23 @@ class _Part:
     name: str
     kind: Callable[..., Any]
     """The method's class, or a function that makes a policy."""
-    own: dict[str, Any]
+    arguments: dict[str, Any]
     """The method's own arguments."""
-    words: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The policy's arguments in this part: those of `SCHEDULE`, or the window, and `positions`."""
     wrappers: tuple["_Part", ...] = ()
     """The wrappers, innermost first."""
 
     @property
     def guidance(self) -> Any:
-        """The guidance that looks at prompts for an eviction (token ids, a text or its name); None: there is none."""
-        observers = self.words.get("observers", "own")
+        """The guidance of an eviction (token ids, a text or its name); None: there is none."""
+        observers = self.options.get("observers", "own")
         observed = not (isinstance(observers, str) and observers == "own")
-        if "guidance" in self.words and observed:
+        if "guidance" in self.options and observed:
             raise UserError(f"{self.name}: got observers and guidance, expected one of them")
-        return self.words.get("guidance", None if observed else getattr(self.kind, "guidance", None) or None)
+        return self.options.get(
+            "guidance", None if observed else getattr(self.kind, "guidance", None) or None
+        )
 
     def takes(self, name: str) -> bool:
         """Return True if the method has an argument of this name, including those that `make_policy` gives."""
@@ -253,14 +257,16 @@ class _Part:
 
     def build(self, *inner: Eviction, **given: Any) -> Any:
         """Make the method, a wrapper around `inner`, or another package's policy."""
-        told = self.own | {name: x for name, x in given.items() if x is not None and self.takes(name)}
-        needed = [x.name for x in arguments_of(self.kind) if x.default is x.empty]
-        if missing := [name for name in needed if name not in told]:
+        arguments = self.arguments | {
+            name: x for name, x in given.items() if x is not None and self.takes(name)
+        }
+        required = [x.name for x in arguments_of(self.kind) if x.default is x.empty]
+        if missing := [name for name in required if name not in arguments]:
             raise UserError(f"{self.name} needs {', '.join(missing)}")
-        made = self.kind(*inner, **told)
-        if not is_method(self.kind) and not isinstance(made, Policy):
-            raise UserError(f"policy {self.name}: got {shown(made)}, expected a Policy")
-        return made
+        method = self.kind(*inner, **arguments)
+        if not is_method(self.kind) and not isinstance(method, Policy):
+            raise UserError(f"policy {self.name}: got {shown(method)}, expected a Policy")
+        return method
 
 
 def _parts(policy: Any, gates: Any) -> dict[str, _Part]:
@@ -278,18 +284,18 @@ def _parts(policy: Any, gates: Any) -> dict[str, _Part]:
         parts[role(part.kind)] = part
     if gates is not None:
         able = [part for part in parts.values() if part.takes(trained(part.kind))]
-        lacking = [part for part in able if trained(part.kind) not in part.own]
+        lacking = [part for part in able if trained(part.kind) not in part.arguments]
         if len(lacking) != 1:
             given = shown(str(gates) if isinstance(gates, Path) else gates)
             raise UserError(
                 f"gates: got {given} for {'+'.join(described)}, expected one method that takes gates and has none in "
                 "its arguments"
             )
-        lacking[0].own[trained(lacking[0].kind)] = gates
+        lacking[0].arguments[trained(lacking[0].kind)] = gates
     return parts
 
 
-def _read_texts(parts: dict[str, _Part]) -> bool:
+def _needs_tokenizer(parts: dict[str, _Part]) -> bool:
     """Return True if a method, or guidance that is a text, needs the tokenizer."""
     methods = [x for part in parts.values() for x in (part, *part.wrappers)]
     return any(isinstance(x.guidance, str) or x.takes("tokenizer") for x in methods)
@@ -301,24 +307,24 @@ def _part(name: Any, arguments: Any) -> _Part:
         raise UserError(f"policy: got {shown(name)}, expected the name of a method")
     if is_wrapper(kind):
         raise UserError(f"{name} wraps an eviction: write it among its arguments, snapkv:{name}")
-    evicts, words = role(kind) == "eviction", ()
+    evicts, options = role(kind) == "eviction", ()
     if evicts:
-        words = (*SCHEDULE, "positions")
+        options = (*SCHEDULE, "positions")
     elif is_method(kind) and role(kind) == "admission":
-        words = ("positions",) if getattr(kind, "owns_window", False) else ("window", "positions")
+        options = ("positions",) if getattr(kind, "owns_window", False) else ("window", "positions")
     part = _Part(name, kind, {})
     known = list(
-        dict.fromkeys([*(x.name for x in arguments_of(kind)), *words, *(WRAPPERS if evicts else ())])
+        dict.fromkeys([*(x.name for x in arguments_of(kind)), *options, *(WRAPPERS if evicts else ())])
     )
     for argument, value in _checked(name, arguments).items():
         if argument == "gates" and part.takes(trained(kind)):
             argument = trained(kind)
-        if argument in part.own:
+        if argument in part.arguments:
             raise UserError(f"{name}: got {argument} twice, expected each argument once")
-        if argument in words:
-            part.words[argument] = _given(name, argument, value)
+        if argument in options:
+            part.options[argument] = _given(name, argument, value)
         elif part.takes(argument) or is_open_ended(kind):
-            part.own[argument] = _given(name, argument, value)
+            part.arguments[argument] = _given(name, argument, value)
         elif (wrapper := WRAPPERS.get(argument) or find_from_package(argument)) and is_wrapper(wrapper):
             if not evicts:
                 raise UserError(f"{argument} wraps an eviction, which {name} is not: write snapkv:{argument}")
@@ -329,7 +335,7 @@ def _part(name: Any, arguments: Any) -> _Part:
             )
         else:
             refuse_unknown(name, argument, known)
-    if "guidance" in part.words and not (isinstance(kind, type) and issubclass(kind, Guided)):
+    if "guidance" in part.options and not (isinstance(kind, type) and issubclass(kind, Guided)):
         able = ", ".join(name for name, kind in EVICTIONS.items() if issubclass(kind, Guided))
         raise UserError(f"{name}: guidance is for methods that look back at the last tokens ({able})")
     return part
@@ -340,16 +346,16 @@ def _wrapper(name: str, kind: Any, arguments: Any) -> _Part:
     for argument, value in _checked(name, arguments).items():
         if argument not in (known := [x.name for x in arguments_of(kind)]):
             refuse_unknown(name, argument, known)
-        part.own[argument] = _given(name, argument, value)
+        part.arguments[argument] = _given(name, argument, value)
     return part
 
 
 def _checked(name: str, arguments: Any) -> Mapping[str, Any]:
     """Return a method's arguments by name. None and True stand for no arguments."""
-    found = {} if arguments is None or arguments is True else arguments
-    if not isinstance(found, Mapping):
+    by_name = {} if arguments is None or arguments is True else arguments
+    if not isinstance(by_name, Mapping):
         raise UserError(f"{name}: got {shown(arguments)}, expected a mapping of its arguments")
-    return found
+    return by_name
 
 
 def _given(name: str, argument: str, value: Any) -> Any:
@@ -363,7 +369,7 @@ def _check_files(parts: dict[str, _Part], model: Any) -> None:
     """Raise UserError for gates of another model in a part that another package makes. Methods check their own
     files."""
     for part in parts.values():
-        gates = part.own.get("gates")
+        gates = part.arguments.get("gates")
         if (
             not is_method(part.kind)
             and model is not None
@@ -379,9 +385,9 @@ def _composed(parts: dict[str, _Part], model: Any, tokenizer: Any, force: bool) 
     given = {"model": model, "tokenizer": tokenizer, "force": force or None}
     fields = {role: part.build(**given) for role, part in parts.items()}
     if "eviction" in parts:
-        fields |= _evicting(parts["eviction"], fields["eviction"], tokenizer)
+        fields |= _eviction_fields(parts["eviction"], fields["eviction"], tokenizer)
     admission = parts.get("admission")
-    fields |= {} if admission is None else admission.words
+    fields |= {} if admission is None else admission.options
     base = fields.get("admission")
     if not isinstance(base, Policy):
         return Policy(**fields)
@@ -391,20 +397,20 @@ def _composed(parts: dict[str, _Part], model: Any, tokenizer: Any, force: bool) 
     return dataclasses.replace(base, **others, name="+".join(labels)) if others else base
 
 
-def _evicting(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]:
+def _eviction_fields(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]:
     """Return the eviction within its wrappers, and its schedule."""
-    words, guidance = part.words, part.guidance
-    told = {name: words[name] for name in ("when", *ARGUMENTS) if name in words}
+    options, guidance = part.options, part.guidance
+    trigger_options = {name: options[name] for name in ("when", *ARGUMENTS) if name in options}
     if guidance is not None:
-        told["observers"] = token_ids(guidance, tokenizer)
-        if "observed" not in part.own:
+        trigger_options["observers"] = token_ids(guidance, tokenizer)
+        if "observed" not in part.arguments:
             assert isinstance(eviction, Guided)
-            eviction = eviction.guided(len(told["observers"]))
+            eviction = eviction.guided(len(trigger_options["observers"]))
     for wrapper in part.wrappers:
         eviction = wrapper.build(eviction, tokenizer=tokenizer)
-    stated = budget(**{name: words[name] for name in BUDGETS if name in words})
+    amount = budget(**{name: options[name] for name in BUDGETS if name in options})
     usual = eviction.usual_trigger
-    own = told.get("when", usual.when) == usual.when
-    trigger = dataclasses.replace(usual, **told) if own else Trigger(**told)
-    made = {"eviction": eviction, "schedule": None if stated is None else Schedule(stated, trigger)}
-    return made | {name: x for name, x in words.items() if name == "positions"}
+    is_usual = trigger_options.get("when", usual.when) == usual.when
+    trigger = dataclasses.replace(usual, **trigger_options) if is_usual else Trigger(**trigger_options)
+    fields = {"eviction": eviction, "schedule": None if amount is None else Schedule(amount, trigger)}
+    return fields | {name: x for name, x in options.items() if name == "positions"}

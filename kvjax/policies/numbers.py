@@ -12,7 +12,7 @@ from kvjax.mesh import mesh_of
 
 NO_TABLE: np.ndarray = np.zeros(0)
 EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": np.float32}
-"""Options of a gate's products: sums in float32, and factors in float32 as they are."""
+"""Options of exact products: sums are float32, and float32 factors are not rounded."""
 
 
 def is_placed(value: Any) -> bool:
@@ -29,11 +29,9 @@ def whole_array(where: str, name: str, value: Any, least: int = 1, most: int = L
 
 def real_array(where: str, name: str, value: Any, *limits: float, above: float = -np.inf) -> Any:
     """Return `real_number` as a float32 array. A placed value is returned as it is."""
-    return (
-        value
-        if is_placed(value)
-        else np.array(real_number(where, name, value, *limits, above=above), np.float32)
-    )
+    if is_placed(value):
+        return value
+    return np.array(real_number(where, name, value, *limits, above=above), np.float32)
 
 
 def head_table(
@@ -45,8 +43,8 @@ def head_table(
     *,
     shares: bool = True,
 ) -> Float[np.ndarray, "l k"]:
-    """Return `value` as a table of layers × kv heads. Raises UserError unless its numbers are finite, from 0 to 1 if
-    they are `shares`, and it has the numbers of layers and kv heads that are given."""
+    """Return `value` as a table of layers × kv heads. Raises UserError unless its numbers are finite, and from 0 to 1
+    with `shares`. If `layers` and `kv_heads` are given, the table must have this shape."""
     try:
         given = np.asarray(value)
         table = given.astype(np.float64) if given.dtype.kind not in "SU" else NO_TABLE
@@ -55,9 +53,11 @@ def head_table(
     outside = ~np.isfinite(table) | (shares & ((table < 0) | (table > 1)))
     if table.ndim != 2 or table.size == 0 or outside.any():
         numbers = "numbers from 0 to 1" if shares else "finite numbers"
-        raise UserError(f"{where}: {name} must be {numbers}, layers × kv heads of them, got {shown(value)}")
-    wanted = tuple(own or size for own, size in zip((layers, kv_heads), table.shape, strict=True))
-    if table.shape != wanted:
+        raise UserError(
+            f"{where}: {name} must be a table of {numbers}, layers × kv heads, got {shown(value)}"
+        )
+    expected = tuple(required or size for required, size in zip((layers, kv_heads), table.shape, strict=True))
+    if table.shape != expected:
         made_for = f"made for {table.shape[0]} layers × {table.shape[1]} kv heads"
-        raise UserError(f"{where}: {name} {made_for}, the model has {wanted[0]} × {wanted[1]}")
+        raise UserError(f"{where}: {name} {made_for}, the model has {expected[0]} × {expected[1]}")
     return table

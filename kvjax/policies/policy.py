@@ -11,7 +11,7 @@ from kvjax.mesh import on_host, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.base import Admission, Eviction, LateMetadata, Method, Selection
 from kvjax.policies.budget import BUDGETS
-from kvjax.policies.compiled import CompiledPolicy, compile_policy, looks
+from kvjax.policies.compiled import CompiledPolicy, compile_policy, observes_tokens
 from kvjax.policies.eviction.refit import refitting
 from kvjax.policies.eviction.wrapper import innermost, metadata_of
 from kvjax.policies.schedule import Schedule
@@ -24,8 +24,8 @@ EXAMPLES = {
     "schedule": "Schedule(Ratio(0.25))",
 }
 
-EVERYTHING = Full()
-"""The admission of policies that name none."""
+DEFAULT_ADMISSION = Full()
+"""The admission of policies that name none. It is compared by identity, since a policy may also name `Full`."""
 
 
 @struct
@@ -36,13 +36,13 @@ class Policy:
         Policy(WGKV("builtin"), eviction=Adaptive(SnapKV(observed=16)), schedule=Schedule(Ratio(0.1)))
 
     A query at position i sees exactly the tokens j ≤ i with i − j < window or j admitted and not evicted. While
-    decoding, it reads only those retained tokens that are in the pages that `selection` chooses for it.
+    decoding, it reads only the pages of retained tokens that `selection` chooses.
 
     Raises:
-        UserError: if methods do not go together, or a part is not an object of its kind.
+        UserError: if the methods cannot be combined, or a part is not an object of its kind.
     """
 
-    admission: Admission = EVERYTHING
+    admission: Admission = DEFAULT_ADMISSION
     """The admission; by default every token is stored."""
     window: Any = static(default=None)
     """The number of last tokens that are always visible, a query's own included; by default the admission's window."""
@@ -59,16 +59,16 @@ class Policy:
     """The policy's name in reports; by default the names of its methods."""
 
     def __post_init__(self):
-        parts = {"admission": Admission, "eviction": Eviction, "selection": Selection, "schedule": Schedule}
-        held = {part: getattr(self, part) for part in parts}
-        given = {part: x for part, x in held.items() if x is not None and x is not EVERYTHING}
+        kinds = {"admission": Admission, "eviction": Eviction, "selection": Selection, "schedule": Schedule}
+        parts = {part: getattr(self, part) for part in kinds}
+        given = {part: x for part, x in parts.items() if x is not None and x is not DEFAULT_ADMISSION}
         if self.admission is None:
             raise UserError(f"policy: admission must be an object such as {EXAMPLES['admission']}, got None")
         for part, x in given.items():
-            if not isinstance(x, parts[part]):
+            if not isinstance(x, kinds[part]):
                 raise UserError(f"policy: {part} must be an object such as {EXAMPLES[part]}, got {shown(x)}")
-        methods = [given[x].label for x in ("admission", "eviction", "selection") if x in given]
-        name = self.name or "+".join(label for label in methods if label != "full") or "full"
+        labels = [given[part].label for part in ("admission", "eviction", "selection") if part in given]
+        name = self.name or "+".join(label for label in labels if label != "full") or "full"
         window = self.admission.window if self.window is None else self.window
         assign(self, name=name)
         one_of(name, "positions", self.positions, (True, False))
@@ -77,8 +77,8 @@ class Policy:
         assign(self, window=whole_number(name, "window", window))
         if self.admission.owns_window and window != self.admission.window:
             raise UserError(
-                f"{name}: what it keeps depends on its window of {self.admission.window}, so the policy can have no "
-                f"other: make {type(self.admission).__name__} with window={window}"
+                f"{name}: the admission depends on its window of {self.admission.window}, which the policy cannot "
+                f"change: make {type(self.admission).__name__} with window={window}"
             )
         if self.eviction is None and self.schedule is not None:
             raise UserError(f"{name}: schedule={shown(self.schedule)} is for an eviction, and there is none")
@@ -86,18 +86,18 @@ class Policy:
             if self.schedule is None:
                 raise UserError(f"{name} needs a budget: one of {', '.join(BUDGETS)}")
             trigger = self.schedule.trigger or self.eviction.usual_trigger
-            given = {"trigger": trigger, "needs": self.eviction.needs, "shares": self.eviction.shares}
-            assign(self, schedule=dataclasses.replace(self.schedule, **given))
+            details = {"trigger": trigger, "needs": self.eviction.needs, "shares": self.eviction.shares}
+            assign(self, schedule=dataclasses.replace(self.schedule, **details))
             self._check(self.eviction, self.schedule)
         if self.admission.keep().max_entries is not None:
             self._check_max_entries()
 
     def _check_max_entries(self) -> None:
         """Raise UserError for methods that need entries in order of position, and for a bad `max_entries`."""
-        for what, other in (("an eviction", self.eviction), ("a selection of pages", self.selection)):
-            if other is not None:
+        for role, method in (("an eviction", self.eviction), ("a selection of pages", self.selection)):
+            if method is not None:
                 raise UserError(
-                    f"{self.name}: an admission with max_entries keeps its entries in no order, and {what} needs them "
+                    f"{self.name}: an admission with max_entries keeps its entries in no order, and {role} needs them "
                     "in order of position"
                 )
         max_entries = self.admission.keep().max_entries
@@ -109,12 +109,13 @@ class Policy:
             raise UserError(f"{self.name}: max_entries must be at least 0, got {shown(max_entries)}")
         if self.admission.updates:
             raise UserError(
-                f"{self.name}: an admission with max_entries cannot update its numbers, whose entries change places"
+                f"{self.name}: an admission with max_entries cannot update its metadata, because entries change places"
             )
 
     def _check(self, eviction: Eviction, schedule: Schedule) -> None:
-        """Raise UserError if the eviction does not go with its schedule, the window or the admission."""
-        trigger, last, looking, name = schedule.trigger, schedule.needs.last, schedule.looking, self.name
+        """Raise UserError if the eviction cannot be used with its schedule, the window or the admission."""
+        name, trigger, last = self.name, schedule.trigger, schedule.needs.last
+        observed = schedule.observed_in_context
         if refusal := eviction.refuses(schedule, self.stores_all):
             raise UserError(f"{eviction.label} {refusal}")
         if self.selection is not None and refitting(eviction):
@@ -135,39 +136,39 @@ class Policy:
                     f"{waiting} or fewer, got {trigger}"
                 )
         if self.stores_all:
-            if trigger.when != "prompt" and last < looking:
+            if trigger.when != "prompt" and last < observed:
                 raise UserError(
-                    f"{name}: when={trigger.when!r} looks back at the last {looking} tokens again and again, so "
-                    f"they must stay: last must be at least {looking}, got {last}"
+                    f"{name}: when={trigger.when!r} looks back at the last {observed} tokens at every compaction, so "
+                    f"they must stay: last must be at least {observed}, got {last}"
                 )
             return
-        # stored entries have left the window, and the observed queries must be younger than they are
-        if self.window < looking:
+        # the observed queries must be newer than all stored entries, which have left the window
+        if self.window < observed:
             raise UserError(
-                f"{eviction.label} looks back at the last {looking} tokens, which must still be in the window: "
-                f"window must be at least {looking}, got {self.window}"
+                f"{eviction.label} looks back at the last {observed} tokens, which must still be in the window: "
+                f"window must be at least {observed}, got {self.window}"
             )
         if trigger.patched:
             raise UserError(
-                f"{name}: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
-                "admission's ring"
+                f"{name}: observers='prompt' reads tokens after a chunk, which would push the chunk's own tokens out "
+                "of the admission's window"
             )
         if schedule.by_chunk:
             raise UserError(
-                f"{name}: a budget of each chunk counts its tokens, which an admission does not all store: "
-                "state entries or size"
+                f"{name}: this budget is a share of each chunk's tokens, and an admission does not store them all: "
+                "give entries or size"
             )
-        if twice := set(self.admission.metadata) & set(metadata_of(eviction)):
+        if shared := set(self.admission.metadata) & set(metadata_of(eviction)):
             raise UserError(
-                f"{name}: its admission and its eviction both have metadata called {min(twice)!r}"
+                f"{name}: its admission and its eviction both have metadata called {min(shared)!r}"
             )
 
     def __repr__(self) -> str:
-        plain: dict[str, Any] = {"window": None} if self.window == self.admission.window else {}
+        defaults: dict[str, Any] = {"window": None} if self.window == self.admission.window else {}
         usual = None if self.eviction is None else self.eviction.usual_trigger
         if self.schedule is not None and self.schedule.trigger == usual:
-            plain["schedule"] = changed(self.schedule, trigger=None)
-        return short(changed(self, **plain))
+            defaults["schedule"] = changed(self.schedule, trigger=None)
+        return short(changed(self, **defaults))
 
     @property
     def stores_all(self) -> bool:
@@ -182,11 +183,11 @@ class Policy:
     @property
     def observes(self) -> bool:
         """True if the eviction looks at tokens as they come."""
-        return self.schedule is not None and looks(self.eviction)
+        return self.schedule is not None and observes_tokens(self.eviction)
 
     def compile(self, model: Any) -> CompiledPolicy:
-        """Check the policy against a model and return what inference needs of it, on the current mesh or else the
-        model's.
+        """Check the policy against a model and return the views of it that inference needs, on the current mesh or else
+        the model's.
 
         Raises UserError if the policy is for another model.
         """
@@ -201,11 +202,11 @@ class Policy:
     def check(self, config: Any) -> None:
         """Raise UserError if the policy is not for a model of this configuration (`num_full_layers`, `num_kv_heads`,
         `head_dim`, `vocab_size`)."""
-        plain = isinstance(self.admission, Full) and self.eviction is None and self.selection is None
-        if not config.num_full_layers and not plain:
+        is_full = isinstance(self.admission, Full) and self.eviction is None and self.selection is None
+        if not config.num_full_layers and not is_full:
             raise UserError(
                 f"policy {self.name}: every layer of this model has a sliding window, beyond which nothing is stored: "
-                "only full runs it"
+                "the policy must be full"
             )
         for method in self._methods:
             method.check(config)
@@ -225,8 +226,8 @@ class Policy:
     @property
     def metadata(self) -> dict[str, str]:
         """The names and dtypes of the entry metadata."""
-        own = {"position": "int32"} if self.positions else {}
-        return {**self.admission.metadata, **metadata_of(self.eviction), **own}
+        position = {"position": "int32"} if self.positions else {}
+        return {**self.admission.metadata, **metadata_of(self.eviction), **position}
 
     @property
     def max_entries(self) -> int | None:
@@ -242,11 +243,12 @@ class Policy:
         return None if written else 0
 
     def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:
-        """Return the most entries expected at one time while `tokens` tokens are read, local window included, by layer
-        and kv head. `entry_bytes`: the bytes of one token's key and value in all layers and heads."""
-        ring = min(tokens, self.window - 1)
-        stored = np.minimum(self.admission.admitted(tokens - ring), tokens - ring)
+        """Return the largest number of entries expected at one time while `tokens` tokens are read, local window
+        included, by layer and kv head. `entry_bytes`: the bytes of one token's key and value in all layers and
+        heads."""
+        local = min(tokens, self.window - 1)
+        stored = np.minimum(self.admission.admitted(tokens - local), tokens - local)
         stored = stored if self.max_entries is None else np.minimum(stored, self.max_entries)
         if self.schedule is not None:
-            stored = np.minimum(stored, self.schedule.most(tokens, entry_bytes))
-        return ring + stored
+            stored = np.minimum(stored, self.schedule.peak_entries(tokens, entry_bytes))
+        return local + stored

@@ -1,5 +1,5 @@
-"""The methods by name; a line here adds one. Methods of other packages are found by an entry point's name or by
-`package.module:NAME`."""
+"""The methods by name. A new method needs a line here. Methods of other packages are found by an entry point's name or
+by `package.module:NAME`."""
 
 import inspect
 import re
@@ -83,13 +83,13 @@ POLICIES = (*ADMISSIONS, *EVICTIONS, *SELECTIONS)
 """The methods that a policy may consist of."""
 
 
-def listed() -> str:
-    """Return the methods, each with a line about it and a line of its arguments and their defaults."""
+def method_list() -> str:
+    """Return a list of the methods, each with a line about it and a line of its arguments and their defaults."""
     classes: dict[str, type] = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
-    homes = [_home(kind) for kind in classes.values()]
+    modules = [_module(kind) for kind in classes.values()]
     lines = []
-    for (name, kind), home in zip(classes.items(), homes, strict=True):
-        first = _first_line((kind if homes.count(home) > 1 else home).__doc__)
+    for (name, kind), module in zip(classes.items(), modules, strict=True):
+        first = _first_line((kind if modules.count(module) > 1 else module).__doc__)
         lines += [
             f"{name}: {first}",
             f"    {', '.join(map(_with_default, arguments_of(kind))) or 'no arguments of its own'}",
@@ -97,8 +97,8 @@ def listed() -> str:
     return "\n".join(lines)
 
 
-def _home(kind: type) -> Any:
-    """Return the module that holds the method, or its package if it has one of its own."""
+def _module(kind: type) -> Any:
+    """Return the method's module, or its package if it has its own package."""
     return sys.modules[kind.__module__.removesuffix(".policy")]
 
 
@@ -116,48 +116,48 @@ def _with_default(parameter: inspect.Parameter) -> str:
 
 def arguments_of(kind: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters that a policy string may set: all but those that `make_policy` sets itself."""
-    given = ("eviction", "tokenizer") if is_method(kind) else ("model", "tokenizer", "force")
+    excluded = ("eviction", "tokenizer") if is_method(kind) else ("model", "tokenizer", "force")
     parameters = inspect.signature(kind).parameters.values()
-    return [x for x in parameters if x.name not in given and x.kind is not x.VAR_KEYWORD]
+    return [x for x in parameters if x.name not in excluded and x.kind is not x.VAR_KEYWORD]
 
 
 def find_method(name: str) -> Callable[..., Any]:
-    """Return the class of the method called `name`, or what another package provides: a class, or a function that makes
-    a policy from keyword arguments, such as the `policy` of a recipe.
+    """Return the class of the method called `name`. Another package may provide a class, or a function that makes a
+    policy from keyword arguments, such as the `policy` of a recipe.
 
     Raises:
-        UserError: if there is none, if it cannot be imported, or if it is none of these.
+        UserError: if there is no such method, if it cannot be imported, or if it is neither.
     """
-    own = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
-    found = own.get(name) or find_from_package(name)
-    if found is None:
-        near = nearest(name, own) or POLICIES
+    classes = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
+    method = classes.get(name) or find_from_package(name)
+    if method is None:
+        near = nearest(name, classes) or POLICIES
         raise UserError(f"unknown method {name!r}; the nearest known: {', '.join(near)}")
-    return found
+    return method
 
 
 def find_from_package(name: str) -> Callable[..., Any] | None:
-    """Return what another package provides under this name; None for a name that no package provides.
+    """Return the class or function that another package provides under this name; None if no package does.
 
     Raises:
         UserError: if it cannot be imported, or neither is a method nor makes a policy.
     """
-    found = find(name, PLUGINS, "policy")
-    found = find(name, METHODS, "policy") if found is None else found
-    if found is None:
+    provided = find(name, PLUGINS, "policy")
+    provided = find(name, METHODS, "policy") if provided is None else provided
+    if provided is None:
         return None
-    made = getattr(found, "policy", found)
-    if is_method(made):
-        _check_class(name, made)
-    elif isinstance(made, type) or not callable(made):
+    kind = getattr(provided, "policy", provided)
+    if is_method(kind):
+        _check_class(name, kind)
+    elif isinstance(kind, type) or not callable(kind):
         raise UserError(
-            f"policy {name}: expected a method's class, a function that makes a policy, or a recipe, got {shown(made)}"
+            f"policy {name}: expected a method's class, a function that makes a policy, or a recipe, got {shown(kind)}"
         )
-    return made
+    return kind
 
 
 def _check_class(name: str, kind: type[Method]) -> None:
-    """Raise UserError if a method's class lacks something, saying what it lacks."""
+    """Raise UserError if a method's class is incomplete."""
     if not issubclass(kind, Admission | Eviction | Selection):
         raise UserError(f"policy {name}: {kind.__name__} must be an Admission, an Eviction or a Selection")
     if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
@@ -167,11 +167,11 @@ def _check_class(name: str, kind: type[Method]) -> None:
 
 
 def role(kind: Any) -> str:
-    """Return the part of a policy that a method's class or object is: "admission", "eviction" or "selection". A
-    function that makes a whole policy counts as its admission."""
+    """Return the role of a method's class or object: "admission", "eviction" or "selection". A function that makes a
+    whole policy counts as an admission."""
     kind = kind if isinstance(kind, type) else type(kind)
     roles = {"eviction": Eviction, "selection": Selection}
-    return next((name for name, own in roles.items() if issubclass(kind, own)), "admission")
+    return next((name for name, base in roles.items() if issubclass(kind, base)), "admission")
 
 
 def is_method(kind: Any) -> bool:
@@ -180,7 +180,7 @@ def is_method(kind: Any) -> bool:
 
 
 def is_wrapper(kind: Any) -> bool:
-    """Return True for the class of a method around an eviction."""
+    """Return True for the class of a wrapper of evictions."""
     return isinstance(kind, type) and issubclass(kind, Wrapper)
 
 

@@ -8,6 +8,7 @@ from kvjax.errors import UserError, named_fields, one_of, real_number, shown, wh
 from kvjax.struct import assign, short
 
 ARGUMENTS = "chunk", "every", "drop", "observers"
+"""The fields of a trigger besides `when`."""
 TRIGGERS = {
     "prompt": ("observers",),
     "chunk": ("chunk", "observers"),
@@ -19,6 +20,7 @@ TRIGGERS = {
 WHILE_DECODING = "every", "position", "overflow"
 """The values of `when` that compact while answers are decoded."""
 OBSERVERS = "own", "prompt"
+"""The values of `observers` that are no token ids. Only chunks take the second."""
 
 
 @named_fields
@@ -27,17 +29,17 @@ class Trigger:
     """The rule that says when a cache is compacted.
 
     Args:
-        when: "prompt": once, when the prompt was read.
+        when: "prompt": once, when the prompt has been read.
             "chunk": after every `chunk` tokens of a prompt and at its end, so that the cache never holds all of it.
             "every": at the prompt's end and after every `every` tokens of an answer (R-KV, arXiv:2505.24133).
             "position": at the prompt's end and, in the decoding loop itself, whenever a sequence has a multiple of
             `every` tokens (128 by default), each of a batch at its own time (Fast KVzip's code, arXiv:2601.17668).
-            "overflow": as soon as there are more entries than the budget allows. Every head then loses a share `drop`
-            (0.1 by default) of what it has beyond the window (WG-KV's composition with SnapKV).
-        observers: the tokens whose queries score. "own": the last that were read. Token ids (guidance, after OracleKV):
-            they are read after the prompt, or after each chunk, and removed again. "prompt", for chunks: the prompt's
-            own last tokens are read once more after each chunk but the last, and removed again (PruLong,
-            arXiv:2506.17121, Sec. 4.3). Other tokens for each prompt's end are given to `prefill(observers=…)`.
+            "overflow": as soon as there are more entries than the budget allows. Every head then loses the share `drop`
+            (0.1 by default) of its entries outside the window (WG-KV's composition with SnapKV).
+        observers: the tokens whose queries score the entries. "own": the last tokens that were read. Token ids
+            (guidance, after OracleKV): they are read after the prompt, or after each chunk, and removed again.
+            "prompt", for chunks: the prompt's own last tokens are read once more after each chunk but the last, and
+            removed again (PruLong, arXiv:2506.17121, Sec. 4.3). `prefill(observers=…)` sets them by prompt.
     """
 
     when: str = "prompt"
@@ -50,10 +52,12 @@ class Trigger:
         one_of("eviction", "when", self.when, tuple(TRIGGERS))
         takes = TRIGGERS[self.when]
         for name in ARGUMENTS:
-            value, owners = getattr(self, name), [when for when, taken in TRIGGERS.items() if name in taken]
-            owners = ["chunk"] if isinstance(value, str) and value == "prompt" else owners
-            if self._is_given(name) and self.when not in owners:
-                raise UserError(f"{name}={shown(value)} needs when={' or '.join(map(repr, owners))}")
+            value = getattr(self, name)
+            triggers = [when for when, arguments in TRIGGERS.items() if name in arguments]
+            if isinstance(value, str) and value == "prompt":
+                triggers = ["chunk"]
+            if self._is_given(name) and self.when not in triggers:
+                raise UserError(f"{name}={shown(value)} needs when={' or '.join(map(repr, triggers))}")
         if "chunk" in takes:
             assign(self, chunk=whole_number("eviction", "chunk", self.chunk, 0))
         if "every" in takes:
@@ -63,8 +67,8 @@ class Trigger:
             drop = 0.1 if self.drop is None else self.drop
             assign(self, drop=real_number("eviction", "drop", drop, above=0.0, most=1.0))
         if "observers" in takes:
-            words = OBSERVERS if self.in_chunks else OBSERVERS[:1]
-            assign(self, observers=_observers(self.observers, words))
+            choices = OBSERVERS if self.in_chunks else OBSERVERS[:1]
+            assign(self, observers=_observers(self.observers, choices))
 
     def _is_given(self, name: str) -> bool:
         value = getattr(self, name)
@@ -92,14 +96,14 @@ class Trigger:
         return short(self)
 
 
-def _observers(given: Any, words: tuple[str, ...]) -> str | tuple[int, ...]:
+def _observers(given: Any, choices: tuple[str, ...]) -> str | tuple[int, ...]:
     """Return one of these words, or a tuple of token ids. Raises UserError for anything else."""
     if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
-        one_of("eviction", "observers", given, words)
+        one_of("eviction", "observers", given, choices)
         return str(given)
     if getattr(given, "ndim", 1) != 1:
-        raise UserError(f"eviction: observers are a list of token ids, got {shown(given)}")
+        raise UserError(f"eviction: observers must be a list of token ids, got {shown(given)}")
     tokens = tuple(whole_number("eviction", "a token id of observers", token, 0) for token in given)
     if not tokens:
-        raise UserError("eviction: observers are token ids, at least one, got none")
+        raise UserError("eviction: observers must be at least one token id, got none")
     return tokens

@@ -51,7 +51,7 @@ class Step:
     token: Int[Array, "b t"] | None = None
     """The token ids; None if the call runs no policy."""
     sink: Float[Array, " n"] | None = None
-    """A logit of each query head that every softmax has in addition to those of the keys; None: there is none."""
+    """An additional logit of each query head in every softmax (an attention sink); None: there is none."""
     earlier: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None
     """Keys, after RoPE, and values of the tokens `Admission.revisits` positions before these, with zeros for those
     before the first; None: the admission revisits none."""
@@ -77,7 +77,7 @@ class Readout:
     """The results of one layer's attention, for methods that write entry metadata."""
 
     lse: Float[Array, "b n t"]
-    """The log-sum-exp of each query's logits over all that it saw."""
+    """The log-sum-exp of each query's logits over all keys that it saw."""
     valid: Int[Array, " b"]
     """The number of the call's tokens that are real, by sequence."""
     pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"] | Int8[Array, "p page kv"]
@@ -87,7 +87,7 @@ class Readout:
     length: Int[Array, "b k"]
     """The number of retained entries before the call."""
     chosen: Bool[Array, "b k c"] | None
-    """The mask of these pages that were read; None: all were."""
+    """The mask of the pages in `page_table` that were read; None: all were read."""
     scale: Int32[Array, "p page"] | None
     """The scales of int8 entries (`pallas_kernels.int8_entries`); None: entries are floats."""
     key_scale: Float[Array, "b k h"] | None
@@ -99,7 +99,8 @@ class Readout:
 def scaled_queries(
     q: Float[Array, "b n t h"], key_scale: Float[Array, "b k h"] | None
 ) -> Float[Array, "b n t h"]:
-    """Return queries as they go with stored keys: with int8 keys by their scale (`kvjax.cache.LayerCache`)."""
+    """Return queries to multiply with stored keys. For int8 keys they include the keys' scale
+    (`kvjax.cache.LayerCache`)."""
     if key_scale is None:
         return q
     group = q.shape[1] // key_scale.shape[1]
@@ -118,12 +119,12 @@ class Stored:
     place: Int[Array, "b k s"]
     """The index of an entry in its head cache, from 0; negative where there is none."""
     scored: Bool[Array, "b k s"]
-    """The mask of the entries that are scored together: all that there are, or those of a chunk."""
+    """The mask of the entries that are scored together: all stored entries, or those of a chunk."""
     eligible: Bool[Array, "b k s"]
-    """The mask of the scored entries among which some will be dropped. It excludes the newest ones that are dropped
-    anyway or that the next compaction looks at."""
+    """The mask of the scored entries that compete for places. It excludes the newest entries that are dropped in any
+    case or that the next compaction looks at."""
     forced: Bool[Array, "b k s"]
-    """The mask of the entries that stay whatever their score."""
+    """The mask of the entries that stay whatever their scores."""
     count: Int[Array, "b k_or_1"]
     """The number of eligible entries that stay in this layer, for each kv head or on average."""
     seen: Int[Array, " b"]
@@ -143,15 +144,15 @@ class Stored:
     observations: Any
     """The observation buffer of the last tokens (`Observer.record`), [b w d] or [b n w d], oldest token first."""
     causal: bool = static()
-    """True if the last entries of a head cache are those of the observed queries, since every token is stored as it
-    comes. Otherwise these entries are still in the local window, or stored nowhere, and no stored entry is younger than
-    the queries."""
+    """True if the last entries of a head cache belong to the observed queries, because every token is stored as it
+    comes. Otherwise these entries are still in the local window, or not stored, and no stored entry is newer than the
+    queries."""
 
 
 @struct
 class Passage:
-    """One layer's stored entries that a reconstruction pass looks at (`Reconstruction.passes`): first those at the
-    start of the sequence, then those of the pass's own part of it."""
+    """One layer's stored entries that a reconstruction pass looks at (`Reconstruction.passes`): first entries at the
+    start of the sequence, then the entries of the pass's part."""
 
     k: Float[Array, "b k s h"]
     """Keys as they were written, after RoPE. Keys and values are unspecified where there is no entry."""

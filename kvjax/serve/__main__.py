@@ -1,4 +1,4 @@
-"""`python -m kvjax.serve`: an OpenAI-compatible server of one model, whose cache is what a policy keeps."""
+"""`python -m kvjax.serve`: serve one model over OpenAI's API, with a KV cache that a policy compresses."""
 
 import contextlib
 import dataclasses
@@ -10,14 +10,15 @@ from pathlib import Path
 from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError, shown_bytes, whole_number
 
-KEY = "KVJAX_API_KEY"
+API_KEY_VARIABLE = "KVJAX_API_KEY"
 LENGTHS = 2048, 8192, 32768, 131072
+"""Request lengths, in tokens, for which the command prints how many requests fit at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
-    """Serve a model through OpenAI's API: chats and completions, streamed or whole. An API key is asked for if the
-    environment variable KVJAX_API_KEY has one."""
+    """Serve a model over OpenAI's API: chats and completions, streamed or whole. If the environment variable
+    KVJAX_API_KEY is set, requests must bring that key."""
 
     model: str = "builtin"
     """A model folder, a GGUF file, a hub id, or `builtin`."""
@@ -26,7 +27,7 @@ class ServeConfig:
     wgkv+quest:ratio=0.5. `python -m kvjax.policies` lists them."""
     gates: str | None = None
     """The trained parameters of the policy: a training run's --out or the folder that it exported, a file of the
-    method's authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin`, what comes with the built-in model."""
+    method's authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin` for those of the built-in model."""
     name: str | None = None
     """The model's name in requests; by default its hub id, or the name of its folder or file."""
     host: str = "127.0.0.1"
@@ -34,38 +35,40 @@ class ServeConfig:
     port: int = 8000
     """Port to listen on."""
     slots: int = 16
-    """Answers that are decoded at once."""
+    """The most answers that are decoded at once."""
     max_length: int | None = None
-    """Tokens of the longest prompt with its answer; by default what the model declares."""
+    """The most tokens of a prompt with its answer; by default the limit that the model declares."""
     capacity: str | None = None
-    """The pool's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%). By default what the
-    slots are expected to need, each at --max-length."""
+    """The pool's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%). By default as
+    much as all slots are expected to need at --max-length."""
     page_size: int | None = None
     """Tokens per page; by default 64 on a TPU (128 of int8 entries) and 16 elsewhere and with a selection."""
     chunk: int = 2048
-    """Prompt tokens that are read between two blocks of decoding."""
+    """Prompt tokens read between two blocks of decoding."""
     queue: int = 64
-    """Requests that wait beside those in slots. More are refused with status 429."""
+    """The most requests that wait for a slot. Further ones are refused with status 429."""
     force: bool = False
-    """Take gates and patterns that were made for another model of the same shape."""
+    """Accept gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
-    """Devices, along tensor alone: tensor=4."""
+    """Devices, along the tensor axis only: tensor=4."""
     dtype: str | None = None
-    """float32, bfloat16 or float16; by default that of the weights."""
+    """float32, bfloat16 or float16; by default the weights' dtype."""
     weights: str | None = None
-    """int8 or fp8: keep the layers' matrices in 8 bits, rounded on loading; by default as the files have them."""
+    """int8 or fp8: store the layers' matrices in 8 bits, rounded on loading; by default as in the files."""
     kv_cache_dtype: str | None = None
-    """int8: keep entries in 8 bits; by default in the model's dtype."""
+    """int8: store entries in 8 bits; by default in the model's dtype."""
 
 
 def run(config: ServeConfig) -> None:
-    """Serve until SIGTERM or the keyboard ends it. Raises UserError for what a person can mend."""
+    """Serve until SIGTERM or Ctrl-C. Raises UserError for mistakes in the configuration."""
     if missing := [
-        x for x in ("starlette", "uvicorn", "prometheus_client") if not importlib.util.find_spec(x)
+        package
+        for package in ("starlette", "uvicorn", "prometheus_client")
+        if not importlib.util.find_spec(package)
     ]:
         raise UserError(f"the server needs {', '.join(missing)}: pip install 'kvjax[serve]'")
     if config.mesh.count > config.mesh.tensor * config.mesh.replica:
-        raise UserError(f"--mesh {config.mesh}: a server's mesh may split heads alone, such as tensor=4")
+        raise UserError(f"--mesh {config.mesh}: a server can only split heads, as in tensor=4")
     whole_number("serve", "--slots", config.slots)
     whole_number("serve", "--queue", config.queue, 0)
     whole_number("serve", "--port", config.port, 0, 65535)
@@ -84,14 +87,15 @@ def run(config: ServeConfig) -> None:
     from kvjax.serve.leading import LeadingEngine, follow
 
     first = jax.process_index() == 0
-    listening = _listening(config.host, config.port) if first else None
+    # An address that is taken is reported before the model is loaded.
+    listener = _bind(config.host, config.port) if first else None
     llm = LLM(
         config.model, config.policy, gates=config.gates, mesh=mesh, dtype=config.dtype, weights=config.weights,
         kv_cache_dtype=config.kv_cache_dtype, max_length=config.max_length, force=config.force,
     )  # fmt: skip
     capacity = None if config.capacity is None else parse_capacity(config.capacity)
-    kind = LeadingEngine if first and jax.process_count() > 1 else Engine
-    engine = kind(
+    engine_class = LeadingEngine if first and jax.process_count() > 1 else Engine
+    engine = engine_class(
         llm.model, llm.policy, tokenizer=llm.tokenizer, slots=config.slots, max_length=config.max_length,
         capacity=capacity, page_size=config.page_size, chunk=config.chunk,
     )  # fmt: skip
@@ -100,10 +104,8 @@ def run(config: ServeConfig) -> None:
         from kvjax.serve.grammar import Grammars
 
         grammars = Grammars(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_ids)
-    fitting = {
-        tokens: engine.holds(tokens) for tokens in sorted({min(x, engine.max_length) for x in LENGTHS})
-    }
-    if listening is None:
+    counts = {tokens: engine.holds(tokens) for tokens in sorted({min(x, engine.max_length) for x in LENGTHS})}
+    if listener is None:
         follow(engine, None if grammars is None else grammars.format)
         jax.distributed.shutdown()
         return
@@ -113,39 +115,37 @@ def run(config: ServeConfig) -> None:
         llm.tokenizer,
         name,
         queue=config.queue,
-        key=os.environ.get(KEY) or None,
+        key=os.environ.get(API_KEY_VARIABLE) or None,
         grammar=None if grammars is None else grammars.schema,
     )
     print(
         f"{name} with {llm.policy.name}: {shown_bytes(engine.pool_bytes)} of keys and values on each device."
     )
-    for tokens, (kept, full) in fitting.items():
+    for tokens, (kept, full) in counts.items():
         print(f"  Requests of {tokens:,} tokens at once: {kept}, with a full cache {full}.")
     print(f"Compiling, then listening on http://{config.host}:{config.port}/v1", flush=True)
     try:
-        uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_keep_alive=30)).run(
-            [listening]
-        )
+        uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_keep_alive=30)).run([listener])
     finally:
-        # while it compiles, or after an error, the others hear nothing; they end when this process does
+        # The other processes only follow between compilation and an error. Otherwise they end with this process.
         if isinstance(engine, LeadingEngine) and server.worker.ready and server.worker.failure is None:
             engine.release()
-            # waits for the others, which an end of this process would take for a failure
+            # Wait for the others: they would take the end of this process for a failure.
             jax.distributed.shutdown()
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address, before anything that takes time."""
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address. Raises UserError if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as stack:
-            found = stack.enter_context(socket.socket(family, kind, protocol))
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
             stack.pop_all()
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error}") from None
-    return found
+    return listener
 
 
 def main() -> None:

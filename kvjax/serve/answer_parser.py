@@ -9,8 +9,8 @@ calls are read:
   drop it.
 
 Both forms accept `arguments` and `parameters`. The Pythonic calls of Llama 3.2 and 4 (`[f(x=1)]`) and the XML calls of
-Qwen3-Coder are not read; they are content. Text that looks like a call but does not parse as one is unchanged
-content, too.
+Qwen3-Coder are not read; they are content. Text that looks like a call but does not parse as one stays
+content, unchanged.
 """
 
 import json
@@ -38,7 +38,7 @@ class ToolCall(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """The parts of an answer that are new. `any(delta)` is False if nothing is."""
+    """The new parts of an answer. `any(delta)` is False if there are none."""
 
     reasoning: str
     content: str
@@ -78,16 +78,16 @@ class AnswerParser:
         self._calls: list[ToolCall] = []
 
     def more(self, text: str) -> Delta:
-        """Return the parts that are certain once this text has come."""
+        """Take the next piece of text and return the parts of the answer that are now certain."""
         text = self._tail + text
-        size = _whole_tags(text)
-        self._tail = text[size:]
-        for token in _TOKEN.findall(text[:size]):
+        length = _length_of_whole_tags(text)
+        self._tail = text[length:]
+        for token in _TOKEN.findall(text[:length]):
             self._read(token)
         return self._new()
 
     def end(self) -> Delta:
-        """Return what was held back, once no more text comes."""
+        """End the answer and return the parts that were held back."""
         for token in _TOKEN.findall(self._tail):
             self._read(token)
         self._tail = ""
@@ -138,7 +138,7 @@ class AnswerParser:
         self._held.append(token)
 
     def _end_bare_calls(self) -> None:
-        """Take the whole content as calls, or else as content in which there may be calls in Qwen's form."""
+        """Read the held tokens as calls in Llama's form or, if they are none, as content with calls in Qwen's form."""
         tokens, self._held, self._read = self._held, [], self._read_content
         try:
             self._add_calls(_bare_calls("".join(tokens), self._tools))
@@ -191,7 +191,7 @@ class AnswerParser:
             self._add_calls([call])
 
     def _release(self) -> None:
-        """Make content of what was held as a call."""
+        """Turn the tokens that were held as a call into content."""
         for token in self._held:
             self._add_content(token)
         self._held, self._read = [], self._read_content
@@ -214,8 +214,8 @@ class AnswerParser:
         return self._has_content or not (self._thinking or self._has_calls)
 
 
-def _whole_tags(text: str) -> int:
-    """Return the length of a text without the unfinished tag that may stand at its end."""
+def _length_of_whole_tags(text: str) -> int:
+    """Return the length of the text without an unfinished tag at its end."""
     start = text.rfind("<")
     if start < 0 or text[start:] in TAGS or not any(tag.startswith(text[start:]) for tag in TAGS):
         return len(text)
@@ -226,34 +226,34 @@ def _bare_calls(text: str, tools: Collection[str]) -> list[ToolCall]:
     """Return the calls in Llama's form. Raises ValueError if the text is anything else, and RecursionError if it is
     nested too deeply."""
     calls = []
-    place = _after_separator(text, 0)
-    while place < len(text):
-        value, place = _DECODER.raw_decode(text, place)
-        for one in value if isinstance(value, list) else [value]:
-            call = _tool_call(one)
-            if call.name not in tools or not one.keys() & {"arguments", "parameters"}:
-                raise ValueError(f"this is no call of an offered tool: {call.name!r}")
+    position = _after_separator(text, 0)
+    while position < len(text):
+        value, position = _DECODER.raw_decode(text, position)
+        for item in value if isinstance(value, list) else [value]:
+            call = _tool_call(item)
+            if call.name not in tools or not item.keys() & {"arguments", "parameters"}:
+                raise ValueError(f"not a call of an offered tool: {call.name!r}")
             calls.append(call)
-        place = _after_separator(text, place)
+        position = _after_separator(text, position)
     if not calls:
         raise ValueError("there are no calls")
     return calls
 
 
-def _after_separator(text: str, place: int) -> int:
-    found = _BETWEEN_CALLS.match(text, place)
-    return place if found is None else found.end()
+def _after_separator(text: str, position: int) -> int:
+    separator = _BETWEEN_CALLS.match(text, position)
+    return position if separator is None else separator.end()
 
 
 def _tool_call(value: Any) -> ToolCall:
     """Return the call that a JSON value stands for. Raises ValueError if it is no call or not valid UTF-8."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
-        raise ValueError("a call is an object with a name")
+        raise ValueError("a call must be an object with a name")
     arguments = value.get("arguments", value.get("parameters"))
     decoded = json.loads(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
     if not isinstance(decoded, dict):
-        raise ValueError("arguments are an object")
+        raise ValueError("arguments must be an object")
     # json reads NaN, infinity and lone surrogates. `dumps` and `encode` raise ValueError for them.
     text = json.dumps(decoded, ensure_ascii=False, allow_nan=False)
     if isinstance(arguments, str):

@@ -1,4 +1,4 @@
-"""The routes of the server. Everything here runs on one asyncio loop; `Worker` runs the engine."""
+"""The HTTP routes of the server. They run on one asyncio loop; `Worker` runs the engine in its own thread."""
 
 import asyncio
 import contextlib
@@ -12,31 +12,31 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request as Call
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvjax.chat_template import around, keeps_turns, templated, token_ids
 from kvjax.engine import Constraint, Engine, Request
 from kvjax.errors import UserError, check_unicode, shown
-from kvjax.models.chat import content_span, encode, token_rows, turns_end
+from kvjax.models.chat import token_rows
 from kvjax.serve.answer_parser import AnswerParser
-from kvjax.serve.body import DROP, Asked, read_chat, read_completion, read_message
+from kvjax.serve.body import DROP, CompletionRequest, read_chat, read_completion, read_message
 from kvjax.serve.metrics import Metrics
+from kvjax.serve.prompts import chat_prompt, text_prompt
 from kvjax.serve.reply import ChatChoice, Choice, Reply, event, usage
 from kvjax.serve.worker import Answer, Failed, Update, Worker
 
 LARGEST_BODY = 8 << 20
-"""Bytes of a request's body."""
-ANSWER = 512
-"""Tokens that an answer is expected to have where the request does not say how many it may have."""
-STALLED = 60
-"""Seconds after which a client that reads nothing of its stream is one that went away."""
-Handler = Callable[[Call], Awaitable[Response]]
+"""The most bytes of a request's body."""
+EXPECTED_ANSWER = 512
+"""Expected tokens of an answer whose request sets no maximum."""
+STALL_SECONDS = 60
+"""Seconds after which a client that does not read its stream counts as disconnected."""
+Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 
 class Refused(Exception):
-    """A request that gets an error as its reply."""
+    """An error that is sent to the client as the reply to its request."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", **headers: str):
         super().__init__(message)
@@ -48,12 +48,12 @@ class Server:
     """The application.
 
     Args:
-        engine: what answers. A thread that this object starts owns it from then on.
-        tokenizer: the model's.
-        name: of the model, by which requests name it.
-        queue: requests that wait beside those in slots. More are refused with 429.
-        key: the API key that requests must bring; None: none.
-        grammar: makes constraints to JSON schemas; None: answers cannot have formats.
+        engine: the engine. From the start of the application on, only the worker's thread calls it.
+        tokenizer: the model's tokenizer.
+        name: the model's name in requests.
+        queue: the most requests that wait for a slot. Further ones are refused with 429.
+        key: the API key that requests must bring; None: requests need no key.
+        grammar: makes the constraint of a JSON schema; None: requests with a schema are refused.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Server:
         grammar: Callable[[Any], Callable[[], Constraint]] | None = None,
     ):
         self._tokenizer, self._name, self._key, self._grammar = tokenizer, name, key, grammar
-        self._most = engine.slots + queue
+        self._max_answers = engine.slots + queue
         self._vocabulary = engine.vocabulary
         self._model = {"id": name, "object": "model", "owned_by": "kvjax", "max_model_len": engine.max_length}
         self._metrics = Metrics()
         self.worker = Worker(engine, self._metrics)
-        self._open = 0
+        self._open_answers = 0
         routes = [
             ("/v1/chat/completions", self.chat, "POST"),
             ("/v1/completions", self.completion, "POST"),
@@ -85,10 +85,10 @@ class Server:
         ]
         self.app = Starlette(
             routes=[
-                Route(path, self._answering(handler, path.startswith("/v1/")), methods=[method])
+                Route(path, self._with_errors(handler, path.startswith("/v1/")), methods=[method])
                 for path, handler, method in routes
             ],
-            exception_handlers={HTTPException: _unknown},
+            exception_handlers={HTTPException: _unknown_route},
             lifespan=self._lifespan,
         )
 
@@ -101,51 +101,51 @@ class Server:
 
     # ---- routes
 
-    async def chat(self, call: Call) -> Response:
-        """Answer a chat."""
-        body = await self._body(call)
-        asked = read_chat(body)
-        with self._entered(asked.n) as leave:
-            row, begun, options = await run_in_threadpool(self._chat_prompt, asked)
-            answers = await self._submit(asked, [row], **options)
-            names = None if asked.tools is None else asked.tools.names
-            calls = None if asked.tools is None or asked.tools.several else 1
+    async def chat(self, http: HTTPRequest) -> Response:
+        """Answer a chat completion."""
+        completion = read_chat(await self._body(http))
+        with self._admitted(completion.n) as admission:
+            tokens, thinking, options = await run_in_threadpool(chat_prompt, self._tokenizer, completion)
+            answers = await self._submit(completion, [tokens], **options)
+            tools = completion.tools
+            names, max_calls = (None, None) if tools is None else (tools.names, None if tools.parallel else 1)
+            thinking = thinking and completion.schema is None
             choices = [
-                ChatChoice(
-                    index,
-                    answer,
-                    self._tokenizer,
-                    AnswerParser(names, thinking=begun and asked.schema is None),
-                    calls,
-                )
+                ChatChoice(index, answer, self._tokenizer, AnswerParser(names, thinking=thinking), max_calls)
                 for index, answer in enumerate(answers)
             ]
-            return await self._reply(call, Reply("chat.completion", self._name), asked, choices, leave)
+            return await self._reply(
+                http, Reply("chat.completion", self._name), completion, choices, admission
+            )
 
-    async def completion(self, call: Call) -> Response:
-        """Continue prompts."""
-        asked = read_completion(await self._body(call))
-        with self._entered(asked.n * len(asked.prompts)) as leave:
-            rows = await run_in_threadpool(lambda: [self._text_prompt(x, asked) for x in asked.prompts])
-            answers = await self._submit(asked, rows)
+    async def completion(self, http: HTTPRequest) -> Response:
+        """Answer a completion of prompts."""
+        completion = read_completion(await self._body(http))
+        with self._admitted(completion.n * len(completion.prompts)) as admission:
+            rows = await run_in_threadpool(
+                lambda: [text_prompt(self._tokenizer, prompt, completion) for prompt in completion.prompts]
+            )
+            answers = await self._submit(completion, rows)
             choices = [
-                Choice(index, answer, self._tokenizer, echo=asked.echo, most=asked.most)
+                Choice(index, answer, self._tokenizer, echo=completion.echo, max_tokens=completion.max_tokens)
                 for index, answer in enumerate(answers)
             ]
-            return await self._reply(call, Reply("text_completion", self._name), asked, choices, leave)
+            return await self._reply(
+                http, Reply("text_completion", self._name), completion, choices, admission
+            )
 
-    async def models(self, _: Call) -> Response:
+    async def models(self, _: HTTPRequest) -> Response:
         """List the one model."""
         return JSONResponse({"object": "list", "data": [self._model]})
 
-    async def model(self, call: Call) -> Response:
+    async def model(self, http: HTTPRequest) -> Response:
         """Describe the one model."""
-        self._check_name(call.path_params["name"])
+        self._check_name(http.path_params["name"])
         return JSONResponse(self._model)
 
-    async def read_context(self, call: Call) -> Response:
+    async def read_context(self, http: HTTPRequest) -> Response:
         """Read a context and keep it under a name."""
-        body = await self._body(call)
+        body = await self._body(http)
         if not isinstance(body, dict) or not isinstance(name := body.get("name"), str) or not name:
             raise UserError('expected {"name": …, "prompt": …} or {"name": …, "messages": […]}')
         if unknown := body.keys() - {"name", "prompt", "messages", "model"}:
@@ -153,70 +153,72 @@ class Server:
         check_unicode(name)
         prompt, messages = body.get("prompt"), body.get("messages")
         if (prompt is None) == (messages is None):
-            raise UserError("a context is read from a prompt or from messages, one of the two")
+            raise UserError("a context needs either prompt or messages")
         if isinstance(messages, list):
-            prompt = [read_message(one) for one in messages]
-            if any(one.pop(DROP, False) for one in prompt):
-                raise UserError("a context is read whole: leave out the messages that are to be dropped")
-        with self._entered(1):
-            (row,) = await run_in_threadpool(
+            prompt = [read_message(message) for message in messages]
+            if any(message.pop(DROP, False) for message in prompt):
+                raise UserError("a context cannot drop messages: leave them out")
+        with self._admitted(1):
+            (tokens,) = await run_in_threadpool(
                 token_rows, [prompt], self._vocabulary, self._tokenizer, "beginning"
             )
-            answers = await self.worker.submit(lambda engine: [engine.read_context(name, row)])
-            await self._unless_gone(call, self._ended(answers[0]))
-        return JSONResponse({"name": name, "object": "context", "tokens": len(row)})
+            answers = await self.worker.submit(lambda engine: [engine.read_context(name, tokens)])
+            await self._unless_disconnected(http, self._wait_until_read(answers[0]))
+        return JSONResponse({"name": name, "object": "context", "tokens": len(tokens)})
 
-    async def drop_context(self, call: Call) -> Response:
+    async def drop_context(self, http: HTTPRequest) -> Response:
         """Free the pages of a context."""
-        name = call.path_params["name"]
+        name = http.path_params["name"]
 
         def forget(engine: Engine) -> None:
             engine.forget(name)
-            # no turn may follow that would note it
-            self._metrics.holds(engine.stats)
+            # There may be no later turn that updates the metrics.
+            self._metrics.update(engine.stats)
 
         await self.worker.call(forget)
         return JSONResponse({"name": name, "object": "context", "deleted": True})
 
-    async def health(self, _: Call) -> Response:
-        """Say whether requests are answered."""
-        well = self.worker.ready and self.worker.failure is None
-        return JSONResponse({"status": "ok" if well else "not ready"}, 200 if well else 503)
+    async def health(self, _: HTTPRequest) -> Response:
+        """Return 200 if requests are answered, else 503."""
+        healthy = self.worker.ready and self.worker.failure is None
+        return JSONResponse({"status": "ok" if healthy else "not ready"}, 200 if healthy else 503)
 
-    async def metrics(self, _: Call) -> Response:
-        """Return the metrics."""
+    async def metrics(self, _: HTTPRequest) -> Response:
+        """Return the metrics in Prometheus' text format."""
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     # ---- requests
 
-    def _answering(self, handler: Handler, checked: bool) -> Handler:
-        """Return a route that replies to what is refused, as OpenAI's API does. A checked one needs the key and the
-        engine."""
+    def _with_errors(self, handler: Handler, checked: bool) -> Handler:
+        """Return a handler that replies to errors as OpenAI's API does.
 
-        async def route(call: Call) -> Response:
+        checked: True if requests need the API key and an engine that is ready.
+        """
+
+        async def route(http: HTTPRequest) -> Response:
             try:
                 if checked:
-                    self._check(call)
-                return await handler(call)
+                    self._check_access(http)
+                return await handler(http)
             except UserError as error:
-                refused = Refused(400, str(error))
+                reply = Refused(400, str(error))
             except Refused as error:
-                refused = error
+                reply = error
             except Failed as error:
-                refused = Refused(500, str(error), "server_error")
+                reply = Refused(500, str(error), "server_error")
             except Exception as error:
                 traceback.print_exc()
-                refused = Refused(500, f"{type(error).__name__} in the server", "server_error")
-            return JSONResponse(_error(str(refused), refused.kind), refused.status, refused.headers)
+                reply = Refused(500, f"{type(error).__name__} in the server", "server_error")
+            return JSONResponse(_error(str(reply), reply.kind), reply.status, reply.headers)
 
         return route
 
-    def _check(self, call: Call) -> None:
+    def _check_access(self, http: HTTPRequest) -> None:
         if self._key is not None:
-            scheme, _, given = call.headers.get("authorization", "").partition(" ")
-            # headers come as latin-1
-            right = hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode())
-            if not right or scheme.lower() != "bearer":
+            scheme, _, key = http.headers.get("authorization", "").partition(" ")
+            # Starlette decodes headers as latin-1.
+            matches = hmac.compare_digest(key.strip().encode("latin-1"), self._key.encode())
+            if not matches or scheme.lower() != "bearer":
                 raise Refused(401, "Incorrect API key provided", "authentication_error")
         if self.worker.failure is not None:
             raise Failed(self.worker.failure)
@@ -227,144 +229,112 @@ class Server:
         if name != self._name:
             raise Refused(404, f"The model {shown(name)} does not exist: this is {self._name}")
 
-    async def _body(self, call: Call) -> Any:
-        """Return a request's body, once it names this model, if it names one."""
-        if self._open >= self._most:
-            # before anything of it is read
-            self._full()
+    async def _body(self, http: HTTPRequest) -> Any:
+        """Return the JSON body of a request. Refuses a body that names another model."""
+        if self._open_answers >= self._max_answers:
+            # Refuse before reading the body.
+            self._refuse_full()
         parts, size = [], 0
-        async for part in call.stream():
+        async for part in http.stream():
             parts.append(part)
             if (size := size + len(part)) > LARGEST_BODY:
                 raise Refused(413, f"the body has more than {LARGEST_BODY:,} bytes")
         try:
             body = json.loads(b"".join(parts))
         except (ValueError, RecursionError):
-            raise UserError("the body is no JSON") from None
+            raise UserError("the body must be JSON") from None
         if isinstance(body, dict) and body.get("model") is not None:
             self._check_name(body["model"])
         return body
 
-    def _full(self) -> None:
+    def _refuse_full(self) -> None:
         self._metrics.refused.inc()
-        raise Refused(429, f"{self._most} requests run or wait already", "rate_limit_error", Retry_After="1")
+        raise Refused(
+            429, f"{self._max_answers} requests run or wait already", "rate_limit_error", Retry_After="1"
+        )
 
     @contextlib.contextmanager
-    def _entered(self, answers: int) -> Iterator[contextlib.ExitStack]:
-        """Count answers that are made. Who takes the stack over (`pop_all`) counts them out, by closing it."""
-        if answers > self._most:
-            raise UserError(f"{answers} answers are more than the {self._most} that may run and wait")
-        if self._open + answers > self._most:
-            self._full()
+    def _admitted(self, answers: int) -> Iterator[contextlib.ExitStack]:
+        """Count answers as open until the returned stack closes. `pop_all` hands this on to a later owner."""
+        if answers > self._max_answers:
+            raise UserError(f"{answers} answers are more than the {self._max_answers} that may run or wait")
+        if self._open_answers + answers > self._max_answers:
+            self._refuse_full()
 
-        def leave() -> None:
-            self._open -= answers
+        def release() -> None:
+            self._open_answers -= answers
 
-        self._open += answers
+        self._open_answers += answers
         with contextlib.ExitStack() as stack:
-            stack.callback(leave)
+            stack.callback(release)
             yield stack
 
-    def _chat_prompt(self, asked: Asked) -> tuple[list[int], bool, dict[str, Any]]:
-        """Return the tokens of a chat's prompt, whether it ends where the model thinks, and options of `Engine.submit`:
-        how many tokens later prompts may begin with, and which are dropped."""
-        if asked.context is not None:
-            (message, *others) = asked.messages
-            if others or message["role"] != "user" or asked.tools is not None or asked.dropped:
-                raise UserError(
-                    "with a context, messages must be one message of the user, which continues it, without tools and "
-                    "drop"
-                )
-            row = encode(self._tokenizer, message["content"], "end", **asked.template)
-            has_template = getattr(self._tokenizer, "chat_template", None)
-            after = around(self._tokenizer, **asked.template)[1] if has_template else ""
-            return row, _thinks_after(after), {}
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise UserError("the model has no chat template: use /v1/completions")
-        tools = None if asked.tools is None else asked.tools.definitions
-        options = {"tools": tools, **asked.template}
-        text = templated(self._tokenizer, asked.messages, **options)
-        row, made = token_ids(self._tokenizer, text), {}
-        if not keeps_turns(self._tokenizer, **options):
-            made["kept"] = turns_end(self._tokenizer, asked.messages, **options)
-        if asked.dropped:
-            made |= self._dropped(asked, row, options)
-        return row, _thinks_after(text), made
+    async def _submit(
+        self, completion: CompletionRequest, prompts: list[list[int]], **more: Any
+    ) -> list[Answer]:
+        """Submit all prompts and return their answers, the n answers of a prompt one after another.
 
-    def _dropped(self, asked: Asked, row: list[int], options: dict[str, Any]) -> dict[str, Any]:
-        """Return the spans, in a chat's tokens, of the messages that are dropped, and when this happens: once the last
-        answer is read, so that it has seen them."""
-
-        def span(index: int) -> tuple[int, int]:
-            return content_span(self._tokenizer, asked.messages, row, index, **options)
-
-        spans = tuple((start, end) for start, end in map(span, asked.dropped) if start < end)
-        roles = [one["role"] for one in asked.messages]
-        after = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else len(roles)
-        read = span(after)[0] if after < len(roles) else 0
-        return {"dropped": spans, "dropped_at": max([read, *(end for _, end in spans)])}
-
-    def _text_prompt(self, prompt: str | list[int], asked: Asked) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        check_unicode(prompt)
-        if asked.context is not None:
-            return encode(self._tokenizer, prompt, "end")
-        return token_ids(self._tokenizer, prompt, add_special_tokens=True)
-
-    async def _submit(self, asked: Asked, rows: list[list[int]], **own: Any) -> list[Answer]:
-        """Return the answers to all prompts, the n of a prompt one after another. own: further options of
-        `Engine.submit`."""
+        more: further options of `Engine.submit`.
+        """
         constraint = None
-        if asked.schema is not None:
+        if completion.schema is not None:
             if self._grammar is None:
                 raise UserError(
-                    "answers with a format need llguidance where the server runs: pip install kvjax[serve]"
+                    "answers with a format need llguidance on the server: pip install kvjax[serve]"
                 )
-            constraint = await run_in_threadpool(self._grammar, asked.schema)
+            constraint = await run_in_threadpool(self._grammar, completion.schema)
 
         def submit(engine: Engine) -> list[Request]:
-            found: list[Request] = []
+            requests: list[Request] = []
             options = {
-                "context": asked.context,
+                "context": completion.context,
                 "constraint": constraint,
-                "score": asked.scores,
-            } | own
+                "score": completion.score_prompt,
+            } | more
             try:
-                for row in rows:
-                    most = (
-                        engine.longest_answer(len(row), asked.context) if asked.most is None else asked.most
+                for prompt in prompts:
+                    max_tokens = (
+                        engine.longest_answer(len(prompt), completion.context)
+                        if completion.max_tokens is None
+                        else completion.max_tokens
                     )
-                    sampling = asked.sampling(max(1, most))
-                    expected = ANSWER if asked.most is None else None
-                    for _ in range(asked.n // sampling.n):
-                        found += engine.submit(row, sampling, expected=expected, **options)
+                    sampling = completion.sampling(max(1, max_tokens))
+                    expected = EXPECTED_ANSWER if completion.max_tokens is None else None
+                    for _ in range(completion.n // sampling.n):
+                        requests += engine.submit(prompt, sampling, expected=expected, **options)
             except Exception:
-                for one in found:
-                    one.cancel()
+                for request in requests:
+                    request.cancel()
                 raise
-            return found
+            return requests
 
         return await self.worker.submit(submit)
 
     # ---- replies
 
     async def _reply(
-        self, call: Call, reply: Reply, asked: Asked, choices: list[Any], leave: contextlib.ExitStack
+        self,
+        http: HTTPRequest,
+        reply: Reply,
+        completion: CompletionRequest,
+        choices: list[Any],
+        admission: contextlib.ExitStack,
     ) -> Response:
-        if asked.stream:
-            return _Events(self._events(reply, asked, choices), choices, leave.pop_all())
+        if completion.stream:
+            return _EventStream(self._events(reply, completion, choices), choices, admission.pop_all())
         try:
-            pieces = await self._unless_gone(call, asyncio.gather(*map(self._pieces, choices)))
+            pieces = await self._unless_disconnected(http, asyncio.gather(*map(self._all_pieces, choices)))
         finally:
             for choice in choices:
                 choice.answer.request.cancel()
-        found = [choice.whole(own) for choice, own in zip(choices, pieces, strict=True)]
+        wholes = [choice.whole(parts) for choice, parts in zip(choices, pieces, strict=True)]
         requests = [choice.answer.request for choice in choices]
-        return JSONResponse(reply.whole(found, usage(requests, asked.n, answered=asked.most != 0)))
+        return JSONResponse(
+            reply.whole(wholes, usage(requests, completion.n, answered=completion.max_tokens != 0))
+        )
 
-    async def _pieces(self, choice: Choice) -> list[dict[str, Any]]:
-        """Return all pieces of an answer."""
+    async def _all_pieces(self, choice: Choice) -> list[dict[str, Any]]:
+        """Wait for the end of an answer and return all its pieces."""
         pieces = []
         async with contextlib.aclosing(choice.answer.updates()) as updates:
             async for update in updates:
@@ -372,28 +342,30 @@ class Server:
                 pieces += choice.pieces(update)
         return pieces
 
-    async def _ended(self, answer: Answer) -> None:
-        """Wait for the end of what is only read."""
+    async def _wait_until_read(self, answer: Answer) -> None:
+        """Wait until a context has been read."""
         async with contextlib.aclosing(answer.updates()) as updates:
             async for update in updates:
                 if update.finish_reason == "capacity":
                     raise UserError("the pool has no pages for this context")
 
-    async def _events(self, reply: Reply, asked: Asked, choices: list[Any]) -> AsyncIterator[str]:
+    async def _events(
+        self, reply: Reply, completion: CompletionRequest, choices: list[Any]
+    ) -> AsyncIterator[str]:
         """Yield the events of a stream."""
-        # a client that asks for the usage gets it at the end, and null before
-        not_yet = {"usage": None} if asked.include_usage else {}
+        # OpenAI's API sends the usage in the last event and null before it.
+        null_usage = {"usage": None} if completion.include_usage else {}
         if isinstance(choices[0], ChatChoice):
             delta = {"role": "assistant", "content": ""}
             for choice in choices:
                 yield reply.event(
                     [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}],
-                    **not_yet,
+                    **null_usage,
                 )
         pieces: asyncio.Queue[Any] = asyncio.Queue()
 
         def so_far() -> dict[str, Any]:
-            return usage([choice.answer.request for choice in choices], asked.n)
+            return usage([choice.answer.request for choice in choices], completion.n)
 
         async def forward(choice: Choice) -> None:
             try:
@@ -413,74 +385,71 @@ class Server:
                     yield event(_error(str(piece), kind))
                     break
                 running -= piece is None
-                for one in piece or ():
-                    yield reply.event([one], **({"usage": so_far()} if asked.usage_in_pieces else not_yet))
+                for part in piece or ():
+                    yield reply.event(
+                        [part], **({"usage": so_far()} if completion.continuous_usage else null_usage)
+                    )
         finally:
             for task in tasks:
                 task.cancel()
-        if asked.include_usage and not running:
+        if completion.include_usage and not running:
             yield reply.event([], usage=so_far())
         yield "data: [DONE]\n\n"
 
-    async def _unless_gone(self, call: Call, work: Awaitable[Any]) -> Any:
-        """Return what the work returns, unless the client goes away first; the work is then cancelled."""
+    async def _unless_disconnected(self, http: HTTPRequest, work: Awaitable[Any]) -> Any:
+        """Return the result of the work. If the client disconnects first, cancel the work and raise Refused."""
 
-        async def gone() -> None:
-            while (await call.receive())["type"] != "http.disconnect":
+        async def disconnected() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
                 pass
 
-        working, going = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
         try:
-            await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise Refused(499, "the client went away")
+                raise Refused(499, "the client disconnected")
             return working.result()
         finally:
             working.cancel()
-            going.cancel()
-            await asyncio.gather(working, going, return_exceptions=True)
+            leaving.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-class _Events(StreamingResponse):
-    """A stream of events. However it ends, its answers end with it."""
+class _EventStream(StreamingResponse):
+    """A stream of events. When it ends, for whatever reason, its answers are cancelled."""
 
-    def __init__(self, events: AsyncIterator[str], choices: list[Choice], leave: contextlib.ExitStack):
+    def __init__(self, events: AsyncIterator[str], choices: list[Choice], admission: contextlib.ExitStack):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._choices, self._leave = choices, leave
+        self._choices, self._admission = choices, admission
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send it."""
+        """Send the events."""
 
-        async def sent(message: Any) -> None:
-            # a client that reads nothing does not hold up the server's end
-            await asyncio.wait_for(send(message), STALLED)
+        async def send_in_time(message: Any) -> None:
+            # A client that does not read must not delay the server's shutdown.
+            await asyncio.wait_for(send(message), STALL_SECONDS)
 
         try:
-            await super().__call__(scope, receive, sent)
+            await super().__call__(scope, receive, send_in_time)
         finally:
             for choice in self._choices:
                 choice.answer.request.cancel()
-            self._leave.close()
+            self._admission.close()
 
 
-async def _unknown(call: Call, error: Exception) -> Response:
-    """Reply to a path or a method that there is not."""
+async def _unknown_route(http: HTTPRequest, error: Exception) -> Response:
+    """Reply to an unknown path or method."""
     assert isinstance(error, HTTPException)
-    message = f"{call.method} {call.url.path}: {error.detail}"
+    message = f"{http.method} {http.url.path}: {error.detail}"
     return JSONResponse(_error(message, "invalid_request_error"), error.status_code, error.headers)
 
 
 def _check_ended(request: Request, update: Update) -> None:
-    """Raise Refused for an answer that ended otherwise than answers do."""
+    """Raise Refused if an answer ended because its context was dropped or its format cannot be followed."""
     if update.finish_reason == "abort":
         raise Refused(409, "the context of this request was dropped")
     if update.finish_reason is not None and request.constraint is not None and request.constraint.error:
         raise Refused(400, f"the answer's format cannot be followed: {request.constraint.error}")
-
-
-def _thinks_after(text: str) -> bool:
-    """Return True for a prompt that ends where the model thinks."""
-    return text.rstrip().endswith("<think>")
 
 
 def _error(message: str, kind: str) -> dict[str, Any]:

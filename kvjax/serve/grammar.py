@@ -1,4 +1,4 @@
-"""Formats that answers have to follow, by llguidance: which tokens may come next, given those so far."""
+"""Constraints that make answers follow a JSON schema, by llguidance."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,19 +12,19 @@ from jaxtyping import Bool
 from kvjax.engine import Constraint
 from kvjax.errors import UserError
 
-FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON is written as Python's json does: where any white space may come, small models write nothing else."""
-LONGEST = 1 << 16
-"""Characters of a JSON schema."""
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON has the white space of Python's `json`. If any amount were allowed, small models would write nothing else."""
+MAX_SCHEMA = 1 << 16
+"""The most characters of a JSON schema's grammar."""
 
 
 class Grammars:
     """Makes constraints for a model's vocabulary.
 
     Args:
-        tokenizer: the model's.
-        vocabulary: the number of the model's logits, which may be more than the tokenizer has tokens.
-        ends: the tokens that end an answer.
+        tokenizer: the model's tokenizer.
+        vocabulary: number of the model's logits, which may exceed the number of the tokenizer's tokens.
+        ends: tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: tuple[int, ...]):
@@ -32,33 +32,33 @@ class Grammars:
         self._tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(ends))
 
     def schema(self, schema: Any) -> "Format":
-        """Return the format of JSON of this schema.
+        """Return the format of JSON that a schema describes.
 
         Raises:
-            UserError: a schema that is none, or that llguidance has no grammar for.
+            UserError: llguidance has no grammar for the schema.
         """
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"the JSON schema cannot be used ({error})") from None
-        if len(grammar) > LONGEST:
-            raise UserError(f"the JSON schema has more than {LONGEST:,} characters")
+        if len(grammar) > MAX_SCHEMA:
+            raise UserError(f"the JSON schema has more than {MAX_SCHEMA:,} characters")
         if error := llguidance.LLMatcher.validate_grammar(grammar, self._tokens):
             raise UserError(f"the JSON schema cannot be used ({error})")
         return self.format(grammar)
 
     def format(self, grammar: str) -> "Format":
-        """Return the format of a grammar of llguidance's that is known to be valid."""
+        """Return the format of a valid llguidance grammar."""
         return Format(
             grammar, lambda: llguidance.LLMatcher(self._tokens, grammar), self._vocabulary, self._ends
         )
 
 
 class Format(NamedTuple):
-    """A format that answers may have to follow; calling it makes the constraint of one answer."""
+    """A format of answers. Calling it returns the constraint of one answer."""
 
     grammar: str
-    """llguidance's description of it."""
+    """The format as an llguidance grammar."""
     matcher: Callable[[], llguidance.LLMatcher]
     vocabulary: int
     ends: tuple[int, ...]

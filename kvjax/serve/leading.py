@@ -1,4 +1,7 @@
-"""An engine over several processes: the first one's takes the requests, and the others' follow it call by call."""
+"""An engine over several processes.
+
+The first process takes the requests and broadcasts each call of its engine; the other processes repeat it.
+"""
 
 import contextlib
 import functools
@@ -13,12 +16,12 @@ from jax.experimental import multihost_utils
 from kvjax.engine import Constraint, Engine, Request
 from kvjax.engine.engine import EngineStats
 
-BLOCK = 512
-"""Bytes that are sent at once. The first four of a message are its size."""
+FIRST_BYTES = 512
+"""Bytes of the first broadcast of a message. A longer message takes a second one. Four bytes are its size."""
 
 
 class LeadingEngine(Engine):
-    """The first process's engine, whose calls the others hear of before they are made (`follow`)."""
+    """The first process's engine. It broadcasts its calls before it makes them; the others receive them in `follow`."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -27,12 +30,12 @@ class LeadingEngine(Engine):
         self._requests: dict[int, Request] = {}
 
     def release(self) -> None:
-        """Let the others end."""
+        """End `follow` in the other processes."""
         _broadcast(pickle.dumps(None))
 
     @contextlib.contextmanager
     def _announced(self, name: str, *args: Any, **options: Any) -> Iterator[None]:
-        """Tell the others of a call, unless it is made within another one."""
+        """Broadcast a call to the other processes, unless it is made within another call."""
         if self._in_call:
             yield
             return
@@ -44,7 +47,7 @@ class LeadingEngine(Engine):
             self._in_call = False
 
     def _tracked(self, requests: list[Request]) -> list[Request]:
-        """Return requests whose cancelling waits for the next turn, where all processes do it."""
+        """Return the requests, changed so that cancelling takes effect in the next step, in all processes."""
         for request in requests:
             self._requests[request.arrival] = request
             request.cancel = functools.partial(self._cancelled.put, request.arrival)
@@ -89,34 +92,32 @@ class LeadingEngine(Engine):
 
 
 def follow(engine: Engine, constraint: Callable[[str], Callable[[], Constraint]] | None) -> None:
-    """Make the calls of the first process's engine with an engine of this process, until the first releases it.
+    """Repeat the calls of the first process's engine on this process's engine, until the first process calls `release`.
 
-    constraint: returns the format (`Grammars.format`) of a grammar.
+    constraint: returns the format of a grammar (`Grammars.format`); None: llguidance is not installed.
     """
     requests: dict[int, Request] = {}
     while (call := pickle.loads(_broadcast())) is not None:
         name, args, options = call
         if options.get("constraint") is not None:
-            assert constraint is not None, (
-                "llguidance is installed where the first process runs, and not here"
-            )
+            assert constraint is not None, "the first process has llguidance, this one does not"
             options["constraint"] = constraint(options["constraint"])
         if name == "step":
             _cancel(requests, *args)
             engine.step()
             continue
-        # the first process has the same error, and answers it
+        # The first process raises the same error and handles it.
         with contextlib.suppress(Exception):
             if name == "stats":
                 _ = engine.stats
             else:
-                found = getattr(engine, name)(*args, **options)
-                made = {"submit": found, "read_context": [found]}.get(name, [])
-                requests |= {request.arrival: request for request in made}
+                result = getattr(engine, name)(*args, **options)
+                submitted = {"submit": result, "read_context": [result]}.get(name, [])
+                requests |= {request.arrival: request for request in submitted}
 
 
 def _cancel(requests: dict[int, Request], arrivals: list[int]) -> None:
-    """Cancel requests, and forget those that have ended."""
+    """Cancel the requests with these arrival numbers, and forget those that have ended."""
     for arrival in arrivals:
         if arrival in requests:
             requests[arrival].cancelled = True
@@ -125,17 +126,14 @@ def _cancel(requests: dict[int, Request], arrivals: list[int]) -> None:
 
 
 def _broadcast(message: bytes = b"") -> bytes:
-    """Return the first process's message in all processes."""
+    """Return the first process's message, in all processes."""
     framed = np.frombuffer(len(message).to_bytes(4, "little") + message, np.uint8)
-    first = multihost_utils.broadcast_one_to_all(np.resize(framed[:BLOCK], BLOCK))
+    first = multihost_utils.broadcast_one_to_all(np.resize(framed[:FIRST_BYTES], FIRST_BYTES))
     size = int.from_bytes(first[:4].tobytes(), "little")
-    # powers of two, so that few programs are compiled
-    whole = 1 << (size + 3).bit_length()
-    if whole > BLOCK:
-        padded = np.zeros(whole, np.uint8)
+    # Sizes are powers of two, so that few programs are compiled.
+    padded_size = 1 << (size + 3).bit_length()
+    if padded_size > FIRST_BYTES:
+        padded = np.zeros(padded_size, np.uint8)
         padded[: framed.size] = framed
         first = multihost_utils.broadcast_one_to_all(padded)
     return first[4 : 4 + size].tobytes()
-
-
-__all__ = ["LeadingEngine", "follow"]

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's JSON objects, whole or in pieces."""
+"""Formatting of answers as OpenAI's JSON objects, whole or in pieces."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from kvjax.serve.token_texts import TokenTexts
 from kvjax.serve.worker import Answer, Update
 
 Scored = tuple[int, float | None, dict[int, float] | None]
-"""A token, its log-probability, and the most likely tokens with theirs."""
+"""A token, its log-probability, and the log-probabilities of the most likely tokens."""
 
 
 class Reply:
@@ -32,7 +32,7 @@ class Reply:
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
 
     def event(self, choices: list[dict[str, Any]], **more: dict[str, Any] | None) -> str:
-        """Return a piece of the reply, as an event of a stream. more: further fields."""
+        """Return a piece of the reply as an event of a stream. more: further fields."""
         kind = self._kind + (".chunk" if self._kind == "chat.completion" else "")
         return event({**self._head, "object": kind, "choices": choices, **more})
 
@@ -43,45 +43,48 @@ def event(data: Any) -> str:
 
 
 def usage(requests: list[Request], n: int, *, answered: bool = True) -> dict[str, Any]:
-    """Return how many tokens requests took. The n answers of a prompt, which follow one another, count it once."""
-    first = requests[::n]
-    prompt, answer = sum(x.prompt.size for x in first), sum(len(x.tokens) for x in requests if answered)
+    """Return the token counts of requests. A prompt counts once for its n answers, which follow one another.
+
+    answered: False if the answers' tokens do not count.
+    """
+    prompts = requests[::n]
+    prompt, answer = sum(x.prompt.size for x in prompts), sum(len(x.tokens) for x in requests if answered)
     return {
         "prompt_tokens": int(prompt),
         "completion_tokens": answer,
         "total_tokens": int(prompt) + answer,
-        "prompt_tokens_details": {"cached_tokens": int(sum(x.cached for x in first))},
+        "prompt_tokens_details": {"cached_tokens": int(sum(x.cached for x in prompts))},
     }
 
 
 class Choice:
-    """An answer of a completion, as it is sent."""
+    """Formats one answer of a completion."""
 
     def __init__(
-        self, index: int, answer: Answer, tokenizer: Any, *, echo: bool = False, most: int | None = None
+        self, index: int, answer: Answer, tokenizer: Any, *, echo: bool = False, max_tokens: int | None = None
     ):
         self.index, self.answer, self._tokenizer = index, answer, tokenizer
         self._texts = TokenTexts(tokenizer)
-        self._echo, self._echoed, self._most = echo, False, most
-        self._tokens, self._place = 0, 0
-        # the token before the next one whose text is shown
-        self._before: int | None = None if echo else int(answer.request.prompt[-1])
+        self._echo, self._echoed, self._max_tokens = echo, False, max_tokens
+        self._sent_tokens, self._offset = 0, 0
+        # the token before the next one that is formatted
+        self._last_token: int | None = None if echo else int(answer.request.prompt[-1])
         self._held: list[Scored] = []
 
     def pieces(self, update: Update) -> list[dict[str, Any]]:
-        """Return what is sent of an update, as choices of a piece."""
+        """Return the choices that an update adds to a stream."""
         request, text, scored = self.answer.request, update.text, self._scored(update)
-        if self._most == 0:
+        if self._max_tokens == 0:
             text, scored = "", []
         if self._echo and not self._echoed:
             self._echoed = True
             text = decoded(self._tokenizer, request.prompt) + text
-            scored = [*_of_prompt(request), *scored]
+            scored = [*_scored_prompt(request), *scored]
         logprobs = None if request.sampling.logprobs is None else self._entries(scored)
         return [{"index": self.index, "text": text, "logprobs": logprobs, **_finish(update.finish_reason)}]
 
     def whole(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return all pieces as the choice of one object."""
+        """Join all pieces into one choice."""
         logprobs = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
         joined = (
             {key: [x for part in logprobs for x in part[key]] for key in logprobs[0]} if logprobs else None
@@ -89,19 +92,21 @@ class Choice:
         return pieces[-1] | {"text": "".join(piece["text"] for piece in pieces), "logprobs": joined}
 
     def _scored(self, update: Update) -> list[Scored]:
-        """Return the new tokens that are part of the answer."""
-        found, request = self._held + _zipped(update.tokens, update.logprobs), self.answer.request
+        """Return the new tokens that belong to the answer."""
+        scored, request = self._held + _zipped(update.tokens, update.logprobs), self.answer.request
         if update.finish_reason is not None:
-            found = found[: max(0, self._length() - self._tokens)]
+            scored = scored[: max(0, self._length() - self._sent_tokens)]
         elif request.sampling.stop:
-            # those of a stop text are no part of it
-            self._held, found = found, []
-        self._tokens += len(found)
-        return found
+            # They may belong to a stop text, which is not part of the answer.
+            self._held, scored = scored, []
+        self._sent_tokens += len(scored)
+        return scored
 
     def _length(self) -> int:
-        """Return the number of tokens whose log-probabilities are shown: here also the one that ended the answer, as
-        lm-evaluation-harness counts on."""
+        """Return the number of tokens whose log-probabilities are shown.
+
+        This includes the token that ended the answer, which lm-evaluation-harness relies on.
+        """
         return len(self.answer.request.tokens)
 
     def _entries(self, scored: list[Scored]) -> dict[str, Any]:
@@ -111,32 +116,33 @@ class Choice:
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token, value, likely in scored:
-            text = self._texts.text(token, self._before)
+        for token, logprob, likely in scored:
+            text = self._texts.text(token, self._last_token)
             top = (
-                None if likely is None else {self._texts.text(x, self._before): p for x, p in likely.items()}
+                None
+                if likely is None
+                else {self._texts.text(x, self._last_token): p for x, p in likely.items()}
             )
             entries["tokens"].append(text)
-            entries["token_logprobs"].append(value)
+            entries["token_logprobs"].append(logprob)
             entries["top_logprobs"].append(top)
-            entries["text_offset"].append(self._place)
-            self._place += 0 if token in self._texts.special else len(text)
-            self._before = token
+            entries["text_offset"].append(self._offset)
+            self._offset += 0 if token in self._texts.special else len(text)
+            self._last_token = token
         return entries
 
 
 class ChatChoice(Choice):
-    """An answer of a chat, as it is sent."""
+    """Formats one answer of a chat."""
 
     def __init__(
-        self, index: int, answer: Answer, tokenizer: Any, parser: AnswerParser, most_calls: int | None = None
+        self, index: int, answer: Answer, tokenizer: Any, parser: AnswerParser, max_calls: int | None = None
     ):
         super().__init__(index, answer, tokenizer)
-        self._parser, self._calls, self._most_calls = parser, 0, most_calls
+        self._parser, self._call_count, self._max_calls = parser, 0, max_calls
 
     def pieces(self, update: Update) -> list[dict[str, Any]]:
-        found = self._parser.more(update.text)
-        deltas = [self._delta(found)]
+        deltas = [self._delta(self._parser.more(update.text))]
         if update.finish_reason is not None:
             deltas.append(self._delta(self._parser.end()))
         deltas = [delta for delta in deltas if delta]
@@ -147,11 +153,11 @@ class ChatChoice(Choice):
             "index": self.index,
             "delta": {},
             "logprobs": None,
-            **_finish(update.finish_reason, self._calls),
+            **_finish(update.finish_reason, self._call_count),
         }
         if update.finish_reason is not None:
             pieces.append(last)
-        if self.answer.request.sampling.logprobs is not None and (content := self._content(update)):
+        if self.answer.request.sampling.logprobs is not None and (content := self._logprobs_content(update)):
             pieces = pieces or [last]
             pieces[0]["logprobs"] = {"content": content}
         return pieces
@@ -179,55 +185,55 @@ class ChatChoice(Choice):
     def _length(self) -> int:
         return len(self.answer.request.answer())
 
-    def _delta(self, found: Delta) -> dict[str, Any]:
+    def _delta(self, parsed: Delta) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if found.reasoning:
-            delta["reasoning_content"] = found.reasoning
-        if found.content:
-            delta["content"] = found.content
-        for call in found.tool_calls:
-            if self._calls == self._most_calls:
+        if parsed.reasoning:
+            delta["reasoning_content"] = parsed.reasoning
+        if parsed.content:
+            delta["content"] = parsed.content
+        for call in parsed.tool_calls:
+            if self._call_count == self._max_calls:
                 break
             function = {"name": call.name, "arguments": call.arguments}
-            one = {
-                "index": self._calls,
+            tool_call = {
+                "index": self._call_count,
                 "id": f"call_{secrets.token_hex(12)}",
                 "type": "function",
                 "function": function,
             }
-            delta.setdefault("tool_calls", []).append(one)
-            self._calls += 1
+            delta.setdefault("tool_calls", []).append(tool_call)
+            self._call_count += 1
         return delta
 
-    def _content(self, update: Update) -> list[dict[str, Any]]:
-        def entry(token: int, value: float | None) -> dict[str, Any]:
-            text = self._texts.text(token, self._before)
-            return {"token": text, "logprob": value, "bytes": self._texts.bytes(token, text)}
+    def _logprobs_content(self, update: Update) -> list[dict[str, Any]]:
+        def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self._texts.text(token, self._last_token)
+            return {"token": text, "logprob": logprob, "bytes": self._texts.bytes(token, text)}
 
         entries = []
-        for token, value, likely in self._scored(update):
-            top = [entry(*one) for one in (likely or {}).items()]
-            entries.append(entry(token, value) | {"top_logprobs": top})
-            self._before = token
+        for token, logprob, likely in self._scored(update):
+            top = [entry(*pair) for pair in (likely or {}).items()]
+            entries.append(entry(token, logprob) | {"top_logprobs": top})
+            self._last_token = token
         return entries
 
 
 def _finish(reason: str | None, calls: int = 0) -> dict[str, Any]:
-    """Return why an answer ended, in OpenAI's words. One for which the pool had no page is one that is too long, and
-    `stop_reason` says so."""
+    """Return why an answer ended, in OpenAI's words. An answer that ended because the pool was full counts as too long,
+    and has the `stop_reason` "capacity"."""
     if reason == "capacity":
         return {"finish_reason": "length", "stop_reason": "capacity"}
     return {"finish_reason": "tool_calls" if calls and reason == "stop" else reason}
 
 
-def _of_prompt(request: Request) -> list[Scored]:
-    """Return a prompt's tokens with their log-probabilities, of which the first has none."""
+def _scored_prompt(request: Request) -> list[Scored]:
+    """Return a prompt's tokens with their log-probabilities. The first token has none."""
     first: Scored = int(request.prompt[0]), None, None
     return [first, *_zipped(request.prompt[1:].tolist(), request.prompt_logprobs)]
 
 
 def _zipped(tokens: list[int], parts: list[AnswerLogprobs]) -> list[Scored]:
-    """Return tokens with their log-probabilities, as far as there are any."""
+    """Return tokens with their log-probabilities. Tokens without log-probabilities are left out."""
     chosen = itertools.chain.from_iterable(part.chosen.tolist() for part in parts)
     likely = itertools.chain.from_iterable(part.alternatives for part in parts)
     return list(zip(tokens, chosen, likely, strict=False))

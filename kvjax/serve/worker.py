@@ -1,4 +1,4 @@
-"""The thread that owns the engine. All else about the server runs on one asyncio loop."""
+"""The thread that owns the engine. The rest of the server runs on one asyncio loop."""
 
 import asyncio
 import contextlib
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class Failed(Exception):
-    """The engine has failed, and answers nothing more."""
+    """The engine has failed and answers no further requests."""
 
     def __init__(self, error: BaseException):
         super().__init__(f"the engine has failed: {error}")
 
 
 class Update(NamedTuple):
-    """The part of an answer that a turn brought."""
+    """The part of an answer that one step of the engine added."""
 
     text: str
     tokens: list[int]
@@ -36,19 +36,19 @@ class Update(NamedTuple):
 
 
 class Answer:
-    """A request as the loop sees it: its updates, one after another, until it ends."""
+    """A request as the asyncio loop sees it: a stream of updates until it ends."""
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
         self.request, self.arrived = request, time.monotonic()
         self._loop = loop
         self._updates: asyncio.Queue[Update | BaseException] = asyncio.Queue()
-        # the worker's: what the loop was sent so far
+        # Only the worker uses this: the characters, tokens and logprobs that the loop has received.
         self._sent = (0, 0, 0)
         self.last: float | None = None
         """Time of its last token."""
 
     def send(self) -> int:
-        """Send the loop what is new. Called by the worker. Returns the number of new tokens."""
+        """Send the loop the new part of the answer and return the number of its tokens. Only the worker calls this."""
         request, (text, tokens, parts) = self.request, self._sent
         self._sent = len(request.text), len(request.tokens), len(request.logprobs)
         if self._sent == (text, tokens, parts) and request.finish_reason is None:
@@ -60,11 +60,11 @@ class Answer:
         return len(update.tokens)
 
     def put(self, update: Update | BaseException) -> None:
-        """Have the loop receive an update, or an error that ends the answer."""
+        """Send the loop an update, or an error that ends the answer."""
         self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     async def updates(self) -> AsyncGenerator[Update, None]:
-        """Yield the updates. Who goes away before the end cancels the request."""
+        """Yield the updates. A caller that stops before the end cancels the request."""
         ended = False
         try:
             while not ended:
@@ -80,12 +80,12 @@ class Answer:
 
 
 class Worker:
-    """Runs an engine's turns in a thread of its own, while there is something to do."""
+    """Runs an engine's steps in its own thread."""
 
     def __init__(self, engine: Engine, metrics: Metrics):
         self.engine, self._metrics = engine, metrics
-        # the others of several processes must hear from this one before their network gives up
-        self._patience = None if jax.process_count() == 1 else 1.0
+        # With several processes, an idle engine must still broadcast before the other processes time out.
+        self._timeout = None if jax.process_count() == 1 else 1.0
         self.ready = False
         """True once everything is compiled."""
         self.failure: BaseException | None = None
@@ -95,19 +95,19 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, prepare: Callable[[], None]) -> None:
-        """Start the thread, which first prepares the engine."""
+        """Start the thread. It calls `prepare` first."""
         self._calls.put(prepare)
         self._calls.put(lambda: setattr(self, "ready", True))
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the turn that it is in, or with the process if it still compiles."""
+        """End the thread after its current step. A thread that still compiles ends with the process."""
         self._calls.put(None)
         if self.ready:
             self._thread.join()
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Return what a function of the engine returns, or raise what it raises. The worker calls it."""
+        """Call a function of the engine in the worker's thread, and return its result or raise its error."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -115,20 +115,20 @@ class Worker:
             try:
                 if self.failure is not None:
                     raise Failed(self.failure)
-                found = function(self.engine)
+                result = function(self.engine)
             except Exception as error:
-                loop.call_soon_threadsafe(_settle, future, None, error)
+                loop.call_soon_threadsafe(_resolve, future, None, error)
             else:
-                loop.call_soon_threadsafe(_settle, future, found, None)
+                loop.call_soon_threadsafe(_resolve, future, result, None)
 
         self._calls.put(run)
         if self.failure is not None:
-            # nobody may be there to call it
+            # The thread may have ended before it saw this call.
             raise Failed(self.failure)
         return await future
 
     async def submit(self, function: Callable[[Engine], list[Request]]) -> list[Answer]:
-        """Return the answers to what a function submits to the engine."""
+        """Return the answers to the requests that a function submits to the engine."""
         loop = asyncio.get_running_loop()
 
         def submitted(engine: Engine) -> list[Answer]:
@@ -146,7 +146,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._called():
+            while self._run_calls():
                 if self.engine.busy:
                     self.engine.step()
                 self._send()
@@ -161,11 +161,11 @@ class Worker:
                     if call is not None:
                         call()
 
-    def _called(self) -> bool:
-        """Call what is to be called, and wait for it while there is nothing else to do. Returns False at the end."""
+    def _run_calls(self) -> bool:
+        """Run the queued calls, and wait for one while the engine is idle. Returns False if the thread must end."""
         while True:
             try:
-                call = self._calls.get(block=not self.engine.busy, timeout=self._patience)
+                call = self._calls.get(block=not self.engine.busy, timeout=self._timeout)
             except queue.Empty:
                 return True
             if call is None:
@@ -173,20 +173,22 @@ class Worker:
             call()
 
     def _send(self) -> None:
-        """Send what is new of all answers, and forget those that ended."""
+        """Send the new part of every answer, and forget those that ended."""
         now = time.monotonic()
         for answer in self._answers:
             if (new := answer.send()) > 0:
-                self._metrics.came(answer.request, new, now - answer.arrived, now - (answer.last or now))
+                self._metrics.count_tokens(
+                    answer.request, new, now - answer.arrived, now - (answer.last or now)
+                )
                 answer.last = now
             if answer.request.finish_reason is not None:
-                self._metrics.ended(answer.request, now - answer.arrived)
-        self._answers = [one for one in self._answers if one.request.finish_reason is None]
-        # last, since this may wait for the devices
-        self._metrics.holds(self.engine.stats)
+                self._metrics.count_end(answer.request, now - answer.arrived)
+        self._answers = [answer for answer in self._answers if answer.request.finish_reason is None]
+        # This comes last because it may wait for the devices.
+        self._metrics.update(self.engine.stats)
 
 
-def _settle(future: asyncio.Future, value: Any, error: BaseException | None) -> None:
+def _resolve(future: asyncio.Future, value: Any, error: BaseException | None) -> None:
     if future.cancelled():
         return
     if error is None:

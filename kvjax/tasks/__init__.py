@@ -1,13 +1,16 @@
-"""Tasks to score a model's memory of its context with, deterministic from a seed and a length.
+"""Tasks that score a model's memory of its context. Samples are deterministic from a seed and a length.
 
-sample: a context with its questions as token ids, which every task gives. vocabulary, builtin: the built-in model's
-tokens and text; recall, needle, copy and text are tasks of them; hide: hiding tokens in text; mixture: all of them, to
-train on. prompt: samples that are written as text, for any tokenizer, such as those of ruler and document_questions (of
-documents, cut into passages). contests, contest_answers: AIME and HMMT, answered at length. longbench, scbench, helmet,
-longproc: the benchmarks in their published form; text_scores: their scores of texts; benchmark: their samples, long
-contexts cut in the middle. datasets: files of published data. suite: the interface between tasks and an evaluation;
-registry: every task by its name; own: the tasks of no benchmark; documents: questions about a user's texts. splits: the
-samples that are compared, and those that are calibrated on.
+sample: a context with its questions as token ids. suite: the interface between tasks and an evaluation; registry: all
+tasks by name; splits: samples to compare and samples to calibrate on.
+
+vocabulary, builtin: the built-in model's tokens and text. recall, needle, copy and text: tasks in these tokens; hide:
+hiding tokens in text; mixture: training sequences from these tasks.
+
+prompt: samples written as text, for any tokenizer. ruler: RULER's tasks. documents, document_questions, passages:
+questions about a user's texts. kvjax_tasks: the suite of all tasks that belong to no benchmark.
+
+contests, contest_answers: AIME and HMMT. longbench, scbench, helmet, longproc, longproc_scores: these benchmarks in
+their published form; text_scores: their metrics of texts; benchmark: their samples; datasets: files of published data.
 """
 
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary, heldout_files

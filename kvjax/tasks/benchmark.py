@@ -18,11 +18,11 @@ class BenchmarkSamples:
     name: str
     """The task's name."""
     where: str
-    """The option that was read and its value, for errors."""
+    """The --data option and its value, for errors."""
     examples: Sequence[Example]
     """All examples of the task."""
     encode: PromptEncoder
-    """Makes samples of the examples."""
+    """Makes samples from the examples."""
     metric: str
     """Description of the score."""
     published = True
@@ -32,36 +32,40 @@ class BenchmarkSamples:
             raise UserError(f"{self.where}: there are no samples of {self.name}")
 
     def answers(self, length: int) -> int:
-        """Return the number of questions of the context with the fewest."""
+        """Return the number of questions of the example with the fewest questions."""
         return min(len(example.questions) for example in self.examples)
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """Return the first samples to compare, or those after them to calibrate on. A context that is too long is cut
-        in the middle, as the benchmarks cut their prompts: its beginning is as long as its end with the first question.
-        Questions are never cut.
+        """Return the first samples to compare, or the next ones to calibrate on.
 
-        Raises UserError if there are too few samples, or for a length that leaves a context no end before its question.
+        Contexts that are too long are cut in the middle, as the benchmarks cut their prompts (`cut_middle`). Questions
+        are never cut.
+
+        Raises UserError if there are too few samples, or if the length leaves no end of the context.
         """
         return [
             self._sample(example, length)
-            for example in split.of_published(self.examples, count, self.where, f"samples of {self.name}")
+            for example in split.take_published(self.examples, count, self.where, f"samples of {self.name}")
         ]
 
     def _sample(self, example: Example, length: int) -> Sample:
         sample = self.encode(example)
-        room, behind = length - sample.room, len(sample.questions[0].prompt)
-        if len(sample.context) <= room:
+        after = sample.tokens_after_context
+        space, asked = length - after, len(sample.questions[0].prompt)
+        if len(sample.context) <= space:
             return sample
-        if room <= behind + 1:
+        if space <= asked + 1:
             raise UserError(
-                f"--context {length}: a sample of {self.name} needs {sample.room + behind + 2} tokens at least: "
-                f"{sample.room} for its questions and answers, and a context longer than its first question's {behind}"
+                f"--context {length}: a sample of {self.name} needs {after + asked + 2} tokens at least: {after} for "
+                f"its questions and answers, and a context longer than its first question's {asked}"
             )
-        return replace(sample, context=cut_middle(sample.context, room, behind))
+        return replace(sample, context=cut_middle(sample.context, space, asked))
 
 
-def cut_middle(context: Tokens, room: int, behind: int) -> Tokens:
-    """Return at most `room` tokens of a context: its beginning, and its end, which together with the `behind`
-    tokens after it is as long."""
-    half = (room + behind) // 2
-    return np.concatenate([context[:half], context[len(context) - (half - behind) :]])
+def cut_middle(context: Tokens, length: int, after: int) -> Tokens:
+    """Return at most `length` tokens of a context: its beginning and its end.
+
+    The beginning is as long as the end together with the `after` tokens that follow the context.
+    """
+    half = (length + after) // 2
+    return np.concatenate([context[:half], context[len(context) - (half - after) :]])

@@ -1,4 +1,4 @@
-"""The packaged tokenizer and text as the tasks need them."""
+"""The built-in model's tokenizer and the packaged text, for tasks."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=Task)
 
 FILE_HEADING = "#### "
-"""Starts the line before each file of the packaged text; the file's path in the standard library follows."""
+"""Starts the line before each file of the packaged text, which has the file's path in the standard library."""
 
 
 @cache
@@ -35,7 +35,7 @@ def builtin_vocabulary() -> Vocabulary:
 
 
 def split_files(packaged: str) -> dict[str, str]:
-    """Return path -> source of each file in a text that is written like `heldout.txt`."""
+    """Return the sources by path of the files in a text with the format of `heldout.txt`."""
     files = {}
     for part in packaged.split(f"\n{FILE_HEADING}")[1:]:
         path, _, source = part.partition("\n")
@@ -44,24 +44,25 @@ def split_files(packaged: str) -> dict[str, str]:
 
 
 def encode_files(tokenizer: "Tokenizer", sources: Iterable[str]) -> Tokens:
-    """Return the token ids of the sources, one after another, each ended by `<|end|>`."""
+    """Return the token ids of the sources, joined, each followed by `<|end|>`."""
     end = as_tokens([tokenizer.get_vocab()["<|end|>"]])
     encodings = tokenizer.encode_batch(list(sources), add_special_tokens=False)
     return np.concatenate([piece for e in encodings for piece in (as_tokens(e.ids), end)])
 
 
 def heldout_files() -> dict[str, str]:
-    """Return path in the standard library -> source of each packaged file. The built-in model has seen none of them."""
+    """Return the sources of the packaged files by path in the standard library. The built-in model was not trained on
+    them."""
     return split_files((resources.files("kvjax.builtin") / "heldout.txt").read_text(encoding="utf-8"))
 
 
 @cache
 def builtin_text(split: Literal["train", "evaluate"]) -> Tokens:
-    """Return the token ids of the packaged text: every other file is for training gates, the rest for evaluation."""
+    """Return token ids of the packaged text. Every other file is for training gates, the rest for evaluation."""
     sources = list(heldout_files().values())
     return encode_files(_tokenizer(), sources[["train", "evaluate"].index(split) :: 2])
 
 
 def builtin_task(kind: Callable[[Vocabulary, Tokens], Kind]) -> Kind:
-    """Return a task of token ids (`Recall`, …) in the built-in vocabulary, on the packaged text for evaluation."""
+    """Return a task such as `Recall` in the built-in vocabulary, with the packaged text for evaluation."""
     return kind(builtin_vocabulary(), builtin_text("evaluate"))

@@ -1,7 +1,7 @@
-r"""Answers of mathematics contests: the content of an answer's last \boxed{…}, and its grading.
+r"""Answers to mathematics contests: the content of an answer's last \boxed{…}, and its grading.
 
-AIME's answers are integers from 0 to 999, and the model's answer may also be an expression of that value. HMMT's
-answers are expressions, and lists of them. math-verify compares expressions.
+AIME's answers are integers from 0 to 999; the model's answer may also be an expression with that value. HMMT's answers
+are expressions and lists of expressions. math-verify compares expressions.
 """
 
 import importlib
@@ -12,42 +12,42 @@ from typing import Any
 from kvjax.errors import UserError, warn
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[^\s{}$\\]*))")
-"""The beginning of a box: with a brace, or before a number without one."""
+"""The beginning of a box: a brace, or a number without braces."""
 ESCAPED = re.compile(r"\\[{}]")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
 WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{[^{}\d]*\}(?:\^\{?\d\}?)?")
-"""Words and units, without a number."""
+"""Words and units that contain no number."""
 SPACES = re.compile(r"\\[,;:! ]|~")
-WORTHLESS = re.compile(r"\\?\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)|\\(?:boxed|fbox)(?!\s*\{)")
+DECORATION = re.compile(r"\\?\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)|\\(?:boxed|fbox)(?!\s*\{)")
 INTEGER = re.compile(r"(?:[^,;]*=)?\s*0*(\d{1,18})(?:\.0*)?\s*")
-"""An integer of few enough digits for Python, with at most one "… =" before it."""
+"""An integer of at most 18 digits, with at most one "… =" before it."""
 LABEL = re.compile(r"^\s*\([A-Z]\)")
-"""The letter of a choice before its value."""
+"""The letter of an option before its value."""
 SIDE_BY_SIDE = re.compile(r"\d\s+\d")
-"""Numbers that math-verify would add, as a mixed fraction's."""
+"""Two adjacent numbers, which math-verify would add like a mixed fraction."""
 PRODUCT = re.compile(r"([\d)])\s*\(")
-"""Factors without a multiplication sign, which math-verify would add, too."""
+"""Factors without a multiplication sign, which math-verify would also add."""
 LONGEST = 200
-"""The most characters of an expression that may be an AIME answer. math-verify's time is bounded, but not short."""
-WITHOUT = "pip install 'kvjax[math]'"
+"""The most characters of an expression as an AIME answer. math-verify's time limit is long."""
+INSTALL = "pip install 'kvjax[math]'"
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{…} (or \fbox{…}) whose braces are balanced, or the number after a \boxed
-    without braces. Among nested boxes the outer one counts. None: there is no box."""
-    found, end = None, 0
+    r"""Return the content of the last \boxed{…} (or \fbox{…}) with balanced braces, or the number after a \boxed
+    without braces; None if there is no box. The outermost of nested boxes counts."""
+    content, end = None, 0
     for match in BOX.finditer(text):
         if match.start() < end:
             continue
         if match[1] is not None:
-            found, end = match[1].rstrip(".,;:)"), match.end()
+            content, end = match[1].rstrip(".,;:)"), match.end()
         elif (close := _closing(text, match.end())) is not None:
-            found, end = text[match.end() : close].strip(), close
-    return found
+            content, end = text[match.end() : close].strip(), close
+    return content
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Return the place of the brace that closes the one right before `start`; None if there is none. Escaped braces do
+    """Return the index of the brace that closes the one right before `start`; None if there is none. Escaped braces do
     not count."""
     depth, escaped = 1, {match.start() + 1 for match in ESCAPED.finditer(text, start)}
     for index in range(start, len(text)):
@@ -59,24 +59,26 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def integer(text: str) -> int | None:
-    """Return the integer of at least 0 that a boxed answer is, with leading zeros or not; None for another expression.
+    """Return a boxed answer as an integer of at least 0; None for another expression.
 
-    Around the integer there may be TeX's spaces, dollars, degrees, words and units in their commands, a full stop, and
-    before it a choice's label or "m + n =".
+    The integer may have leading zeros. TeX's spaces, dollars and degrees, words and units in TeX commands, a full stop,
+    and an option's label or "m + n =" before the integer are ignored.
     """
-    found = INTEGER.fullmatch(_plain(text))
-    return None if found is None else int(found[1])
+    match = INTEGER.fullmatch(_plain(text))
+    return None if match is None else int(match[1])
 
 
 def _plain(text: str) -> str:
     """Return a boxed answer without the parts that do not change its value."""
     text = SPACES.sub(" ", WRAPPED.sub(r"\1", WORDS.sub(" ", text)))
-    return LABEL.sub("", WORTHLESS.sub("", text))
+    return LABEL.sub("", DECORATION.sub("", text))
 
 
 class Integers:
-    """Grader of AIME's answers, integers from 0 to 999. The model's answer may be another expression of the value,
-    which is compared if math-verify is installed."""
+    """Grader of AIME's answers, integers from 0 to 999.
+
+    The model's answer may be another expression with the same value, if math-verify is installed.
+    """
 
     expects = "an integer from 0 to 999"
 
@@ -85,29 +87,29 @@ class Integers:
         value = integer(true)
         return value is not None and value <= 999
 
-    def __call__(self, said: str, true: str) -> bool:
+    def __call__(self, answer: str, true: str) -> bool:
         """Return True if the content of the box is the true answer."""
-        if (value := integer(said)) is not None:
+        if (value := integer(answer)) is not None:
             return value == integer(true)
-        if len(said) > LONGEST or not re.search(r"\d", said):
+        if len(answer) > LONGEST or not re.search(r"\d", answer):
             return False
-        expression = _plain(said)
+        expression = _plain(answer)
         if SIDE_BY_SIDE.search(expression):
             return False
         try:
-            compared = Expressions()
+            grader = Expressions()
         except UserError:
-            message = f"AIME answers that are expressions count as wrong, since math-verify is not installed: {WITHOUT}"
+            message = f"AIME answers that are expressions count as wrong, since math-verify is not installed: {INSTALL}"
             warn(message, stacklevel=2)
             return False
-        return compared(PRODUCT.sub(r"\1 \\cdot (", expression), str(integer(true)))
+        return grader(PRODUCT.sub(r"\1 \\cdot (", expression), str(integer(true)))
 
 
 class Expressions:
-    """Grader of HMMT's answers. math-verify compares them: as expressions, or as lists and sets in any order.
+    """Grader of HMMT's answers. math-verify compares them as expressions, or as lists and sets in any order.
 
-    Raises UserError if math-verify is not installed, and for a comparison outside the main thread, where its time limit
-    does not work.
+    Raises UserError if math-verify is not installed, or if a comparison runs outside the main thread, where the time
+    limit of math-verify does not work.
     """
 
     expects = "an expression in LaTeX"
@@ -117,13 +119,13 @@ class Expressions:
             self._verify: Any = importlib.import_module("math_verify")
         except ImportError:
             raise UserError(
-                f"HMMT's answers are expressions, which math-verify compares: {WITHOUT}"
+                f"HMMT's answers are expressions, which math-verify compares: {INSTALL}"
             ) from None
 
     def _parsed(self, text: str) -> list[Any]:
         if threading.current_thread() is not threading.main_thread():
             raise UserError(
-                "math-verify compares expressions in the main thread alone, got one in another thread"
+                "math-verify compares expressions only in the main thread, got a call in another thread"
             )
         config = self._verify.LatexExtractionConfig()
         return self._verify.parse(f"\\boxed{{{text.strip().strip('$')}}}", extraction_config=[config])
@@ -132,10 +134,10 @@ class Expressions:
         """Return True if `true` may be the true answer of a problem."""
         return bool(self._parsed(true))
 
-    def __call__(self, said: str, true: str) -> bool:
+    def __call__(self, answer: str, true: str) -> bool:
         """Return True if the content of the box is the true answer."""
-        return said == true or bool(self._verify.verify(self._parsed(true), self._parsed(said)))
+        return answer == true or bool(self._verify.verify(self._parsed(true), self._parsed(answer)))
 
 
 Grader = Integers | Expressions
-"""A grader tells which true answers are valid, and which boxed answers are right."""
+"""A grader decides which true answers are valid, and which boxed answers are right."""

@@ -1,11 +1,11 @@
 r"""Mathematics contests in their published forms: AIME and HMMT, problems that are answered at length.
 
-A row has the problem (`problem` or `question`), its `answer`, and mostly a name (`id` or `problem_idx`), in upper or
+A row has the problem (`problem` or `question`), its `answer`, and usually a name (`id` or `problem_idx`), in upper or
 lower case. AIME 2024 is published in this form as HuggingFaceH4/aime_2024 and Maxwell-Jia/AIME_2024, AIME 2025 as
 MathArena/aime_2025, opencompass/AIME2025, math-ai/aime25 and yentinglin/aime_2025, HMMT as MathArena/hmmt_feb_2025 and
 hmmt_nov_2025. The user's turn has the instruction that MathArena gave for these contests (arXiv:2505.23281; its
 repository's configs/competitions), an empty line and the problem. The model answers freely, and thinks first if its
-template allows that by default.
+template does so by default.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,10 +27,10 @@ DATA = "contests"
 OPTION = f"--data {DATA}"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 INTEGERS = "\nThe answer is an integer between 0 and 999 inclusive."
-LEAST = 16
-"""The least number of tokens that an answer needs."""
+MIN_ANSWER = 16
+"""The least number of tokens for an answer."""
 PROBLEM, ANSWER, NAME = ("problem", "question"), ("answer",), ("id", "problem_idx")
-"""A row's columns."""
+"""The names of a row's columns, in lower case."""
 PASS_AT_1 = r"pass@1: the last \boxed{…} is right"
 
 
@@ -39,7 +39,7 @@ class Contest:
     """A contest: its data set, the instruction before its problems, and its grader."""
 
     hub: str
-    """The data set on the hub that is read unless another is named."""
+    """The default dataset on the hub."""
     instruction: str
     """The text before a problem."""
     grader: Callable[[], Grader]
@@ -79,31 +79,33 @@ def read_problems(contest: str, data: Path | None, grader: Grader) -> list[Probl
 
     Args:
         data: a .jsonl or .parquet file; a folder with CONTEST.jsonl, CONTEST.parquet or a folder CONTEST of such files;
-            or a hub data set, OWNER/NAME. None: the contest's own on the hub.
+            or a hub data set, OWNER/NAME. None stands for the contest's default dataset on the hub.
 
     Raises:
-        UserError: nothing there, a file that cannot be read, a row without a problem or a valid answer.
+        UserError: there is no data, a file cannot be read, or a row has no problem or no valid answer.
     """
-    found = [_problem(row, at, index, grader) for index, (at, row) in enumerate(_rows(contest, data), 1)]
-    if not found:
+    problems = [_problem(row, at, index, grader) for index, (at, row) in enumerate(_rows(contest, data), 1)]
+    if not problems:
         raise UserError(f"{OPTION} {data}: there are no problems of {contest}")
-    if len({problem.name for problem in found}) < len(found):
-        # the two contests of a year each number their own problems
-        return [Problem(str(index), one.text, one.answer) for index, one in enumerate(found, 1)]
-    return found
+    if len({problem.name for problem in problems}) < len(problems):
+        # the two contests of a year both number their problems from 1
+        return [
+            Problem(str(index), problem.text, problem.answer) for index, problem in enumerate(problems, 1)
+        ]
+    return problems
 
 
 def _problem(row: Mapping[str, Any], at: str, index: int, grader: Grader) -> Problem:
-    known = {name.lower(): value for name, value in row.items()}
+    columns = {name.lower(): value for name, value in row.items()}
 
     def value(names: tuple[str, ...]) -> str | None:
-        """Return the value of the first of these columns that has a text or a number; None if there is none."""
-        values = [known[name] for name in names if isinstance(known.get(name), str | int | float)]
+        """Return the first of these columns that is a text or a number, as text; None if there is none."""
+        values = [columns[name] for name in names if isinstance(columns.get(name), str | int | float)]
         return str(values[0]).strip() if values else None
 
     text, answer = value(PROBLEM), value(ANSWER)
-    for names, one in ((PROBLEM, text), (ANSWER, answer)):
-        if not one:
+    for names, content in ((PROBLEM, text), (ANSWER, answer)):
+        if not content:
             raise UserError(f"{at} has no field `{'` or `'.join(names)}`, it has {', '.join(row) or 'none'}")
     assert text is not None
     assert answer is not None
@@ -128,7 +130,7 @@ def _rows(contest: str, data: Path | None) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class ContestProblems:
-    """The problems of a contest as samples. The context is the whole prompt, and the answer may fill the length."""
+    """The problems of a contest as samples. The context is the whole prompt; the answer may fill the rest."""
 
     contest: str
     """A name in `CONTESTS`."""
@@ -153,17 +155,20 @@ class ContestProblems:
         return 1
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """Return all problems, for any `split` and `count`, since a contest is answered whole. All have the same number
-        of tokens for an answer. Raises UserError if that is too small."""
+        """Return all problems of the contest, for any `split` and `count`.
+
+        All have the same number of tokens for an answer. Raises UserError if these are too few.
+        """
         prompts = [self._prompt(problem) for problem in self.problems]
-        room = length - max(map(len, prompts))
-        if room < LEAST:
+        longest = max(map(len, prompts))
+        answer_tokens = length - longest
+        if answer_tokens < MIN_ANSWER:
             raise UserError(
-                f"--context {length}: the longest prompt of {self.contest} takes {length - room} tokens, which leaves "
-                f"fewer than {LEAST} for an answer"
+                f"--context {length}: the longest prompt of {self.contest} takes {longest} tokens, which leaves "
+                f"fewer than {MIN_ANSWER} for an answer"
             )
         return [
-            Sample(prompt, (self._question(problem, room),))
+            Sample(prompt, (self._question(problem, answer_tokens),))
             for prompt, problem in zip(prompts, self.problems, strict=True)
         ]
 
@@ -173,16 +178,24 @@ class ContestProblems:
             return as_tokens(encode(self.tokenizer, text))
         return as_tokens(self.tokenizer(text, verbose=False)["input_ids"])
 
-    def _question(self, problem: Problem, room: int) -> Question:
-        def said(tokens: Tokens) -> str | None:
+    def _question(self, problem: Problem, answer_tokens: int) -> Question:
+        def conclusion(tokens: Tokens) -> str | None:
             return last_box(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
         def score(tokens: Tokens) -> float:
-            box = said(tokens)
+            box = conclusion(tokens)
             return float(box is not None and self.grader(box, problem.answer))
 
         true = self.tokenizer(problem.answer, add_special_tokens=False, verbose=False)["input_ids"]
-        return Question(as_tokens([]), as_tokens(true), problem.name, score, room, stops=True, concluded=said)
+        return Question(
+            as_tokens([]),
+            as_tokens(true),
+            problem.name,
+            score,
+            answer_tokens,
+            stops=True,
+            concluded=conclusion,
+        )
 
 
 def _open(name: str, inputs: Inputs) -> Dataset:
@@ -191,9 +204,9 @@ def _open(name: str, inputs: Inputs) -> Dataset:
         raise UserError(
             f"{OPTION} {data} holds one contest, got --tasks {' '.join(contests)}: give a folder with a file for each"
         )
-    own = ContestProblems(name, data, inputs.tokenizer, inputs.chat)
-    _ = own.problems  # read now
-    return own
+    dataset = ContestProblems(name, data, inputs.tokenizer, inputs.chat)
+    _ = dataset.problems  # so that errors in the data are found now
+    return dataset
 
 
-SUITE = Suite(tuple(CONTESTS), _open, data=(DATA,), drawn=True)
+SUITE = Suite(tuple(CONTESTS), _open, data=(DATA,), is_contest=True)

@@ -1,9 +1,9 @@
-"""Copying a passage from a random distance, among others that have the same tokens in another order.
+"""Copying a passage among others that have the same tokens in another order.
 
-The eleven tokens of a family stand in a circle, and passage number s of the family walks round it in steps of s. The
-circle's length is prime, so a passage visits every token once, a token has another successor in each passage of the
-family, and two consecutive tokens belong to one passage only. So the next token follows from the last two tokens, and
-more than one matching head is needed.
+The eleven tokens of a family are arranged in a circle, and passage number s of the family walks around it in steps of
+s. The circle's length is prime, so a passage visits every token once, a token has a different successor in each passage
+of the family, and two consecutive tokens belong to only one passage. The next token therefore depends on the last two
+tokens, and one matching head is not enough.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary
 
 PASSAGE = 11
-GIVEN = 2
+PROMPT_TOKENS = 2
 
 
 @dataclass(frozen=True)
 class Copy:
-    """`families` of `passages` each (2 to 10), hidden in text, with one question for each family.
+    """`families` of `passages` passages each (2 to 10), hidden in text, with one question for each family.
 
-    A question gives a mark and the first two tokens of a passage, and asks for the other nine.
+    A question has a mark and the first two tokens of a passage. The answer is the other nine tokens.
     """
 
     vocabulary: Vocabulary
-    """The marks that the task is written with."""
+    """The special tokens of the task."""
     text: Tokens
     """Source of the filler."""
     families: int = 2
@@ -44,9 +44,9 @@ class Copy:
             starts = rng.integers(PASSAGE, size=self.passages)
             walks = as_tokens(circle[(starts[:, None] + steps[:, None] * np.arange(PASSAGE)) % PASSAGE])
             segments += [np.concatenate([as_tokens([v.copy]), walk]) for walk in walks]
-            wanted = walks[0]
-            prompt = as_tokens([v.question, v.copy, *wanted[:GIVEN]])
-            questions.append(Question(prompt, wanted[GIVEN:], "copy"))
+            target = walks[0]
+            prompt = as_tokens([v.question, v.copy, *target[:PROMPT_TOKENS]])
+            questions.append(Question(prompt, target[PROMPT_TOKENS:], "copy"))
         body = length - len(questions[0]) - 2
         hidden = hide(rng, self.text, body, segments)
         context = np.concatenate([as_tokens([v.begin]), hidden, as_tokens([v.separator])])

@@ -1,4 +1,4 @@
-"""Hiding short runs of tokens in ordinary text."""
+"""Hide short runs of tokens in ordinary text."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,15 @@ from kvjax.tasks.sample import Tokens
 
 
 def text_slice(rng: np.random.Generator, text: Tokens, length: int) -> Tokens:
-    """Return `length` consecutive tokens of the text from a random place.
-
-    Raises `UserError` if the text is shorter than that.
-    """
+    """Return `length` consecutive tokens from a random place of the text. Raises UserError if the text is shorter."""
     if len(text) < length:
-        raise UserError(f"the text has {len(text)} tokens and {length} are needed")
+        raise UserError(f"the text has {len(text)} tokens, expected at least {length}")
     start = rng.integers(len(text) - length + 1)
     return text[start : start + length]
 
 
 def hide(rng: np.random.Generator, text: Tokens, length: int, segments: Sequence[Tokens]) -> Tokens:
-    """Return `length` tokens: the segments, whole and in random order, at random places of a slice of the text.
+    """Return `length` tokens: a slice of the text with the segments inserted at random places, in random order.
 
     Raises `UserError` if the segments are longer than `length`.
     """

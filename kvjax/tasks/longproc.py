@@ -1,14 +1,13 @@
 """LongProc (Ye et al., 2025, arXiv:2501.05414): long answers that follow a procedure, with the published prompts,
 answer lengths and metrics.
 
-A published prompt is one text. It is cut into a context and a question where the asking section begins. The web
-page of html_to_tsv, the connections of path_traversal and the story of tom_tracking end the context, after the
-instructions and worked examples. In countdown all of the problem is the question, so the context has only the
-instructions and worked examples.
+A published prompt is a single text. It is cut into a context and a question before the section that asks. The context
+has the instructions and worked examples, and then the web page of html_to_tsv, the connections of path_traversal or the
+story of tom_tracking. In countdown the whole problem is in the question.
 
-A task whose name ends in _partial scores the answers by partial accuracy. Two published tasks are left out:
-pseudo_to_code's scorer runs the code that the model wrote, and travel_planning's prompt and partial accuracy need a
-long search in fixed words.
+Tasks whose names end in _partial score answers by partial accuracy. Two published tasks are left out: the scorer of
+pseudo_to_code runs code that the model wrote, and the prompt and partial accuracy of travel_planning need a long search
+with a fixed wording.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ DATA = "longproc"
 OPTION = f"--data {DATA}"
 PREFIX, PARTIAL = "longproc_", "_partial"
 RESERVED = {"0.5k": 1024, "2k": 3072, "8k": 9216}
-"""The most tokens of an answer, by the size of its task."""
+"""The most tokens of an answer, by the size of the task."""
 ROWS = "F1 of the table's rows"
 FOLLOWED = "share of the procedure before the first wrong line"
 DEMONSTRATED = ([40, 19, 23, 7], 29), ([9, 16, 6, 18], 12)
@@ -54,7 +53,7 @@ class Problem:
     answer: str
     """A right answer."""
     figures: Callable[[str], Sequence[float]]
-    """Scores an answer by the task's metric, then by partial accuracy if the task has it."""
+    """Returns an answer's score by the task's metric, and its partial accuracy if the task has one."""
 
 
 def _html_to_tsv(folder: Path, size: str) -> Iterator[Problem]:
@@ -97,10 +96,10 @@ def _countdown(folder: Path, size: str) -> Iterator[Problem]:
         for numbers, target in DEMONSTRATED
     )
     for at, row in json_rows(folder / f"countdown_{size}.json", OPTION):
-        given = row_field(row, "nums", at)
-        if not isinstance(given, list) or len(given) != 4:
-            raise UserError(f"{at}: expected `nums` to be four numbers, got {str(given)[:60]}")
-        numbers = [whole_number(at, "`nums`", number) for number in given]
+        values = row_field(row, "nums", at)
+        if not isinstance(values, list) or len(values) != 4:
+            raise UserError(f"{at}: expected `nums` to be four numbers, got {str(values)[:60]}")
+        numbers = [whole_number(at, "`nums`", value) for value in values]
         target = whole_number(at, "`target`", row_field(row, "target", at))
         trace = countdown_trace(numbers, target)
         if trace is None:
@@ -111,11 +110,12 @@ def _countdown(folder: Path, size: str) -> Iterator[Problem]:
 
 
 class LongProcTask(NamedTuple):
-    """A task in all sizes: its records, and the first words of the question in its prompt."""
+    """A task of all sizes."""
 
     problems: Callable[[Path, str], Iterator[Problem]]
-    """Reads the records from the task's folder, by their size."""
-    asks: str
+    """Reads the records of a size from the task's folder."""
+    question_start: str
+    """The first words of the question in the prompt."""
 
 
 TASKS = {
@@ -140,12 +140,12 @@ def longproc_examples(name: str, data: Path) -> list[Example]:
         data: the published folder `data`, with a folder for each task.
 
     Raises:
-        UserError: a file that is missing or cannot be read, a field that is missing or of another kind.
+        UserError: a file or a field is missing or invalid.
     """
     task, size = name.removeprefix(PREFIX).removesuffix(PARTIAL).rsplit("_", 1)
     folder, figure = data / task, int(name.endswith(PARTIAL))
     file = folder / "prompts.yaml"
-    template = _prompt(file, TASKS[task].asks)
+    template = _prompt(file, TASKS[task].question_start)
     examples = []
     for problem in TASKS[task].problems(folder, size):
         context, question = (_fill(part, problem.fields, f"{OPTION} {file}") for part in template)
@@ -155,22 +155,22 @@ def longproc_examples(name: str, data: Path) -> list[Example]:
     return examples
 
 
-def _prompt(file: Path, asks: str) -> tuple[str, str]:
-    """Return the template of a task's prompts in two parts. The second begins with `asks`."""
+def _prompt(file: Path, question_start: str) -> tuple[str, str]:
+    """Return the template of a task's prompts in two parts. The second begins with `question_start`."""
     import yaml
 
     try:
         template = yaml.safe_load(read_text(file, OPTION))["USER_PROMPT"]
-        context, found, question = template.partition(asks)
+        context, separator, question = template.partition(question_start)
     except (yaml.YAMLError, RecursionError, KeyError, TypeError, AttributeError):
         raise UserError(f"{OPTION} {file}: expected a YAML file with a text USER_PROMPT") from None
-    if not found:
-        raise UserError(f"{OPTION} {file}: expected USER_PROMPT to have {asks}")
-    return context, found + question
+    if not separator:
+        raise UserError(f"{OPTION} {file}: expected USER_PROMPT to have {question_start}")
+    return context, separator + question
 
 
 def _fill(template: str, fields: Mapping[str, str], where: str) -> str:
-    """Return the template with its fields filled. Unlike `str.format` it reads no attributes of them."""
+    """Return the template with its fields filled. Unlike `str.format`, it allows no attributes of fields."""
     try:
         parts = [
             text + ("" if name is None else fields[name]) for text, name, _, _ in Formatter().parse(template)

@@ -1,4 +1,4 @@
-"""A stream of training sequences from all tasks, for the built-in model and for gates on it."""
+"""Training sequences from all tasks in the built-in vocabulary, for the built-in model and its gates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +19,13 @@ from kvjax.tasks.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Mixture:
-    """A stream of sequences. For each, a task is drawn with weights `shares`, and its difficulty is drawn at random.
+    """A stream of sequences, each from a random task (with weights `shares`) of random difficulty.
 
-    A sequence is deterministic from (seed, index, length), so that a run can be resumed, or cut into shards, at any
-    index.
+    A sequence is deterministic from (seed, index, length), so that a run can be resumed or sharded at any index.
     """
 
     vocabulary: Vocabulary
-    """The marks that the task is written with."""
+    """The special tokens of the task."""
     text: Tokens
     """Source of the filler."""
     shares: Sequence[float] = (0.6, 0.1, 0.1, 0.2)
@@ -36,15 +35,15 @@ class Mixture:
         self, seed: int, index: int, length: int
     ) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
         """Return `length` tokens and the weight of each in the answer loss (int32 and float32 [length])."""
-        sample, asked = self._drawn(seed, index, length)
+        sample, learned = self._sample(seed, index, length)
         tokens, weights = pack(sample, length, self.vocabulary.end)
-        return tokens, weights if asked else np.zeros(length, np.float32)
+        return tokens, weights if learned else np.zeros(length, np.float32)
 
     def sample(self, seed: int, index: int, length: int) -> Sample:
-        """Return the context and the questions that the sequence is made of."""
-        return self._drawn(seed, index, length)[0]
+        """Return the context and the questions of a sequence."""
+        return self._sample(seed, index, length)[0]
 
-    def _drawn(self, seed: int, index: int, length: int) -> tuple[Sample, bool]:
+    def _sample(self, seed: int, index: int, length: int) -> tuple[Sample, bool]:
         """Return the sample, and True if its answers are learned."""
         rng = np.random.default_rng((seed, index, length))
         v, text = self.vocabulary, self.text
@@ -81,10 +80,10 @@ def mixture(seed: int, index: int, length: int) -> Int[np.ndarray, " t"]:
 
 
 def pack(sample: Sample, length: int, end: int) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
-    """Return a training sequence of `length` tokens: the context, then all questions with answers that fit.
+    """Return a training sequence of `length` tokens: the context, the questions with answers that fit, and padding.
 
-    The places left are filled with the token `end`. Returns the tokens and, for each of them, 1.0 if it is part of an
-    answer and 0.0 elsewhere (float32 [length]). Raises `UserError` if not even the first question fits.
+    The padding is the token `end`. Returns the tokens and their weights: 1.0 in answers and 0.0 elsewhere (float32
+    [length]). Raises UserError if the first question does not fit.
     """
     tokens = np.full(length, end, np.int32)
     weights = np.zeros(length, np.float32)

@@ -1,4 +1,4 @@
-"""A single record at a chosen depth of the text. Questions ask for it in the three ways of `recall`."""
+"""A single record at a chosen depth of the text. Questions of all three types of `recall` ask for it."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from kvjax.tasks.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Needle:
-    """The needle of seed i is at depth `depths[i % len(depths)]`, 0 being the context's start and 1 its end.
+    """The needle of seed i is at depth `depths[i % len(depths)]`, from 0 (the context's start) to 1 (its end).
 
-    A question's kind is its depth.
+    The kind of a question is the depth.
     """
 
     vocabulary: Vocabulary
-    """The marks that the task is written with."""
+    """The special tokens of the task."""
     text: Tokens
     """Source of the filler."""
     depths: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8)

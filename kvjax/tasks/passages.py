@@ -1,4 +1,4 @@
-"""Natural documents: text files, cut into passages of whole paragraphs."""
+"""Documents from text files, cut into passages of whole paragraphs."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ from kvjax.files import is_there, read_text
 
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 LEAST = 0.9
-"""The least share of the room that a passage fills."""
+"""The least share of its maximum length that a passage has."""
 CALIBRATION_SHARE = 0.25
 """The least share of the documents' tokens that is kept to calibrate on."""
 
@@ -27,7 +27,7 @@ def read_documents(path: Path) -> list[str]:
     """Return the text of a file, or of each .txt file in a folder and its subfolders, in the order of their names.
 
     Raises:
-        UserError: no such file, one that is not UTF-8, or a folder without any.
+        UserError: no such file, a file that is not UTF-8, or a folder without .txt files.
     """
     is_folder = is_there(path, "--data documents") and path.is_dir()
     files = sorted(x for x in path.rglob("*.txt") if not x.is_dir()) if is_folder else [path]
@@ -50,16 +50,17 @@ Document = Sequence[Paragraph]
 
 
 def paragraphs(text: str, count: Count) -> list[Paragraph]:
-    """Return a document's paragraphs. Joined they are its text."""
+    """Return a document's paragraphs, whose joined texts are the document's text."""
     ends = [0, *(match.end() for match in PARAGRAPH_END.finditer(text)), len(text)]
     texts = [text[a:b] for a, b in itertools.pairwise(ends) if a < b]
     return list(map(Paragraph, texts, count(texts)))
 
 
 def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Return the text to compare on and the text to calibrate on. The latter has whole documents, drawn for
-    `CALIBRATION_SHARE` of all tokens, the last one cut before a paragraph. Contexts from the one share no paragraph
-    with contexts from the other, whatever their lengths.
+    """Return the text to compare on and the text to calibrate on, which share no paragraph.
+
+    The calibration text has `CALIBRATION_SHARE` of all tokens. It consists of whole documents in random order, the last
+    one cut before a paragraph.
     """
     left = CALIBRATION_SHARE * sum(paragraph.tokens for document in documents for paragraph in document)
     compared, calibration = [], []
@@ -74,36 +75,37 @@ def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list
     return compared, calibration
 
 
-def passages(documents: Sequence[Document], room: int) -> list[str]:
-    """Return runs of whole paragraphs of at most `room` tokens, and at least nine tenths of it. No two share a
-    paragraph.
+def passages(documents: Sequence[Document], length: int) -> list[str]:
+    """Return runs of whole paragraphs with at most `length` tokens, and at least nine tenths of it.
 
-    Their order mixes the documents.
+    No two passages share a paragraph. Their order mixes the documents.
     """
-    found = [passage for document in documents for passage in _passages(document, room)]
-    return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
+    ordered = [passage for document in documents for passage in _passages(document, length)]
+    return [ordered[i] for i in np.random.default_rng(0).permutation(len(ordered))]
 
 
-def _passages(document: Document, room: int) -> list[str]:
-    found, start = [], 0
+def _passages(document: Document, length: int) -> list[str]:
+    texts, start = [], 0
     while start < len(document):
         stop, tokens = start, 0
-        while stop < len(document) and tokens + document[stop].tokens <= room:
+        while stop < len(document) and tokens + document[stop].tokens <= length:
             tokens, stop = tokens + document[stop].tokens, stop + 1
-        if stop > start and tokens >= LEAST * room:
-            found.append("".join(paragraph.text for paragraph in document[start:stop]).strip())
+        if stop > start and tokens >= LEAST * length:
+            texts.append("".join(paragraph.text for paragraph in document[start:stop]).strip())
             start = stop
         else:
-            # the document ends here, or a paragraph follows that is too long for what is left
+            # the document ends here, or the next paragraph is too long
             start += 1
-    return found
+    return texts
 
 
-def draw(items: Sequence[Item], seed: int, count: int, of: str) -> list[Item]:
-    """Return `count` different items, drawn with the seed.
+def sample_items(items: Sequence[Item], seed: int, count: int, description: str) -> list[Item]:
+    """Return `count` different items, chosen at random with the seed.
 
-    Raises UserError if there are fewer. `of`: the items and their source, for the error.
+    Raises UserError if there are fewer. description: the items and their source, for the error.
     """
     if count > len(items):
-        raise UserError(f"{of}: found {len(items)}, needed {count}; give more text or shorter contexts")
+        raise UserError(
+            f"{description}: found {len(items)}, needed {count}; give more text or shorter contexts"
+        )
     return [items[i] for i in np.random.default_rng(seed).permutation(len(items))[:count]]

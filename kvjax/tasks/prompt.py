@@ -1,13 +1,12 @@
-"""Samples that are written as text, for any tokenizer: their examples, the scoring of answers, and their token ids.
+"""Samples as text, for any tokenizer: examples, the scoring of answers, and the encoding as token ids.
 
-The prompt is the chat template's text before the user's, the context, the question, the template's text after the
-user's, and the answer prefix. Without a template, or if the example is read `as_is`, it is the tokenizer's opening
-tokens (unless the text spells them), the context, the question and the answer prefix.
+A prompt has the chat template's text before the user's, the context, the question, the template's text after the
+user's, and the answer prefix. Without a template, or if the example is `as_is`, it has the tokenizer's opening
+tokens (unless the text has them), the context, the question and the answer prefix.
 
-The cut between context and question is a cut between tokens. The context's ids are those of the context alone, so they
-are the same for any question, and the same if question and context are read in one go. The question's ids are those
-that it has right after the context's end. A token that would reach over the cut is cut in two there. In the tokenizers
-we know there is none if the context ends with one line break and the question starts with a letter.
+Context and question are encoded separately. The context's ids do not depend on the question. The question's ids are
+those that it has after the end of the context. A token across the boundary is split; with common tokenizers there is
+none if the context ends with a single line break and the question starts with a letter.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,21 +20,21 @@ from kvjax.chat_template import around, between
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 
 REACH = 32
-"""The number of preceding characters with which a question is tokenised."""
+"""The number of preceding characters that are tokenised with a question."""
 
 
 def all_present(answer: str, expected: Sequence[str]) -> float:
-    """Return the share of the expected strings that occur in the answer, whatever their case."""
+    """Return the share of the expected strings that occur in the answer, ignoring case."""
     return sum(wanted.lower() in answer.lower() for wanted in expected) / len(expected)
 
 
 def any_present(answer: str, expected: Sequence[str]) -> float:
-    """Return 1 if one of the expected strings occurs in the answer, whatever its case; else 0."""
+    """Return 1 if an expected string occurs in the answer, ignoring case; else 0."""
     return float(any(wanted.lower() in answer.lower() for wanted in expected))
 
 
 Scoring = Callable[[str, Sequence[str]], float]
-"""A function that scores an answer from 0 to 1, given the answer and the expected strings."""
+"""Scores an answer from 0 to 1, given the answer and the expected strings."""
 SCORES: dict[str, Scoring] = {"all": all_present, "any": any_present}
 """Scorings by name."""
 
@@ -47,8 +46,8 @@ class ExampleQuestion:
     text: str
     """The question. It follows the context directly."""
     answer_prefix: str
-    """The beginning of the answer, given to the model. It starts with the white space between question and answer, and
-    ends without white space."""
+    """The given beginning of the answer. It starts with the white space between question and answer, and ends without
+    white space."""
     expected: tuple[str, ...]
     """The strings that `scoring` looks for."""
     scoring: str | Scoring
@@ -56,35 +55,35 @@ class ExampleQuestion:
     reserved: int
     """The most tokens of the answer."""
     kind: str
-    """The row that it is reported under."""
+    """The name under which its score is reported."""
 
     def score(self, answer: str) -> float:
-        """Return the score, from 0 to 1, of the text that the model wrote after the prefix."""
+        """Return the score, from 0 to 1, of the model's text after the prefix."""
         scoring = SCORES[self.scoring] if isinstance(self.scoring, str) else self.scoring
         return scoring(answer, self.expected)
 
 
 @dataclass(frozen=True)
 class Example:
-    """The text of a sample, from which a `PromptEncoder` makes one."""
+    """A sample as text."""
 
     context: str
-    """The context. It ends with the line break before the question, if there is one."""
+    """The context, with the line break before the question, if there is one."""
     questions: tuple[ExampleQuestion, ...]
-    """Each asked on its own, unless they are a `conversation`."""
+    """Each is asked on its own, unless they are a `conversation`."""
     as_is: bool = False
-    """True if no chat template is put around the text, which has one already or is asked without."""
+    """True if no chat template is added, because the text has one already or needs none."""
     conversation: bool = False
-    """True if each question is asked after all that was asked and answered before it. All texts but the first then
-    begin with the encoder's `next_turn`."""
+    """True if each question follows the earlier questions and answers. All texts but the first then begin with the
+    encoder's `next_turn`."""
 
 
 class PromptEncoder:
     """Makes samples from examples, with a tokenizer of transformers or of tokenizers.
 
-    The tokenizer's chat template is used if it has one, unless `chat` is false: context and question are the user's
-    turn, the answer prefix begins the assistant's (without its leading white space). Models that can think are asked
-    not to (`enable_thinking`), since the answer continues the prefix.
+    The tokenizer's chat template is used if it has one, unless `chat` is False. Context and question are then the
+    user's turn, and the answer prefix (without its leading white space) begins the assistant's. Thinking is disabled
+    (`enable_thinking`), since the answer continues the prefix.
 
     Raises:
         UserError: a chat template that does not show the user's text exactly once.
@@ -98,9 +97,9 @@ class PromptEncoder:
         if self.chat:
             self._before, self._after = around(tokenizer, enable_thinking=False)
         letter = self._ids("a")
-        # some tokenizers also put tokens at the end, which a prompt must not have
-        whole = self._ids("a", add_special_tokens=True).tolist()
-        self._opening = as_tokens(whole[: whole.index(letter[0])])
+        # some tokenizers also add tokens at the end, which a prompt must not have
+        with_special = self._ids("a", add_special_tokens=True).tolist()
+        self._opening = as_tokens(with_special[: with_special.index(letter[0])])
 
     @property
     def template_size(self) -> int:
@@ -112,8 +111,8 @@ class PromptEncoder:
         """The text between an answer and the user's next text: the chat template's, or an empty line."""
         return between(self._tokenizer, enable_thinking=False) if self.chat else "\n\n"
 
-    def said(self, answer: str) -> str:
-        """Return the text between a user's text, to which `answer` was given, and the next."""
+    def answer_turn(self, answer: str) -> str:
+        """Return the text between two user's texts, which contains the `answer` to the first."""
         return self._after + answer + self.next_turn
 
     def __call__(self, example: Example) -> Sample:
@@ -127,8 +126,8 @@ class PromptEncoder:
         return Sample(context, tuple(questions), separable, conversation=example.conversation)
 
     def _question(self, question: ExampleQuestion, before: str, chat: bool) -> Question:
-        """Return the question as it stands after `before`. Its right answer has all expected strings, or the first one
-        if not all are needed."""
+        """Return the question as token ids after the text `before`. Its right answer has all expected strings, or only
+        the first if not all are needed."""
 
         def score(tokens: Tokens) -> float:
             return question.score(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
@@ -136,11 +135,11 @@ class PromptEncoder:
         text = question.text + question.answer_prefix
         if chat:
             text = question.text + self._after + question.answer_prefix.lstrip()
-        wanted = ", ".join(question.expected if question.scoring == "all" else question.expected[:1])
+        right = ", ".join(question.expected if question.scoring == "all" else question.expected[:1])
         space = "" if text[-1:].isspace() else " "
         return Question(
             self._ids_after(before[-REACH:], text),
-            self._ids_after(text[-REACH:], space + wanted),
+            self._ids_after(text[-REACH:], space + right),
             question.kind,
             score,
             question.reserved,
@@ -148,7 +147,7 @@ class PromptEncoder:
         )
 
     def without_end(self, text: str, count: int) -> str:
-        """Return a text without its last `count` tokens; the empty text if it has no more than these."""
+        """Return a text without its last `count` tokens; the empty text if it has no other tokens."""
         if self._callable:
             encoding = self._tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -165,7 +164,7 @@ class PromptEncoder:
         return as_tokens(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _ids_after(self, before: str, text: str) -> Tokens:
-        """Return the ids of `text` as it stands after `before`, without the tokens that begin any text."""
+        """Return the ids of `text` after `before`, without the tokens that begin any text."""
         alone, joined = self._ids(before), self._ids(before + text)
         return joined[len(alone) :] if np.array_equal(joined[: len(alone)], alone) else self._ids(text)
 
@@ -173,4 +172,4 @@ class PromptEncoder:
 def prompt_size(example: Example, encode: PromptEncoder) -> int:
     """Return the number of tokens of the example's longest prompt with its reserved answer tokens."""
     sample = encode(example)
-    return len(sample.context) + sample.room
+    return len(sample.context) + sample.tokens_after_context

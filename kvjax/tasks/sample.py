@@ -21,24 +21,24 @@ def as_tokens(ids: Sequence[int | np.integer] | np.ndarray) -> Tokens:
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens right after the context, and the answer that should follow them."""
+    """A question after the context, and its answer."""
 
     prompt: Tokens
     """The question's tokens. They follow the context directly."""
     answer: Tokens
     """A right answer."""
     kind: str
-    """The row that it is reported under."""
+    """The name under which its score is reported."""
     scorer: Scorer | None = None
-    """Scores the answer. By default 1 for `answer` and 0 for any other; for a given text, the share of right tokens."""
+    """Scores the answer. By default 1 for `answer`, else 0; the share of right tokens if it is teacher-forced."""
     reserved: int | None = None
     """The most tokens of the model's answer. By default as many as `answer` has."""
-    given: bool = False
+    teacher_forced: bool = False
     """True if the model is fed `answer` instead of its own tokens, and predicts each token after the true ones."""
     stops: bool = False
     """True if the model's stop tokens end its answer."""
     concluded: Callable[[Tokens], str | None] | None = None
-    """Finds the conclusion of an answer to a contest's problem, if it has one. None for questions about a context."""
+    """Returns the conclusion of an answer to a contest's problem, None if it has none. None for other questions."""
 
     @property
     def answer_tokens(self) -> int:
@@ -52,44 +52,44 @@ class Question:
         """Return the score of the model's tokens, from 0 to 1."""
         if self.scorer is not None:
             return self.scorer(tokens)
-        if self.given:
+        if self.teacher_forced:
             return float(np.mean(tokens == self.answer))
         return float(np.array_equal(tokens, self.answer))
 
 
 NO_QUESTION = Question(as_tokens([]), as_tokens([]), "")
-"""Stands in for the question of a context that has fewer questions than others of its batch."""
+"""Placeholder for a context that has fewer questions than others in its batch."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A context and its questions. Each question is asked directly after the context, or after those before it."""
+    """A context and its questions."""
 
     context: Tokens
     questions: tuple[Question, ...]
-    """Each asked on its own, unless they are a `conversation`."""
+    """Each is asked on its own, directly after the context, unless they are a `conversation`."""
     separable: bool = True
     """True if the context can be read before a question is known."""
-    known: bool = False
-    """True if the only question is known when the context is compressed. The question's tokens are then read behind the
+    question_known: bool = False
+    """True if the only question is known when the context is compressed. The question's tokens are then read after the
     context, observed by the policy, and asked again from the entries that it kept."""
     conversation: bool = False
     """True if each question is asked after all that was asked and answered before it."""
 
     @property
-    def drawn(self) -> bool:
-        """True if it is a contest's problem, all of it in the context, whose answer is sampled."""
+    def is_contest(self) -> bool:
+        """True if the context is a contest's problem, whose answers are sampled."""
         return self.questions[0].concluded is not None
 
     @property
-    def room(self) -> int:
+    def tokens_after_context(self) -> int:
         """Tokens of the longest question with its answer; for a conversation, of all questions with their answers."""
         return (sum if self.conversation else max)(map(len, self.questions))
 
 
 @runtime_checkable
 class Task(Protocol):
-    """A source of samples that depends on nothing but a seed and a length."""
+    """A source of samples, deterministic from a seed and a length."""
 
     @property
     def name(self) -> str: ...
@@ -103,31 +103,35 @@ class Task(Protocol):
 
 
 def score_agreement(question: Question, reference: Tokens) -> Question:
-    """Return a given text scored by the share of its next tokens that agree with `reference`, and any other question
-    unchanged."""
-    if not question.given:
+    """Return a teacher-forced question scored by the share of its next tokens that agree with `reference`.
+
+    Other questions are returned unchanged.
+    """
+    if not question.teacher_forced:
         return question
     return dataclasses.replace(question, scorer=lambda tokens: float(np.mean(tokens == reference)))
 
 
 def score_agreements(samples: Sequence[Sample], references: Sequence[Sequence[Tokens]]) -> list[Sample]:
-    """Return the samples with each given text scored by its agreement with `references`, the full cache's answers to
-    each question of each sample."""
+    """Return the samples with teacher-forced questions scored by agreement with `references`.
+
+    references: the full cache's answers, by sample and question.
+    """
     return [
-        dataclasses.replace(sample, questions=tuple(map(score_agreement, sample.questions, own)))
-        for sample, own in zip(samples, references, strict=True)
+        dataclasses.replace(sample, questions=tuple(map(score_agreement, sample.questions, answers)))
+        for sample, answers in zip(samples, references, strict=True)
     ]
 
 
 def asked_after(question: Question, before: Tokens) -> Question:
-    """Return the question with the tokens `before` it: all that was asked and answered."""
+    """Return the question with the earlier questions and answers (`before`) prepended."""
     if question is NO_QUESTION:
         return question
     return dataclasses.replace(question, prompt=np.concatenate([before, question.prompt]))
 
 
 def one_question(samples: Sequence[Sample]) -> list[Sample]:
-    """Return each sample with one of its questions, which are taken in turn."""
+    """Return each sample with a single question: sample i keeps its question i, modulo their number."""
     return [
         dataclasses.replace(sample, questions=(sample.questions[index % len(sample.questions)],))
         for index, sample in enumerate(samples)
@@ -135,20 +139,19 @@ def one_question(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def question_aware(samples: Sequence[Sample]) -> list[Sample]:
-    """Return a sample for each question, read with its context. Both are compressed, with chat template and answer
-    prefix.
+    """Return a sample for each question, in which context and question are compressed together, with chat template and
+    answer prefix.
 
-    The prompt's last token is the one that predicts the answer's first. It is observed like the others, removed, and
-    asked again from the entries kept. So the compression has observed the whole question, no token stands in the
-    sequence twice, and the whole answer comes from the entries kept. A policy that keeps everything answers as if it
-    had read the prompt in one go.
+    The prompt's last token predicts the first token of the answer. It is observed like the others, removed, and fed
+    again after the compression. So the compression observes the whole question, no token occurs twice, and the whole
+    answer comes from the entries kept. A policy that keeps everything answers as if it had read the prompt in one go.
     """
     return [
         dataclasses.replace(
             sample,
             context=np.concatenate([sample.context, q.prompt[:-1]]),
             questions=(dataclasses.replace(q, prompt=as_tokens(q.prompt[-1:])),),
-            known=True,
+            question_known=True,
         )
         for sample in samples
         for q in sample.questions

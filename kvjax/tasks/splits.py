@@ -1,4 +1,4 @@
-"""The split of a task's contexts into those that are compared and those that are calibrated on."""
+"""The split of a task's contexts into contexts to compare on and contexts to calibrate on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,42 +9,46 @@ from kvjax.errors import UserError
 Item = TypeVar("Item")
 
 FIRST_SEED = 1_000_000
-"""The first seed of contexts. With run seed 1 the seeds start a million later, and so on."""
+"""The first seed of contexts for run seed 0. Each further run seed adds a million."""
 CALIBRATION_SEED = 500_000
-"""The seed offset of the contexts that are calibrated on."""
+"""The seed offset of calibration contexts."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A part of a task's contexts. No context is both compared and calibrated on, nor is any text that is predicted;
-    the haystacks around records and needles may share text.
+    """A part of a task's contexts.
+
+    No context is used for both comparison and calibration, and neither is any text that the model predicts. Haystacks
+    around records and needles may share text.
     """
 
     seed: int
     """The run's seed."""
     compared: int
-    """The number of contexts that the run compares."""
+    """The number of contexts on which the run compares policies."""
     calibration: bool = False
-    """True for the contexts that are calibrated on."""
+    """True for calibration contexts."""
     skipped: int = 0
     """The number of seeds that are skipped, if contexts are made from seeds."""
 
     @property
     def first(self) -> int:
         """The seed of its first context, if contexts are made from seeds."""
-        further = CALIBRATION_SEED if self.calibration else 0
-        return FIRST_SEED * (1 + self.seed) + further + self.skipped
+        offset = CALIBRATION_SEED if self.calibration else 0
+        return FIRST_SEED * (1 + self.seed) + offset + self.skipped
 
-    def of_published(self, items: Sequence[Item], count: int, where: str, what: str) -> Sequence[Item]:
-        """Return `count` items of a published data set: the first to compare, or those after them to calibrate on.
+    def take_published(
+        self, items: Sequence[Item], count: int, where: str, description: str
+    ) -> Sequence[Item]:
+        """Return `count` items of a published dataset: the first ones to compare, or the next ones to calibrate on.
 
-        Raises UserError, which says `where` there are too few of `what`.
+        Raises UserError if there are too few. where: the source of the items; description: the items, as a plural.
         """
         first = self.compared if self.calibration else 0
         if first + count > len(items):
-            after = f" and {count} more to calibrate on" if self.calibration else ""
+            extra = f" and {count} more to calibrate on" if self.calibration else ""
             raise UserError(
-                f"{where}: there are {len(items)} {what}, needed {self.compared} to compare{after}; give fewer "
+                f"{where}: there are {len(items)} {description}, needed {self.compared} to compare{extra}; give fewer "
                 "--samples"
             )
         return items[first : first + count]

@@ -1,4 +1,4 @@
-"""Suites of tasks: a suite opens its tasks for a model, and each then gives samples."""
+"""Suites of tasks: a suite opens tasks for a model, and an opened task makes samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from kvjax.tasks.sample import Sample, Task
 from kvjax.tasks.splits import Split
 
 TURNS = "each", "golden", "own"
-"""Ways to ask several questions about a context: each by itself, or in turn, after the questions before it with their
-true answers or with the model's own."""
+"""Ways to ask several questions about a context: each by itself, or after the earlier questions with their true answers
+(golden) or the model's answers (own)."""
 RIGHT = "answers right"
 SAME_AS_FULL = "next tokens that are the full cache's, each after the true text before it"
 HOLDS = "share of the expected strings that the answer holds"
@@ -21,18 +21,18 @@ HOLDS = "share of the expected strings that the answer holds"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a task: a model's tokenizer, data, and settings of prompts."""
+    """Inputs of a task: the model's tokenizer, data files and prompt settings."""
 
     model: str
     """The source of the tokenizer: a model folder, a GGUF file, a hub id, or `builtin`."""
     data: Mapping[str, Path] = field(default_factory=dict)
-    """Files, folders and hub datasets by the names that suites give their data."""
+    """Files, folders and hub datasets by their names in --data."""
     chat: bool = True
     """True if prompts go through the chat template, if there is one."""
     turns: str = TURNS[0]
     """One of `TURNS`."""
     tasks: Sequence[str] = ()
-    """All tasks that are opened."""
+    """The names of all tasks that are opened."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -46,16 +46,15 @@ class Inputs:
 
     @property
     def is_builtin(self) -> bool:
-        """True if the model has the built-in model's tokens."""
-        from kvjax.models.folder import speaks_builtin
+        """True if the model has the built-in model's vocabulary."""
+        from kvjax.models.folder import has_builtin_vocabulary
 
-        return speaks_builtin(self.model)
+        return has_builtin_vocabulary(self.model)
 
-    def path(self, name: str, what: str) -> Path:
-        """Return the path of data that a task needs. Raises UserError, with the description `what`, if it is
-        missing."""
+    def path(self, name: str, description: str) -> Path:
+        """Return the path of data that a task needs. Raises UserError, with the description, if it is missing."""
         if name not in self.data:
-            raise UserError(f"a task needs --data {name}=PATH, {what}")
+            raise UserError(f"a task needs --data {name}=PATH, {description}")
         return self.data[name]
 
     def count(self, texts: Sequence[str]) -> list[int]:
@@ -65,7 +64,7 @@ class Inputs:
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A task for a model: samples of any length, some to compare on and others to calibrate on."""
+    """An opened task: samples of any length, some to compare on and others to calibrate on."""
 
     @property
     def metric(self) -> str:
@@ -74,15 +73,15 @@ class Dataset(Protocol):
 
     @property
     def published(self) -> bool:
-        """True if its samples are a published dataset's, so that their number and order are fixed."""
+        """True if the samples come from a published dataset, so that their number and order are fixed."""
         ...
 
     def answers(self, length: int) -> int:
-        """Return the number of answers that a sample of that length counts for."""
+        """Return the number of answers that a sample of a length counts for."""
         ...
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """Return the first samples of a split, each of at most `length` tokens with any of its questions and answers.
+        """Return the first samples of a split. Each has at most `length` tokens with any of its questions and answers.
 
         Raises UserError for an invalid length or file, or too few samples.
         """
@@ -96,21 +95,21 @@ class Suite:
     tasks: tuple[str, ...]
     """The tasks' names."""
     open: Callable[[str, Inputs], Dataset]
-    """Opens a task by its name, and its files, so that a missing file is found before any sample is made. Raises
-    UserError."""
+    """Opens a task and its files by the task's name. Raises UserError, such as for a missing file, before any sample is
+    made."""
     data: tuple[str, ...] = ()
-    """Names of the data that the tasks read, each given as `--data NAME=PATH`."""
-    drawn: bool = False
-    """True if the tasks are contests, whose problems are answered at length by sampled answers."""
+    """Names of the data that the tasks read, from `--data NAME=PATH`."""
+    is_contest: bool = False
+    """True if the tasks are contests, whose problems have long sampled answers."""
     takes_turns: bool = False
-    """True if several questions about a context may follow each other as `--turns` says."""
+    """True if the tasks use `--turns` for several questions about a context."""
     note: str = ""
     """A remark for reports on published samples, with the fields `{tasks}` and `{turns}`."""
 
 
 @dataclass(frozen=True)
 class FromSeeds:
-    """Samples that are made here, each from a seed."""
+    """Samples that are generated from seeds."""
 
     make: Callable[[int], Task]
     """Makes the task for a length."""

@@ -1,4 +1,4 @@
-"""Plain text: what follows a context."""
+"""Plain text, of which the model predicts the end."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary
 
 PARTS = 8
-"""A text has this many parts, of which the last is predicted, token by token. This takes much longer than reading."""
-COUNTS_FOR = 12
-"""The number of answers that a text with a predicted end counts for."""
+"""The model predicts the last of this many parts of a text, token by token, which takes much longer than reading."""
+ANSWERS_PER_TEXT = 12
+"""The number of answers that a text counts for."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A slice of the text whose end is predicted."""
+    """A slice of the text, of which the model predicts the end."""
 
     vocabulary: Vocabulary
-    """The marks that the task is written with."""
+    """The special tokens of the task."""
     text: Tokens
     """Source of the filler."""
     name: str = "text"
@@ -32,20 +32,18 @@ class Text:
 
 
 def split_text(text: Tokens) -> tuple[Tokens, Tokens]:
-    """Return the text to compare on, and its last quarter, to calibrate on. Slices of the one share nothing with slices
-    of the other."""
+    """Return the text to compare on, and its last quarter to calibrate on."""
     cut = len(text) - round(CALIBRATION_SHARE * len(text))
     return text[:cut], text[cut:]
 
 
 def continuation(tokens: Tokens, most: int | None = None) -> Sample:
-    """Return a text whose last eighth, at most `most` tokens of it, is the given answer. The one token before it is the
-    prompt, the rest the context.
+    """Return a text as a sample: its last eighth, or at most the last `most` tokens, is the teacher-forced answer.
 
-    The score is the share of the next tokens that the model predicts right. Once the full cache's next tokens are
-    known, it is the share that agrees with them (`score_agreements`).
+    The token before the answer is the prompt, the rest is the context. The score is the share of tokens that the model
+    predicts right, or the share that agrees with the full cache's predictions (`score_agreements`).
     """
     eighth = max(1, len(tokens) // PARTS)
     n_context = len(tokens) - (eighth if most is None else min(eighth, most)) - 1
     prompt, answer = tokens[n_context : n_context + 1], tokens[n_context + 1 :]
-    return Sample(tokens[:n_context], (Question(prompt, answer, "text", given=True),))
+    return Sample(tokens[:n_context], (Question(prompt, answer, "text", teacher_forced=True),))

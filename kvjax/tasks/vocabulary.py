@@ -1,4 +1,4 @@
-"""The token ids that tasks are written in: ordinary pieces of text and the marks around what is hidden."""
+"""The token ids of tasks for the built-in model: pieces of text, and special tokens that mark parts of a sample."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,22 +21,19 @@ SPECIAL_TOKENS = (
     "<|R|>",
     "<|copy|>",
 )
-"""Marks of the built-in tokenizer, in the order of their ids after the ordinary tokens."""
+"""Special tokens of the built-in tokenizer, in the order of their ids, which follow the ordinary tokens."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids of the tasks. Ids 0 … ordinary - 1 are pieces of text, the others marks.
-
-    `token_bytes[i]` is the number of UTF-8 bytes of ordinary token i.
-    """
+    """Token ids of the tasks. Ids below `ordinary` are pieces of text, the others are special tokens."""
 
     ordinary: int
     """The number of tokens that are pieces of text."""
     begin: int
     """Begins a sequence."""
     end: int
-    """Ends a file of the packaged text, and fills up a training sequence."""
+    """Ends a file of the packaged text, and pads a training sequence."""
     record: int
     """Begins a record."""
     separator: int
@@ -44,29 +41,29 @@ class Vocabulary:
     question: int
     """Begins a question."""
     types: tuple[int, int, int]
-    """The three ways to ask for a record."""
+    """The three types of questions about a record."""
     copy: int
     """Begins a passage to be copied."""
     token_bytes: np.ndarray
-    """UTF-8 bytes of each ordinary token."""
+    """The number of UTF-8 bytes of each ordinary token."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: "Tokenizer") -> "Vocabulary":
         """Read the ids from a byte-level tokenizer that has `SPECIAL_TOKENS`.
 
-        Raises `UserError` naming those that are missing.
+        Raises UserError, naming the missing tokens, if it lacks some.
         """
-        known = tokenizer.get_vocab()
-        missing = [token for token in SPECIAL_TOKENS if token not in known]
+        all_ids = tokenizer.get_vocab()
+        missing = [token for token in SPECIAL_TOKENS if token not in all_ids]
         if missing:
             raise UserError(
                 f"the built-in tasks need the built-in tokenizer; this one has no {', '.join(missing)}"
             )
-        ids = {token: known[token] for token in SPECIAL_TOKENS}
+        ids = {token: all_ids[token] for token in SPECIAL_TOKENS}
         ordinary = min(ids.values())
-        # In a byte-level vocabulary every character of a token stands for one byte.
+        # in a byte-level vocabulary, every character of a token stands for one byte
         token_bytes = np.zeros(ordinary, np.int32)
-        for token, i in known.items():
+        for token, i in all_ids.items():
             if i < ordinary:
                 token_bytes[i] = len(token)
         return cls(
@@ -82,5 +79,5 @@ class Vocabulary:
         )
 
     def bytes_of(self, tokens: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes of the text that the tokens stand for. Marks have none."""
+        """Return the number of UTF-8 bytes of the tokens' text. Special tokens have none."""
         return int(self.token_bytes[tokens[tokens < self.ordinary]].sum())

@@ -9,7 +9,7 @@ from kvjax.cli.launch import run_command
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.train.config import parse
 from kvjax.train.recipe import Recipe
-from kvjax.train.reporting import measured, without_report
+from kvjax.train.reporting import can_measure, reason_without_report
 
 if TYPE_CHECKING:
     from kvjax.policies import Policy
@@ -31,71 +31,76 @@ def main(args: list[str] | None = None) -> None:
 
     if config.shard is not None:
         compute_share(config)
-        print(f"share {config.shard} is in {config.kept}; once all are, the command without --shard trains")
+        print(
+            f"share {config.shard} is in {config.kept}; once all shares are there, the command without --shard trains"
+        )
         return
     trained = train(config)
     with jax.set_mesh(trained.mesh):
-        policy = config.deploy(trained.params, trained.model)  # in every process, since all of them place it
+        policy = config.deploy(trained.params, trained.model)  # every process places its arrays
         text = summary(config, trained, policy)
     if jax.process_index() == 0:
         print(text)
-    if config.report == "none" or without_report(policy):
+    if config.report == "none" or reason_without_report(policy):
         return
 
     try:
-        rows = _report(config, trained, text)
+        table = _report(config, trained, text)
     except KeyboardInterrupt as stop:
-        use = resume_command(config.method, trained.folder)
-        raise type(stop)(f"all but the report is there: {use} makes it") from None
-    print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
+        command = resume_command(config.method, trained.folder)
+        raise type(stop)(f"the run is complete except for its report: {command} makes it") from None
+    print(f"\n{table}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
 
 
 def _report(config: Recipe, trained: "RunOutput", summary: str) -> str:
     """Measure, write the report, and return its table."""
     import jax
 
-    from kvjax.models.folder import speaks_builtin
+    from kvjax.models.folder import has_builtin_vocabulary
     from kvjax.train import held_out_report, report
 
-    own = trained.model, trained.params, config, trained.folder
+    arguments = trained.model, trained.params, config, trained.folder
     with jax.set_mesh(trained.mesh):
         print("the report: each method's cache is filled before the questions come")
-        if speaks_builtin(config.model):
-            return report.table(report.report(*own, print))
-        return held_out_report.report(*own, trained.held_out, trained.validation, summary, print)
+        if has_builtin_vocabulary(config.model):
+            return report.table(report.report(*arguments, print))
+        return held_out_report.report(*arguments, trained.held_out, trained.validation, summary, print)
 
 
 def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:
-    """Return the folder of the exported parameters, their held-out figures and the commands that use them, in lines."""
-    found, folder = trained.validation, trained.folder / config.exports
-    own = folder / "model"  # if the run trained it
+    """Return lines with the folder of the exported parameters, held-out figures and the commands that use them."""
+    validation, folder = trained.validation, trained.folder / config.exports
+    trained_model = folder / "model"  # if the run trained it
     model = [] if config.model == BUILTIN else ["--model", config.model]
-    model = ["--model", str(own)] if own.is_dir() else model
-    use = ["generate", *model, *config.use_options(folder), "--prompt-file", "FILE"]
-    compare = ["evaluate", *model, *config.evaluate_options(folder), *_tasks_and_context(config, policy)]
-    compare = f"compare them: python -m kvjax.{shlex.join([*compare, '--out', 'FOLDER'])}"
-    if not measured(policy):
-        compare = (
+    model = ["--model", str(trained_model)] if trained_model.is_dir() else model
+    generate = ["generate", *model, *config.use_options(folder), "--prompt-file", "FILE"]
+    evaluate = ["evaluate", *model, *config.evaluate_options(folder), *_tasks_and_context(config, policy)]
+    comparison = f"compare them: python -m kvjax.{shlex.join([*evaluate, '--out', 'FOLDER'])}"
+    if not can_measure(policy):
+        comparison = (
             f"no report, and no comparison: {policy.name} compacts while it decodes, which is not measured"
         )
     return "\n".join(
         [
             f"{config.exports}: {folder}",
-            ": ".join(filter(None, [str(found), config.remark(found)])),
-            f"use them: python -m kvjax.{shlex.join(use)}",
-            compare,
+            ": ".join(filter(None, [str(validation), config.remark(validation)])),
+            f"use them: python -m kvjax.{shlex.join(generate)}",
+            comparison,
         ]
     )
 
 
 def _tasks_and_context(config: Recipe, policy: "Policy") -> list[str]:
-    """Return the options of tasks that suit the model, and of contexts whose smallest budget is above the window."""
-    from kvjax.models.folder import speaks_builtin
+    """Return options for `kvjax.evaluate`: tasks that suit the model, and contexts so long that even the smallest
+    budget is larger than the window."""
+    from kvjax.models.folder import has_builtin_vocabulary
 
-    tasks = [] if speaks_builtin(config.model) else ["--tasks", "needle", "niah_single_1", "vt"]
-    # text contexts are shorter than the option says: the answer takes room, and the next text would not have fitted
-    usual, least = min(EvaluateConfig.context), 1.5 * policy.window / min(EvaluateConfig.budgets)
-    return tasks if least <= usual else [*tasks, "--context", str(usual * math.ceil(least / usual))]
+    tasks = [] if has_builtin_vocabulary(config.model) else ["--tasks", "needle", "niah_single_1", "vt"]
+    # text contexts are shorter than the option says, since the answer must fit and texts are not cut
+    default, smallest = min(EvaluateConfig.context), 1.5 * policy.window / min(EvaluateConfig.budgets)
+    return (
+        tasks if smallest <= default else [*tasks, "--context", str(default * math.ceil(smallest / default))]
+    )
 
 
 if __name__ == "__main__":

@@ -64,25 +64,25 @@ def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
     """Place a step's arrays on the mesh, from each process's own rows, which are split over (data, fsdp). Arrays that
     are on devices already stay as they are."""
 
-    def place(own):
-        if isinstance(own, jax.Array):
-            return own
+    def place(array):
+        if isinstance(array, jax.Array):
+            return array
 
         def part(index):
             start, stop, _ = index[0].indices(rows.total)
-            return own[start - rows.start : stop - rows.start]
+            return array[start - rows.start : stop - rows.start]
 
-        spec = P(BATCH, *[None] * (own.ndim - 1))
-        shape = (rows.total, *own.shape[1:])
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), part, dtype=own.dtype)
+        spec = P(BATCH, *[None] * (array.ndim - 1))
+        shape = (rows.total, *array.shape[1:])
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), part, dtype=array.dtype)
 
     return jax.tree.map(place, batch)
 
 
 def from_mesh(rows: Rows, x: jax.Array) -> Shaped[np.ndarray, "b ..."]:
     """Return this process's own rows of an array that is split as `to_mesh` splits it."""
-    own = np.empty((rows.count, *x.shape[1:]), x.dtype)
+    result = np.empty((rows.count, *x.shape[1:]), x.dtype)
     for shard in x.addressable_shards:
         start, stop, _ = shard.index[0].indices(rows.total)
-        own[start - rows.start : stop - rows.start] = shard.data
-    return own
+        result[start - rows.start : stop - rows.start] = shard.data
+    return result

@@ -11,7 +11,7 @@ from pallas_kernels.running_topk.api import ranks
 
 
 class Pairs(NamedTuple):
-    """The boundary of every token, in order: the retained token that it would displace when it leaves the window."""
+    """The boundary of every token: the retained token that it would displace when it leaves the window."""
 
     boundary: Int[Array, "b k t"]
     """The index of the boundary."""
@@ -23,21 +23,21 @@ class Pairs(NamedTuple):
 def boundary_pairs(
     target: Float[Array, "b k t"], competes: Bool[Array, "b k t"], max_entries: Int[Array, ""], window: int
 ) -> Pairs:
-    """Pair each token with the lowest, by the target, of the `max_entries` best that left the window before it.
+    """Pair each token with its boundary: among the `max_entries` best tokens that left the window before it, the one
+    with the lowest target.
 
-    KVPOP's eq. 2 (Sec. 3.4) takes the boundary among the tokens that are eligible once the token has left, itself
-    included. The same tokens are kept either way. A token that is kept is paired here with the one that it displaces,
-    never with itself.
+    In KVPOP's eq. 2 (Sec. 3.4) the token itself may be its boundary. The same tokens are kept either way. Here a kept
+    token is paired with the one that it displaces, never with itself.
 
     Args:
         target: the value of each token. The order of the values is the same for all queries.
-        competes: False for the sinks, which always stay.
-        max_entries: the number of competing tokens that stay.
+        competes: False for the sinks, which are always retained.
+        max_entries: the number of competing tokens that are retained.
     """
     tokens = target.shape[-1]
     rank = ranks(target)
-    # the k-th best of the tokens that left so far, at each query. Token j leaves at query j + window, so that query
-    # j + window − 1 has those that left before it
+    # tau is the k-th best of the tokens that have left at each query. Token j leaves at query j + window, so at query
+    # j + window − 1 only the tokens before it have left
     tau, _ = running_topk(rank, k=max_entries, window=window, competes=competes)
     index = jnp.arange(tokens)
     last = jnp.broadcast_to(tau[..., -1:], (*tau.shape[:-1], min(window - 1, tokens)))
@@ -66,25 +66,30 @@ def boundary_loss(
     score, target, competes = (x[:, :, None, None] for x in (score, jax.lax.stop_gradient(target), competes))
 
     def head(row: tuple[Array, Array, Array]) -> dict[str, Array]:
-        return _of_a_head(*row, max_entries, window, temperature)
+        return _head_loss(*row, max_entries, window, temperature)
 
     # one head at a time: libtpu 0.0.42 fails for v5p on the gathers of eight rows of 8,192 tokens
     rows = tuple(x.reshape(-1, *x.shape[2:]) for x in (score, target, competes))
     return {name: x.reshape(score.shape[:2]) for name, x in jax.lax.map(head, rows).items()}
 
 
-def _of_a_head(
+def _head_loss(
     score: Array, target: Array, competes: Array, max_entries: Array, window: int, temperature: float
 ) -> dict[str, Array]:
     pairs = boundary_pairs(target, competes, max_entries, window)
 
-    def apart(x: Float[Array, "b k t"]) -> Float[Array, "b k t"]:
+    def gap(x: Float[Array, "b k t"]) -> Float[Array, "b k t"]:
         x = jnp.where(competes, x, 0)
         return x - jnp.take_along_axis(x, pairs.boundary, -1)
 
-    wanted, found = apart(target), apart(score)
-    errors = jax.nn.softplus(-jnp.sign(wanted) * found / temperature) * jnp.minimum(1, jnp.abs(wanted))
+    target_gap, score_gap = gap(target), gap(score)
+    losses = jax.nn.softplus(-jnp.sign(target_gap) * score_gap / temperature) * jnp.minimum(
+        1, jnp.abs(target_gap)
+    )
     count = pairs.valid.sum(-1)
-    mean = lambda x: jnp.where(pairs.valid, x, 0).sum(-1) / jnp.maximum(count, 1)  # noqa: E731
-    agreeing = (jnp.sign(wanted) == jnp.sign(found)).astype(jnp.float32)
-    return {"score_loss": mean(errors), "agreement": mean(agreeing), "pairs": count.astype(jnp.float32)}
+
+    def mean(x: Float[Array, "b k t"]) -> Float[Array, "b k"]:
+        return jnp.where(pairs.valid, x, 0).sum(-1) / jnp.maximum(count, 1)
+
+    agreeing = (jnp.sign(target_gap) == jnp.sign(score_gap)).astype(jnp.float32)
+    return {"score_loss": mean(losses), "agreement": mean(agreeing), "pairs": count.astype(jnp.float32)}

@@ -18,14 +18,15 @@ STATE, NOTES = "state", "notes"
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run, in numbered folders. A context manager that exits when all is on disk.
+    """The last `keep` checkpoints of a run, in numbered folders. As a context manager it exits when every save is on
+    disk.
 
-    A checkpoint counts once it is complete, so that a crash in the middle of a save leaves the one before it as the
-    latest. With `keep` None checkpoints are only read; the run that writes them may still be going on.
+    An incomplete checkpoint does not count: after a crash during a save, the one before it is the latest. With `keep`
+    None checkpoints are only read, and the run that writes them may still be going on.
     """
 
     def __init__(self, folder: Path, keep: int | None):
-        # Orbax logs an error of its threads in each of them, and then raises it here as well
+        # Orbax logs an error in each of its threads, and then raises it here as well
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         writes = keep is not None
         options = ocp.CheckpointManagerOptions(
@@ -58,16 +59,16 @@ class Checkpoints:
         """Return the pytree and the notes saved at `step`.
 
         Args:
-            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted (`abstract`). The mesh may differ from the
+            like: a tree of `jax.ShapeDtypeStruct` with the new shardings (`abstract`). The mesh may differ from the
                 one that saved.
 
         Raises:
             UserError: the checkpoint holds other arrays than `like`.
         """
         names = leaves_by_path(like)
-        wrong = wrong_shape(self._manager.item_metadata(step)[STATE].tree, names)
-        if wrong:
-            raise UserError(f"{self._folder}: the checkpoint of step {step} is another run's: {wrong}")
+        problem = wrong_shape(self._manager.item_metadata(step)[STATE].tree, names)
+        if problem:
+            raise UserError(f"{self._folder}: the checkpoint of step {step} is another run's: {problem}")
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -85,7 +86,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for the save under way. If the run has failed, its own error is raised and not one of the save."""
+        """Wait for the save under way. If the run has failed, its error is raised, and an error of the save is not."""
         with contextlib.suppress(Exception) if any(error) else contextlib.nullcontext():
             self.close()
 

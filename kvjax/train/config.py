@@ -34,21 +34,26 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     if "--resume" in arguments:
         return _parse_resume(args, arguments)
     model = find_value(arguments, "--model")
-    name = find_value(arguments, "--config")
-    recipe = _recipe(find_value(arguments, "--method"), find_config(name) if name else None)
-    if name is None and model in (None, BUILTIN):
-        name = recipe.builtin
-    config = parse_command(recipe, args, default=_from_file(recipe, name, arguments) if name else None)
+    config_name = find_value(arguments, "--config")
+    recipe = _choose_recipe(
+        find_value(arguments, "--method"), find_config(config_name) if config_name else None
+    )
+    if config_name is None and model in (None, BUILTIN):
+        config_name = recipe.builtin
+    config = parse_command(
+        recipe, args, default=_from_file(recipe, config_name, arguments) if config_name else None
+    )
     fields = [field.name for field in dataclasses.fields(recipe)]
-    config = config.fitted({field for field in fields if find_value(arguments, option(field)) is not None})
+    given = {field for field in fields if find_value(arguments, option(field)) is not None}
+    config = config.with_derived_defaults(given)
     if config.resume:
-        raise UserError(f"--config {name}: resume belongs on the command line, as --resume")
+        raise UserError(f"--config {config_name}: resume belongs on the command line, as --resume")
     config.check()
     _check_tasks(config, arguments)
     if find_value(arguments, "--out") == "":
         raise UserError("--out is empty, expected a folder")
     out = (config.out or RUNS / f"train-{_newest_run() + 1}").expanduser()
-    if _is_there(out) and not out.is_dir():
+    if _out_exists(out) and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
     if (out / SAVED).is_file():
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
@@ -60,22 +65,27 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
 
 
 def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recipe:
-    name, named, newest = find_value(arguments, "--config"), find_value(arguments, "--out"), _newest_run()
-    if named is None and not newest:
+    config_name, out_option, newest = (
+        find_value(arguments, "--config"),
+        find_value(arguments, "--out"),
+        _newest_run(),
+    )
+    if out_option is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
-    out = RUNS / f"train-{newest}" if named is None else Path(named)
-    recipe, before = _saved(out, find_value(arguments, "--method"), "--resume: ")
-    config = parse_command(recipe, args, default=load_config(recipe, name) if name else before)
-    if config.rows != before.batch:
+    out = RUNS / f"train-{newest}" if out_option is None else Path(out_option)
+    recipe, saved = _load_saved(out, find_value(arguments, "--method"), "--resume: ")
+    config = parse_command(recipe, args, default=load_config(recipe, config_name) if config_name else saved)
+    if config.rows != saved.batch:
         raise UserError(
-            f"--resume goes on with the run's own {before.batch} sequences an update, got {config.rows}, by --batch "
+            f"--resume goes on with the run's own {saved.batch} sequences an update, got {config.rows}, by --batch "
             f"or rounded up to --mesh {config.mesh}"
         )
     for field in dataclasses.fields(recipe):
-        was, now = getattr(before, field.name), getattr(config, field.name)
-        if field.name not in MAY_CHANGE and was != now:
+        saved_value, value = getattr(saved, field.name), getattr(config, field.name)
+        if field.name not in MAY_CHANGE and saved_value != value:
             raise UserError(
-                f"--resume goes on with the run's own {option(field.name)} {was}, got {now}: start another run for it"
+                f"--resume goes on with the run's own {option(field.name)} {saved_value}, got {value}: start another "
+                "run for it"
             )
     config.check()
     _check_tasks(config, arguments)
@@ -91,67 +101,73 @@ def read_run(out: Path, mesh: MeshShape | None = None, method: str | None = None
     Raises:
         UserError: there is no run, it cannot run on that mesh, or it is of another method.
     """
-    _, before = _saved(out, method)
-    if method not in (None, before.method):
-        raise UserError(f"--method {method}: the run in {out} is of --method {before.method}")
-    config = dataclasses.replace(before, out=out, resume=True, mesh=mesh or before.mesh)
-    if config.rows != before.batch:
+    _, saved = _load_saved(out, method)
+    if method not in (None, saved.method):
+        raise UserError(f"--method {method}: the run in {out} is of --method {saved.method}")
+    config = dataclasses.replace(saved, out=out, resume=True, mesh=mesh or saved.mesh)
+    if config.rows != saved.batch:
         raise UserError(
-            f"--mesh {mesh}: the run in {out} has {before.batch} sequences an update, which this mesh would round up "
+            f"--mesh {mesh}: the run in {out} has {saved.batch} sequences an update, which this mesh would round up "
             f"to {config.rows}"
         )
     config.check()
     return config
 
 
-def _saved(out: Path, method: str | None, where: str = "") -> tuple[type[Recipe], Recipe]:
-    """Return the recipe of the run in a folder and its configuration. `method`: the one that the command line names."""
+def _load_saved(out: Path, method: str | None, where: str = "") -> tuple[type[Recipe], Recipe]:
+    """Return the recipe and the configuration of the run in a folder. `method`: the method that the command line
+    names."""
     file = out / SAVED
     if not is_there(file, where):
         raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
-    recipe = _recipe(method if method == _method(file) else None, file)
+    recipe = _choose_recipe(method if method == _method_of(file) else None, file)
     return recipe, load_config(recipe, str(file))
 
 
 def _check_tasks(config: Recipe, arguments: Sequence[str]) -> None:
     if config.report == "none" and find_value(arguments, "--tasks"):
-        raise UserError(f"--tasks {' '.join(config.tasks)} are the report's, which --report none leaves out")
+        raise UserError(
+            f"--tasks {' '.join(config.tasks)} are for the report, which --report none leaves out"
+        )
 
 
 def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:
-    """Return the options of a YAML file. Raises UserError, which says so if the file is for another method."""
+    """Return the options of a YAML file. Raises UserError for unknown options, and says if the file is for another
+    method."""
     try:
         loaded = load_config(recipe, name)
     except UserError as error:
-        written = _method(find_config(name))
-        told = find_value(arguments, "--method")
-        if told in (None, written):
+        file_method = _method_of(find_config(name))
+        requested = find_value(arguments, "--method")
+        if requested in (None, file_method):
             raise
-        raise UserError(f"{error}. The file is for --method {written}, not {told}") from None
+        raise UserError(f"{error}. The file is for --method {file_method}, not {requested}") from None
     keys = {f"--{key}".replace("_", "-") for key in read_values(find_config(name))}
-    return loaded.fitted({x.name for x in dataclasses.fields(recipe) if option(x.name) in keys})
+    return loaded.with_derived_defaults(
+        {x.name for x in dataclasses.fields(recipe) if option(x.name) in keys}
+    )
 
 
-def _recipe(method: str | None, file: Path | None) -> type[Recipe]:
+def _choose_recipe(method: str | None, file: Path | None) -> type[Recipe]:
     """Return the recipe that the command line names, else the one of the file, else the default.
 
-    A file may come from a stranger, so a module that only a file names is not imported.
+    A file may come from a stranger, so a module is not imported if only a file names it.
     """
-    written = _method(file) if file else DEFAULT
-    if method is None and ":" in written:
+    file_method = _method_of(file) if file else DEFAULT
+    if method is None and ":" in file_method:
         raise UserError(
-            f"{file}: its method {written} is a module, which is imported only if the command line names it, too: "
-            f"add --method {written}"
+            f"{file}: its method {file_method} is a module, which is imported only if the command line names it, too: "
+            f"add --method {file_method}"
         )
-    return find_recipe(method or written)
+    return find_recipe(method or file_method)
 
 
-def _method(file: Path) -> str:
+def _method_of(file: Path) -> str:
     """Return the method that a file names."""
     return str(read_values(file).get("method", DEFAULT))
 
 
-def _is_there(out: Path) -> bool:
+def _out_exists(out: Path) -> bool:
     try:
         return out.exists()
     except OSError as error:  # such as a name that is too long
@@ -159,9 +175,9 @@ def _is_there(out: Path) -> bool:
 
 
 def _newest_run() -> int:
-    """Return the highest number of the runs that were started in `RUNS`, 0 without any."""
-    found = [re.fullmatch(r"train-(\d+)", file.parent.name) for file in RUNS.glob(f"*/{SAVED}")]
-    return max((int(match[1]) for match in found if match), default=0)
+    """Return the highest number of a run in `RUNS`, 0 if there is none."""
+    matches = [re.fullmatch(r"train-(\d+)", file.parent.name) for file in RUNS.glob(f"*/{SAVED}")]
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
@@ -169,11 +185,11 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
     assert config.out is not None, "parse chose it"
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        whole = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
+        saved = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
         if write:
             write_values(
                 config.out / SAVED,
-                whole,
+                saved,
                 omit=("config", "out", "resume", "dry_run", "shard"),
                 new=not config.resume,
             )
@@ -185,5 +201,5 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
 
 
 def release_folder(folder: Path) -> None:
-    """Release the folder of a run that left no checkpoint, so that another run can use it. Its log stays until then."""
+    """Release the folder of a run that left no checkpoint, so that another run can use it."""
     (folder / SAVED).unlink(missing_ok=True)

@@ -1,11 +1,13 @@
-"""Training sequences: every step's equal-length rows, from the built-in tasks, text files or a streamed hub data set.
+"""Training sequences from the built-in tasks, text files or a streamed hub data set. All rows of a step have the same
+length.
 
-They are deterministic from the seed. The position of an iterator is a small JSON value that goes into checkpoints.
-Documents are cut as in WG-KV's recipe (App. C): one user turn, instruction + document, truncated on the right to
-exactly the step's length, which is the largest that it fills. Some documents are held out for validation.
+The sequences depend on the seed only. The position of an iterator is a small JSON value that goes into checkpoints.
+Documents are cut as in WG-KV's recipe (App. C): the instruction and the document are one user turn, which is truncated
+on the right to the largest of the lengths that it fills. Some documents are held out for validation.
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,24 +28,24 @@ if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
 
 SHORTEST_BUILTIN = 64
-"""The tokens that a sequence of built-in tasks needs for its questions."""
+"""The minimum number of tokens of a sequence of built-in tasks, so that its questions fit."""
 FIRST_HELD_OUT = 2**31
 """The index of the first held-out sequence of built-in tasks."""
-TURN = 256
-"""The maximum number of tokens of the instruction and of the chat template's own."""
+MAX_TURN_TOKENS = 256
+"""The maximum number of tokens that the instruction and the chat template add to a document."""
 
 
 def draw_step_lengths(
     steps: int, lengths: Sequence[int], shares: Sequence[float], seed: int
 ) -> Int[np.ndarray, " steps"]:
-    """Return the length of every step: lengths occur in proportion to `shares` (`apportion`), in an order drawn from
+    """Return the length of every step. Lengths occur in proportion to `shares` (`apportion`), in an order drawn from
     `seed`."""
     return np.asarray(lengths)[apportion(steps, shares, np.random.default_rng((seed, 42)))]
 
 
 def apportion(count: int, shares: Sequence[float], rng: np.random.Generator) -> Int[np.ndarray, " count"]:
-    """Return the index of a share for each of `count` items, in proportion to the shares (largest remainders) and in
-    random order."""
+    """Return the index of a share for each of `count` items. Indices occur in proportion to the shares (largest
+    remainders) and in random order."""
     exact = np.asarray(shares, np.float64) / np.sum(shares) * count
     counts = np.floor(exact).astype(int)
     counts[np.argsort(counts - exact, kind="stable")[: count - counts.sum()]] += 1
@@ -52,8 +54,8 @@ def apportion(count: int, shares: Sequence[float], rng: np.random.Generator) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """The encoding of a document. If the tokenizer has a chat template, a text becomes one user turn that begins with
-    `instruction`. A chat stays as it is."""
+    """A function that encodes a document. If the tokenizer has a chat template, a text becomes one user turn that
+    begins with `instruction`. A chat stays as it is."""
 
     tokenizer: Any
     """The model's tokenizer."""
@@ -64,12 +66,17 @@ class Encoder:
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
-            return np.asarray(text.tokens(self.tokenizer), np.int32)
-        # no tokenizer has tokens so long, on average, that this cut would reach the first `longest` of them
+            return text.tokens(self.tokenizer)
+        # tokens have fewer than 64 characters on average, so the cut leaves at least `longest` tokens
         text = text[: 64 * self.longest]
         templated = getattr(self.tokenizer, "chat_template", None)
         ids = encode(self.tokenizer, f"{self.instruction}\n\n{text}" if templated else text)
         return np.asarray(ids, np.int32)
+
+
+def plain_tokens(tokenizer: Any, text: str) -> Int[np.ndarray, " t"]:
+    """Return a text's tokens without the tokenizer's special tokens."""
+    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,29 +89,29 @@ class Bins:
     """The function that returns a document's tokens."""
 
     def tokens(self, text: str, shortest: int = 0) -> Int[np.ndarray, " t"]:
-        """Return the document's tokens. A document that is surely shorter than `shortest`, or than every length, is not
-        tokenized but returned as zeros."""
+        """Return the document's tokens. A document that is certainly shorter than `shortest`, or than every length, is
+        not tokenized; zeros are returned for it."""
         size, shortest = len(text.encode()), max(shortest, self.lengths[0])
-        if size < shortest - TURN:  # a token has at least one byte
+        if size < shortest - MAX_TURN_TOKENS:  # a token has at least one byte
             return np.zeros(min(size, shortest - 1), np.int32)
         return self.encode(text)
 
     def of(self, tokens: int) -> int | None:
-        """Return the length that a document of `tokens` tokens is cut to, None if it is too short for every length."""
+        """Return the length to which a document of `tokens` tokens is cut, None if it is too short for every length."""
         return max((length for length in self.lengths if length <= tokens), default=None)
 
     def range(self, length: int) -> str:
         """Return the document sizes that belong to a length, in words."""
-        above = [longer for longer in self.lengths if longer > length]
-        return f"{length} to {above[0] - 1} tokens" if above else f"{length} or more tokens"
+        longer_lengths = [longer for longer in self.lengths if longer > length]
+        return f"{length} to {longer_lengths[0] - 1} tokens" if longer_lengths else f"{length} or more tokens"
 
 
-COUNTED = 64
-"""The minimum number of documents that are read to say how much of their text is left out."""
+MIN_COUNTED = 64
+"""The minimum number of documents that are read to estimate how much text is left out."""
 
 
-class Count:
-    """Counts of the documents that were read, that are too short and that are cut, and of the tokens that remain."""
+class DocumentCount:
+    """Counts of documents (read, too short, cut) and of their tokens (all, kept)."""
 
     def __init__(self):
         self.read = self.short = self.cut = self.tokens = self.kept = 0
@@ -125,52 +132,58 @@ class Count:
         if self.cut:
             share = 1 - self.kept / self.tokens
             parts.append(f"{self.cut} cut, which leaves out {100 * share:.2g}% of the tokens")
-        of = f"of all {self.read} documents" if all_read else f"of the first {self.read} documents"
-        return f"{of}: {'; '.join(parts)}" if parts else ""
+        scope = f"of all {self.read} documents" if all_read else f"of the first {self.read} documents"
+        return f"{scope}: {'; '.join(parts)}" if parts else ""
 
 
 def hold_out(
-    reader: Reader, bins: Bins, wanted: Sequence[int], trained: Sequence[int], source: str
+    reader: Reader, bins: Bins, held_out_lengths: Sequence[int], trained: Sequence[int], source: str
 ) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes], str]:
-    """Hold out the second, fourth, … document of each length in the reader's order, as often as `wanted` lists the
-    length, or as many as there are. The result does not depend on the mesh, the processes or the step of the run.
+    """Hold out the second, fourth, … document of each length in the reader's order. There is one document for each of
+    `held_out_lengths`, or fewer if the documents run out. The result does not depend on the mesh, the processes or the
+    step of the run.
 
     Returns:
-        the sequences, cut to their lengths, the digests of their documents, and a remark on how much of the documents
-        that were read (all, or at least `COUNTED`) is left out.
+        the sequences, cut to their lengths, the digests of their documents, and a remark on how much text is left out
+        of the documents that were read (all, or at least `MIN_COUNTED`).
 
     Raises:
         UserError: there is no text at all, no document for one of the `trained` lengths, or none to hold out.
     """
-    left, missing = Counter(wanted), set(trained)
-    found: dict[int, list[Int[np.ndarray, " _"]]] = {length: [] for length in left}
-    held, others, longest = set[bytes](), set[bytes](), 0
-    passed: Counter[int] = Counter()
-    count, text = Count(), ""
-    while (missing or +left or count.read < COUNTED) and (text := reader.next()) is not None:
+    remaining, missing = Counter(held_out_lengths), set(trained)
+    sequences: dict[int, list[Int[np.ndarray, " _"]]] = {length: [] for length in remaining}
+    held_out, trained_on, longest = set[bytes](), set[bytes](), 0
+    seen: Counter[int] = Counter()
+    count, text = DocumentCount(), ""
+    while (missing or +remaining or count.read < MIN_COUNTED) and (text := reader.next()) is not None:
         if not text:
             continue
         tokens = bins.tokens(text)
-        longest, length, name = max(longest, len(tokens)), bins.of(len(tokens)), digest(text)
+        longest, length, key = max(longest, len(tokens)), bins.of(len(tokens)), digest(text)
         count.add(len(tokens), length)
-        if length is None or name in held or name in others:
+        if length is None or key in held_out or key in trained_on:
             continue
-        passed[length] += 1
+        seen[length] += 1
         missing.discard(length)
-        if passed[length] % 2 == 0 and left[length]:
-            left[length] -= 1
-            found[length].append(tokens[:length])
-            held.add(name)
+        if seen[length] % 2 == 0 and remaining[length]:
+            remaining[length] -= 1
+            sequences[length].append(tokens[:length])
+            held_out.add(key)
         else:
-            others.add(name)
+            trained_on.add(key)
     if missing:
         raise _no_document(source, bins, min(missing), longest)
-    if wanted and not held:
+    if held_out_lengths and not held_out:
         raise UserError(
-            f"--data {source}: there is but one document for each of --lengths {list(found)}: validation needs another"
+            f"--data {source}: there is only one document for each of --lengths {list(sequences)}: validation needs "
+            "another"
         )
     remark = count.remark(bins.lengths[0], all_read=text is None)
-    return [tokens for length in sorted(found) for tokens in found[length]], frozenset(held), remark
+    return (
+        [tokens for length in sorted(sequences) for tokens in sequences[length]],
+        frozenset(held_out),
+        remark,
+    )
 
 
 def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserError:
@@ -183,10 +196,8 @@ def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserErro
 
 
 class DocumentSequences(grain.IterDataset[TokenRows]):
-    """The steps of a run, made of documents. Each row is the next document of the step's length, and each length has
-    its own reader.
-
-    Documents whose digests are in `held_out` are skipped.
+    """The steps of a run, with one document in each row. Each length has its own reader, and a row is the reader's next
+    document of that length. Documents with digests in `held_out` are skipped.
     """
 
     def __init__(
@@ -221,11 +232,11 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
             raise StopIteration
         length = int(self._data.step_lengths[self._step])
         self._step += 1
-        return np.stack([self._one(length) for _ in range(self._data.rows)])
+        return np.stack([self._next_row(length) for _ in range(self._data.rows)])
 
-    def _one(self, length: int) -> Int[np.ndarray, " t"]:
+    def _next_row(self, length: int) -> Int[np.ndarray, " t"]:
         bins, reader, longest, passes = self._data.bins, self._readers[length], 0, 0
-        while passes < 2:  # the first pass may have begun in the middle
+        while passes < 2:  # the first pass may have started in the middle
             text = reader.next()
             if text is None:
                 passes += 1
@@ -247,18 +258,18 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
 
 
 class Data(NamedTuple):
-    """A run's data. A sequence is either its tokens, int32 [t], or a mapping with the tokens under `tokens` and arrays
-    [t …] that belong to them."""
+    """A run's data. A sequence is either an array of tokens, int32 [t], or a mapping with the tokens under `tokens` and
+    other arrays [t …]."""
 
     sequences: grain.DatasetIterator
-    """The batches of this process's rows, [b …], one for each step and of that step's length."""
+    """The batches of this process's rows, [b …], one for each step."""
     held_out: list[Any]
     """The held-out sequences, the same in every process."""
     remark: str = ""
-    """A line that says how much of the documents is left out, empty if nothing is."""
+    """A line that says how much text is left out, empty if nothing is."""
     held_rows: HeldRows | None = None
-    """The held-out rows if an update's rows are not sequences of tokens (`Recipe.row`). Then `sequences` gives such
-    rows, too, and `held_out` is only for the report."""
+    """The held-out rows if an update's rows are not sequences of tokens (`Recipe.row`). In this case `sequences` yields
+    such rows, too, and `held_out` is only for the report."""
 
     @property
     def held_out_tokens(self) -> list[Int[np.ndarray, " _"]]:
@@ -267,13 +278,13 @@ class Data(NamedTuple):
 
 
 Open = Callable[["Decoder", Rows, Path, Callable[[str], None]], Data]
-"""A function that opens the data of a recipe that makes its own (`Recipe.collect`). Its arguments are the model, this
+"""A function that opens data which a recipe makes itself (`Recipe.collect`). Its arguments are the model, this
 process's rows, the run's folder and a function that prints a line."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """The requirements of a run on its data."""
+class DataRequest:
+    """The data that a run asks for."""
 
     source: str
     """`builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed)."""
@@ -293,39 +304,39 @@ class Wanted:
     """The text before a document in the user's turn."""
 
     def open(self, source: str) -> Callable[[int, int], Reader]:
-        """Call `open_source` with pieces of .txt files that are long enough to fill the longest sequence."""
+        """Call `open_source`. .txt files are cut into pieces that are long enough to fill the longest sequence."""
         return open_source(source, self.seed, 16 * max(self.lengths), chat_check(self.tokenizer))
 
 
-def open_data(wanted: Wanted) -> Data:
+def open_data(request: DataRequest) -> Data:
     """Open the run's data, in which each sequence is one document cut to its length.
 
     Raises:
         UserError: there is no such data, no text in it, or no document long enough for one of the lengths.
     """
-    if wanted.source == "builtin":
-        return open_builtin(wanted)
-    longest, rows = max(wanted.lengths), wanted.rows
-    bins = Bins(tuple(wanted.lengths), Encoder(wanted.tokenizer, wanted.instruction, longest))
-    readers, source = wanted.open(wanted.source), wanted.source
-    held, trained = wanted.validation.tolist(), sorted(set(wanted.step_lengths.tolist()))
-    sequences, held_out, remark = hold_out(readers(0, 1), bins, held, trained, source)
-    own = lambda: readers(rows.group, rows.groups)  # noqa: E731
-    dataset = DocumentSequences(own, bins, rows.count, wanted.step_lengths, source, held_out)
+    if request.source == "builtin":
+        return open_builtin(request)
+    longest, rows = max(request.lengths), request.rows
+    bins = Bins(tuple(request.lengths), Encoder(request.tokenizer, request.instruction, longest))
+    readers, source = request.open(request.source), request.source
+    validation, trained = request.validation.tolist(), sorted(set(request.step_lengths.tolist()))
+    sequences, held_out, remark = hold_out(readers(0, 1), bins, validation, trained, source)
+    own_readers = functools.partial(readers, rows.group, rows.groups)
+    dataset = DocumentSequences(own_readers, bins, rows.count, request.step_lengths, source, held_out)
     return Data(prefetched(dataset), sequences, remark)
 
 
 def prefetched(dataset: grain.IterDataset) -> grain.DatasetIterator:
-    """Return the steps of a data set, read ahead by a thread while the devices compute."""
+    """Return an iterator over a data set's steps, which a thread reads ahead while the devices compute."""
     return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2))
 
 
-Made = Callable[[int, int, int], Any]
+MakeSequence = Callable[[int, int, int], Any]
 """A function that makes a sequence from a seed, an index and a length."""
 
 
-def tasks_and_text(split: Literal["train", "evaluate"]) -> Made:
-    """Return the function that makes sequences of the built-in tasks and text (`kvjax.tasks.mixture`) as tokens."""
+def tasks_and_text(split: Literal["train", "evaluate"]) -> MakeSequence:
+    """Return the function that makes token sequences of the built-in tasks and text (`kvjax.tasks.mixture`)."""
     from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
 
     mixture = Mixture(builtin_vocabulary(), builtin_text(split))
@@ -333,26 +344,28 @@ def tasks_and_text(split: Literal["train", "evaluate"]) -> Made:
 
 
 def open_builtin(
-    wanted: Wanted, make: Callable[[Literal["train", "evaluate"]], Made] = tasks_and_text
+    request: DataRequest, make: Callable[[Literal["train", "evaluate"]], MakeSequence] = tasks_and_text
 ) -> Data:
-    """Open sequences in the built-in model's tokens. They are made of the packaged training text, held-out ones of the
-    evaluation text. Sequence i of the run is made from index i, for any number of processes.
+    """Open sequences in the built-in model's tokens, made of the packaged training text. The held-out sequences are
+    made of the evaluation text. Sequence i of the run is made from index i, whatever the number of processes.
 
     Raises:
         UserError: a length is too short for the built-in tasks.
     """
-    rows, step_lengths, seed = wanted.rows, wanted.step_lengths, wanted.seed
-    if (least := step_lengths.min()) < SHORTEST_BUILTIN:
+    rows, step_lengths, seed = request.rows, request.step_lengths, request.seed
+    if (shortest := step_lengths.min()) < SHORTEST_BUILTIN:
         raise UserError(
-            f"--lengths {least}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
+            f"--lengths {shortest}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
         )
-    trained, held = make("train"), make("evaluate")
+    make_trained, make_held_out = make("train"), make("evaluate")
 
     def step(index: int) -> Any:
         first, length = index * rows.total, int(step_lengths[index])
-        return stack([trained(seed, first + row, length) for row in range(rows.start, rows.stop)])
+        return stack([make_trained(seed, first + row, length) for row in range(rows.start, rows.stop)])
 
     steps = grain.MapDataset.range(len(step_lengths)).map(step)
     sequences = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
-    lengths = wanted.validation.tolist()
-    return Data(sequences, [held(seed, FIRST_HELD_OUT + i, length) for i, length in enumerate(lengths)])
+    lengths = request.validation.tolist()
+    return Data(
+        sequences, [make_held_out(seed, FIRST_HELD_OUT + i, length) for i, length in enumerate(lengths)]
+    )

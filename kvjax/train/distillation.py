@@ -19,8 +19,9 @@ from kvjax.train.validation import by_length
 def distillation(
     model: Decoder, policies: Mapping[str, Policy], sequences: Sequence[Int[np.ndarray, " _"]]
 ) -> dict[str, float | None]:
-    """Return each policy's mean squared difference from the final hidden states of full attention, over whole
-    sequences. It is None for a policy that evicts or selects: its admission alone does not say what a token sees."""
+    """Return the mean squared difference between the final hidden states under each policy and those of full attention,
+    over whole sequences. It is None for a policy that evicts or selects, since its admission alone does not determine
+    what a token sees."""
     shape = model.config.num_full_layers, model.config.num_kv_heads
     with use_mesh(model):
         methods = {
@@ -31,12 +32,12 @@ def distillation(
         errors: dict[str, list[Any]] = {name: [] for name in methods}
         shards = batch_shards()
         for group in by_length(sequences, shards):
-            # each shard needs a row, so the last row is repeated
+            # each shard needs a row, so the last one is repeated
             tokens = put(np.stack([group[min(row, len(group) - 1)] for row in range(shards)]), BATCH, None)
             teacher = _teacher(model, tokens)
             for name, method in methods.items():
-                own = np.asarray(_errors(method, model, tokens, teacher))
-                errors[name].extend(own[: len(group)])
+                method_errors = np.asarray(_errors(method, model, tokens, teacher))
+                errors[name].extend(method_errors[: len(group)])
     return {name: float(np.mean(errors[name])) if name in errors else None for name in policies}
 
 

@@ -16,6 +16,7 @@ from kvjax.files import UTF16, check_regular, is_there, not_utf8
 from kvjax.train.conversation import COLUMNS, document
 
 BLOCK_LINES = 1024
+"""The number of lines of a .jsonl file that are read together."""
 LONGEST_LINE = 256 << 20
 """The limit of a .jsonl line, in bytes."""
 CHUNK = 1 << 24
@@ -26,13 +27,13 @@ Check = Callable[[str], object]
 
 
 def digest(text: str) -> bytes:
-    """Return a hash of a document, by which copies of held-out documents are kept out of training."""
+    """Return a hash of a document. It keeps copies of held-out documents out of training."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of `count` documents that are read together from `file`, at `start` (a byte, or a parquet row group)."""
+    """A block of `count` documents that are read together from `file`. `start` is a byte or a parquet row group."""
 
     file: Path
     start: int
@@ -46,14 +47,14 @@ class Block:
 class Documents:
     """The documents of a file or of a folder's files. `seed` shuffles the blocks, and the documents within a block.
 
-    A .txt file is one document, or one for every `piece` bytes of a long file. A .jsonl file has one a line, a text
-    under `text` or a chat under `messages`. A .parquet file has a column of either name. All files are read and checked
-    here, so that no training fails after hours at a line that it cannot use. Documents without text become empty texts,
-    with one warning.
+    A .txt file is one document; a long one is cut into documents of `piece` bytes. A .jsonl file has one document per
+    line, a text under `text` or a chat under `messages`. A .parquet file has a column of either name. All files are
+    read and checked here, so that no training fails after hours at a line that it cannot use. Documents without text
+    become empty texts, with one warning.
 
     Raises:
-        UserError: there is no such file, its kind is none of these, it cannot be read or has no text, a record is no
-            document (with its file and line), or `check` refuses one.
+        UserError: there is no such file, it is of another kind, it cannot be read or has no text, a record is not a
+            document (the message has its file and line), or `check` refuses a document.
     """
 
     def __init__(self, path: Path, seed: int, piece: int, check: Check = lambda text: None):
@@ -76,17 +77,17 @@ class Documents:
         if empty == len(self):
             raise UserError(f"--data {path}: there is no text in it")
         if empty:
-            what = f"{empty:,} of {len(self):,} documents have no text and are skipped"
-            warn(f"--data {path}: {what}", stacklevel=2)
+            message = f"{empty:,} of {len(self):,} documents have no text and are skipped"
+            warn(f"--data {path}: {message}", stacklevel=2)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> str:
-        at = int(np.searchsorted(self._ends, index, side="right"))
-        block = self._blocks[at]
-        inside = index - (int(self._ends[at]) - block.count)
-        return self._read(block)[self._order[at][inside]]
+        position = int(np.searchsorted(self._ends, index, side="right"))
+        block = self._blocks[position]
+        offset = index - (int(self._ends[position]) - block.count)
+        return self._read(block)[self._order[position][offset]]
 
 
 def _blocks(file: Path, piece: int, check: Check) -> list[Block]:
@@ -110,9 +111,9 @@ def _read(block: Block) -> list[str]:
 
 
 def _text_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
-    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with file.open("rb") as opened:
-        begin = opened.read(2)
+        first_bytes = opened.read(2)
         opened.seek(0)
         while True:
             data = opened.read(CHUNK)
@@ -120,52 +121,52 @@ def _text_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]
             try:
                 decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                offset = at - pending + error.start
+                offset = position - pending + error.start
                 raise UserError(
-                    f"--data {file}: {not_utf8(begin, error.object[error.start], offset)}"
+                    f"--data {file}: {not_utf8(first_bytes, error.object[error.start], offset)}"
                 ) from None
             if (zero := data.find(0)) >= 0:
-                raise UserError(f"--data {file}: is not text, byte {at + zero} is 0")
+                raise UserError(f"--data {file}: is not text, byte {position + zero} is 0")
             if not data:
                 return [Block(file, start, piece, 1) for start in range(0, size, piece)]
-            at += len(data)
+            position += len(data)
 
 
 def _read_text(block: Block) -> list[str]:
     with block.file.open("rb") as file:
         file.seek(block.start)
         data = file.read(block.size)
-    # the file is known to be UTF-8, so only a character that is cut at the border of a piece is dropped
+    # the file was checked to be UTF-8, so only characters cut at the border of a piece are dropped
     text = data.decode("utf-8", errors="ignore").removeprefix("\ufeff")
     return [text if text.strip() else ""]
 
 
 def _line_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
-    blocks, start, bytes_, count, empty, number, faults = [], 0, 0, 0, 0, 0, Faults(file, "line", check)
+    blocks, start, length, count, empty, number, faults = [], 0, 0, 0, 0, 0, Faults(file, "line", check)
     with file.open("rb") as lines:
         for line in iter(lambda: lines.readline(LONGEST_LINE), b""):
-            bytes_, count, number = bytes_ + len(line), count + 1, number + 1
+            length, count, number = length + len(line), count + 1, number + 1
             if len(line) == LONGEST_LINE:
                 raise UserError(f"--data {file}: line {number} is longer than {LONGEST_LINE >> 20} MiB")
             if number == 1 and line[:2] in UTF16:
                 raise UserError(f"--data {file}: {not_utf8(line, line[0], 0)}")
             empty += faults.is_empty(f"line {number}", _text_of, line)
             if count == BLOCK_LINES:
-                blocks.append(Block(file, start, bytes_, count, empty))
-                start, bytes_, count, empty = start + bytes_, 0, 0, 0
+                blocks.append(Block(file, start, length, count, empty))
+                start, length, count, empty = start + length, 0, 0, 0
     faults.refuse()
-    return [*blocks, Block(file, start, bytes_, count, empty)] if count else blocks
+    return [*blocks, Block(file, start, length, count, empty)] if count else blocks
 
 
 class Faults:
     """The first fault in a file's documents, and the number of faults."""
 
-    def __init__(self, file: Path, what: str, check: Check):
-        self._file, self._what, self._check, self._first, self._count = file, what, check, "", 0
+    def __init__(self, file: Path, unit: str, check: Check):
+        self._file, self._unit, self._check, self._first, self._count = file, unit, check, "", 0
 
     def is_empty(self, where: str, text_of: Callable[[Any], str], record: Any) -> bool:
-        """Check a document and return True if it has no text. A record that is no document is counted; a UserError of
-        `check` is raised."""
+        """Check a document and return True if it has no text. A record that is not a document is counted. A UserError
+        of `check` is raised."""
         try:
             text = text_of(record)
             self._check(text)
@@ -181,7 +182,7 @@ class Faults:
         """Raise UserError if there are faults."""
         if self._count:
             others = self._count - 1
-            more = f"; {others:,} more {self._what}{'s are' if others > 1 else ' is'} wrong" if others else ""
+            more = f"; {others:,} more {self._unit}{'s are' if others > 1 else ' is'} wrong" if others else ""
             raise UserError(f"--data {self._file}: {self._first}{more}")
 
 
@@ -196,7 +197,7 @@ def _read_lines(block: Block) -> list[str]:
 
 
 def _text_of(line: bytes) -> str:
-    """Return the document of a line, empty if it has no text. Raises ValueError if the line is no document."""
+    """Return the document of a line, empty if it has no text. Raises ValueError if the line is not a document."""
     if not line.strip():
         return ""
     try:
@@ -205,11 +206,11 @@ def _text_of(line: bytes) -> str:
         raise ValueError(not_utf8(line, line[error.start], error.start)) from None
     except (ValueError, RecursionError):
         raise ValueError(f"expected JSON, got {shown(line[:200].decode(errors='replace'))}") from None
-    return _checked(record)
+    return _valid_document(record)
 
 
-def _checked(record: Any) -> str:
-    """Return a record's document, empty if it has no text. Raises ValueError if it is no document or not Unicode."""
+def _valid_document(record: Any) -> str:
+    """Return a record's document, empty if it has no text. Raises ValueError if it is not a document or not Unicode."""
     text = document(record)
     try:
         text.encode()
@@ -230,13 +231,14 @@ def _parquet_blocks(file: Path, size: int, piece: int, check: Check) -> list[Blo
                 rows = _rows(parquet, group, name)
                 places = (f"row {row} of row group {group}" for row in range(1, len(rows) + 1))
                 empty = sum(
-                    faults.is_empty(place, _checked, row) for place, row in zip(places, rows, strict=True)
+                    faults.is_empty(place, _valid_document, row)
+                    for place, row in zip(places, rows, strict=True)
                 )
                 blocks.append(Block(file, group, 1, len(rows), empty))
     except UserError:
         raise
     except Exception as error:  # pyarrow raises many kinds for a damaged file
-        raise UserError(f"--data {file}: is no whole parquet file ({error})") from None
+        raise UserError(f"--data {file}: is not a complete parquet file ({error})") from None
     faults.refuse()
     return blocks
 
@@ -246,7 +248,7 @@ def _read_parquet(block: Block) -> list[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(block.file) as parquet:
-            return [_checked(row) for row in _rows(parquet, block.start, _column(block.file, parquet))]
+            return [_valid_document(row) for row in _rows(parquet, block.start, _column(block.file, parquet))]
     except UserError:
         raise
     except Exception as error:
@@ -270,4 +272,4 @@ KINDS = {
     ".jsonl": (_line_blocks, _read_lines),
     ".parquet": (_parquet_blocks, _read_parquet),
 }
-"""The functions of each kind of file: one that finds and checks its blocks, and one that reads a block."""
+"""Two functions for each kind of file: one finds and checks its blocks, the other reads a block."""

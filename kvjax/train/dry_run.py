@@ -1,4 +1,4 @@
-"""The `--dry-run` of a training: it checks the options against the model's shape and says how much it would train."""
+"""The `--dry-run` of a training: it checks the options against the model's shape and says what would be trained."""
 
 import jax
 
@@ -11,7 +11,7 @@ from kvjax.train.run import plan
 
 
 def dry_run(config: Recipe) -> str:
-    """Check a training without weights, data or network, and return a text that says what it would train.
+    """Check a training without weights, data or network, and return a description of what it would train.
 
     Raises:
         UserError: the options do not fit the model, or the model's shape is not known.

@@ -1,4 +1,4 @@
-"""Training of KVPOP's scorers: under the mask of inference, towards the attention that tokens get later."""
+"""Training of KVPOP's scorers: under the mask of inference they learn the attention that tokens get later."""
 
 from typing import Any, Literal
 
@@ -23,18 +23,18 @@ FLOOR = -30.0
 class KVPOPTraining:
     """The mask and the score loss of scorers in training (KVPOP, Sec. 3.3 and 3.4; App. D).
 
-    The mask is that of a cache of `max_entries` entries, and has no gradient. The target of a token is the logarithm of
-    the attention that queries pay to it once it has left the window, in this model and under this mask. It is the
-    largest among the query heads of its group.
+    The mask is that of a cache of `max_entries` entries and has no gradient. The target of a token is the logarithm of
+    the attention that it gets after it has left the window, in this model and under this mask. It is the maximum over
+    the query heads of its group.
     """
 
     admission: KVPOP
     """The placed admission: its numbers have a leading layer axis."""
     over: Literal["kept", "all"] = static(default="kept")
-    """The keys over which a query's attention sums to 1: those that it sees, so that an evicted key may get more than
-    1; or all keys before it."""
+    """The keys over which a query's attention sums to 1. kept: the keys that it sees, so that an evicted key may get
+    more than 1; all: all keys before it."""
     falls: bool = static(default=True)
-    """True if targets fall with positions as scores do."""
+    """True if targets fall with position as scores do."""
     temperature: float = static(default=1.0)
     """The temperature of the loss."""
 
@@ -50,17 +50,17 @@ class KVPOPTraining:
         assert admission.window is not None
         target = self.target(step, lse)
         competes = jnp.broadcast_to(step.position[:, None] >= admission.sink, target.shape)
-        chosen = admission.max_retained - admission.sink
-        told = {"window": admission.window, "temperature": self.temperature}
-        return boundary_loss(state, target, competes, chosen, **told)
+        max_chosen = admission.max_retained - admission.sink
+        options = {"window": admission.window, "temperature": self.temperature}
+        return boundary_loss(state, target, competes, max_chosen, **options)
 
     def target(self, step: Step, lse: Float[Array, "b n t"]) -> Float[Array, "b k t"]:
-        """Return the target of each token: the logarithm of its attention, `FLOOR` if no query attends to it. If
-        `falls`, it falls as if from position 0 on, like `KVPOP.priority`."""
+        """Return the target of each token: the logarithm of its attention, at least `FLOOR`. If `falls`, it falls with
+        position from 0 on, as `KVPOP.priority` does."""
         admission = self.admission
         q, k, v, lse = jax.lax.stop_gradient((step.q, step.k, step.v, lse))
         if self.over == "all":
             lse = vertical_slash(q, k, v, window=1)[1]
-        counted = {"over": "logsumexp", "group": "max", "offset": admission.window, "lse": lse}
-        mass = jnp.maximum(attention_mass(q, k, **counted), FLOOR)
-        return jax.lax.stop_gradient(admission.fallen(mass, step.position)) if self.falls else mass
+        options = {"over": "logsumexp", "group": "max", "offset": admission.window, "lse": lse}
+        mass = jnp.maximum(attention_mass(q, k, **options), FLOOR)
+        return jax.lax.stop_gradient(admission.decayed(mass, step.position)) if self.falls else mass

@@ -1,8 +1,8 @@
 """The report of a run on a model other than the built-in one: scores on held-out text and on tasks, by KV size.
 
-Every row is measured through the paged cache. Contexts are read in four chunks. Then the end of a text is predicted,
-each token after the true ones before it, or a task's questions are asked. The report compares the full cache with a
-sweep of the trained policy (`Recipe.sweep`). The distillation loss is measured on the same sequences, whole.
+Every row is measured through the paged cache. Contexts are read in four chunks. Then the end of a text is predicted
+(each token after the true tokens before it), or a task's questions are asked. The report compares the full cache with a
+sweep of the trained policy (`Recipe.sweep`). The distillation loss is measured on the same sequences as a whole.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from numpy import ndarray
 from kvjax.errors import UserError
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import default_chunk
-from kvjax.evaluate.measuring import Manner, measure
+from kvjax.evaluate.measuring import MeasureSettings, measure
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.tasks.registry import open_task
@@ -29,15 +29,15 @@ from kvjax.train.distillation import distillation
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.report import draw_heads
 
-PREDICTED = {"default": 128, "full": None}
-"""The maximum number of tokens to predict, of the last eighth of each held-out sequence, by --report; None: all of it.
+MAX_PREDICTED = {"default": 128, "full": None}
+"""The maximum number of tokens that are predicted of the last eighth of each held-out sequence, by --report; None: all.
 """
 SAMPLES = {"default": 16, "full": 64}
 """The number of contexts of each task of --tasks, by --report. Their seeds do not depend on the run's."""
-TOKENS = 16384
-"""The number of tokens of the contexts that are read at a time; more if the mesh has more sequences at a time."""
-OF_FILES = "documents", "text", "qa_1", "qa_2"
-"""Tasks that are made of files, which a training run does not take."""
+TOKENS_AT_ONCE = 16384
+"""The number of context tokens that are read at a time, unless the mesh needs more sequences."""
+FILE_TASKS = "documents", "text", "qa_1", "qa_2"
+"""Tasks that are made of files, which a training run does not have."""
 TEXT, FULL = "held-out text", "full"
 
 
@@ -50,15 +50,15 @@ class Row:
     policy: str
     """The policy string, without gates."""
     kv_ratio: float
-    """The entries relative to the full cache's, once the contexts were read."""
+    """The number of entries after the contexts were read, relative to the full cache."""
     footprint: float
-    """The KV footprint: entries held over all steps, relative to full attention's."""
+    """The KV footprint: entries held over all steps, relative to full attention."""
     score: float
-    """The task's own score; for text the share of next tokens that agree with the full cache's."""
+    """The task's own score; for text the share of next tokens that agree with those of the full cache."""
     perplexity: float | None
     """The perplexity of a text's tokens; None for a task."""
     distillation: float | None
-    """The mean squared difference of final hidden states from full attention's on text; None for a task, or for a
+    """The mean squared difference from the final hidden states of full attention on text; None for a task, or for a
     policy that evicts or selects."""
     answers: int
     """The number of answers; for text the number of predicted tokens."""
@@ -68,15 +68,15 @@ def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:
     """Return `count` samples of each task of --tasks, as long as the longest training sequence. Raises UserError for a
     task that is not for the model or for that length."""
     inputs = Inputs(config.model)
-    made = {}
+    samples = {}
     for name in config.tasks:
-        if name in OF_FILES:
+        if name in FILE_TASKS:
             raise UserError(
                 f"--tasks {name} is made of files, which kvjax.evaluate takes and a training run does not"
             )
-        made[name] = open_task(name, inputs).samples(Split(0, count), count, config.most_tokens)
-        check_separable(name, made[name])
-    return made
+        samples[name] = open_task(name, inputs).samples(Split(0, count), count, config.most_tokens)
+        check_separable(name, samples[name])
+    return samples
 
 
 def report(
@@ -93,13 +93,13 @@ def report(
 
     Args:
         validation: the run's last validation.
-        summary: lines that say where the export is, its last validation and how it is used.
+        summary: lines with the folder of the export, its last validation and the commands that use it.
     """
-    how = str(config.report)
-    tasks = {TEXT: [continuation(tokens, most=PREDICTED[how]) for tokens in held_out]}
-    tasks |= task_samples(config, SAMPLES[how])
+    detail = str(config.report)
+    tasks = {TEXT: [continuation(tokens, most=MAX_PREDICTED[detail]) for tokens in held_out]}
+    tasks |= task_samples(config, SAMPLES[detail])
     sweep = config.sweep(params, model, held_out)
-    policies = {f"{config.method}:{told}".rstrip(":"): policy for told, policy in sweep.items()}
+    policies = {f"{config.method}:{arguments}".rstrip(":"): policy for arguments, policy in sweep.items()}
     losses = distillation(model, policies, held_out) | {FULL: 0.0}
     rows, rates = compare(model, policies, tasks, losses, shards=config.mesh.batch_shards, say=say)
     soft = None if config.soft is None else validation.numbers[config.soft]
@@ -117,48 +117,48 @@ def compare(
     say: Callable[[str], None],
 ) -> tuple[list[Row], Float[ndarray, "l k"]]:
     """Measure the full cache and every policy on every task. Return the rows, by task and ascending size, and the share
-    of tokens that the first policy keeps in each head on the first task. Texts whose answer is given are scored by
-    their agreement with the full cache."""
+    of tokens that the first policy keeps in each head on the first task. Texts are scored by their agreement with the
+    full cache."""
     rows: list[Row] = []
     rates = None
     for task, samples in tasks.items():
         longest = max(len(sample.context) for sample in samples)
-        manner = Manner(batch=max(shards, TOKENS // longest), chunk=default_chunk(longest))
-        full = measure(model, make_policy(FULL, model=model), samples, manner)
+        settings = MeasureSettings(batch=max(shards, TOKENS_AT_ONCE // longest), chunk=default_chunk(longest))
+        full = measure(model, make_policy(FULL, model=model), samples, settings)
         if full.perplexity is not None:
             full = dataclasses.replace(full, score=1.0)  # it agrees with itself
-        found, scored = {FULL: full}, score_agreements(samples, full.outputs)
+        results, scored_samples = {FULL: full}, score_agreements(samples, full.outputs)
         for name, policy in policies.items():
-            found[name] = one = measure(model, policy, scored, manner)
-            rates = one.rates if rates is None else rates
-            say(f"{task}: {name} {100 * one.score:.1f}% at {one.kv_ratio:.3f} of the cache")
-        own = [
+            results[name] = result = measure(model, policy, scored_samples, settings)
+            rates = result.rates if rates is None else rates
+            say(f"{task}: {name} {100 * result.score:.1f}% at {result.kv_ratio:.3f} of the cache")
+        task_rows = [
             Row(
-                *(task, name, one.kv_ratio, one.footprint, one.score, one.perplexity),
-                *(losses.get(name) if task == TEXT else None, one.answers),
+                *(task, name, result.kv_ratio, result.footprint, result.score, result.perplexity),
+                *(losses.get(name) if task == TEXT else None, result.answers),
             )
-            for name, one in found.items()
+            for name, result in results.items()
         ]
-        rows += sorted(own, key=lambda row: (row.kv_ratio, row.policy == FULL))
+        rows += sorted(task_rows, key=lambda row: (row.kv_ratio, row.policy == FULL))
     assert rates is not None
     return rows, rates
 
 
 def table(rows: Sequence[Row], soft: float | None = None) -> str:
-    """Return the rows as a Markdown table. `soft`: the distillation loss as trained, without a threshold."""
+    """Return the rows as a Markdown table. `soft`: the distillation loss of soft masks, as in training."""
     names = "task", "policy", "KV size", "KV footprint", "score", "perplexity", "distillation", "answers"
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     lines += [
         f"| {row.task} | {row.policy} | {row.kv_ratio:.3f} | {row.footprint:.3f} | {100 * row.score:.1f}% | "
-        f"{_short(row.perplexity)} | {_short(row.distillation)} | {row.answers} |"
+        f"{_format(row.perplexity)} | {_format(row.distillation)} | {row.answers} |"
         for row in rows
     ]
     if soft is not None:
-        lines.append(f"| {TEXT} | soft, as trained | | | | | {_short(soft)} | |")
+        lines.append(f"| {TEXT} | soft, as trained | | | | | {_format(soft)} | |")
     return "\n".join(lines)
 
 
-def _short(number: float | None) -> str:
+def _format(number: float | None) -> str:
     return "" if number is None else f"{number:.4g}"
 
 

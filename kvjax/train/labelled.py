@@ -1,4 +1,4 @@
-"""The base class of recipes whose loss needs document borders and labelled tokens: natural text, or hidden passkeys."""
+"""The base class of recipes that need document borders and labelled tokens: natural text, or hidden passkeys."""
 
 import dataclasses
 import functools
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.decoder import Decoder
-from kvjax.train.data import Data, Made, Wanted, open_builtin
+from kvjax.train.data import Data, DataRequest, MakeSequence, open_builtin
 from kvjax.train.packing import StreamEncoder
 from kvjax.train.packs import Labelled, labelled, natural, open_packs
 from kvjax.train.passkeys import ORDINALS, Passkeys, Text
 from kvjax.train.recipe import Recipe, Rule
 
-ASKED = 0.6, 0.1, 0.1, 0.0
-"""The shares of `kvjax.tasks.Mixture` if only answers are learned. Plain text has no answers, so its share is 0."""
+ANSWER_SHARES = 0.6, 0.1, 0.1, 0.0
+"""The shares of `kvjax.tasks.Mixture` if only answers are learned. Plain text has none, so its share is 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +39,19 @@ class LabelledRecipe(Recipe):
 
     def rules(self) -> Iterator[Rule]:
         yield from super().rules()
-        shown, count, one = ", ".join(self.sources), len(self.sources), not self.also
-        yield len(set(self.sources)) == count, "--data and --also", "sources that are named once", shown
-        yield one or "builtin" not in self.sources, "--data and --also", "files or hub data sets", shown
-        told = "left out without --also" if one else f"{count} weights, one for each of {shown}"
-        yield len(self.mix) == (0 if one else count), "--mix", told, list(self.mix)
+        listed, count, single = ", ".join(self.sources), len(self.sources), not self.also
+        yield len(set(self.sources)) == count, "--data and --also", "sources that are named once", listed
+        yield single or "builtin" not in self.sources, "--data and --also", "files or hub data sets", listed
+        expected = "left out without --also" if single else f"{count} weights, one for each of {listed}"
+        yield len(self.mix) == (0 if single else count), "--mix", expected, list(self.mix)
         yield all(weight > 0 for weight in self.mix), "--mix", "weights above 0", list(self.mix)
         yield 1 <= self.passkeys <= len(ORDINALS), "--passkeys", f"from 1 to {len(ORDINALS)}", self.passkeys
         yield self.words >= 1, "--words", "at least 1", self.words
-        told = "left out where none are hidden in documents (--data-kind passkeys, --data not builtin)"
-        read = self.data_kind == "passkeys" and self.data != "builtin"
+        expected = "left out where none are hidden in documents (--data-kind passkeys, --data not builtin)"
+        uses_passkeys = self.data_kind == "passkeys" and self.data != "builtin"
         for name in ("passkeys", "words"):
             value = getattr(self, name)
-            yield read or value == getattr(LabelledRecipe, name), f"--{name}", told, value
+            yield uses_passkeys or value == getattr(LabelledRecipe, name), f"--{name}", expected, value
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -59,26 +59,29 @@ class LabelledRecipe(Recipe):
         return self.data, *self.also
 
     def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        kinds = {"tokens": jnp.int32, "document": jnp.int32, "labelled": jnp.bool_}
-        return {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in kinds.items()}
+        dtypes = {"tokens": jnp.int32, "document": jnp.int32, "labelled": jnp.bool_}
+        return {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in dtypes.items()}
 
-    def open_data(self, wanted: Wanted) -> Data:
-        if wanted.source == "builtin":
-            return open_builtin(wanted, functools.partial(_builtin, self.data_kind == "passkeys"))
-        encode, finish = StreamEncoder(wanted.tokenizer), natural
+    def open_data(self, request: DataRequest) -> Data:
+        if request.source == "builtin":
+            return open_builtin(request, functools.partial(_make_builtin, self.data_kind == "passkeys"))
+        encode, finish = StreamEncoder(request.tokenizer), natural
         if self.data_kind == "passkeys":
-            encode = Text(wanted.tokenizer)
-            finish = Passkeys(wanted.tokenizer, wanted.seed, self.passkeys, self.words)
-            finish.check(min(wanted.lengths))
-        return open_packs(wanted, self.sources, self.mix or (1.0,), encode, finish)
+            encode = Text(request.tokenizer)
+            finish = Passkeys(request.tokenizer, request.seed, self.passkeys, self.words)
+            finish.check(min(request.lengths))
+        return open_packs(request, self.sources, self.mix or (1.0,), encode, finish)
 
 
-def _builtin(passkeys: bool, split: Literal["train", "evaluate"]) -> Made:
-    """Return the function that makes sequences of the built-in tasks, each one document. With `passkeys` the tasks all
-    ask for something hidden, and the answers are learned. Otherwise plain text is among them, and all tokens are."""
+def _make_builtin(passkeys: bool, split: Literal["train", "evaluate"]) -> MakeSequence:
+    """Return the function that makes sequences of the built-in tasks, each of which is one document. With `passkeys`
+    every task asks for something hidden, and the answers are learned. Otherwise there is plain text, too, and all
+    tokens are learned."""
     from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
 
-    mixture = Mixture(builtin_vocabulary(), builtin_text(split), ASKED if passkeys else Mixture.shares)
+    mixture = Mixture(
+        builtin_vocabulary(), builtin_text(split), ANSWER_SHARES if passkeys else Mixture.shares
+    )
 
     def make(seed: int, index: int, length: int) -> Labelled:
         tokens, weights = mixture(seed, index, length)

@@ -16,22 +16,22 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from kvjax.checkpoints.fingerprint import MadeFor
-from kvjax.checkpoints.folder import sign
+from kvjax.checkpoints.folder import write_made_for
 from kvjax.checkpoints.orbax import export
 from kvjax.cli.launch import start
 from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import own_values
-from kvjax.models.folder import find_model, speaks_builtin
-from kvjax.models.shapes import check_longest, fit_mesh, fit_mesh_to
+from kvjax.models.decoder import unfused_values
+from kvjax.models.folder import find_model, has_builtin_vocabulary
+from kvjax.models.shapes import fit_mesh, fit_mesh_to, warn_if_too_long
 from kvjax.policies import Policy
 from kvjax.train import memory
 from kvjax.train.batches import Rows
 from kvjax.train.checkpoints import Checkpoints, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
-from kvjax.train.data import Open, Wanted, draw_step_lengths
+from kvjax.train.data import DataRequest, Open, draw_step_lengths
 from kvjax.train.metrics import NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.reporting import check_report
@@ -60,20 +60,20 @@ class RunOutput:
     validation: Validation
     """The last validation."""
     held_out: Sequence[Int[np.ndarray, " _"]] = ()
-    """Sequences that were never trained on."""
+    """The held-out sequences, which were never trained on."""
 
 
 def check(config: Recipe) -> None:
-    """Raise UserError for everything that is known to fail before a device is used."""
+    """Raise UserError for every problem that can be found before a device is used."""
     folder = find_model(config.model)
     model = read_config(folder, weights=config.weights)
-    if config.data == "builtin" and not speaks_builtin(folder):
+    if config.data == "builtin" and not has_builtin_vocabulary(folder):
         raise UserError(
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
             "a folder or a hub data set"
         )
     if config.tasks:
-        if speaks_builtin(folder):
+        if has_builtin_vocabulary(folder):
             raise UserError(
                 "--tasks are for the report of another model than the built-in one, which has its own: leave them out"
             )
@@ -86,7 +86,7 @@ def check(config: Recipe) -> None:
 
 
 def check_shape(config: Recipe, model: ModelConfig) -> None:
-    """Raise UserError if the options do not fit a model of that shape."""
+    """Raise UserError if the options do not fit a model of this shape."""
     fit_mesh(config.mesh, model)
     if model.weights is not None and any(phase.trains_model for phase in config.phases()):
         raise UserError(
@@ -94,14 +94,16 @@ def check_shape(config: Recipe, model: ModelConfig) -> None:
         )
     for phase in config.phases():
         phase.check_model(model)
-    most = max(phase.most_tokens for phase in config.phases())
-    said = f"--lengths {most}: more tokens"
-    check_longest(model, most, said if config.unit == "sequences" else f"contexts of {most:,} tokens: more")
+    longest = max(phase.most_tokens for phase in config.phases())
+    subject = f"--lengths {longest}: more tokens"
+    warn_if_too_long(
+        model, longest, subject if config.unit == "sequences" else f"contexts of {longest:,} tokens: more"
+    )
 
 
 def train(config: Recipe) -> RunOutput:
-    """Train by `config` (from `parse`). Checkpoints and metrics are written on the way, and the parameters are exported
-    at the end.
+    """Train according to `config` (from `parse`). Checkpoints and metrics are written on the way. The parameters are
+    exported at the end.
 
     Raises:
         UserError: before the first update, for anything wrong with the model, the data, the folder or the devices;
@@ -109,37 +111,39 @@ def train(config: Recipe) -> RunOutput:
     """
     check(config)
     phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model))
-    one = jax.process_index() == 0
+    is_first = jax.process_index() == 0
     assert config.out is not None, "parse chose it"
-    without = check_report(config)
-    with jax.set_mesh(mesh), FolderLock(config.out, "--out", wanted=one) as lock:
-        model, rows, opens, tokens = _load(config, phases, mesh)
+    no_report = check_report(config)
+    with jax.set_mesh(mesh), FolderLock(config.out, "--out", wanted=is_first) as lock:
+        model, rows, open_data, tokens = _load(config, phases, mesh)
         dtypes = param_dtypes(phases, model)
         begins = np.cumsum([0, *(phase.steps for phase in phases)]).tolist()
         updates = tuple(map(make_update, phases, dtypes, begins))
-        beside = memory.check(phases, updates, dtypes, mesh, model)
-        # take the folder only after all errors that the user has to fix
-        folder = prepare_folder(config, write=one)
+        extra_bytes = memory.check(phases, updates, dtypes, mesh, model)
+        # take the folder only after everything that the user may have to fix was checked
+        folder = prepare_folder(config, write=is_first)
         lock.take()
-        with _ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            data = opens(model, rows, folder, _say)
-            begin = data.sequences.get_state()
+        with _explain_ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+            data = open_data(model, rows, folder, _say)
+            position = data.sequences.get_state()
             config.prepare(model, data.sequences, data.held_out, mesh, tokens, _say)
-            data.sequences.set_state(begin)
-            run = Run(config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates, tuple(beside))
+            data.sequences.set_state(position)
+            run = Run(
+                config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates, tuple(extra_bytes)
+            )
             state, first = run.begin(model)
             if config.report != "none":
-                without = without or check_report(config, _policy(config, state, model))
-            if without:
-                _say(without)
-            read = None if config.takes_model else model
-            del model  # a recipe that took the model over would otherwise have two copies
-            state, found = run.steps(state, first, read, tokens=tokens)
-            into = folder / config.exports
-            left = _export(run, len(phases) - 1, into, state, read, found)
-            if one:
-                config.draw(folder, found)
-            return left
+                no_report = no_report or check_report(config, _policy(config, state, model))
+            if no_report:
+                _say(no_report)
+            loaded = None if config.takes_model else model
+            del model  # otherwise a recipe that took over the model would have two copies
+            state, validation = run.steps(state, first, loaded, tokens=tokens)
+            exports = folder / config.exports
+            output = _export(run, len(phases) - 1, exports, state, loaded, validation)
+            if is_first:
+                config.draw(folder, validation)
+            return output
 
 
 def compute_share(config: Recipe) -> None:
@@ -151,8 +155,8 @@ def compute_share(config: Recipe) -> None:
     check(config)
     phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model), alone=True)
     with jax.set_mesh(mesh):
-        model, rows, opens, tokens = _load(config, phases, mesh)
-        data = opens(model, rows, config.out or Path(), _say)
+        model, rows, open_data, tokens = _load(config, phases, mesh)
+        data = open_data(model, rows, config.out or Path(), _say)
         config.prepare(model, data.sequences, data.held_out, mesh, tokens, _say)
 
 
@@ -164,48 +168,52 @@ def _say(text: str) -> None:
 
 def _policy(config: Recipe, state: TrainState, loaded: Decoder) -> Policy:
     """Return the policy that deploys a state."""
-    own, trained = config.split(state.params)
-    return config.deploy(own, loaded if trained is None else trained)
+    params, trained = config.split(state.params)
+    return config.deploy(params, loaded if trained is None else trained)
 
 
-def export_checkpoint(config: Recipe, step: int | None, into: Path | None) -> tuple[RunOutput, int, Path]:
-    """Export the parameters of a run's checkpoint, as the run does at its end. The run may still be going on.
+def export_checkpoint(
+    config: Recipe, step: int | None, destination: Path | None
+) -> tuple[RunOutput, int, Path]:
+    """Export the parameters of a run's checkpoint, as the run does at its end. The run may still be in progress.
 
     Args:
         config: the configuration of the run, from `parse` with --resume.
         step: the step of the checkpoint; None: the last one.
-        into: a new folder; None: the run's own.
+        destination: a new folder; None: the run's own.
 
     Returns:
         the exported model and parameters, the step and the folder.
 
     Raises:
-        UserError: there is no such checkpoint, `into` exists, or `train` would raise one for the same options.
+        UserError: there is no such checkpoint, `destination` exists, or `train` would raise one for the same options.
     """
     check(config)
     assert config.out is not None, "parse chose it"
     folder, saved = config.out / "checkpoints", saved_steps(config.out / "checkpoints")
     if not saved or step not in (None, *saved):
-        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        problem = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise UserError(
-            f"{folder} has {what}; it has those of steps {saved}" if saved else f"{folder} has {what}"
+            f"{folder} has {problem}; it has those of steps {saved}" if saved else f"{folder} has {problem}"
         )
-    step, own = saved[-1] if step is None else step, config.out / config.exports
-    if into is not None and into.resolve() != own.resolve() and into.exists():
-        raise UserError(f"--out {into} exists: name a new folder")
+    step, own_exports = saved[-1] if step is None else step, config.out / config.exports
+    if destination is not None and destination.resolve() != own_exports.resolve() and destination.exists():
+        raise UserError(f"--out {destination} exists: name a new folder")
     phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model))
     with jax.set_mesh(mesh):
-        model, rows, opens, _ = _load(config, phases, mesh)
-        data = opens(model, rows, config.out, _say)
+        model, rows, open_data, _ = _load(config, phases, mesh)
+        data = open_data(model, rows, config.out, _say)
         config.prepare(model, iter(()), data.held_out, mesh, 0, _say)
         with Checkpoints(folder, None) as checkpoints:
             run = Run(config, phases, config.out, mesh, rows, data, checkpoints, param_dtypes(phases, model))
             state, _ = run.restore(model, step)
-        at, read = run.phase(step), None if config.takes_model else model
+        phase, loaded = run.phase(step), None if config.takes_model else model
         del model
-        found = make_validate(phases[at], mesh, data.held_out, run.dtypes[at], data.held_rows)(state, read)
-        check_numbers(step, found.numbers, "held-out ")
-        return _export(run, at, into or own, state, read, found), step, into or own
+        validate = make_validate(phases[phase], mesh, data.held_out, run.dtypes[phase], data.held_rows)
+        validation = validate(state, loaded)
+        check_numbers(step, validation.numbers, "held-out ")
+        destination = destination or own_exports
+        return _export(run, phase, destination, state, loaded, validation), step, destination
 
 
 def _phases(config: Recipe) -> tuple[Recipe, ...]:
@@ -218,16 +226,16 @@ def _phases(config: Recipe) -> tuple[Recipe, ...]:
 
 
 def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder, Rows, Open, int]:
-    """Return the model, this process's rows, the function that opens the data, and the number of tokens of the whole
-    run, or of its rows if they are not sequences."""
+    """Return the model, this process's rows, a function that opens the data, and the number of tokens of the whole run
+    (the number of rows if these are not sequences)."""
     rows = Rows.of_this_process(mesh, config.rows)
     longest = max(phase.most_tokens for phase in phases)
-    if (own := config.collect()) is not None:
+    if (open_own := config.collect()) is not None:
         model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
-        return model, rows, own, rows.total * sum(phase.steps for phase in phases)
+        return model, rows, open_own, rows.total * sum(phase.steps for phase in phases)
     lengths = step_lengths(phases)
     last = phases[-1]
-    wanted = Wanted(
+    request = DataRequest(
         config.data,
         rows=rows,
         step_lengths=lengths,
@@ -237,7 +245,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
         instruction=config.instruction,
     )
-    data = config.open_data(wanted)
+    data = config.open_data(request)
     model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
     return model, rows, lambda *_: data, rows.total * int(lengths.sum())
 
@@ -250,27 +258,27 @@ def step_lengths(phases: Sequence[Recipe]) -> Int[np.ndarray, " steps"]:
 
 
 @contextlib.contextmanager
-def _ending(config: Recipe, folder: Path) -> Iterator[None]:
-    """Say how to go on after a run that ends early. A run that fails before its first checkpoint releases its folder;
-    one that is stopped keeps it."""
+def _explain_ending(config: Recipe, folder: Path) -> Iterator[None]:
+    """A context that adds to the errors of a run how to go on. A run that fails before its first checkpoint releases
+    its folder. A run that is stopped keeps it."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        raise type(stop)(stopped(config.method, folder)) from None
+        raise type(stop)(stopped_message(config.method, folder)) from None
     except Exception as error:
         if jax.process_index() == 0 and not saved_steps(folder / "checkpoints"):
             release_folder(folder)
         if isinstance(error, NotFiniteError):
-            raise UserError(not_finite(config, folder, error)) from None
+            raise UserError(not_finite_message(config, folder, error)) from None
         raise
 
 
-def stopped(method: str, folder: Path) -> str:
-    """Return a line that says how to go on with a run that a person or a batch system stopped."""
-    saved = saved_steps(folder / "checkpoints")
-    if saved:
+def stopped_message(method: str, folder: Path) -> str:
+    """Return a line that says how to go on with a run that was stopped by a person or a batch system."""
+    steps = saved_steps(folder / "checkpoints")
+    if steps:
         return (
-            f"the last checkpoint is of step {saved[-1]}: {resume_command(method, folder)} goes on from there"
+            f"the last checkpoint is of step {steps[-1]}: {resume_command(method, folder)} goes on from there"
         )
     return f"there is no checkpoint yet: {resume_command(method, folder)} begins again with the same options"
 
@@ -278,62 +286,65 @@ def stopped(method: str, folder: Path) -> str:
 def resume_command(method: str, folder: Path) -> str:
     """Return the command that resumes a run, or makes the report of a finished one."""
     command = ["python", "-m", "kvjax.train", "--resume", "--out", str(folder)]
-    return shlex.join([*command, *_told_again(method)])
+    return shlex.join([*command, *_method_option(method)])
 
 
-def _told_again(method: str) -> list[str]:
-    """Return the --method option for a method that is imported only if the command line names it, else nothing."""
+def _method_option(method: str) -> list[str]:
+    """Return the option --method if the method is a module, which is imported only if the command line names it."""
     return ["--method", method] if ":" in method else []
 
 
 def _export(
-    run: "Run", phase: int, into: Path, state: TrainState, loaded: Decoder | None, found: Validation
+    run: "Run",
+    phase: int,
+    destination: Path,
+    state: TrainState,
+    loaded: Decoder | None,
+    validation: Validation,
 ) -> RunOutput:
-    """Export the parameters of a phase's state into a folder. It is written atomically and replaces an older one."""
+    """Export the parameters of a phase's state into a folder, which is written atomically and replaces an older one."""
     recipe, params = run.phases[phase], round_parameters(state.params, run.dtypes[phase])
-    own, trained = recipe.split(params)
+    own_params, trained = recipe.split(params)
     model = loaded if trained is None else trained
     assert model is not None, f"{type(recipe).__name__} takes the model, so its split gives it back"
-    into.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (into.with_name(f".{into.name}.{word}") for word in ("new", "old"))
-    first = jax.process_index() == 0
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (destination.with_name(f".{destination.name}.{word}") for word in ("new", "old"))
+    is_first = jax.process_index() == 0
     with contextlib.ExitStack() as partial:
-        if first:
-            # an export that fails leaves nothing behind
+        if is_first:
+            # a failed export leaves nothing behind
             partial.callback(shutil.rmtree, new, ignore_errors=True)
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
         multihost_utils.sync_global_devices("the folder is there")
-        recipe.export(new, own, model, found)
-        made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
-        if first:
-            sign(new, made_for)
-        export(new / "orbax", own_values(params))
+        recipe.export(new, own_params, model, validation)
+        made_for = MadeFor.of(model, recipe.model if trained is None else str(destination / "model"))
+        if is_first:
+            write_made_for(new, made_for)
+        export(new / "orbax", unfused_values(params))
         if trained is not None:
             save_model(trained, new / "model", tokenizer_from=recipe.model)
         multihost_utils.sync_global_devices("everything is written")
-        if first:
+        if is_first:
             shutil.rmtree(old, ignore_errors=True)
-            if into.exists():
-                into.rename(old)
-            new.rename(into)
+            if destination.exists():
+                destination.rename(old)
+            new.rename(destination)
             shutil.rmtree(old, ignore_errors=True)
         multihost_utils.sync_global_devices("the folder has its name")
-    return RunOutput(model, own, run.mesh, run.folder, found, run.data.held_out_tokens)
+    return RunOutput(model, own_params, run.mesh, run.folder, validation, run.data.held_out_tokens)
 
 
-def not_finite(config: Recipe, folder: Path, error: NotFiniteError) -> str:
-    """Return a line that says why a run with numbers that are not finite stopped, what is kept, and how to go on."""
+def not_finite_message(config: Recipe, folder: Path, error: NotFiniteError) -> str:
+    """Return a line for a run that stopped since a number is not finite: which number, what is kept, how to go on."""
     total = sum(phase.steps for phase in config.phases())
     rate, saved = config.own_options().get("lr"), saved_steps(folder / "checkpoints")
-    left = "there is no checkpoint before it"
+    advice = "there is no checkpoint before it"
     if saved:
-        use = shlex.join(["python", "-m", "kvjax.export", str(folder), *_told_again(config.method)])
-        left = (
-            f"the last good checkpoint is of step {saved[-1]}, in {folder / 'checkpoints'}: {use} exports it"
-        )
-    told = "" if rate is None else f" than {rate:g}"
+        command = shlex.join(["python", "-m", "kvjax.export", str(folder), *_method_option(config.method)])
+        advice = f"the last good checkpoint is of step {saved[-1]}, in {folder / 'checkpoints'}: {command} exports it"
+    than = "" if rate is None else f" than {rate:g}"
     return (
-        f"step {error.step} of {total}: {error.what}: the run is stopped and exports nothing; {left}. If weights and "
-        f"data are right, start another run with a smaller --lr{told}"
+        f"step {error.step} of {total}: {error.what}: the run is stopped and exports nothing; {advice}. If weights and "
+        f"data are right, start another run with a smaller --lr{than}"
     )

@@ -12,8 +12,8 @@ from kvjax.policies.admission.head_pattern import heads_for
 
 
 def draw_weights(file: Path, weights: Float[np.ndarray, "l k"], sparsity: float | None) -> None:
-    """Draw the weights of each layer's kv heads and, next to them, the heads that keep the whole context at a sparsity.
-    With `sparsity` None these are the heads whose weight is at least 0.5."""
+    """Draw the weights of all kv heads and, next to them, the heads that keep the whole context at this sparsity. With
+    `sparsity` None these are the heads with a weight of at least 0.5."""
     layers, heads = weights.shape
     sheet = figure(2 * (2.2 + 0.3 * heads), 1.6 + 0.25 * layers)
     left, right = sheet.subplots(1, 2)
@@ -24,7 +24,7 @@ def draw_weights(file: Path, weights: Float[np.ndarray, "l k"], sparsity: float 
 
 
 def draw_course(file: Path, metrics: Path, panels: Sequence[Sequence[str]]) -> None:
-    """Draw scalars over the updates, from a run's metrics.jsonl. `panels`: the names of the scalars in each panel."""
+    """Draw scalars from a run's metrics.jsonl over the updates. `panels`: the names of the scalars in each panel."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [line for line in lines if "validation" not in line]
     sheet = figure(3.6 * len(panels), 2.8)

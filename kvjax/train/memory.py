@@ -1,4 +1,4 @@
-"""Memory of a device during a training run: the check before its first update, and the lines that report it."""
+"""Memory of a device during a training run: the check before its first update, and its description."""
 
 import math
 import re
@@ -26,65 +26,67 @@ def check(
     phases: Sequence[Recipe], updates: Sequence[Update], dtypes: Sequence[Any], mesh: Mesh, model: Decoder
 ) -> list[int]:
     """Check that the longest sequence of a run fits this machine's devices. A virtual CPU device has its share of the
-    host's memory. The run does not compile again what is compiled here.
+    host's memory. The run reuses the programs that are compiled here.
 
     Returns:
-        the bytes of a device that each phase's longest update takes in addition to model and state; 0 if its batches
+        the bytes per device that each phase's longest update takes in addition to model and state; 0 if its batches
         cannot be planned without the weights.
 
     Raises:
-        UserError: the longest sequence does not fit. The message says what would.
+        UserError: the longest sequence does not fit. The message names one that would.
     """
-    usable, beside = device_bytes(), []
+    usable, extra_bytes = device_bytes(), []
     shapes = jax.tree.map(_shape, model)
-    for index, (phase, own) in enumerate(zip(phases, updates, strict=True)):
-        read = None if phase.takes_model else shapes
-        state = abstract(lambda model, at=index: first_state(phases, dtypes, model, at), mesh, shapes)
+    for index, (phase, update) in enumerate(zip(phases, updates, strict=True)):
+        loaded = None if phase.takes_model else shapes
+        state = abstract(
+            lambda model, phase_index=index: first_state(phases, dtypes, model, phase_index), mesh, shapes
+        )
 
         def need(
-            length: int, phase: Recipe = phase, own: Any = own, read: Any = read, state: Any = state
+            length: int, phase: Recipe = phase, update: Any = update, loaded: Any = loaded, state: Any = state
         ) -> int:
-            arguments = state, read, batch_of(phase, mesh, length, shapes), np.int32(0)
-            return _need(own, arguments)
+            arguments = state, loaded, batch_of(phase, mesh, length, shapes), np.int32(0)
+            return _program_bytes(update, arguments)
 
         *shorter, longest = phase.lengths
         try:
-            wanted = need(longest)
+            needed = need(longest)
         except UserError:
-            beside.append(0)
+            extra_bytes.append(0)
             continue
-        if wanted <= usable:
-            beside.append(wanted - held(state, read))
+        if needed <= usable:
+            extra_bytes.append(needed - device_bytes_of(state, loaded))
             continue
-        would = next((length for length in reversed(shorter) if need(length) <= usable), None)
-        instead = f"--lengths up to {would} would fit" if would else "none of its lengths fits"
-        instead = instead if phase.unit == "sequences" else "a smaller --batch would"
-        taken = shown_bytes(wanted) if wanted < sys.maxsize else "more"
+        fitting = next((length for length in reversed(shorter) if need(length) <= usable), None)
+        remedy = f"--lengths up to {fitting} would fit" if fitting else "none of its lengths fits"
+        remedy = remedy if phase.unit == "sequences" else "a smaller --batch would"
+        size = shown_bytes(needed) if needed < sys.maxsize else "more"
         raise UserError(
-            f"an update of {phase.update_of(longest)} takes {taken} of a device that has {shown_bytes(usable)}: "
-            f"on --mesh {phase.mesh} {instead}"
+            f"an update of {phase.update_of(longest)} takes {size} of a device that has {shown_bytes(usable)}: "
+            f"on --mesh {phase.mesh} {remedy}"
         )
-    return beside
+    return extra_bytes
 
 
-def describe(recipe: Recipe, state: TrainState, model: Decoder | None, beside: int) -> str:
-    """Return a line with the bytes of a device by part. `beside`: the bytes that the update of the longest sequence
-    takes in addition, from `check`; 0: not known."""
+def describe(recipe: Recipe, state: TrainState, model: Decoder | None, extra: int) -> str:
+    """Return a line with the bytes per device of each part. `extra`: the bytes that the update of the longest sequence
+    takes in addition (`check`); 0: not known."""
     trees = {
         "weights": model,
         "trained parameters": state.params,
         "optimizer": state.opt,
         "held": state.constants,
     }
-    parts = {name: held(tree) for name, tree in trees.items()}
-    said = ", ".join(f"{name} {shown_bytes(number)}" for name, number in parts.items() if number)
-    longest = f"; an update of {recipe.update_of(max(recipe.lengths))} takes {shown_bytes(beside)} more"
-    return f"a device holds {shown_bytes(sum(parts.values()))}: {said}{longest if beside else ''}"
+    parts = {name: device_bytes_of(tree) for name, tree in trees.items()}
+    listed = ", ".join(f"{name} {shown_bytes(number)}" for name, number in parts.items() if number)
+    longest = f"; an update of {recipe.update_of(max(recipe.lengths))} takes {shown_bytes(extra)} more"
+    return f"a device holds {shown_bytes(sum(parts.values()))}: {listed}{longest if extra else ''}"
 
 
 def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder) -> Any:
-    """Return the shapes of the recipe's batch of an update. Raises UserError if they cannot be found without the
-    weights. `model`: shapes."""
+    """Return the shapes of the recipe's batch of an update. `model`: a model with shapes for arrays. Raises UserError
+    if the batch's shapes depend on the weights."""
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         spec = P(BATCH, *[None] * (x.ndim - 1))
@@ -95,36 +97,36 @@ def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder) -> Any:
         return jax.tree.map(lambda x: place(jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)), row)
     sequences = iter([np.zeros((recipe.rows, length), np.int32)])
     try:
-        made = next(recipe.batches(sequences, None if recipe.takes_model else model))
+        batch = next(recipe.batches(sequences, None if recipe.takes_model else model))
     except Exception as error:  # code of another package, which got shapes instead of arrays
         raise UserError(
             f"--method {recipe.method}: its batches cannot be planned without the model's weights ({error})"
         ) from None
 
-    return jax.tree.map(place, made)
+    return jax.tree.map(place, batch)
 
 
-def held(*trees: Any) -> int:
+def device_bytes_of(*trees: Any) -> int:
     """Return the bytes of arrays on one device, without padding."""
 
-    def one(leaf: Any) -> int:
+    def leaf_bytes(leaf: Any) -> int:
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
         width = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
         return math.prod(shape) * width
 
-    return sum(map(one, jax.tree.leaves(trees)))
+    return sum(map(leaf_bytes, jax.tree.leaves(trees)))
 
 
 def refused_bytes(message: str) -> int | None:
-    """Return the bytes that a program needs in all, arguments and results included, from the compiler's error message;
-    0 if the message does not say, None if it is another error."""
+    """Return the bytes that a program needs, arguments and results included, from the compiler's error message; 0 if
+    the message does not say, None if it is another error."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    # libtpu calls everything temporaries, even for a program that has only inputs and outputs
-    said = re.search(r"Used ([\d.]+)([KMGT]?) of|HLO temporaries \(([\d.]+)([KMGT]?)\)", message)
-    if said is None:
+    # libtpu counts inputs and outputs as temporaries, too
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of|HLO temporaries \(([\d.]+)([KMGT]?)\)", message)
+    if match is None:
         return 0
-    number, unit = (said[1], said[2]) if said[1] else (said[3], said[4])
+    number, unit = (match[1], match[2]) if match[1] else (match[3], match[4])
     return int(float(number) * UNITS[unit])
 
 
@@ -132,19 +134,19 @@ def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def _need(own: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    """Return the bytes of a device while the program runs, arguments that it does not read included."""
-    given = held(arguments[:-1])
+def _program_bytes(update: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+    """Return the bytes per device while the program runs, including arguments that it does not read."""
+    held_bytes = device_bytes_of(arguments[:-1])
     try:
-        memory = own.lower(*arguments).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+        memory = update.lower(*arguments).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
     except jax.errors.JaxRuntimeError as error:
         needed = refused_bytes(str(error))
         if needed is None:
             raise
-        return needed or sys.maxsize  # the message may not say how much
+        return needed or sys.maxsize  # 0: the message does not say how much
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return (
-        max(given, memory.argument_size_in_bytes)
+        max(held_bytes, memory.argument_size_in_bytes)
         + memory.temp_size_in_bytes
         + results
         + memory.generated_code_size_in_bytes

@@ -1,6 +1,6 @@
 """Metrics of a run: a progress bar on a terminal, plain lines elsewhere, `metrics.jsonl`, and TensorBoard events.
 
-Values are read one step late, when the next step is already queued, so that the device never waits for them.
+Values are read one step late, when the next step is already queued, so that the device never waits.
 """
 
 import importlib.util
@@ -24,20 +24,20 @@ from rich.text import Text
 from kvjax.errors import UserError
 from kvjax.files import write_text
 
-FORETOLD = 10
-"""The number of steps after which a run says when it will end."""
+ESTIMATE_AFTER = 10
+"""The number of steps after which a run estimates when it will end."""
 LINE_SECONDS = 10.0
 """The seconds between two plain lines."""
-LINE = "step", "seconds", "tokens_per_second", "validation"
-"""The keys of a line of `metrics.jsonl` besides a recipe's scalars."""
+RESERVED = "step", "seconds", "tokens_per_second", "validation"
+"""The keys of a line of `metrics.jsonl` in addition to a recipe's scalars, which may not have these names."""
 FINITE = "finite"
-"""The name of a step's value that is True if its loss and gradients are finite. It is checked and not written."""
+"""The name of a step's value that is True if its loss and gradients are finite. It is checked but not written."""
 RECENT_STEPS = 33
-"""The number of steps over which speed is averaged: small enough that the compilation of a length drops out soon."""
+"""The number of steps over which speed is averaged. It is small, so that compilation soon drops out of the average."""
 
 
 class NotFiniteError(Exception):
-    """A number of the run is not finite after `step` updates; `what` says which."""
+    """A number of the run is not finite after `step` updates. `what`: a text that says which."""
 
     def __init__(self, step: int, what: str):
         super().__init__(f"step {step}: {what}")
@@ -45,18 +45,18 @@ class NotFiniteError(Exception):
 
 
 class Metrics:
-    """The record of a run, as a context manager: `step` takes each step's values, `note` occasional measurements, `say`
-    a line of text.
+    """The log of a run, as a context manager: `step` takes each step's values, `note` occasional measurements, `say` a
+    line of text.
 
     Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}, or {"step": …, "seconds": …, name: {values…}} for
-    a note. Lines of steps from `first` on, left by a run that was killed, are dropped.
+    a note. Lines of steps from `first` on, which a killed run has left, are dropped.
 
     Args:
         total, first: the number of steps of the run, and the step at which it starts.
         shown: the names to show, in order, with their formats.
         tensorboard: also write TensorBoard events (see `check_tensorboard`).
         quiet: write nothing at all (processes other than the first).
-        counted: the unit of a step's `tokens`.
+        unit: the unit of a step's `tokens`.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Metrics:
         shown: Mapping[str, str],
         tensorboard: bool = False,
         quiet: bool = False,
-        counted: str = "tokens",
+        unit: str = "tokens",
     ):
         self._total, self._first, self._shown, self._quiet = total, first, shown, quiet
-        self._counted = counted
+        self._unit = unit
         self._events = None if quiet or not tensorboard else _event_writer(out, first)
         self._file = None if quiet else _open_log(out / "metrics.jsonl", first)
         self._bar: _Bar | None = None
-        self._started = self._said = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
-        self._held: tuple[int, Any, int] | None = None
+        self._pending: tuple[int, Any, int] | None = None
 
     def __enter__(self) -> "Metrics":
         if not self._quiet and sys.stderr.isatty():
@@ -89,7 +89,7 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._write_held()
+            self._write_pending()
         if self._bar is not None:
             self._bar.stop()
         if self._events is not None:
@@ -98,35 +98,35 @@ class Metrics:
             self._file.close()
 
     def step(self, step: int, values: dict[str, jax.Array], *, tokens: int) -> None:
-        """Take the device values of step `step` (counted from 0), which runs `tokens` tokens, and record those of the
-        step before.
+        """Take the device values of step `step` (counted from 0), which processes `tokens` tokens, and record those of
+        the step before.
 
         Raises:
-            NotFiniteError: a value of the step before is not finite, or its gradient is not (`FINITE`).
+            NotFiniteError: a value or the gradient (`FINITE`) of the step before is not finite.
         """
-        self._write_held()
-        self._held = (step, values, tokens)
+        self._write_pending()
+        self._pending = (step, values, tokens)
 
     def flush(self) -> None:
-        """Record the values of the last step. All records are on disk when this returns, so that a checkpoint of step n
-        comes after the values of step n. Raises NotFiniteError as `step` does."""
-        self._write_held()
+        """Record the values of the last step and return once all records are on disk, so that a checkpoint of step n
+        is saved after the values of step n. Raises NotFiniteError as `step` does."""
+        self._write_pending()
         if self._file is not None:
             os.fsync(self._file.fileno())
 
     def note(self, step: int, name: str, values: dict[str, float]) -> None:
-        """Record a measurement after step `step` under its own name, after that step's own values."""
-        self._write_held()
+        """Record a measurement under its own name, after the values of step `step`."""
+        self._write_pending()
         self._write({"step": step, "seconds": round(time.monotonic() - self._started, 3), name: values})
         if self._events is not None:
             for key, value in values.items():
                 self._events.add_scalar(f"{name}/{key}", value, step)
 
-    def _write_held(self) -> None:
-        if self._held is None:
+    def _write_pending(self) -> None:
+        if self._pending is None:
             return
-        step, on_device, tokens = self._held
-        self._held = None
+        step, on_device, tokens = self._pending
+        self._pending = None
         values = {name: float(value) for name, value in jax.device_get(on_device).items()}
         finite = values.pop(FINITE, True)
         check_numbers(step + 1, values)
@@ -151,7 +151,7 @@ class Metrics:
             self._file.flush()
 
     def say(self, text: str) -> None:
-        """Print a line of text, above the bar if there is one."""
+        """Print a line of text; if there is a bar, above it."""
         if self._quiet:
             return
         if self._bar is not None:
@@ -163,15 +163,15 @@ class Metrics:
         shown = [f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values]
         done = len(self._recent) - 1
         left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
-        if step - self._first + 1 == FORETOLD and self._total - 1 > step:
+        if step - self._first + 1 == ESTIMATE_AFTER and self._total - 1 > step:
             end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
-            self.say(f"after {FORETOLD} steps: {clock(left)} left, it ends about {end}")
-        pace = [f"{speed:.0f} {self._counted}/s", f"{clock(left)} left"] if done else []
+            self.say(f"after {ESTIMATE_AFTER} steps: {clock(left)} left, it ends about {end}")
+        speed_and_time = [f"{speed:.0f} {self._unit}/s", f"{clock(left)} left"] if done else []
         if self._bar is not None:
-            self._bar.show(step + 1, "  ".join(shown), "  ".join(pace))
-        elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
-            self._said = now
-            self.say("  ".join([f"step {step + 1}/{self._total}", *shown, *pace]))
+            self._bar.show(step + 1, "  ".join(shown), "  ".join(speed_and_time))
+        elif now - self._last_line >= LINE_SECONDS or step in (self._first, self._total - 1):
+            self._last_line = now
+            self.say("  ".join([f"step {step + 1}/{self._total}", *shown, *speed_and_time]))
 
 
 def check_numbers(step: int, values: Mapping[str, float], what: str = "") -> None:
@@ -182,7 +182,7 @@ def check_numbers(step: int, values: Mapping[str, float], what: str = "") -> Non
 
 
 class _Bar(Progress):
-    """A progress bar with a line of numbers below it. In two lines both fit a narrow terminal."""
+    """A progress bar with a line of numbers below it, so that both fit a narrow terminal."""
 
     def __init__(self, total: int, first: int):
         self._numbers = "compiling"
@@ -221,7 +221,7 @@ def _open_log(file: Path, first: int) -> Any:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):  # the line that the killed run was writing
+    except (ValueError, KeyError):  # a line that a killed run did not finish
         return float("inf")
 
 

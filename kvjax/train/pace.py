@@ -1,4 +1,4 @@
-"""The progress of a long computation: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a long computation: a bar on a terminal, occasional lines elsewhere."""
 
 import sys
 import time
@@ -11,12 +11,12 @@ from kvjax.train.metrics import LINE_SECONDS, clock
 
 
 class Pace(Counted):
-    """A context manager that shows progress and speed on stderr, in the first of several processes. `before` of the
-    `total` units were done earlier."""
+    """A context manager that shows progress and speed on stderr, in the first of several processes. `before`: the units
+    of `total` that were done earlier."""
 
-    def __init__(self, what: str, unit: str, total: int, before: int):
-        super().__init__(what, total, before, TextColumn("{task.fields[pace]}"), pace="compiling")
-        self._what, self._unit, self._before, self._said = what, unit, before, 0.0
+    def __init__(self, label: str, unit: str, total: int, before: int):
+        super().__init__(label, total, before, TextColumn("{task.fields[pace]}"), pace="compiling")
+        self._label, self._unit, self._before, self._last_line = label, unit, before, 0.0
 
     def advance(self, count: int) -> None:
         """Record that `count` more units are done."""
@@ -27,7 +27,9 @@ class Pace(Counted):
         pace = f"{speed:.0f} {self._unit}/s  {left} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=self._finished, pace=pace)
-        elif jax.process_index() == 0 and (now - self._said >= LINE_SECONDS or self._finished == self._total):
-            self._said = now
-            text = f"{self._what} {self._finished:,}/{self._total:,} {self._unit}  {pace}"
+        elif jax.process_index() == 0 and (
+            now - self._last_line >= LINE_SECONDS or self._finished == self._total
+        ):
+            self._last_line = now
+            text = f"{self._label} {self._finished:,}/{self._total:,} {self._unit}  {pace}"
             print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
-"""Packed sequences: documents one after another, cut wherever a sequence is full. Attention crosses their borders."""
+"""Packed sequences: a stream of documents, cut wherever a sequence is full. Attention crosses document borders."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,33 +12,33 @@ from jaxtyping import Int
 from kvjax.errors import UserError
 from kvjax.train.batches import TokenRows
 from kvjax.train.conversation import Conversation
-from kvjax.train.data import Data, Wanted, open_builtin, prefetched
+from kvjax.train.data import Data, DataRequest, open_builtin, prefetched
 from kvjax.train.documents import digest
 from kvjax.train.readers import Reader
 
 Encode = Callable[[str], Int[np.ndarray, " t"]]
-"""A function that returns a document's tokens, with the token that ends it."""
+"""A function that returns a document's tokens, with an end token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamEncoder:
-    """The encoding of a document of a stream. A text gets the tokenizer's own beginning, if it has one, and its
-    end-of-sequence token. A chat is written by the template."""
+    """A function that encodes a document of a stream. A text gets the tokenizer's special tokens and an end-of-sequence
+    token. A chat is written by the chat template."""
 
     tokenizer: Any
     """The model's tokenizer."""
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
-            return np.asarray(text.tokens(self.tokenizer), np.int32)
+            return text.tokens(self.tokenizer)
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
         end = self.tokenizer.eos_token_id
         return np.asarray(ids if end is None or ids[-1:] == [end] else [*ids, end], np.int32)
 
 
 class PackedSequences(grain.IterDataset[TokenRows]):
-    """The steps of a run, made of a stream of documents. Rows follow one another in the stream. Documents whose digests
-    are in `held_out` are skipped."""
+    """The steps of a run, whose rows follow one another in a stream of documents. Documents with digests in `held_out`
+    are skipped."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class PackedSequences(grain.IterDataset[TokenRows]):
 
 
 class PackedIterator(grain.DatasetIterator[TokenRows]):
-    """The iterator of `PackedSequences`. Its position is that of the reader before the current document, and the number
-    of tokens that were taken from this document."""
+    """The iterator of `PackedSequences`. Its position is the reader's position before the current document, and the
+    number of tokens that were taken from this document."""
 
     def __init__(self, dataset: PackedSequences):
         super().__init__()
@@ -82,7 +83,7 @@ class PackedIterator(grain.DatasetIterator[TokenRows]):
         return np.concatenate(parts)
 
     def _open_next(self) -> None:
-        # this ends: `hold_out_of_stream` found documents to train on
+        # the loop ends, since `hold_out_of_stream` found documents to train on
         while True:
             before, text = self._reader.get_state(), self._reader.next()
             if text and digest(text) not in self._data.held_out:
@@ -102,11 +103,11 @@ class PackedIterator(grain.DatasetIterator[TokenRows]):
 
 
 def hold_out_of_stream(
-    reader: Reader, encode: Encode, wanted: Sequence[int], source: str
+    reader: Reader, encode: Encode, lengths: Sequence[int], source: str
 ) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes]]:
-    """Hold out sequences of the lengths `wanted`, packed from the second, fourth, … document in the reader's order, as
-    far as they are needed. At most half of the distinct documents are held out. The result does not depend on the mesh,
-    the processes or the step of the run.
+    """Hold out sequences of the given lengths, packed from the second, fourth, … document in the reader's order.
+    Only as many documents are held out as are needed, and at most half of the distinct ones. The result does not depend
+    on the mesh, the processes or the step of the run.
 
     Returns:
         the sequences and the digests of their documents.
@@ -114,48 +115,52 @@ def hold_out_of_stream(
     Raises:
         UserError: there is not enough text for one sequence to train on and one to hold out.
     """
-    longest, needed = max(wanted), sum(wanted)
-    held, others = dict[bytes, Int[np.ndarray, " t"]](), dict[bytes, int]()
+    longest, needed = max(lengths), sum(lengths)
+    held_out, trained_on = dict[bytes, Int[np.ndarray, " t"]](), dict[bytes, int]()
     while (text := reader.next()) is not None:
-        name = digest(text) if text else b""
-        if not text or name in held or name in others:
+        key = digest(text) if text else b""
+        if not text or key in held_out or key in trained_on:
             continue
-        tokens, found = encode(text), sum(map(len, held.values()))
-        if len(others) > len(held) and found < needed:
-            held[name] = tokens
+        tokens, held_out_tokens = encode(text), sum(map(len, held_out.values()))
+        if len(trained_on) > len(held_out) and held_out_tokens < needed:
+            held_out[key] = tokens
         else:
-            others[name] = len(tokens)
-        if found >= needed and sum(others.values()) >= longest:
+            trained_on[key] = len(tokens)
+        if held_out_tokens >= needed and sum(trained_on.values()) >= longest:
             break
-    stream = np.concatenate([np.zeros(0, np.int32), *held.values()])
-    for what, count in (
-        ("to train on,", sum(others.values())),
+    stream = np.concatenate([np.zeros(0, np.int32), *held_out.values()])
+    for purpose, count in (
+        ("to train on,", sum(trained_on.values())),
         ("to hold out, every second document,", len(stream)),
     ):
         if count < longest:
-            raise UserError(
-                f"--data {source}: there are {count} tokens {what} which fill no sequence of --lengths {longest}"
-            )
+            raise too_little_text(source, count, purpose, longest)
     sequences, first = [], 0
-    for length in wanted:
+    for length in lengths:
         if first + length <= len(stream):
             sequences.append(stream[first : first + length])
             first += length
-    return sequences, frozenset(held)
+    return sequences, frozenset(held_out)
 
 
-def open_stream(wanted: Wanted) -> Data:
-    """Open the run's data: documents one after another, cut into sequences. Each built-in task is one sequence.
+def too_little_text(source: str, tokens: int, purpose: str, length: int) -> UserError:
+    """Return the error for a source whose text does not fill a sequence. `purpose`: what the text is for."""
+    return UserError(
+        f"--data {source}: there are {tokens} tokens {purpose} which fill no sequence of --lengths {length}"
+    )
+
+
+def open_stream(request: DataRequest) -> Data:
+    """Open the run's data: a stream of documents, cut into sequences. Each built-in task is one sequence.
 
     Raises:
         UserError: there is no such data, or too little text in it.
     """
-    if wanted.source == "builtin":
-        return open_builtin(wanted)
-    readers, encode, rows = wanted.open(wanted.source), StreamEncoder(wanted.tokenizer), wanted.rows
-    held = wanted.validation.tolist()
-    sequences, held_out = hold_out_of_stream(readers(0, 1), encode, held, wanted.source)
-    own = lambda: readers(rows.group, rows.groups)  # noqa: E731
-    return Data(
-        prefetched(PackedSequences(own, encode, rows.count, wanted.step_lengths, held_out)), sequences
-    )
+    if request.source == "builtin":
+        return open_builtin(request)
+    readers, encode, rows = request.open(request.source), StreamEncoder(request.tokenizer), request.rows
+    validation = request.validation.tolist()
+    sequences, held_out = hold_out_of_stream(readers(0, 1), encode, validation, request.source)
+    own_readers = functools.partial(readers, rows.group, rows.groups)
+    dataset = PackedSequences(own_readers, encode, rows.count, request.step_lengths, held_out)
+    return Data(prefetched(dataset), sequences)

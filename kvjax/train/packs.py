@@ -1,9 +1,9 @@
-"""Packs: sequences of separate documents. Each sequence draws on one of several sources, which are mixed by weights.
+"""Packs: sequences of separate documents. The documents of a sequence come from one of several sources, which are mixed
+by weights.
 
-Packs are made as in ProLong (arXiv:2410.02660, Sec. 4), whose data PruLong trains on. A document that is longer than
-the sequence is cut to it, and its rest is dropped. Shorter documents follow one another until the sequence is full, and
-the last one is cut. So a source of long documents gives one document per sequence. Each sequence begins with the
-beginning of a document.
+Packs are made as in ProLong (arXiv:2410.02660, Sec. 4), the data of PruLong. Each sequence starts with the beginning of
+a document. Documents follow one another until the sequence is full, and the last one is cut; its rest is dropped. A
+document that is longer than the sequence fills it alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from jaxtyping import Bool, Int, Shaped
 
 from kvjax.errors import UserError
 from kvjax.train.batches import Rows, stack
-from kvjax.train.data import FIRST_HELD_OUT, Data, Wanted, apportion, prefetched
+from kvjax.train.data import FIRST_HELD_OUT, Data, DataRequest, apportion, prefetched
 from kvjax.train.documents import digest
-from kvjax.train.packing import Encode
+from kvjax.train.packing import Encode, too_little_text
 from kvjax.train.readers import Reader
 
 Labelled = dict[str, Shaped[np.ndarray, "*b t"]]
-"""A sequence [t], or several [b t]: `tokens` int32; `document` int32, the index of each token's document in its
+"""A sequence [t] or several [b t]: `tokens` int32; `document` int32, the index of each token's document in its
 sequence, from 0 on; `labelled` bool, True if the prediction of the token is learned."""
 Finish = Callable[[int, Int[np.ndarray, " t"], Int[np.ndarray, " t"]], Labelled]
 """A function that makes a training sequence from a pack's index in the run, its tokens and their documents."""
@@ -31,25 +31,25 @@ Finish = Callable[[int, Int[np.ndarray, " t"], Int[np.ndarray, " t"]], Labelled]
 def labelled(
     tokens: Int[np.ndarray, " t"], document: Int[np.ndarray, " t"], learned: Bool[np.ndarray, " t"]
 ) -> Labelled:
-    """Return a sequence of these tokens."""
+    """Return a sequence as a mapping."""
     return {"tokens": tokens.astype(np.int32), "document": document.astype(np.int32), "labelled": learned}
 
 
 def natural(index: int, tokens: Int[np.ndarray, " t"], document: Int[np.ndarray, " t"]) -> Labelled:
-    """Return a pack as it is. All tokens are learned but the first of each document, which nothing predicts."""
+    """Return a pack in which all tokens are learned except the first of each document, which nothing predicts."""
     return labelled(tokens, document, np.diff(document, prepend=-1) == 0)
 
 
 def draw_sources(
     lengths: Int[np.ndarray, " n"], weights: Sequence[float], seed: int
 ) -> Int[np.ndarray, " n"]:
-    """Return the index of the source of each sequence, in an order drawn from `seed`. The sequences of every length are
-    split by `weights`, which are thus shares of the tokens."""
-    found, rng = np.zeros(len(lengths), int), np.random.default_rng((seed, 44))
+    """Return the index of each sequence's source, in an order drawn from `seed`. The sequences of each length are split
+    by `weights`, so that the weights are shares of tokens."""
+    sources, rng = np.zeros(len(lengths), int), np.random.default_rng((seed, 44))
     for length in np.unique(lengths):
-        own = np.flatnonzero(lengths == length)
-        found[own] = apportion(len(own), weights, rng)
-    return found
+        rows = np.flatnonzero(lengths == length)
+        sources[rows] = apportion(len(rows), weights, rng)
+    return sources
 
 
 def joined(documents: Sequence[Int[np.ndarray, " _"]]) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"]]:
@@ -59,11 +59,11 @@ def joined(documents: Sequence[Int[np.ndarray, " _"]]) -> tuple[Int[np.ndarray, 
 
 
 class PackedDocuments(grain.IterDataset[Labelled]):
-    """The steps of a run, made of packs. Documents whose digests are in `held_out` are skipped.
+    """The steps of a run, made of packs. Documents with digests in `held_out` are skipped.
 
     Args:
-        sources: the functions that open each source's reader, by its name.
-        drawn: the source of every row of the run, of all processes (`draw_sources`).
+        sources: the function that opens each source's reader, by the source's name.
+        row_sources: the source of every row of the run, in all processes (`draw_sources`).
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class PackedDocuments(grain.IterDataset[Labelled]):
         encode: Encode,
         rows: Rows,
         step_lengths: Int[np.ndarray, " steps"],
-        drawn: Int[np.ndarray, " n"],
+        row_sources: Int[np.ndarray, " n"],
         finish: Finish,
         held_out: frozenset[bytes] = frozenset(),
     ):
         super().__init__()
         self.sources, self.encode, self.rows, self.finish = sources, encode, rows, finish
-        self.step_lengths, self.drawn, self.held_out = step_lengths, drawn, held_out
+        self.step_lengths, self.row_sources, self.held_out = step_lengths, row_sources, held_out
 
     def __iter__(self) -> "PackIterator":
         return PackIterator(self)
@@ -101,7 +101,7 @@ class PackIterator(grain.DatasetIterator[Labelled]):
         return stack([self._pack(first + row, length) for row in range(rows.start, rows.stop)])
 
     def _pack(self, index: int, length: int) -> Labelled:
-        source, documents, missing = int(self._data.drawn[index]), [], length
+        source, documents, missing = int(self._data.row_sources[index]), [], length
         while missing:
             documents.append(self._data.encode(self._next(source))[:missing])
             missing -= len(documents[-1])
@@ -109,7 +109,7 @@ class PackIterator(grain.DatasetIterator[Labelled]):
 
     def _next(self, source: int) -> str:
         passes = 0
-        while passes < 2:  # the first pass may have begun in the middle
+        while passes < 2:  # the first pass may have started in the middle
             text = self._readers[source].next()
             passes += text is None
             if text and digest(text) not in self._data.held_out:
@@ -129,11 +129,11 @@ class PackIterator(grain.DatasetIterator[Labelled]):
 
 
 def hold_out_packs(
-    reader: Reader, encode: Encode, wanted: Sequence[int], longest: int, source: str
+    reader: Reader, encode: Encode, lengths: Sequence[int], longest: int, source: str
 ) -> tuple[list[tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"]]], frozenset[bytes]]:
-    """Hold out packs of the lengths `wanted`, made of the second, fourth, … document in the reader's order, as far as
-    they are needed. At most half of the distinct documents are held out. The result does not depend on the mesh, the
-    processes or the step of the run.
+    """Hold out packs of the given lengths, made of the second, fourth, … document in the reader's order. Only as
+    many documents are held out as are needed, and at most half of the distinct ones. The result does not depend on the
+    mesh, the processes or the step of the run.
 
     Returns:
         the packs, and the digests of their documents.
@@ -141,59 +141,55 @@ def hold_out_packs(
     Raises:
         UserError: there is not enough text for a pack of `longest` tokens to train on and for one to hold out.
     """
-    packs, documents, held, others = [], [], set[bytes](), set[bytes]()
-    begun = set[bytes]()  # documents of the pack that is not full yet
-    trained = missing = 0
+    packs, documents, held_out, trained_on = [], [], set[bytes](), set[bytes]()
+    unfinished = set[bytes]()  # documents of the pack that is not full yet
+    trained_tokens = missing = 0
     while (text := reader.next()) is not None:
-        name = digest(text) if text else b""
-        if not text or name in held or name in others:
+        key = digest(text) if text else b""
+        if not text or key in held_out or key in trained_on:
             continue
-        if len(packs) < len(wanted) and len(others) > len(held):
-            missing = missing or wanted[len(packs)]
+        if len(packs) < len(lengths) and len(trained_on) > len(held_out):
+            missing = missing or lengths[len(packs)]
             documents.append(encode(text)[:missing])
-            held.add(name)
-            begun.add(name)
+            held_out.add(key)
+            unfinished.add(key)
             missing -= len(documents[-1])
             if not missing:
                 packs.append(joined(documents))
-                documents, begun = [], set()
+                documents, unfinished = [], set()
         else:
-            others.add(name)
-            trained += len(encode(text)) if trained < longest else 0
-        if len(packs) == len(wanted) and trained >= longest:
+            trained_on.add(key)
+            trained_tokens += len(encode(text)) if trained_tokens < longest else 0
+        if len(packs) == len(lengths) and trained_tokens >= longest:
             break
-    if trained < longest:
-        raise _too_little(source, trained, "to train on,", longest)
-    if wanted and not packs:
-        found = sum(map(len, documents))
-        raise _too_little(source, found, "to hold out, every second document,", wanted[0])
-    return packs, frozenset(held - begun)
-
-
-def _too_little(source: str, tokens: int, what: str, length: int) -> UserError:
-    return UserError(
-        f"--data {source}: there are {tokens} tokens {what} which fill no sequence of --lengths {length}"
-    )
+    if trained_tokens < longest:
+        raise too_little_text(source, trained_tokens, "to train on,", longest)
+    if lengths and not packs:
+        tokens = sum(map(len, documents))
+        raise too_little_text(source, tokens, "to hold out, every second document,", lengths[0])
+    return packs, frozenset(held_out - unfinished)
 
 
 def open_packs(
-    wanted: Wanted, sources: Sequence[str], weights: Sequence[float], encode: Encode, finish: Finish
+    request: DataRequest, sources: Sequence[str], weights: Sequence[float], encode: Encode, finish: Finish
 ) -> Data:
-    """Open the run's data: packs of several sources, whose shares of the tokens are `weights`. The source of a row does
-    not depend on the processes.
+    """Open the run's data: packs from several sources, which have shares of the tokens by `weights`. The source of a
+    row does not depend on the number of processes.
 
     Raises:
         UserError: a source does not exist, or has too little text.
     """
-    rows, longest = wanted.rows, max(wanted.lengths)
-    opened = {source: wanted.open(source) for source in sources}
-    of = draw_sources(wanted.validation, weights, wanted.seed)
+    rows, longest = request.rows, max(request.lengths)
+    readers_by_source = {source: request.open(source) for source in sources}
+    validation_sources = draw_sources(request.validation, weights, request.seed)
     packs, held_out = [], frozenset[bytes]()
-    for index, (source, readers) in enumerate(opened.items()):
-        lengths = wanted.validation[of == index].tolist()
-        found, held = hold_out_packs(readers(0, 1), encode, lengths, longest, source)
-        packs, held_out = packs + found, held_out | held
-    drawn = draw_sources(np.repeat(wanted.step_lengths, rows.total), weights, wanted.seed)
-    own = {source: partial(readers, rows.group, rows.groups) for source, readers in opened.items()}
-    dataset = PackedDocuments(own, encode, rows, wanted.step_lengths, drawn, finish, held_out)
+    for index, (source, readers) in enumerate(readers_by_source.items()):
+        lengths = request.validation[validation_sources == index].tolist()
+        source_packs, source_digests = hold_out_packs(readers(0, 1), encode, lengths, longest, source)
+        packs, held_out = packs + source_packs, held_out | source_digests
+    row_sources = draw_sources(np.repeat(request.step_lengths, rows.total), weights, request.seed)
+    own_readers = {
+        source: partial(readers, rows.group, rows.groups) for source, readers in readers_by_source.items()
+    }
+    dataset = PackedDocuments(own_readers, encode, rows, request.step_lengths, row_sources, finish, held_out)
     return Data(prefetched(dataset), [finish(FIRST_HELD_OUT + i, *pack) for i, pack in enumerate(packs)])

@@ -1,8 +1,8 @@
-"""Passkeys: random words hidden in real text and asked for after it, in any tokenizer's tokens.
+"""Passkeys: random words that are hidden in real text and asked for after it, in any tokenizer's tokens.
 
-They follow DuoAttention (arXiv:2410.10819, Sec. 2.2): 10 passkeys of 32 words, at depths drawn from 1,000 between 5%
-and 95% of the text, asked for in their order. Here the text is as long as the sequence has space for it. Only the
-answers are labelled, as in the paper; the authors' code labels the questions, too.
+They follow DuoAttention (arXiv:2410.10819, Sec. 2.2): 10 passkeys of 32 words, asked for in their order, at depths
+drawn from 1,000 values between 5% and 95% of the text. Here the text fills the space that passkeys and questions leave.
+Only the answers are labelled, as in the paper; the authors' code labels the questions, too.
 """
 
 import functools
@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.train.conversation import Conversation
+from kvjax.train.data import plain_tokens
 from kvjax.train.packs import Labelled, labelled
 
 WORDS = (
@@ -39,9 +40,9 @@ ORDINALS = (
     *("twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth"),
     *("nineteenth", "twentieth"),
 )
-"""The names of passkeys, which limit their number."""
+"""The names of passkeys. There can be only as many passkeys as names."""
 DEPTHS = np.linspace(0.05, 0.95, 1000)
-"""The possible depths of a passkey: shares of the text before it."""
+"""The possible depths of a passkey: the share of the text before it."""
 HEAD, TAIL = "Here is a long book. <book>\n\n", "\n\n</book>"
 KEY = "\n\nRemember these words in their order. They are the {} passkey to the vault:"
 QUESTION = "\n\nAccording to the book, what is the {} passkey to the vault?\nPasskey:"
@@ -49,22 +50,22 @@ QUESTION = "\n\nAccording to the book, what is the {} passkey to the vault?\nPas
 
 @dataclass(frozen=True)
 class Text:
-    """The encoding of a document of the text that passkeys are hidden in."""
+    """A function that encodes a document of the text in which passkeys are hidden."""
 
     tokenizer: Any
     """The model's tokenizer."""
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         if isinstance(text, Conversation):
-            return np.asarray(text.tokens(self.tokenizer), np.int32)
-        return _bare(self.tokenizer, f"{text}\n\n")
+            return text.tokens(self.tokenizer)
+        return plain_tokens(self.tokenizer, f"{text}\n\n")
 
 
 @dataclass(frozen=True)
 class Passkeys:
     """A function that makes a sequence from a pack of text: the first tokens of the text with passkeys in between,
-    followed by the questions with their answers. All of it is one document. Words and depths depend on seed and index
-    alone."""
+    followed by the questions with their answers. The sequence is one document. Words and depths depend on seed and
+    index alone."""
 
     tokenizer: Any
     """The model's tokenizer."""
@@ -80,59 +81,58 @@ class Passkeys:
     ) -> Labelled:
         """Return sequence `index`, as long as the pack. Raises UserError if passkeys and questions do not fit."""
         rng = np.random.default_rng((self.seed, 45, index))
-        drawn = [" ".join(rng.choice(WORDS, self.words)) for _ in range(self.count)]
+        passkeys = [" ".join(rng.choice(WORDS, self.words)) for _ in range(self.count)]
         depths = np.sort(rng.choice(DEPTHS, self.count, replace=False))
-        keys = [self._said(KEY, i, words, "\n\n")[0] for i, words in enumerate(drawn)]
-        asked = [self._said(QUESTION, i, words) for i, words in enumerate(drawn)]
-        room = len(tokens) - self._size(keys, [question for question, _ in asked])
-        if room < 0:
-            raise self._too_short(len(tokens), len(tokens) - room)
-        between = np.split(tokens[:room], (depths * room).astype(int))
-        head, tail = self._around
-        pieces = [head, between[0]]
-        for key, text in zip(keys, between[1:], strict=True):
+        keys = [self._fill(KEY, i, words, "\n\n")[0] for i, words in enumerate(passkeys)]
+        questions = [self._fill(QUESTION, i, words) for i, words in enumerate(passkeys)]
+        text_length = len(tokens) - self._size(keys, [question for question, _ in questions])
+        if text_length < 0:
+            raise self._too_short(len(tokens), len(tokens) - text_length)
+        text_parts = np.split(tokens[:text_length], (depths * text_length).astype(int))
+        head, tail = self._frame
+        pieces = [head, text_parts[0]]
+        for key, text in zip(keys, text_parts[1:], strict=True):
             pieces += [key, text]
-        pieces += [tail, *(question for question, _ in asked)]
+        pieces += [tail, *(question for question, _ in questions)]
         learned = [np.zeros(sum(map(len, pieces[: -self.count])), bool)]
-        learned += [np.arange(len(question)) >= answer for question, answer in asked]
-        whole = np.concatenate(pieces)
-        return labelled(whole, np.zeros(len(whole), np.int32), np.concatenate(learned))
+        learned += [np.arange(len(question)) >= answer for question, answer in questions]
+        result = np.concatenate(pieces)
+        return labelled(result, np.zeros(len(result), np.int32), np.concatenate(learned))
 
     def check(self, length: int) -> None:
-        """Raise UserError, with the least length that fits, if passkeys may not fit sequences of `length` tokens."""
-        longest = max(WORDS, key=lambda word: len(_bare(self.tokenizer, f" {word} {word}")))
-        words = " ".join([longest] * self.words)
-        keys = [self._said(KEY, i, words, "\n\n")[0] for i in range(self.count)]
-        asked = [self._said(QUESTION, i, words)[0] for i in range(self.count)]
-        if length < (least := self._size(keys, asked)):
-            raise self._too_short(length, least)
+        """Raise UserError if passkeys may not fit sequences of `length` tokens. The message has the minimum length."""
+        longest = max(WORDS, key=lambda word: len(plain_tokens(self.tokenizer, f" {word} {word}")))
+        passkey = " ".join([longest] * self.words)
+        keys = [self._fill(KEY, i, passkey, "\n\n")[0] for i in range(self.count)]
+        questions = [self._fill(QUESTION, i, passkey)[0] for i in range(self.count)]
+        if length < (minimum := self._size(keys, questions)):
+            raise self._too_short(length, minimum)
 
-    def _said(self, form: str, index: int, words: str, after: str = "") -> tuple[Int[np.ndarray, " t"], int]:
-        """Return the tokens of a passkey or a question with its words, and the number of tokens before the words."""
-        before = form.format(ORDINALS[index])
-        whole, own = (_bare(self.tokenizer, text) for text in (f"{before} {words}{after}", before))
-        same = whole[: len(own)] == own[: len(whole)]
-        return whole, len(same) if same.all() else int(np.argmin(same))
+    def _fill(
+        self, template: str, index: int, words: str, suffix: str = ""
+    ) -> tuple[Int[np.ndarray, " t"], int]:
+        """Fill a template. Return its tokens with the words, and the number of tokens before the words."""
+        before = template.format(ORDINALS[index])
+        tokens, prefix = (
+            plain_tokens(self.tokenizer, text) for text in (f"{before} {words}{suffix}", before)
+        )
+        agreeing = tokens[: len(prefix)] == prefix[: len(tokens)]
+        return tokens, len(agreeing) if agreeing.all() else int(np.argmin(agreeing))
 
-    def _size(self, keys: list[Any], asked: list[Any]) -> int:
-        """Return the number of tokens of all but the text."""
-        return sum(map(len, (*self._around, *keys, *asked)))
+    def _size(self, keys: list[Any], questions: list[Any]) -> int:
+        """Return the number of tokens of everything except the text."""
+        return sum(map(len, (*self._frame, *keys, *questions)))
 
-    def _too_short(self, length: int, least: int) -> UserError:
+    def _too_short(self, length: int, minimum: int) -> UserError:
         return UserError(
-            f"--lengths {length}: {self.count} passkeys of {self.words} words and their questions take {least} tokens: "
-            f"name lengths of at least {least}, or fewer --passkeys or --words"
+            f"--lengths {length}: {self.count} passkeys of {self.words} words and their questions take {minimum} "
+            f"tokens: name lengths of at least {minimum}, or fewer --passkeys or --words"
         )
 
     @functools.cached_property
-    def _around(self) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]:
-        """The tokens before the text, the tokenizer's beginning of a text included, and the tokens after it."""
-        begin = self.tokenizer("", verbose=False)["input_ids"][:1]
-        begin = begin if begin == [self.tokenizer.bos_token_id] else []
-        head, tail = (_bare(self.tokenizer, text) for text in (HEAD, TAIL))
-        return np.concatenate([np.asarray(begin, np.int32), head]), tail
-
-
-def _bare(tokenizer: Any, text: str) -> Int[np.ndarray, " t"]:
-    """Return a text's tokens without the tokenizer's special tokens."""
-    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+    def _frame(self) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]:
+        """The tokens before the text, with the tokenizer's begin token if it has one, and the tokens after the text."""
+        beginning = self.tokenizer("", verbose=False)["input_ids"][:1]
+        beginning = beginning if beginning == [self.tokenizer.bos_token_id] else []
+        head, tail = (plain_tokens(self.tokenizer, text) for text in (HEAD, TAIL))
+        return np.concatenate([np.asarray(beginning, np.int32), head]), tail

@@ -1,4 +1,4 @@
-"""Lets a run save its state when its batch system sends SIGTERM, some time before it ends the job."""
+"""Saving a run's state when its batch system sends SIGTERM, some time before the job ends."""
 
 import contextlib
 import signal
@@ -13,29 +13,28 @@ from kvjax.cli.launch import Termination
 
 @contextlib.contextmanager
 def preemption() -> Iterator[Callable[[int], bool]]:
-    """Return a context in which SIGTERM lets the run end its step; with one process, a second signal stops it at once.
+    """Return a context in which a run finishes its step after SIGTERM. A second signal stops a run of one process at
+    once.
 
-    Its value is a function of a step, which returns True if the run is to save and stop after it. All processes of a
-    run must call it after each step: jax tells all of them that one was signalled, and they stop after the same step.
+    Its value is a function of a step that returns True if the run must save and stop after this step. All processes of
+    a run must call it after each step: jax notifies all of them if one was signalled, and they stop after the same
+    step.
     """
     if jax.process_count() > 1:
         yield multihost_utils.reached_preemption_sync_point
         return
-    told = threading.Event()
+    signalled = threading.Event()
 
-    def note(*_: object) -> None:
-        if told.is_set():
+    def on_signal(*_: object) -> None:
+        if signalled.is_set():
             raise Termination
-        told.set()
+        signalled.set()
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda step: False
         return
-    before = signal.signal(signal.SIGTERM, note)
+    previous = signal.signal(signal.SIGTERM, on_signal)
     try:
-        yield lambda step: told.is_set()
+        yield lambda step: signalled.is_set()
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-__all__ = ["preemption"]
+        signal.signal(signal.SIGTERM, previous)

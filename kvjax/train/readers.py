@@ -10,15 +10,15 @@ from kvjax.files import is_there
 from kvjax.train.conversation import document
 from kvjax.train.documents import KINDS, Check, Documents
 
-BAD, SHARE = 10, 0.01
-"""The records of a streamed data set that may be no documents: this number, plus this share of those read."""
+MAX_BAD, MAX_BAD_SHARE = 10, 0.01
+"""The number of records of a streamed data set that may be bad: a constant, plus a share of the records read."""
 HUB_SECONDS = 10.0
-"""The seconds that the hub may take to say whether it has a data set."""
+"""The timeout of the question whether the hub has a data set."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """A reader of documents, pass after pass. `next` returns None between two passes."""
+    """A reader that goes over documents again and again. `next` returns None at the end of each pass."""
 
     def next(self) -> str | None: ...
 
@@ -49,8 +49,9 @@ class FileReader:
 
 
 class Records:
-    """The documents of one pass over the records of a streamed data set. Records cannot be checked beforehand. Those
-    that are no documents, or that `check` refuses, are skipped, up to a limit (`BAD`, `SHARE`)."""
+    """The documents of one pass over the records of a streamed data set. Records cannot be checked beforehand. Bad
+    records, which are not documents or which `check` refuses, are skipped up to a limit (`MAX_BAD`, `MAX_BAD_SHARE`).
+    """
 
     def __init__(self, records: Iterator[Mapping[str, Any]], name: str, check: Check = lambda text: None):
         self._records, self._name, self._check = records, name, check
@@ -65,9 +66,9 @@ class Records:
             try:
                 record = next(self._records, None)
             except Exception as error:  # the hub's client raises dozens of kinds
-                said = f"{type(error).__name__}: {str(error)[:200]}"
+                reason = f"{type(error).__name__}: {str(error)[:200]}"
                 raise UserError(
-                    f"--data {self._name}: record {self._read + 1:,} of this pass cannot be read ({said})"
+                    f"--data {self._name}: record {self._read + 1:,} of this pass cannot be read ({reason})"
                 ) from None
             if record is None:
                 return
@@ -83,24 +84,25 @@ class Records:
         except ValueError as error:
             self._bad += 1
             if self._bad == 1:
-                what = "records that are no documents are skipped, up to 1% of them"
-                warn(f"--data {self._name}: {what} ({error})", stacklevel=2)
-            if self._bad > BAD + SHARE * self._read:
+                message = "records that are not documents are skipped, up to 1% of them"
+                warn(f"--data {self._name}: {message} ({error})", stacklevel=2)
+            if self._bad > MAX_BAD + MAX_BAD_SHARE * self._read:
                 raise UserError(
-                    f"--data {self._name}: {self._bad:,} of its first {self._read:,} records are no documents ({error})"
+                    f"--data {self._name}: {self._bad:,} of its first {self._read:,} records are not documents "
+                    f"({error})"
                 ) from None
             return ""
 
 
 class HubReader:
-    """A reader of every `groups`-th document of a streamed hub data set: its `text` column, or chats in `messages`."""
+    """A reader of every `groups`-th document of a streamed hub data set, from the column `text` or `messages`."""
 
     def __init__(self, dataset: Any, group: int, groups: int, name: str, check: Check = lambda text: None):
         from datasets.distributed import split_dataset_by_node
 
         self._dataset = split_dataset_by_node(dataset, rank=group, world_size=groups)
-        self._start, self._told = self._dataset.state_dict(), (name, check)
-        self._documents = iter(Records(iter(self._dataset), *self._told))
+        self._start, self._record_arguments = self._dataset.state_dict(), (name, check)
+        self._documents = iter(Records(iter(self._dataset), *self._record_arguments))
 
     def next(self) -> str | None:
         text, _ = next(self._documents, (None, None))
@@ -113,11 +115,11 @@ class HubReader:
 
     def set_state(self, state: Any) -> None:
         self._dataset.load_state_dict(state)
-        self._documents = iter(Records(iter(self._dataset), *self._told))
+        self._documents = iter(Records(iter(self._dataset), *self._record_arguments))
 
 
 def local_path(source: str) -> Path | None:
-    """Return the path of local data, None if it does not exist. Raises UserError for a name that no file can have."""
+    """Return the path of local data, None if it does not exist. Raises UserError if no file can have this name."""
     try:
         path = Path(source).expanduser()
     except RuntimeError:  # the home folder of an unknown user
@@ -128,12 +130,12 @@ def local_path(source: str) -> Path | None:
 def open_source(
     source: str, seed: int, piece: int, check: Check = lambda text: None
 ) -> Callable[[int, int], Reader]:
-    """Return a function that opens a reader, by (group, groups), of every `groups`-th document from `group` on.
+    """Return a function of (group, groups) that opens a reader of every `groups`-th document from `group` on.
 
     Args:
         source: a .txt, .jsonl or .parquet file or a folder of them, read in an order drawn from `seed`; or a hub data
             set, read in its own order.
-        piece: the bytes of a .txt file that are one document (`Documents`).
+        piece: the maximum number of bytes of a document of a .txt file (`Documents`).
         check: a function that raises UserError for a document that cannot be used.
 
     Raises:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
     from kvjax.policies.policy import Policy
-    from kvjax.train.data import Data, Open, Wanted
+    from kvjax.train.data import Data, DataRequest, Open
 
 PLAIN = bool, int, float, str, type(None)
 """The types of options that `config.json` can hold, alone or in a tuple."""
@@ -37,7 +37,7 @@ Rule = tuple[bool, str, str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """A recipe's figures (`Recipe.measure`) of the held-out sequences."""
+    """The results of `Recipe.measure` on the held-out sequences."""
 
     numbers: dict[str, float]
     """The means of the figures that are one number per sequence."""
@@ -46,10 +46,10 @@ class Validation:
     sequences: int
     """The number of held-out sequences."""
     unit: str = "sequences"
-    """The word for them (`Recipe.unit`)."""
+    """The word for sequences (`Recipe.unit`)."""
 
     def __str__(self) -> str:
-        """Return a line of the means, without those that have a slash in their names."""
+        """Return a line with the means, except those with a slash in their names."""
         shown = ((name, value) for name, value in self.numbers.items() if "/" not in name)
         figures = ", ".join(f"{name} {value:.4g}" for name, value in shown)
         return f"held out ({self.sequences} {self.unit}): {figures}"
@@ -76,9 +76,9 @@ class Recipe(abc.ABC):
     model: str = "builtin"
     """A Hugging Face folder, a GGUF file, a hub id, or `builtin`."""
     dtype: str | None = None
-    """The model's dtype: float32, bfloat16 or float16; by default that of its weights. Added parameters are float32."""
+    """The model's dtype: float32, bfloat16 or float16; by default its weights' dtype. Added parameters are float32."""
     weights: str | None = None
-    """int8 or fp8: keep the frozen model's matrices in 8 bits, rounded on loading; by default as the files have it."""
+    """int8 or fp8: round the frozen model's matrices to 8 bits on loading; by default they stay as in the files."""
     data: str = "builtin"
     """The training data: `builtin` (for the built-in model), a .txt, .jsonl or .parquet file or a folder of them, or a
     hub data set, NAME or NAME:CONFIG, which is streamed."""
@@ -93,22 +93,21 @@ class Recipe(abc.ABC):
     sequences: int = 7500
     """The total number of sequences to train on, on any mesh."""
     batch: int = 1
-    """The number of sequences of an update, rounded up to a multiple of the mesh's data × fsdp (times --accumulate). A
-    larger one makes fewer updates."""
+    """The number of sequences of an update, rounded up to a multiple of the mesh's data × fsdp (times --accumulate).
+    Larger batches make fewer updates."""
     accumulate: int = 1
-    """The number of parts of an update's sequences, which are computed one after another to save memory. Their
-    gradients are averaged."""
+    """The number of parts of an update, which are computed one after another to save memory. Their gradients are
+    averaged."""
     master_weights: bool = False
     """Keep 16-bit parameters in float32 between updates. The loss sees them rounded."""
     seed: int = 0
-    """The seed of initial values, of samples that a loss draws, of the data's order and generated tasks, and of the
+    """The seed of initial values, of samples drawn by a loss, of the data's order and generated tasks, and of the
     report's random policies."""
     out: Path | None = None
     """The folder of the run: checkpoints, metrics, exports, report. By default runs/train-1, or the next number."""
     dry_run: bool = False
     """Only check the options against the model's shape and say how much would be trained. This takes seconds and needs
-    no weights, data or network. The model must have a known shape (as in kvjax.plan) or be a folder with config.json.
-    """
+    no weights, data or network. The model must have a known shape (see kvjax.plan) or be a folder with config.json."""
     resume: bool = False
     """Go on from the last checkpoint in --out (by default the newest run in runs/)."""
     checkpoint_every: int = 250
@@ -117,23 +116,23 @@ class Recipe(abc.ABC):
     """The number of held-out sequences, with lengths in proportion to --shares. Their documents are never trained
     on."""
     validate_every: int | None = None
-    """The number of updates between two validations; by default as between two checkpoints. The last update is always
+    """The number of updates between two validations; by default --checkpoint-every. The last update is always
     validated."""
     shard: str | None = None
-    """Compute one of several shares of what runs need before their first update and keep in a folder that --targets or
-    --teacher names, and end: 0/8 is the first of eight. 8 alone takes the index from a Slurm array, an indexed job of
+    """Only compute one of several shares of the targets or of the teacher's predictions, into the folder that --targets
+    or --teacher names. 0/8 is the first of eight shares. 8 alone takes the index from a Slurm array, an indexed job of
     Kubernetes or SkyPilot's rank."""
     keep: int = 2
     """The number of checkpoints that are kept."""
     report: Literal["default", "full", "none"] = "default"
     """The table at the end. For the built-in model each result has at least 192 answers (default) or 500 (full). For
-    another model it is held-out text against KV size: the last eighth of the text is predicted, at most 128 tokens of
-    it (default) or all (full). If no report can be made (several processes, a method that compacts while it decodes), a
-    line says so before the start, and full or --tasks is an error."""
+    another model the last eighth of held-out text is predicted at several KV sizes, at most 128 tokens of it (default)
+    or all (full). If no report can be made (several processes, a method that compacts while it decodes), a line says so
+    before the start, and full or --tasks is an error."""
     tasks: tuple[str, ...] = ()
-    """The RULER tasks to add to the report of a model other than the built-in one: niah_single_1, …, vt, cwe, fwe."""
+    """RULER tasks to add to the report of a model other than the built-in one: niah_single_1, …, vt, cwe, fwe."""
     tensorboard: bool = False
-    """Write TensorBoard events, too (needs tensorboardX)."""
+    """Also write TensorBoard events (needs tensorboardX)."""
 
     @property
     def rows(self) -> int:
@@ -143,7 +142,7 @@ class Recipe(abc.ABC):
 
     @property
     def steps(self) -> int:
-        """The number of updates on this mesh. The last one is filled up."""
+        """The number of updates on this mesh. The last update has as many sequences as the others."""
         return -(-self.sequences // self.rows)
 
     exports: ClassVar[str] = "parameters"
@@ -151,13 +150,12 @@ class Recipe(abc.ABC):
     builtin: ClassVar[str | None] = None
     """The name of the YAML file for the built-in model if --config names none."""
     soft: ClassVar[str | None] = None
-    """The figure of `measure` that is the distillation loss of the soft masks of training, if those of inference are
-    hard."""
+    """The figure of `measure` that is the distillation loss of soft masks, if masks are hard at inference."""
     shown: ClassVar[Mapping[str, str]] = {"loss": ".4f"}
-    """The logged scalars that the progress bar shows, with their formats. Those that are not logged are left out."""
+    """The logged scalars that the progress bar shows, with their formats. Scalars that are not logged are left out."""
     unit: ClassVar[str] = "sequences"
-    """The word for the rows of an update, which `sequences` and `batch` count. It is another one if they are not
-    sequences of tokens (`row`)."""
+    """The word for the rows of an update, which `sequences` and `batch` count. Recipes whose rows are not sequences of
+    tokens (`row`) have another word."""
 
     @property
     def takes_model(self) -> bool:
@@ -166,7 +164,7 @@ class Recipe(abc.ABC):
 
     @property
     def trains_model(self) -> bool:
-        """True if the model itself is trained, and not only what is added to it."""
+        """True if the model itself is trained, and not only the parameters that are added to it."""
         return False
 
     @property
@@ -176,16 +174,16 @@ class Recipe(abc.ABC):
 
     @property
     def kept(self) -> Path | None:
-        """The folder, named by an option, of what is computed before the first update; None: there is none."""
+        """The folder, named by an option, of arrays that are computed before the first update; None: there is none."""
         return None
 
     @property
     def most_tokens(self) -> int:
-        """The number of tokens of the longest sequence that the model is run on."""
+        """The number of tokens of the longest sequence that the model reads."""
         return max(self.lengths)
 
     def update_of(self, length: int) -> str:
-        """Describe an update in words. `length` is that of its sequences, if its rows are sequences."""
+        """Describe an update in words. `length`: the tokens of a sequence, if rows are sequences."""
         return f"{self.rows} × {length} tokens" if self.unit == "sequences" else f"{self.rows} {self.unit}"
 
     def rules(self) -> Iterator[Rule]:
@@ -196,19 +194,19 @@ class Recipe(abc.ABC):
         yield 0 <= self.seed <= LARGEST_INT, "--seed", f"from 0 to {LARGEST_INT}", self.seed
         yield self.checkpoint_every >= 1, "--checkpoint-every", "at least 1", self.checkpoint_every
         yield self.validation >= 1, "--validation", "at least 1", self.validation
-        every = self.validate_every
-        yield every is None or every >= 1, "--validate-every", "at least 1", every
+        interval = self.validate_every
+        yield interval is None or interval >= 1, "--validate-every", "at least 1", interval
         yield self.keep >= 1, "--keep", "at least 1", self.keep
-        known = None, "float32", "bfloat16", "float16"
-        yield self.dtype in known, "--dtype", "float32, bfloat16 or float16", self.dtype
+        dtypes = None, "float32", "bfloat16", "float16"
+        yield self.dtype in dtypes, "--dtype", "float32, bfloat16 or float16", self.dtype
 
-    def fitted(self, told: Container[str]) -> Recipe:
-        """Return the recipe with defaults that depend on other options: here the shares of lengths.
+    def with_derived_defaults(self, given: Container[str]) -> Recipe:
+        """Return the recipe with defaults that depend on other options. Here these are the shares of lengths.
 
         Args:
-            told: the names of the fields that the user has set.
+            given: the names of the fields that the user has set.
         """
-        if "lengths" not in told or "shares" in told or not self.lengths or min(self.lengths) < 1:
+        if "lengths" not in given or "shares" in given or not self.lengths or min(self.lengths) < 1:
             return self
         return dataclasses.replace(self, shares=tuple(self.lengths[-1] / length for length in self.lengths))
 
@@ -237,7 +235,7 @@ class Recipe(abc.ABC):
             if self.kept is None:
                 raise UserError(
                     f"--shard {self.shard} is for what a run computes before its first update, in a folder that all "
-                    "see: give fast_kvzip --targets ./FOLDER, or kvpop --teacher FOLDER"
+                    "machines see: give fast_kvzip --targets ./FOLDER, or kvpop --teacher FOLDER"
                 )
         if not self.lengths or self.lengths[0] < 1 or sorted(set(self.lengths)) != list(self.lengths):
             raise UserError(f"--lengths must be one or more lengths, rising, got {list(self.lengths)}")
@@ -262,22 +260,22 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def init(self, model: Decoder) -> Any:
-        """Return the parameters before the first update, float32 unless they are the model's own. They may include the
-        model or a part of it. Jitted under the mesh, so `jax.eval_shape` must work on it."""
+        """Return the parameters before the first update, in float32 unless they are the model's own. They may include
+        the model or a part of it. The loop jits this under the mesh, so `jax.eval_shape` must work on it."""
 
     def begin(self, params: Any) -> Any:
-        """Return the first parameters of a new run, given those of `init`. Parameters from files must have the same
-        shapes, dtypes and shardings. Not jitted, and not called if a run resumes from a checkpoint."""
+        """Return the first parameters of a new run, given the result of `init`. Parameters from files must have the
+        same shapes, dtypes and shardings. This is not jitted, and not called if a run resumes from a checkpoint."""
         return params
 
     def enter(self, params: Any) -> tuple[Any, Any]:
-        """Return a later phase's first parameters, from those of the phase before, and its constants (a teacher), which
-        no update changes."""
+        """Return a later phase's first parameters, given those of the phase before, and its constants, such as a
+        teacher, which no update changes."""
         return params, None
 
     def frozen(self, model: Decoder | None, constants: Any) -> Any:
-        """Return the arrays that the loss reads and no update changes: by default the loaded model. `constants`: those
-        of `enter`."""
+        """Return the arrays that the loss reads and no update changes, by default the loaded model. `constants`: the
+        constants of `enter`."""
         return model
 
     def split(self, params: Any) -> tuple[Any, Decoder | None]:
@@ -285,15 +283,15 @@ class Recipe(abc.ABC):
         return params, None
 
     def batches(self, sequences: Iterator[Any], model: Decoder | None) -> Iterator[Any]:
-        """Make the loss's batches, pytrees whose arrays have their rows first, each from the sequences of one update.
+        """Make a batch for the loss from the sequences of each update. A batch is a pytree of arrays [rows …].
 
-        `sequences` are int32 [rows, length], or as `open_data` makes them. A resume begins with those of the next
-        update. With several processes each gets its own rows, so no program of the whole mesh can run here.
+        `sequences` are int32 [rows, length], or what `open_data` returns. After a resume they start with the next
+        update. Each of several processes gets its own rows, so no program of the whole mesh can run here.
         """
         return sequences
 
     def row(self, model: Decoder, length: int) -> Any:
-        """Return the shapes and dtypes of a row of an update, a pytree; None: they are those that `batches` makes from
+        """Return the shapes and dtypes of a row of an update, a pytree. None: they can be found by calling `batches` on
         any tokens. `length`: the tokens of a sequence, if rows are sequences. `model` may have shapes for arrays."""
         return None
 
@@ -306,8 +304,8 @@ class Recipe(abc.ABC):
         tokens: int,
         say: Callable[[str], None],
     ) -> None:
-        """Compute the arrays that `batches` adds to sequences, once before the first update, into files of the run's
-        folder or of another folder that an option names.
+        """Compute the arrays that `batches` adds to sequences. This happens once, before the first update. They are
+        stored in the run's folder or in another folder that an option names.
 
         Args:
             sequences: this process's rows of every update; none if a checkpoint is exported, which only needs the
@@ -319,40 +317,39 @@ class Recipe(abc.ABC):
         """
         return None
 
-    def open_data(self, wanted: Wanted) -> Data:
-        """Open the run's sequences and the held-out ones, by default one cut document each. Raises UserError if the
-        data cannot be used."""
+    def open_data(self, request: DataRequest) -> Data:
+        """Open the run's sequences and the held-out ones. By default each is one document, cut to its length. Raises
+        UserError if the data cannot be used."""
         from kvjax.train.data import open_data
 
-        return open_data(wanted)
+        return open_data(request)
 
     def collect(self) -> Open | None:
-        """Return the function that opens the run's data if an update's rows are not sequences of tokens (`row`), else
-        None. Errors in the data should be raised here, before the run has its folder, and long computations left to
-        the function."""
+        """Return a function that opens the run's data if an update's rows are not sequences of tokens (`row`), else
+        None. Raise errors in the data here, before the run has its folder. Leave long computations to the function."""
         return None
 
     @abc.abstractmethod
     def loss(
         self, params: Any, frozen: Any, batch: Any, key: jax.Array, step: Int[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Return the loss, in float32, and the scalars to log. Scalars with a slash in their names are logged and not
+        """Return the loss, in float32, and the scalars to log. Scalars with a slash in their names are logged but not
         shown.
 
         Args:
-            batch: the batch of an update or of a part of it, split over the mesh by its rows.
-            key: a key for each update, which all parts of the update share.
+            batch: the batch of an update or of a part of it, split over the mesh by rows.
+            key: the key of the update, which all its parts share.
             step: the number of updates before this one, in this phase.
         """
 
     @abc.abstractmethod
     def optimizer(self) -> optax.GradientTransformation:
-        """Return the optimizer of one phase. Use optax for groups with their own rates, ascent and clipping."""
+        """Return the optimizer of the phase. Groups with their own rates, ascent and clipping are made with optax."""
 
     def measure(self, params: Any, frozen: Any, batch: Any) -> dict[str, Float[Array, "b ..."]]:
-        """Return figures of each held-out sequence by itself. The means of figures [b] are logged and exported; other
-        figures are kept for every sequence. By default these are the loss and its scalars, with one key and as after
-        the last step, for a batch that has one sequence in every row."""
+        """Return figures for each held-out sequence. The means of figures [b] are logged and exported; other figures
+        are kept for every sequence. By default the figures are the loss and its scalars, with a fixed key and as after
+        the last step; then all rows of the batch are the same sequence."""
         import jax
         import jax.numpy as jnp
 
@@ -361,16 +358,16 @@ class Recipe(abc.ABC):
         return {name: x[None] for name, x in ({"loss": value} | numbers).items()}
 
     def remark(self, validation: Validation) -> str:
-        """Return a remark for the user on the last validation, besides its means."""
+        """Return a remark on the last validation, for the user, in addition to the means."""
         return ""
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
-        """Write the files that `policy` reads into `folder`: by default the method's own parameters by name, and the
-        recipe's own options. The loop adds an Orbax checkpoint of all parameters (`orbax`) and, if the run trained it,
-        the model (`model`). Called in every process.
+        """Write the files that `policy` reads into `folder`, by default the method's own parameters by name and the
+        recipe's own options. The loop adds an Orbax checkpoint of all parameters (`orbax`) and, if the run trained the
+        model, the model (`model`). Called in every process.
 
         Args:
-            params, model: the results of `split`; the loaded model if the run did not train one.
+            params, model: the results of `split`; the loaded model if the run did not train it.
         """
         from kvjax.checkpoints.folder import save_tree
 
@@ -383,7 +380,7 @@ class Recipe(abc.ABC):
         return None
 
     def own_options(self) -> dict[str, Any]:
-        """Return the options of this recipe that not every run has."""
+        """Return the options that this recipe adds to those of every run."""
         common = {field.name for field in dataclasses.fields(Recipe)}
         names = (field.name for field in dataclasses.fields(self) if field.name not in common)
         return {name: getattr(self, name) for name in names}
@@ -403,8 +400,8 @@ class Recipe(abc.ABC):
 
     @property
     def rivals(self) -> Mapping[str, str]:
-        """The evictions that the report compares with the trained policy at its size, by their names in the report. The
-        full cache, static patterns and random policies are compared, too."""
+        """The evictions with which the report compares the trained policy at equal size, by their names in the report.
+        The full cache, static patterns and random policies are compared, too."""
         return UNTRAINED
 
     @abc.abstractmethod
@@ -414,14 +411,14 @@ class Recipe(abc.ABC):
     def sweep(
         self, params: Any, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
     ) -> Mapping[str, Policy]:
-        """Return the policies that the report of a user's own model measures, by their arguments in a policy string:
-        the deployed policy first, then smaller and larger ones with the same parameters, which may be chosen on the
-        held-out sequences. By default the deployed policy alone, without arguments."""
+        """Return the policies that the report of a user's own model measures, by their arguments in a policy string.
+        The deployed policy is first. Smaller and larger ones with the same parameters follow, which may be chosen on
+        the held-out sequences. By default there is only the deployed policy, without arguments."""
         return {"": self.deploy(params, model)}
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any, **options: Any) -> Policy:
-        """Return the policy of an exported folder for `model`. `options` override those of the folder.
+        """Return the policy of an exported folder for `model`. `options` override the options in the folder.
 
         Raises:
             UserError: the folder holds no such parameters, or the recipe does not have an option.
@@ -431,11 +428,13 @@ class Recipe(abc.ABC):
         from kvjax.checkpoints.folder import describe, load_tree
 
         values: dict[str, Any] = describe(gates).get("options", {}) | options
-        known = {field.name for field in dataclasses.fields(cls)} - {
+        option_names = {field.name for field in dataclasses.fields(cls)} - {
             x.name for x in dataclasses.fields(Recipe)
         }
-        if unknown := sorted(set(values) - known):
-            raise UserError(f"{cls.__name__} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        if unknown := sorted(set(values) - option_names):
+            raise UserError(
+                f"{cls.__name__} has no option {unknown[0]!r}; it has {', '.join(sorted(option_names))}"
+            )
         arguments: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in values.items()}
         recipe = cls(**arguments)
         recipe.check()
@@ -449,7 +448,7 @@ def option(field: str) -> str:
 
 
 def read_init(read: Callable[[str], T], init: str) -> T:
-    """Call `read` on the gates that a run begins with. Raises UserError, which names the option --init."""
+    """Call `read` on the gates that a run begins with. A UserError names the option --init."""
     try:
         return read(init)
     except UserError as error:

@@ -1,4 +1,5 @@
-"""KVzip's teacher: the attention that the repetition of a context pays to its keys (arXiv:2505.23416, eq. 2 and 3)."""
+"""KVzip's teacher: the attention that a context's keys get while the context is repeated (arXiv:2505.23416, eq. 2 and
+3)."""
 
 import functools
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ from kvjax.policies import Policy, Ratio, Schedule
 from kvjax.policies.compiled import View
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.train.contexts import Context
-from kvjax.train.targets import Into, fill_input, fill_score
+from kvjax.train.targets import Outputs, fill_input, fill_score
 
 PIECE = 1024
-"""The tokens of a call. A device holds their hidden states of all layers at once."""
+"""The number of tokens that are read at a time. A device holds their hidden states of all layers."""
 
 
 def repetition(tokenizer: Any, prefix: int, *, plus: bool = False) -> Policy:
@@ -36,10 +37,10 @@ def repetition(tokenizer: Any, prefix: int, *, plus: bool = False) -> Policy:
 
 
 def reconstruction(
-    model: Decoder, contexts: Sequence[Context], which: str, into: Into, *, policy: Policy
+    model: Decoder, contexts: Sequence[Context], which: str, outputs: Outputs, *, policy: Policy
 ) -> None:
-    """Fill in the most attention that any token of a context's repetition pays to each key. The policy's reconstruction
-    passes compute it over a cache that holds the contexts whole."""
+    """Fill in the maximum attention that each key gets while its context is repeated. The policy's reconstruction
+    passes compute it over a cache that holds the whole contexts."""
     rows = [context.row for context in contexts]
     with use_mesh(model):
         compiled = policy.compile(model)
@@ -50,14 +51,14 @@ def reconstruction(
             cache, captured = read_piece(model, compiled.read, cache, *padded(part, size), which=which)
             # padding follows the piece
             captured = on_host(captured)[..., :count, :]
-            fill_input(contexts, into, captured, which, start=start)
+            fill_input(contexts, outputs, captured, which, start=start)
             start += count
         caches.check(cache, policy.name, 0)
         cache = all_of(reconstruct(model, compiled, cache, rows))
         caches.check(cache, policy.name, 0)
         for layer in range(model.config.num_full_layers):
             score = on_host(_scores(cache, np.int32(layer), tokens=longest))
-            fill_score(contexts, into, layer, score)
+            fill_score(contexts, outputs, layer, score)
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="which")
@@ -78,13 +79,13 @@ def read_piece(
 def _scores(cache: Cache, layer: Int[Array, ""], *, tokens: int) -> Float[Array, "b k t"]:
     """Return the scores of one layer's tokens from the entry metadata. All tokens are stored, so the index of an entry
     is its position."""
-    own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), cache.layers)
+    layer_state = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), cache.layers)
 
     def local(scores, layer):
-        place = jnp.broadcast_to(jnp.arange(tokens), (*layer.length.shape, tokens))
-        page, offset = addresses(layer, place, scores.shape[-1], 0)
+        position = jnp.broadcast_to(jnp.arange(tokens), (*layer.length.shape, tokens))
+        page, offset = addresses(layer, position, scores.shape[-1], 0)
         return scores[page, offset]
 
-    return jax.shard_map(local, out_specs=jax.typeof(own.length).sharding.spec)(
-        cache.pages.metadata["score"], own
+    return jax.shard_map(local, out_specs=jax.typeof(layer_state.length).sharding.spec)(
+        cache.pages.metadata["score"], layer_state
     )

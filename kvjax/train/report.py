@@ -1,7 +1,7 @@
 """The report of a run on the built-in model: accuracy by measured KV size, and untrained methods at the same size.
 
-Every row is measured through the paged cache. Contexts are read in four chunks, then questions are asked of the small
-cache. The sizes are the cache's own.
+Every row is measured through the paged cache. Contexts are read in four chunks, then questions are asked of the
+compressed cache. Sizes are measured, too.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate import pictures
-from kvjax.evaluate.calibrated import Rivals, orders
+from kvjax.evaluate.calibrated import PatternSearch, orders
 from kvjax.evaluate.config import default_chunk
-from kvjax.evaluate.measuring import Manner, Measurement, measure
+from kvjax.evaluate.measuring import Measurement, MeasureSettings, measure
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
@@ -30,8 +30,8 @@ from kvjax.train.recipe import Recipe, option
 CONTEXT = 1024
 """The tokens of the report's contexts."""
 SAMPLES = {"default": {Recall: 16}, "full": {Recall: 32, Needle: 176, Copy: 256}}
-"""The number of samples of each task, by --report: at least 192 answers by default, at least 500 in full. Their seeds
-do not depend on the run's, so every run gets the same questions."""
+"""The number of samples of each task, by --report: at least 192 answers for default, at least 500 for full. Their seeds
+do not depend on the run's seed, so every run gets the same questions."""
 RIVAL_SAMPLES = {Recall: 8, Needle: 16, Copy: 16}
 """The number of calibration samples of each task, on which the static policies are chosen."""
 
@@ -47,9 +47,9 @@ class Row:
     context: int
     """The tokens of a context."""
     kv_ratio: float
-    """The entries relative to the full cache's, once the context was read."""
+    """The number of entries after the context was read, relative to the full cache."""
     footprint: float
-    """The KV footprint: entries held over all steps, relative to full attention's."""
+    """The KV footprint: entries held over all steps, relative to full attention."""
     accuracy: float
     """The accuracy over the answers, from 0 to 1."""
     answers: int
@@ -62,7 +62,7 @@ class Row:
 
 def same_size(
     model: Decoder,
-    static: Rivals,
+    static_rivals: PatternSearch,
     evictions: Mapping[str, str],
     *,
     kv_ratio: float,
@@ -70,28 +70,33 @@ def same_size(
     window: int,
     seed: int,
 ) -> dict[str, tuple[Policy, str]]:
-    """Return the policies that a trained one is compared with, each with the values chosen for it, in words.
+    """Return the policies with which a trained policy is compared, each with the values chosen for it, in words.
 
-    Each is sized to hold as many entries as the trained policy did: the share `kv_ratio` of all, and beyond the window
-    the share `rates` of each head. Sink + window and the head pattern are the best on calibration contexts (`Rivals`).
-    Evictions run once a context was read. Random policies keep as many tokens, with the same rate in all heads or with
-    the trained policy's rate of each head.
+    Each holds as many entries as the trained policy did: the share `kv_ratio` of all entries, and outside the window
+    the share `rates` of each head's. Sink + window and the head pattern are the best on calibration contexts
+    (`PatternSearch`). Evictions run after a context was read. Random policies keep as many tokens, with the same rate
+    in all heads or with the trained policy's rate of each head.
     """
-    entries = kv_ratio * static.context
-    choices = {"sink + window": static.sink_and_window(entries), "head pattern": static.head_pattern(entries)}
+    entries = kv_ratio * static_rivals.context
+    calibrated = {
+        "sink + window": static_rivals.sink_and_window(entries),
+        "head pattern": static_rivals.head_pattern(entries),
+    }
     random = {"window": window, "seed": seed}
-    evenly = float(np.clip((entries - window + 1) / (static.context - window + 1), 0, 1))
-    best = {method: (choice.pattern.policy(model), choice.words) for method, choice in choices.items()}
-    others = {
+    evenly = float(np.clip((entries - window + 1) / (static_rivals.context - window + 1), 0, 1))
+    calibrated_policies = {
+        method: (choice.pattern.policy(model), choice.description) for method, choice in calibrated.items()
+    }
+    policies = {
         method: make_policy({name: {"ratio": kv_ratio}}, model=model) for method, name in evictions.items()
     }
-    others |= {
+    policies |= {
         "random": make_policy({"random": {"ratio": evenly, **random}}, model=model),
         "random, the trained rates": make_policy(
             {"random": {"rates": np.clip(rates, 0, 1), **random}}, model=model
         ),
     }
-    return best | {method: (policy, "") for method, policy in others.items()}
+    return calibrated_policies | {method: (policy, "") for method, policy in policies.items()}
 
 
 def compare(
@@ -116,22 +121,26 @@ def compare(
     def add_row(
         task: str, samples: Sequence[Sample], method: str, policy: Policy, choice: str = ""
     ) -> Measurement:
-        found = measure(model, policy, samples, Manner(chunk=default_chunk(context)))
-        sizes = found.kv_ratio, found.footprint
-        rows.append(Row(method, task, context, *sizes, found.score, found.answers, found.by_kind, choice))
-        say(f"{task}: {method} {100 * found.score:.1f}% right at {found.kv_ratio:.3f} of the cache")
-        return found
+        result = measure(model, policy, samples, MeasureSettings(chunk=default_chunk(context)))
+        sizes = result.kv_ratio, result.footprint
+        rows.append(Row(method, task, context, *sizes, result.score, result.answers, result.by_kind, choice))
+        say(f"{task}: {method} {100 * result.score:.1f}% right at {result.kv_ratio:.3f} of the cache")
+        return result
 
     for task, (samples, calibration) in tasks.items():
         add_row(task, samples, "full", make_policy("full", model=model))
-        own = add_row(task, samples, method, policy)
-        first_rates = own.rates if first_rates is None else first_rates
-        run, shape = TeacherForcing(model, calibration), own.rates.shape
-        known = orders(run, shape, policy.window) | {"the trained rates": own.rates}
-        static = Rivals(run, known, len(samples[0].context), policy.window, shape)
-        sizes = {"kv_ratio": own.kv_ratio, "rates": own.rates, "window": policy.window}
-        for rival, (other, choice) in same_size(model, static, evictions, seed=seed, **sizes).items():
-            add_row(task, samples, rival, other, choice)
+        trained_result = add_row(task, samples, method, policy)
+        first_rates = trained_result.rates if first_rates is None else first_rates
+        teacher_forcing, shape = TeacherForcing(model, calibration), trained_result.rates.shape
+        head_orders = orders(teacher_forcing, shape, policy.window) | {
+            "the trained rates": trained_result.rates
+        }
+        static_rivals = PatternSearch(
+            teacher_forcing, head_orders, len(samples[0].context), policy.window, shape
+        )
+        sizes = {"kv_ratio": trained_result.kv_ratio, "rates": trained_result.rates, "window": policy.window}
+        for name, (other, choice) in same_size(model, static_rivals, evictions, seed=seed, **sizes).items():
+            add_row(task, samples, name, other, choice)
     assert first_rates is not None
     return rows, first_rates
 
@@ -140,7 +149,7 @@ def report(
     model: Decoder, params: Any, config: Recipe, folder: Path, say: Callable[[str], None]
 ) -> list[Row]:
     """Measure, write the report's files into `folder`, and return the rows. For models with the built-in vocabulary."""
-    began, worked = time.perf_counter(), time.process_time()
+    started, processor_started = time.perf_counter(), time.process_time()
     tasks = {}
     for kind, count in SAMPLES[config.report].items():
         task = builtin_task(kind)
@@ -150,12 +159,12 @@ def report(
     policy = config.deploy(params, model)
     options = {"evictions": config.rivals, "context": CONTEXT, "seed": config.seed, "say": say}
     rows, rates = compare(model, (config.method, policy), tasks, **options)
-    own = {option(name).removeprefix("--"): value for name, value in config.own_options().items()}
+    method_options = {option(name).removeprefix("--"): value for name, value in config.own_options().items()}
     description = {
-        "model": config.model, "method": config.method, **own, "steps": config.steps, "seed": config.seed,
+        "model": config.model, "method": config.method, **method_options, "steps": config.steps, "seed": config.seed,
         "mesh": str(config.mesh), "jax": jax.__version__, "device": jax.devices()[0].device_kind,
-        "report seconds": round(time.perf_counter() - began),
-        "report processor seconds": round(time.process_time() - worked),
+        "report seconds": round(time.perf_counter() - started),
+        "report processor seconds": round(time.process_time() - processor_started),
     }  # fmt: skip
     write(folder, rows, rates, description)
     return rows

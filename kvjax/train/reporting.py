@@ -1,4 +1,4 @@
-"""Checks that a run can end with a report, made before it starts."""
+"""Checks, before a run starts, that it can end with a report."""
 
 from typing import TYPE_CHECKING
 
@@ -9,30 +9,30 @@ if TYPE_CHECKING:
     from kvjax.policies import Policy
 
 
-def measured(policy: "Policy") -> bool:
+def can_measure(policy: "Policy") -> bool:
     """Return True if `kvjax.evaluate` can measure the policy."""
     return not policy.compacts_answers
 
 
-def without_report(policy: "Policy | None" = None) -> str:
-    """Return why this run can have no report, an empty text if it can. `policy`: the one that it deploys, if known."""
+def reason_without_report(policy: "Policy | None" = None) -> str:
+    """Return why this run cannot have a report, an empty text if it can. `policy`: its deployed policy, if known."""
     import jax
 
     if jax.process_count() > 1:
         return f"one process makes it, and this run has {jax.process_count()}"
-    if policy is not None and not measured(policy):
+    if policy is not None and not can_measure(policy):
         return f"{policy.name} compacts while it decodes, which is not measured"
     return ""
 
 
 def check_report(config: Recipe, policy: "Policy | None" = None) -> str:
-    """Return the line that says that a run cannot have its report, empty if it can or if none is wanted.
+    """Return a line that says that a run cannot have its report, empty if it can or if no report is asked for.
 
     Raises:
         UserError: the options ask for a report that cannot be made.
     """
-    why = "" if config.report == "none" else without_report(policy)
-    if why and (config.report == "full" or config.tasks):
-        told = "--report full" if config.report == "full" else f"--tasks {' '.join(config.tasks)}"
-        raise UserError(f"{told}: there can be no report ({why}): leave it out")
-    return f"there will be no report: {why}" if why else ""
+    reason = "" if config.report == "none" else reason_without_report(policy)
+    if reason and (config.report == "full" or config.tasks):
+        option = "--report full" if config.report == "full" else f"--tasks {' '.join(config.tasks)}"
+        raise UserError(f"{option}: there can be no report ({reason}): leave it out")
+    return f"there will be no report: {reason}" if reason else ""

@@ -1,4 +1,4 @@
-"""A training run's updates: the states from its first step to its last, with their log, validations and checkpoints."""
+"""The updates of a training run, from its first step to its last, with their log, validations and checkpoints."""
 
 import bisect
 import dataclasses
@@ -29,17 +29,17 @@ from kvjax.train.validation import make_validate
 
 
 class TokenCount:
-    """An iterator over this process's batches that counts the tokens of all `rows` of a batch. With `tokens` False the
-    rows are not sequences of tokens, and each counts as one."""
+    """An iterator over this process's batches that counts the tokens of all `rows` of a batch. With `tokens` False it
+    counts rows, which are not sequences of tokens."""
 
     def __init__(self, sequences: Iterable[Any], rows: int, tokens: bool):
-        self._sequences, self._rows, self._each, self._tokens = sequences, rows, tokens, 0
+        self._sequences, self._rows, self._counts_tokens, self._tokens = sequences, rows, tokens, 0
         self.taken = 0
         """The number of batches since the last call of `take`."""
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._sequences:
-            self._tokens += self._rows * (jax.tree.leaves(batch)[0].shape[1] if self._each else 1)
+            self._tokens += self._rows * (jax.tree.leaves(batch)[0].shape[1] if self._counts_tokens else 1)
             self.taken += 1
             yield batch
 
@@ -50,7 +50,7 @@ class TokenCount:
 
 
 def check_taken(recipe: Recipe, count: int) -> None:
-    """Raise ValueError if a recipe took the sequences of `count` updates for a batch, unless `count` is 1."""
+    """Raise ValueError if a recipe took the sequences of `count` ≠ 1 updates for a batch."""
     if count != 1:
         raise ValueError(
             f"{type(recipe).__name__}.batches must take the sequences of one update for a batch, took those of "
@@ -62,13 +62,13 @@ def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
     """Return a line that says what a run is going to do.
 
     Args:
-        first: the updates that are done already.
+        first: the number of updates that are already done.
         tokens: the number of tokens of the whole run.
         parameters: the number of trained parameters.
     """
     rows, steps = config.rows, sum(phase.steps for phase in config.phases())
-    counted = f", {tokens:,} tokens" if config.unit == "sequences" else ""
-    text = f"{parameters:,} parameters, {rows * steps:,} {config.unit}{counted} in all: {steps} updates of {rows}"
+    token_count = f", {tokens:,} tokens" if config.unit == "sequences" else ""
+    text = f"{parameters:,} parameters, {rows * steps:,} {config.unit}{token_count} in all: {steps} updates of {rows}"
     if rows > config.batch:
         shards = config.mesh.batch_shards
         text += f", not {config.batch}: the mesh splits a batch into {shards} (its axes `tensor` and `sequence` do not)"
@@ -99,12 +99,12 @@ class Run:
     """The dtypes of each phase's parameters with master weights (`param_dtypes`)."""
     updates: tuple[Update, ...] = ()
     """The update function of each phase; empty if only a checkpoint is read."""
-    beside: tuple[int, ...] = ()
-    """The result of `memory.check`, in bytes for each phase; empty if only a checkpoint is read."""
+    extra_bytes: tuple[int, ...] = ()
+    """The result of `memory.check` for each phase, in bytes; empty if only a checkpoint is read."""
 
     @property
     def ends(self) -> list[int]:
-        """The number of updates of the run after which each phase is over."""
+        """The number of the run's updates after which each phase ends."""
         return np.cumsum([phase.steps for phase in self.phases]).tolist()
 
     def first_state(self, model: Decoder, phase: int) -> TrainState:
@@ -112,12 +112,12 @@ class Run:
         return first_state(self.phases, self.dtypes, model, phase)
 
     def begin(self, model: Decoder) -> tuple[TrainState, int]:
-        """Return the state to go on from and its step, and move the data there: the last checkpoint's on a resume, else
-        the first."""
+        """Return the state to start from and its step, and move the data there. On a resume it is the state of the last
+        checkpoint, else the first state."""
         step = self.checkpoints.latest() if self.config.resume else None
         if step is None:
-            given = 0 if self.config.takes_model else ()
-            state = jax.jit(self.first_state, static_argnums=1, donate_argnums=given)(model, 0)
+            donated = 0 if self.config.takes_model else ()
+            state = jax.jit(self.first_state, static_argnums=1, donate_argnums=donated)(model, 0)
             return dataclasses.replace(state, params=self.phases[0].begin(state.params)), 0
         state, notes = self.restore(model, step)
         positions = notes["data"]
@@ -130,7 +130,7 @@ class Run:
         return state, step
 
     def phase(self, step: int) -> int:
-        """Return the index of the phase of the state after `step` updates."""
+        """Return the index of the phase to which the state after `step` updates belongs."""
         return bisect.bisect_left(self.ends, step)
 
     def restore(self, model: Decoder, step: int) -> tuple[TrainState, dict[str, Any]]:
@@ -141,7 +141,7 @@ class Run:
     def steps(
         self, state: TrainState, first: int, model: Decoder | None, *, tokens: int
     ) -> tuple[TrainState, Validation]:
-        """Run the steps from `first` on, and return the state after them and its validation.
+        """Run the steps from `first` on, and return the last state and its validation.
 
         A checkpoint of step n is saved once the metrics up to n are on disk.
 
@@ -153,7 +153,7 @@ class Run:
                 processes see the same numbers and stop together.
         """
         config, ends = self.config, self.ends
-        total, found = ends[-1], None
+        total, validation = ends[-1], None
         validate_every = config.validate_every or config.checkpoint_every
         with (
             Metrics(
@@ -163,7 +163,7 @@ class Run:
                 shown=config.shown,
                 tensorboard=config.tensorboard,
                 quiet=jax.process_index() > 0,
-                counted="tokens" if config.unit == "sequences" else config.unit,
+                unit="tokens" if config.unit == "sequences" else config.unit,
             ) as metrics,
             preemption() as preempted,
         ):
@@ -172,52 +172,54 @@ class Run:
             if self.data.remark:
                 metrics.say(self.data.remark)
             metrics.say(f"the run is kept in {self.folder}")
-            for at, recipe in enumerate(self.phases):
-                began, last = ([0, *ends][at], ends[at])
-                held = self.data.held_out, self.dtypes[at], self.data.held_rows
-                validate = make_validate(recipe, self.mesh, *held)
-                if first >= last:
+            for index, recipe in enumerate(self.phases):
+                start, end = ([0, *ends][index], ends[index])
+                held_out_arguments = self.data.held_out, self.dtypes[index], self.data.held_rows
+                validate = make_validate(recipe, self.mesh, *held_out_arguments)
+                if first >= end:
                     continue
-                if at and first <= began:
-                    entered = functools.partial(enter, recipe, dtypes=self.dtypes[at - 1])
-                    state = jax.jit(entered, donate_argnums=0)(state.params)
-                    metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
-                update, own = self.updates[at], config.unit == "sequences"
-                counted = TokenCount(self.data.sequences, self.rows.total, own)
-                metrics.say(memory.describe(recipe, state, model, self.beside[at]))
+                if index and first <= start:
+                    enter_phase = functools.partial(enter, recipe, dtypes=self.dtypes[index - 1])
+                    state = jax.jit(enter_phase, donate_argnums=0)(state.params)
+                    metrics.say(f"phase {index + 1} of {len(self.phases)}: {recipe.steps} updates")
+                update, counts_tokens = self.updates[index], config.unit == "sequences"
+                counted = TokenCount(self.data.sequences, self.rows.total, counts_tokens)
+                metrics.say(memory.describe(recipe, state, model, self.extra_bytes[index]))
                 batches = recipe.batches(iter(counted), model)
-                for step in range(max(first, began), last):
+                for step in range(max(first, start), end):
                     batch = to_mesh(self.mesh, self.rows, next(batches))
                     check_taken(recipe, counted.taken)
-                    state, numbers = update(state, model, batch, np.int32(step - began))
+                    state, numbers = update(state, model, batch, np.int32(step - start))
                     metrics.step(step, numbers, tokens=counted.take())
                     done = step + 1
-                    validated = done % validate_every == 0 or done == last
+                    validated = done % validate_every == 0 or done == end
                     stops = preempted(done)
-                    saved = done % config.checkpoint_every == 0 or done == last or stops
+                    saved = done % config.checkpoint_every == 0 or done == end or stops
                     if validated or saved:
                         metrics.flush()
                         if not all_finite(state):
                             raise NotFiniteError(done, "the parameters are no longer finite")
                     if validated:
-                        found = validate(state, model)
-                        check_numbers(done, found.numbers, "held-out ")
-                        metrics.note(step, "validation", found.numbers | {"sequences": found.sequences})
-                        metrics.say(f"step {done}: {found}")
+                        validation = validate(state, model)
+                        check_numbers(done, validation.numbers, "held-out ")
+                        metrics.note(
+                            step, "validation", validation.numbers | {"sequences": validation.sequences}
+                        )
+                        metrics.say(f"step {done}: {validation}")
                     if saved:
                         metrics.flush()
                         self.checkpoints.save(done, state, {"data": self.positions()})
                     if stops:
                         raise Termination
-        return state, found or validate(state, model)
+        return state, validation or validate(state, model)
 
     def positions(self) -> list[Any]:
-        """Return the position of each of the `rows.groups` parts of the data, a JSON value each."""
-        own = self.data.sequences.get_state()
+        """Return the positions of the `rows.groups` parts of the data, as JSON values."""
+        position = self.data.sequences.get_state()
         if jax.process_count() == 1:
-            return [own]
-        text = np.frombuffer(json.dumps([self.rows.group, own]).encode(), np.uint8)
-        longest = int(multihost_utils.process_allgather(np.int32(text.size)).max())
-        padded = np.pad(text, (0, longest - text.size), constant_values=ord(" "))
+            return [position]
+        text = np.frombuffer(json.dumps([self.rows.group, position]).encode(), np.uint8)
+        size = int(multihost_utils.process_allgather(np.int32(text.size)).max())
+        padded = np.pad(text, (0, size - text.size), constant_values=ord(" "))
         by_group = dict(json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded))
         return [by_group[group] for group in range(self.rows.groups)]

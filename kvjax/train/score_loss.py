@@ -1,4 +1,5 @@
-"""The loss of gates that learn scores, by layer, and the learning rate (Fast KVzip, §3; `optim.py` of its code)."""
+"""The loss of gates that learn scores, layer by layer, and their learning rate (Fast KVzip, §3; `optim.py` of its
+code)."""
 
 from typing import Any
 
@@ -13,7 +14,8 @@ from kvjax.mesh import BATCH, HEADS, P
 CLIP = 1e-6
 """The minimum distance of predictions from 0 and 1."""
 IMPORTANT = 0.05
-"""The score from which a token counts as important. A target and a prediction agree if both or neither reach it."""
+"""The score from which a token counts as important. A target and a prediction agree if both reach it or neither does.
+"""
 WARM_UP = 0.01
 """The share of the updates in which the learning rate warms up."""
 LAYER = "loss/"
@@ -21,8 +23,8 @@ LAYER = "loss/"
 
 
 def scores(gates: nnx.Module, x: Float[Array, "b l ..."]) -> Float[Array, "l k b"]:
-    """Return the scores that the gates predict from the inputs of positions. Positions are split over the batch shards,
-    and kv heads over the head shards."""
+    """Return the scores that gates predict from the inputs of positions. Positions are split over the batch shards, and
+    kv heads over the head shards."""
     if x.ndim == 3:
         x = jnp.swapaxes(x, 0, 1)[:, None]
     else:  # a key for each kv head
@@ -57,14 +59,14 @@ def entropy(target: Float[np.ndarray, "n l k"]) -> float:
 
 
 def rate(update: Any, peak: float, steps: int) -> Float[Array, ""]:
-    """Return the learning rate of update i: .01 · i of the peak in the first 1% of the updates, then the peak, half of
-    it after half of the updates and a quarter of it after three quarters (`lr_schedule` of the authors' code)."""
+    """Return the learning rate of update i. It is peak · i / 100 in the first 1% of the updates, then the peak, half of
+    the peak after half of the updates and a quarter after three quarters (`lr_schedule` of the authors' code)."""
     late = jnp.where(update < steps * 0.75, 0.5, 0.25)
     usual = jnp.where(update < steps * 0.5, 1.0, late)
     return peak * jnp.where(update < WARM_UP * steps, 0.01 * update, usual)
 
 
 def by_layer(losses: Float[Array, "l ..."]) -> dict[str, Float[Array, "..."]]:
-    """Return the layers' losses by their names, which are zero-padded so that they sort."""
+    """Return the layers' losses by name. The layers' numbers are zero-padded, so that names sort by layer."""
     digits = len(str(len(losses) - 1))
     return {f"{LAYER}{layer:0{digits}}": loss for layer, loss in enumerate(losses)}

@@ -1,4 +1,4 @@
-"""The update of a training step: from parameters and optimizer state to the next ones and the numbers to log."""
+"""The update of a training step: parameters and optimizer state become the next ones, with numbers to log."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder
 from kvjax.struct import struct
 from kvjax.train.checkpoints import all_finite
-from kvjax.train.metrics import FINITE, LINE
+from kvjax.train.metrics import FINITE, RESERVED
 from kvjax.train.recipe import Recipe
 
 MASTER = jnp.float32
@@ -25,21 +25,21 @@ class TrainState:
     """The state of a training, split over the mesh as the parameters are."""
 
     params: Any
-    """The recipe's parameters; 16-bit ones are float32 if there are master weights."""
+    """The recipe's parameters. With master weights, 16-bit parameters are float32."""
     opt: Any
     """The state of the optax optimizer."""
     constants: Any = None
-    """The arrays that a later phase holds from the one before. No update changes them."""
+    """Arrays that a later phase keeps from the phase before it. No update changes them."""
 
 
 def initial_state(recipe: Recipe, model: Decoder) -> TrainState:
-    """Return the state before the first update. To be jitted under a mesh."""
+    """Return the state before the first update. Callers jit it under a mesh."""
     params = _masters(recipe, recipe.init(model))
     return TrainState(params, recipe.optimizer().init(params))
 
 
 def enter(recipe: Recipe, before: Any, dtypes: Any = None) -> TrainState:
-    """Return the first state of a later phase, from the parameters of the phase before. To be jitted under a mesh.
+    """Return the first state of a later phase, from the parameters of the phase before. Callers jit it under a mesh.
 
     If the parameters `before` are master weights, `dtypes` are the dtypes that they are rounded to. Training goes on
     from the master weights, and constants are rounded.
@@ -51,7 +51,7 @@ def enter(recipe: Recipe, before: Any, dtypes: Any = None) -> TrainState:
 
 def first_state(phases: Sequence[Recipe], dtypes: Sequence[Any], model: Decoder, phase: int) -> TrainState:
     """Return a state with the structure and shardings of a phase's states; for the first phase it is the state before
-    any update. `dtypes`: those of each phase (`param_dtypes`). To be jitted under a mesh."""
+    any update. `dtypes`: the result of `param_dtypes`. Callers jit it under a mesh."""
     state = initial_state(phases[0], model)
     for later, before in zip(phases[1 : phase + 1], dtypes, strict=False):
         state = enter(later, state.params, before)
@@ -69,14 +69,14 @@ def _masters(recipe: Recipe, params: Any) -> Any:
 
 
 def param_dtypes(phases: Sequence[Recipe], model: Decoder) -> tuple[Any, ...]:
-    """Return the dtypes of each phase's parameters if its state keeps master weights, else None for it."""
+    """Return the dtypes of each phase's parameters, or None for a phase without master weights."""
     if not any(phase.master_weights for phase in phases):
         return (None,) * len(phases)
-    params, found = jax.eval_shape(phases[0].init, model), []
-    for i, phase in enumerate(phases):
-        params = jax.eval_shape(phase.enter, params)[0] if i else params
-        found.append(jax.tree.map(lambda x: x.dtype, params) if phase.master_weights else None)
-    return tuple(found)
+    params, dtypes = jax.eval_shape(phases[0].init, model), []
+    for index, phase in enumerate(phases):
+        params = jax.eval_shape(phase.enter, params)[0] if index else params
+        dtypes.append(jax.tree.map(lambda x: x.dtype, params) if phase.master_weights else None)
+    return tuple(dtypes)
 
 
 def round_parameters(params: Any, dtypes: Any) -> Any:
@@ -96,7 +96,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
         before: the number of updates of the run before this phase, whose steps count from 0.
 
     Raises:
-        ValueError: the recipe's loss gives a scalar a name that the log reserves. Raised when the step is traced.
+        ValueError: a scalar of the recipe's loss has a name that the log reserves. Raised when the step is traced.
     """
     tx = recipe.optimizer()
 
@@ -104,25 +104,25 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
         def loss(params):
             frozen = recipe.frozen(model, state.constants)
             value, numbers = recipe.loss(round_parameters(params, dtypes), frozen, batch, key, step)
-            if taken := {"loss", FINITE, *LINE} & numbers.keys():
+            if reserved := {"loss", FINITE, *RESERVED} & numbers.keys():
                 raise ValueError(
-                    f"{type(recipe).__name__}.loss: {min(taken)!r} is the log's own, call it otherwise"
+                    f"{type(recipe).__name__}.loss: {min(reserved)!r} is reserved by the log: choose another name"
                 )
             return value, {"loss": value} | {name: jnp.asarray(x) for name, x in numbers.items()}
 
-        (_, numbers), found = jax.value_and_grad(loss, has_aux=True)(state.params)
-        return found, numbers
+        (_, numbers), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return gradients, numbers
 
     def update(state: TrainState, model: Decoder | None, batch: Any, step: Any):
         key = jax.random.fold_in(jax.random.key(recipe.seed), before + step)
         if recipe.accumulate == 1:
-            found, numbers = gradient(state, model, batch, key, step)
+            gradients, numbers = gradient(state, model, batch, key, step)
         else:
-            found, numbers = _accumulate(recipe.accumulate, gradient, state, model, batch, key, step)
+            gradients, numbers = _accumulate(recipe.accumulate, gradient, state, model, batch, key, step)
             # the optimizer's moments keep the parameters' dtypes
-            found = jax.tree.map(lambda x, param: x.astype(param.dtype), found, state.params)
-        numbers[FINITE] = all_finite((numbers["loss"], found))
-        change, opt = tx.update(found, state.opt, state.params)
+            gradients = jax.tree.map(lambda x, param: x.astype(param.dtype), gradients, state.params)
+        numbers[FINITE] = all_finite((numbers["loss"], gradients))
+        change, opt = tx.update(gradients, state.opt, state.params)
         return TrainState(optax.apply_updates(state.params, change), opt, state.constants), numbers
 
     return jax.jit(update, donate_argnums=0)
@@ -137,31 +137,31 @@ def _accumulate(
     key: jax.Array,
     step: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the mean gradient and numbers over the batch's parts, computed one after another. Each part has the same
-    number of rows of every device. A decoder's large gradients are summed over `data` once, after all parts."""
+    """Return the mean gradient and numbers over the batch's parts, which are computed one after another. A part has the
+    same number of rows on every device. A decoder's large gradients are summed over `data` once, after all parts."""
 
     def split(x):
         rest = (None,) * (x.ndim - 1)
         x = jax.lax.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]), out_sharding=P(BATCH, None, *rest))
         return jnp.moveaxis(x, 1, 0)
 
-    def later(x):
+    def unreduced(x):
         return x.with_unreduced_gradients() if isinstance(x, Decoder) else x
 
-    params = jax.tree.map(later, state.params, is_leaf=lambda x: isinstance(x, Decoder))
-    own = dataclasses.replace(state, params=params)
+    params = jax.tree.map(unreduced, state.params, is_leaf=lambda x: isinstance(x, Decoder))
+    unreduced_state = dataclasses.replace(state, params=params)
 
-    def one(total, part):
+    def add_part(total, part):
         part = jax.tree.map(lambda x: reshard(x, P(BATCH, *(None,) * (x.ndim - 1))), part)
-        found = gradient(own, model, part, key, step)
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, found), None
+        gradients = gradient(unreduced_state, model, part, key, step)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradients), None
 
     def mean(x):
         return reshard(x, P(*jax.typeof(x).sharding.spec.partitions)) / parts
 
     batches = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], batches)
-    shapes = jax.eval_shape(gradient, own, model, first, key, step)
+    shapes = jax.eval_shape(gradient, unreduced_state, model, first, key, step)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, out_sharding=x.sharding), shapes)
-    total, _ = jax.lax.scan(one, zeros, batches)
+    total, _ = jax.lax.scan(add_part, zeros, batches)
     return jax.tree.map(mean, total)

@@ -25,12 +25,12 @@ def make_validate(
     held_rows: HeldRows | None = None,
 ) -> Validate:
     """Return a function that measures a state on the held-out sequences, or on held-out rows of another kind. The
-    figures of a sequence do not depend on the mesh. `dtypes`: those of parameters with master weights (`param_dtypes`).
-    """
+    figures of a sequence do not depend on the mesh. `dtypes`: the dtypes of parameters with master weights
+    (`param_dtypes`)."""
 
     shards = recipe.mesh.batch_shards
-    # the loss is a mean over its batch, so a batch has one sequence in every row
-    alone = type(recipe).measure is Recipe.measure
+    # the default measures the loss, a mean over the batch, so all rows of a batch must be the same sequence
+    one_by_one = type(recipe).measure is Recipe.measure
 
     @jax.jit
     def measure(state: TrainState, model: Decoder | None, batch: Any) -> dict[str, Array]:
@@ -44,7 +44,7 @@ def make_validate(
                 yield count, to_mesh(mesh, rows, jax.tree.map(lambda x: x[rows.start : rows.stop], batch))
             return
         rows = Rows.of_this_process(mesh, shards)
-        groups = list(by_length(sequences, 1 if alone else shards))
+        groups = list(by_length(sequences, 1 if one_by_one else shards))
         padded = (
             stack([group[min(row, len(group) - 1)] for row in range(rows.start, rows.stop)])
             for group in groups
@@ -53,30 +53,32 @@ def make_validate(
             yield len(group), to_mesh(mesh, rows, batch)
 
     def validate(state: TrainState, model: Decoder | None) -> Validation:
-        found: dict[str, list[Any]] = {}
+        values_by_name: dict[str, list[Any]] = {}
         for count, batch in batches(model):
             for name, values in jax.device_get(measure(state, model, batch)).items():
-                found.setdefault(name, []).extend(values[:count])
-        figures = {name: np.stack(values) for name, values in found.items()}
+                values_by_name.setdefault(name, []).extend(values[:count])
+        figures = {name: np.stack(values) for name, values in values_by_name.items()}
         numbers = {name: float(x.mean(dtype=np.float64)) for name, x in figures.items() if x.ndim == 1}
-        rest = {name: x for name, x in figures.items() if name not in numbers}
-        return Validation(numbers, rest, len(sequences if held_rows is None else held_rows), recipe.unit)
+        by_sequence = {name: x for name, x in figures.items() if name not in numbers}
+        return Validation(
+            numbers, by_sequence, len(sequences if held_rows is None else held_rows), recipe.unit
+        )
 
     return validate
 
 
 def by_length(sequences: Sequence[Any], size: int) -> list[list[Any]]:
     """Return groups of at most `size` sequences of one length. Sequences are arrays [t …] or pytrees of them."""
-    found: dict[int, list[Any]] = {}
+    groups: dict[int, list[Any]] = {}
     for sequence in sequences:
-        found.setdefault(len(jax.tree.leaves(sequence)[0]), []).append(sequence)
-    return [own[start : start + size] for own in found.values() for start in range(0, len(own), size)]
+        groups.setdefault(len(jax.tree.leaves(sequence)[0]), []).append(sequence)
+    return [rows[start : start + size] for rows in groups.values() for start in range(0, len(rows), size)]
 
 
-def in_rows(held: HeldRows, rows: int) -> Iterator[tuple[int, Any]]:
+def in_rows(held_out: HeldRows, rows: int) -> Iterator[tuple[int, Any]]:
     """Yield the held-out rows in batches of `rows`, each with its number of real rows. The last real row is repeated to
     fill the batch."""
-    for start in range(0, len(held), rows):
-        count = min(rows, len(held) - start)
-        part = held[start : start + count]
+    for start in range(0, len(held_out), rows):
+        count = min(rows, len(held_out) - start)
+        part = held_out[start : start + count]
         yield count, jax.tree.map(lambda x, count=count: x[np.minimum(np.arange(rows), count - 1)], part)

@@ -1,6 +1,6 @@
-"""The attention that every key receives: the transposed pass.
+"""The attention that every key receives.
 
-api: the op. passes: the op as one or two passes of one kind. xla, tpu, gpu: that pass. reference: the definition.
+api: the op. passes: the op as one or two passes. xla, tpu, gpu: implementations of a pass. reference: the definition.
 """
 
 from pallas_kernels.attention_mass.api import attention_mass, paged_attention_mass

@@ -37,36 +37,36 @@ def attention_mass(
 ) -> Float[Array, "b k s"]:
     """Return the attention `p_ij = exp(q_i·k_j / sqrt(h) - lse_i)` that each key receives, reduced to one number.
 
-    It is reduced first `over` the queries that count the key, then over the query heads of the key's `group`. The
+    It is first reduced `over` the queries that count the key, then over the query heads of the key's `group`. The
     queries are the last `t` of the `s` indices: query `i` has index `I = i + s - t` and counts key `j` iff
-    `I >= j + offset`. Query head `x` reads kv head `x // (n / k)`. No gradient flows.
+    `I >= j + offset`. Query head `x` reads kv head `x // (n / k)`. The gradient is zero.
 
     This serves KVPOP's target (App. D: "logsumexp" and "max", offset = window, lse of the sparse pass), KVzip's score
     (eq. 2 and 3: "max" and "max", `valid` for the chunk and the keys that may share its softmax), KVzip+'s (the same
-    with factors 1/‖h_i‖ of the queries and ‖W_O v_j‖ of the keys), the observation
-    windows of SnapKV and OracleKV (eq. 2) and H2O's statistic ("sum" and "mean").
+    with factors 1/‖h_i‖ of the queries and ‖W_O v_j‖ of the keys), the observation windows of SnapKV and of OracleKV
+    (eq. 2), and H2O's statistic ("sum" and "mean").
 
     Args:
         over: "sum" of p over the queries, its logarithm ("logsumexp"), or the largest p ("max").
-        group: "max", "mean" or "sum" over the group of what `over` gives. It reduces the probabilities, not their
-            logarithms, so that "logsumexp" is the logarithm of "sum" for every group.
-        offset: the number of indices after its own at which a key is first counted, at least 0. None: every query
-            counts every key.
+        group: "max", "mean" or "sum" of these over the group. It reduces probabilities, not their logarithms, so that
+            "logsumexp" is the logarithm of "sum" for every group.
+        offset: the distance, at least 0, from a key's index to that of the first query that counts it. None: every
+            query counts every key.
         valid: True for keys that exist; the contents of the others do not matter. None: all exist.
-        lse: each query's log-sum-exp, possibly over other keys than these, so that p may exceed 1. -inf: the query
-            counts for nothing. None: it is computed over the valid keys that the query counts; the offset must then be
-            0 or None.
+        lse: each query's log-sum-exp, possibly over other keys than these, so that p may exceed 1. A query with -inf
+            adds nothing. None: it is computed over the valid keys that the query counts; the offset must then be 0 or
+            None.
         query_factor: positive factors of each query's p. None: 1.
-        key_factor: factors, at least 0, of what `over` gives for each query head and key. None: 1.
+        key_factor: non-negative factors of the reduced value of each query head and key. None: 1.
         implementation: "xla", "tpu" or "gpu" (blocks of queries and keys, in one pass, or two if lse is not given), or
-            "reference" (dense). None: the backend's own.
+            "reference" (dense). None: the platform's default.
 
     Returns:
         The mass in float32. It is 0 (-inf for "logsumexp") for keys that are not valid or that no query counts.
 
     Raises:
-        ValueError: shapes that disagree, t > s with an offset, an offset below 0 or one above it without lse, unknown
-            over, group or implementation, a dtype, head_dim or group of query heads that a kernel does not take.
+        ValueError: shapes disagree, t > s with an offset, the offset is negative or, without lse, positive; over, group
+            or implementation is unknown; or a kernel does not take the dtype, head_dim or group of query heads.
     """
     call = choose(IMPLEMENTATIONS, implementation, "attention_mass")
     _check(q, k, over, group, offset, valid, lse, query_factor, key_factor)
@@ -89,22 +89,22 @@ def paged_attention_mass(
     scale: Int32[Array, "p page"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b k c*page"]:
-    """Return the `attention_mass` of the keys stored in pages, all of which every query counts (offset None).
+    """Return the `attention_mass` of the keys stored in pages. Every query counts all keys (offset None).
 
     Args:
         pool: pages of `page` entries, each a key and its value side by side. 16-bit floats in q's dtype may be given as
             their bits, and int8 numbers with a `scale`.
         page_table: the pages of each (sequence, kv head), in order.
         length: the number of entries they hold. Entries past it and table entries beyond the pool do not matter.
-        scale: the scales of every entry of the pool (`int8_entries.py`).
+        scale: the scales of each entry of the pool (`int8_entries.py`).
         over, group, lse, implementation: as in `attention_mass`.
 
     Returns:
-        The mass of every place in the pages. It is 0 (-inf for "logsumexp") past the length.
+        The mass of every entry of the pages. It is 0 (-inf for "logsumexp") past the length.
 
     Raises:
-        ValueError: as in `attention_mass`; also for a pool that does not suit the queries, a pool without entries if
-            the table has columns, and indices or lengths that are not integers.
+        ValueError: as in `attention_mass`; also if the pool does not fit the queries, if it is empty but the table has
+            columns, or if indices or lengths are not integers.
     """
     b, heads, columns = page_table.shape
     h = q.shape[3]
@@ -125,8 +125,8 @@ def paged_attention_mass(
     require_whole("paged_attention_mass", page_table=page_table, length=length)
     pool, page_table, length, scale = alike(pool, page_table, length, scale)
     s = columns * pool.shape[1]
-    # The keys are copied once; the passes read them twice. Whole pages are gathered and the values cut off afterwards,
-    # since XLA does not move a slice past a gather: it would copy half of the pool.
+    # The keys are copied once and read twice. Whole pages are gathered and the values cut off afterwards. If the slice
+    # came first, XLA would copy half of the pool.
     entries = pool.at[page_table].get(mode="clip") if columns else pool[:0]
     if scale is not None and columns:
         entries = dequantised_entries(entries, scale.at[page_table].get(mode="clip"), q.dtype)
@@ -142,12 +142,12 @@ def _constant(x):
 
 
 def _check(q, k, over, group, offset, valid, lse, query_factor, key_factor):
-    for name, value, known in (
+    for name, value, allowed in (
         ("over", over, ("logsumexp", "max", "sum")),
         ("group", group, ("max", "mean", "sum")),
     ):
-        if value not in known:
-            raise ValueError(f"attention_mass: {name} is {value!r}, but must be one of {', '.join(known)}")
+        if value not in allowed:
+            raise ValueError(f"attention_mass: {name} is {value!r}, but must be one of {', '.join(allowed)}")
     b, n, t, h = q.shape
     if k.ndim != 4 or (k.shape[0], k.shape[3]) != (b, h) or k.dtype != q.dtype:
         raise ValueError(
@@ -161,7 +161,7 @@ def _check(q, k, over, group, offset, valid, lse, query_factor, key_factor):
             f"attention_mass: {t} queries for {s} keys; the queries are the last of the keys' indices"
         )
     if offset is not None and offset < 0:
-        raise ValueError(f"attention_mass: offset is {offset}, but a query counts no later key: at least 0")
+        raise ValueError(f"attention_mass: offset is {offset}, but must be at least 0")
     if offset and lse is None:
         raise ValueError(
             f"attention_mass: offset {offset} needs lse, which is computed for offset 0 or None only"

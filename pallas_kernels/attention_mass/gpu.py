@@ -32,8 +32,10 @@ def gpu(q, k, valid, lse, query_factor, key_factor, over, group, offset, interpr
 
 
 def tile_sizes(resident: int, streamed: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """The resident and streamed rows of a tile: as many as registers hold, but at least the 16 of a tensor core's
-    product. Exact float32 products do not use tensor cores, and keep their operands in registers too."""
+    """Return the resident and streamed rows of a tile: as many as registers hold, and at least the 16 of a tensor core.
+
+    Exact float32 products do not use tensor cores and keep their operands in registers, too.
+    """
     br, bu = (16, 16) if itemsize == 4 else (128, 64) if head_dim <= 128 else (64, 32)
     return max(16, min(pl.next_power_of_2(resident), br)), max(16, min(pl.next_power_of_2(streamed), bu))
 
@@ -72,9 +74,9 @@ def _kernel(r_ref, u_ref, column_ref, out_ref, *, with_column, span, maximum, br
     precision = lax.Precision.HIGHEST if resident.dtype == jnp.float32 else None
 
     start, whole_start, whole_stop, stop = span.tiles(i * br, jnp.minimum((i + 1) * br, size) - 1, bu)
-    each = (jnp.maximum(stop - start, 0) + splits - 1) // splits
-    first = start + split * each
-    last = jnp.minimum(first + each, stop)
+    tiles_per_split = (jnp.maximum(stop - start, 0) + splits - 1) // splits
+    first = start + split * tiles_per_split
+    last = jnp.minimum(first + tiles_per_split, stop)
     whole_first, whole_last = jnp.clip(whole_start, first, last), jnp.clip(whole_stop, first, last)
 
     def add(x, whole, j, state):

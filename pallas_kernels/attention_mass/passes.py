@@ -1,6 +1,6 @@
-"""`attention_mass` as one or two passes of the same kind. An implementation only has to provide that pass.
+"""`attention_mass` as one or two passes of the same form. An implementation only provides that pass.
 
-A pass holds `resident` rows and lets `streamed` ones go by:
+A pass keeps `resident` rows and streams the others past them:
 
     log_{b,x,r} = log Σ_u exp(resident_{b,r} · streamed_{b,x,u} / sqrt(h) + bias_{b,x,u}),    alive u in span(r)
 
@@ -18,18 +18,18 @@ from jaxtyping import Array, Float
 from pallas_kernels.softmax import MASKED
 
 FLOOR = MASKED / 2
-"""The initial value of running maxima. A masked logit is so far below it that it adds nothing."""
+"""The initial value of running maxima. Masked logits are so far below it that they add nothing."""
 
 
 class Span(NamedTuple):
-    """The streamed rows that a resident row counts: an interval whose ends never fall from one row to the next."""
+    """The interval of streamed rows that each resident row counts. Its ends never decrease from one row to the next."""
 
     rows: int
     """The number of streamed rows."""
     start: int | None = None
-    """Row r counts no streamed row before r + start. None: it counts from the first on."""
+    """Row r counts streamed rows from r + start on. None: from the first row on."""
     stop: int | None = None
-    """Row r counts no streamed row from r // repeats + stop on. None: it counts up to the last."""
+    """Row r counts streamed rows before r // repeats + stop. None: up to the last row."""
     repeats: int = 1
     """The number of consecutive resident rows that share an index: the heads of a group."""
 
@@ -58,7 +58,7 @@ class Span(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A number for every streamed row: an addend to its logits or, with `choose`, a flag that the row counts."""
+    """A number for every streamed row: an addend to its logits or, with `choose`, a flag that makes the row count."""
 
     value: Float[Array, "b x u"]
     """The addend (MASKED: the row adds nothing). With `choose`, 1 if the row counts, 0 if not: it may then hold NaN."""
@@ -106,7 +106,7 @@ def mass(log_mass: LogMass, q, k, valid, lse, query_factor, key_factor, over, gr
 
 
 def _log_sum_exp(log_mass, q, keys, valid, first):
-    """The log-sum-exp `[b g t]` of queries `[b g t h]` over keys `[b s h]`.
+    """Return the log-sum-exp `[b g t]` of queries `[b g t h]` over keys `[b s h]`.
 
     `first` is the first query's index if attention is causal, else None.
     """

@@ -1,7 +1,7 @@
-"""`attention_mass` on TPU: a tile of resident rows stays in lanes while the streamed ones go by in sublanes.
+"""`attention_mass` on TPU: a tile of resident rows stays in lanes while the streamed rows pass in sublanes.
 
-So the reduction over streamed rows is elementwise: every sublane keeps its own maximum and sum, in base 2, and the
-eight are joined once a tile is done.
+The reduction over streamed rows is therefore elementwise: every sublane keeps its own maximum and sum, to base 2, and
+the eight are merged when a tile is done.
 """
 
 import functools
@@ -28,8 +28,8 @@ CHUNK = 512
 BYTES = 1 << 11
 """Most bytes of a streamed row, of all heads, in a tile of four chunks: two such tiles are 8 MiB."""
 ROWS = 32
-"""Streamed rows that go through the online maximum together: few enough that their logits stay in registers and the
-product of the next rows runs meanwhile."""
+"""Streamed rows that enter the online maximum together. They are few, so that their logits stay in registers while the
+product of the next rows runs."""
 
 
 def tpu(q, k, valid, lse, query_factor, key_factor, over, group, offset, interpret=None):
@@ -39,10 +39,10 @@ def tpu(q, k, valid, lse, query_factor, key_factor, over, group, offset, interpr
 
 
 def tile_sizes(resident: int, streamed: int, streamed_bytes: int) -> tuple[int, int]:
-    """The resident and streamed rows of a tile.
+    """Return the resident and streamed rows of a tile.
 
-    With few rows of one kind, reading the others takes the time, so a tile takes more of them, unless a streamed row
-    (of all heads) has too many bytes.
+    If there are few rows of one kind, the time goes to reading the others, so a tile takes more of these, unless a
+    streamed row (of all heads) has too many bytes.
     """
     br = _up(min(resident, 2 * CHUNK if streamed > LANES else 4 * CHUNK), LANES)
     br = _up(br, min(br, CHUNK))
@@ -61,19 +61,19 @@ def log_mass(resident, streamed, column, span, maximum, *, interpret):
     pack = divisor(x, CHUNK // bu)
 
     def streamed_tile(i, j):
-        """The tile of step `j`. It stays the same after the last one that counts, so that nothing more is fetched."""
+        """Return the tile of step `j`. After the last tile that counts it does not change, so no more is fetched."""
         start, _, _, stop = _tiles(span, size, br, bu, i)
         return jnp.maximum(jnp.minimum(start + j, stop - 1), 0)
 
-    values = column_spec = turned = None
+    values = column_spec = transposed = None
     if column is not None:
-        # Whole lanes, since the kernel transposes them into sublanes.
+        # The kernel transposes the column into sublanes, so it has whole lanes.
         lanes = _up(bu, LANES)
         pad = _up(span.rows, lanes) - span.rows
         values = column.value * (1 if column.choose else LOG2E)
         values = jnp.pad(values, ((0, 0), (0, 0), (0, pad)))[:, :, None]
         column_spec = pl.BlockSpec((1, x, 1, lanes), lambda b, i, j: (b, 0, 0, streamed_tile(i, j)))
-        turned = pltpu.VMEM((pack, bu, LANES), jnp.float32)
+        transposed = pltpu.VMEM((pack, bu, LANES), jnp.float32)
     state = pltpu.VMEM((x, SUBLANES, br), jnp.float32)
     with_column = None if column is None else functools.partial(apply, column.choose)
     return pl.pallas_call(
@@ -86,7 +86,7 @@ def log_mass(resident, streamed, column, span, maximum, *, interpret):
         ],
         out_specs=pl.BlockSpec((1, x, br), lambda b, i, j: (b, 0, i)),
         out_shape=output((b, x, size), jnp.float32, resident),
-        scratch_shapes=[state, None if maximum else state, turned],
+        scratch_shapes=[state, None if maximum else state, transposed],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit("attention_mass", x, h, resident.dtype.itemsize),
@@ -97,12 +97,12 @@ def log_mass(resident, streamed, column, span, maximum, *, interpret):
 
 
 def _tiles(span: Span, size: int, br: int, bu: int, i):
-    """The bounds of the streamed tiles that resident tile `i` counts in part or whole (`Span.tiles`)."""
+    """Return the bounds of the streamed tiles that resident tile `i` counts (`Span.tiles`)."""
     return span.tiles(i * br, jnp.minimum((i + 1) * br, size) - 1, bu)
 
 
 def _kernel(
-    r_ref, u_ref, column_ref, out_ref, m_ref, l_ref, turned_ref, *, with_column, span, size, maximum, pack
+    r_ref, u_ref, column_ref, out_ref, m_ref, l_ref, transposed_ref, *, with_column, span, size, maximum, pack
 ):
     """`r_ref` [1 br h], `u_ref` [1 x bu h], `column_ref` [1 x 1 lanes] if there is a column, `out_ref` [1 x br]; then
     scratch: the running maxima and, unless only they are needed, sums [x 8 br]; the transposed column [pack bu 128]."""
@@ -121,14 +121,14 @@ def _kernel(
             l_ref[...] = jnp.zeros_like(l_ref)
 
     def logits(x, c, whole):
-        """The logits of `pack` heads and chunk `c` of the resident rows: [pack bu bc]."""
+        """Return the logits [pack bu bc] of `pack` heads and chunk `c` of the resident rows."""
         u = u_ref[0, pl.ds(x, pack)].reshape(pack * bu, h)
         r = r_ref[0, pl.ds(pl.multiple_of(c * bc, bc), bc)]
         dims = (((1,), (1,)), ((), ()))
         z = lax.dot_general(u, r, dims, precision=precision, preferred_element_type=jnp.float32)
         z = (z * (LOG2E * h**-0.5)).reshape(pack, bu, bc)
-        if turned_ref is not None:
-            z = with_column(z, jnp.tile(turned_ref[...], (1, 1, bc // LANES)))
+        if transposed_ref is not None:
+            z = with_column(z, jnp.tile(transposed_ref[...], (1, 1, bc // LANES)))
         if not whole:
             row = i * br + c * bc + lax.broadcasted_iota(jnp.int32, (1, bc), 1)
             place = tile * bu + lax.broadcasted_iota(jnp.int32, (bu, 1), 0)
@@ -136,30 +136,30 @@ def _kernel(
         return z
 
     def add(x, c, whole):
-        at = pl.ds(pl.multiple_of(c * bc, bc), bc)
+        columns = pl.ds(pl.multiple_of(c * bc, bc), bc)
         z = logits(x, c, whole).reshape(pack, bu // ROWS, ROWS // SUBLANES, SUBLANES, bc)
         for y in range(pack):
-            m = m_ref[x + y, :, at]
-            l = 0 if maximum else l_ref[x + y, :, at]
+            m = m_ref[x + y, :, columns]
+            l = 0 if maximum else l_ref[x + y, :, columns]
             for part in range(bu // ROWS):
                 m_new = jnp.maximum(m, z[y, part].max(0))
                 if not maximum:
                     l = l * jnp.exp2(m - m_new) + jnp.exp2(z[y, part] - m_new).sum(0)
                 m = m_new
-            m_ref[x + y, :, at] = m
+            m_ref[x + y, :, columns] = m
             if not maximum:
-                l_ref[x + y, :, at] = l
+                l_ref[x + y, :, columns] = l
 
     def all_heads(whole):
-        def some(n, _):
+        def packed_heads(n, _):
             x = n * pack
-            if turned_ref is not None:
+            if transposed_ref is not None:
                 for y in range(pack):
                     values = jnp.broadcast_to(column_ref[0, x + y], (LANES, column_ref.shape[3]))
-                    turned_ref[y] = values.T[:bu]
+                    transposed_ref[y] = values.T[:bu]
             lax.fori_loop(0, br // bc, lambda c, _: add(x, c, whole), None)
 
-        lax.fori_loop(0, heads // pack, some, None)
+        lax.fori_loop(0, heads // pack, packed_heads, None)
 
     whole = (tile >= whole_start) & (tile < whole_stop)
     pl.when((tile < stop) & whole)(functools.partial(all_heads, True))

@@ -27,7 +27,7 @@ def log_mass(resident, streamed, column, span, maximum):
     place = jnp.minimum(first, span.rows - bu) + jnp.arange(bu)
     place = jnp.where(place >= first, place, span.rows)
 
-    def one(resident, streamed, values):
+    def row_group(resident, streamed, values):
         def tile(i):
             at = jnp.minimum(i * br, size - br)
             rows = lax.dynamic_slice_in_dim(resident, at, br)
@@ -59,7 +59,7 @@ def log_mass(resident, streamed, column, span, maximum):
         out = jnp.zeros_like(resident[:, 0], jnp.float32, shape=(x, size))
         return lax.fori_loop(0, tiles, put, out)
 
-    together = max(1, min(b, logits_at_once() // (x * bu * br)))
+    batch_size = max(1, min(b, logits_at_once() // (x * bu * br)))
     return lax.map(
-        lambda args: one(*args), (resident, streamed, column and column.value), batch_size=together
+        lambda args: row_group(*args), (resident, streamed, column and column.value), batch_size=batch_size
     )

@@ -16,7 +16,8 @@ IMPLEMENTATIONS = {"xla": xla, "reference": reference, "tpu": tpu}
 FASTEST = {"cpu": "xla", "tpu": "tpu", "gpu": "xla"}
 """The default of each backend for at least `CHUNK` tokens. For fewer tokens it is "xla" everywhere.
 
-The TPU's default is not timed: the kernel keeps a chunk's matrices in vector memory, while "xla" writes each to HBM.
+The TPU's default has not been timed. The kernel keeps a chunk's matrices in vector memory, while "xla" writes each
+to HBM.
 """
 
 Normaliser = Literal["plain", "xlstm"]
@@ -33,7 +34,7 @@ class Memory(NamedTuple):
     z: Float[Array, "b k d"]
     """The weighted sum of keys k."""
     m: Float[Array, "b k"]
-    """The logarithm of the largest weight, by which both sums are divided. -inf: there was no token."""
+    """The logarithm of the largest weight, by which both sums are divided. -inf: there have been no tokens."""
 
 
 def empty_memory(batch: int, kv_heads: int, keys: int, values: int) -> Memory:
@@ -54,10 +55,10 @@ def mlstm(
     chunk: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b k t e"], Memory]:
-    """Return what every query reads of the tokens up to its own, and the memory after the last token.
+    """Return the output of every query, and the memory after the last token.
 
     A token is written with weight `exp(log_i)`, and everything written before it decays by `exp(log_f)`. So query t
-    gives token j ≤ t the weight `w_tj = exp(log_i_j + Σ_{j < x ≤ t} log_f_x)`, and reads
+    gives token j ≤ t the weight `w_tj = exp(log_i_j + Σ_{j < x ≤ t} log_f_x)`, and its output is
 
         plain: h_t = Σ_j w_tj (q_t·k_j) v_j / Σ_j w_tj (q_t·k_j)    (plus 1e-6 below, with w scaled to at most 1)
         xlstm: h_t = Σ_j w_tj (q_t·k_j) v_j / √d / (max(|Σ_j w_tj (q_t·k_j)| / √d, 1) + 1e-6)
@@ -69,15 +70,15 @@ def mlstm(
     plain normaliser is for non-negative keys and queries, such as those of KVPOP's scorer.
 
     Args:
-        memory: the memory of the tokens before these. None: there are none.
-        chunk: tokens of a chunk, which see each other as in attention, and earlier tokens through the memory. It
-            changes the result by rounding only: 1 is the recurrent form, t the parallel one. None: the implementation's
-            own, the only one that "tpu" takes.
+        memory: the memory of the tokens before these. None: there are no earlier tokens.
+        chunk: tokens of a chunk. They see each other as in attention, and earlier tokens through the memory. The
+            result differs by rounding only; 1 is the recurrent form, t the parallel form. None: the implementation's
+            default, the only one that "tpu" takes.
         implementation: "xla", "tpu" (a kernel for float32 keys and values of at most 512 numbers) or "reference" (all
             pairs at once). None: the platform's default (`FASTEST`).
 
     Raises:
-        ValueError: shapes that disagree, a chunk below 1, an unknown normaliser or implementation.
+        ValueError: shapes disagree, the chunk is below 1, or the normaliser or implementation is unknown.
     """
     if implementation is None and q.shape[2] < CHUNK:
         implementation = "xla"
@@ -100,13 +101,15 @@ def _check(q, k, v, log_i, log_f, memory, normaliser, chunk):
         raise ValueError(f"mlstm: chunk is {chunk}, but must be at least 1")
     b, heads, t, d = q.shape
     e = v.shape[-1]
-    wanted = {
+    expected = {
         "k": (k, (b, heads, t, d)), "v": (v, (b, heads, t, e)),
         "log_i": (log_i, (b, heads, t)), "log_f": (log_f, (b, heads, t)),
     }  # fmt: skip
     if memory is not None:
         shapes = (b, heads, d, e), (b, heads, d), (b, heads)
-        wanted |= {f"memory.{name}": own for name, *own in zip(Memory._fields, memory, shapes, strict=True)}
-    for name, (x, shape) in wanted.items():
+        expected |= {
+            f"memory.{name}": pair for name, *pair in zip(Memory._fields, memory, shapes, strict=True)
+        }
+    for name, (x, shape) in expected.items():
         if x.shape != shape:
             raise ValueError(f"mlstm: {name} is {x.shape}, but q {q.shape} and v {v.shape} need {shape}")

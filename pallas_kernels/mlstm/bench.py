@@ -36,7 +36,7 @@ def gradient(implementation, *args):
     return jax.grad(total, tuple(range(len(args))))(*args)
 
 
-def lines(call, products, what, setting: Setting, key: jax.Array, s: int, implementations) -> list[Line]:
+def lines(call, products, label, setting: Setting, key: jax.Array, s: int, implementations) -> list[Line]:
     """Return a line for each implementation. `products` counts the products per product of the forward pass."""
     args = streams(key, 1, setting.k, s, setting.h)
     e = setting.h // 2
@@ -45,8 +45,8 @@ def lines(call, products, what, setting: Setting, key: jax.Array, s: int, implem
     if setting.k * s**2 * 4 <= setting.logits:
         rivals["all pairs"] = program(functools.partial(call, "reference"), args, work)
     ours = {x: program(functools.partial(call, x), args, work) for x in implementations}
-    shape = f"{tokens(s)}, {what}"
-    return [Line(shape, x, own, rivals, "TFLOP/s", "matrix product") for x, own in ours.items()]
+    shape = f"{tokens(s)}, {label}"
+    return [Line(shape, x, candidate, rivals, "TFLOP/s", "matrix product") for x, candidate in ours.items()]
 
 
 def checks(key: jax.Array, dtype: Any) -> list[Check]:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     contexts = (8192, 32768), (4096, 8192, 16384)
     parts = [
         Part("mlstm", functools.partial(lines, forward, 1, "forward"), *contexts),
-        # the forward pass's products, and two more for each of them
+        # The backward pass has two products for each product of the forward pass.
         Part("mlstm", functools.partial(lines, gradient, 3, "forward and backward"), *contexts),
     ]
     return run("mlstm", usual, checks, parts, arguments)

@@ -17,9 +17,9 @@ from pallas_kernels.supported import require
 
 LANES = 128
 BLOCK = 8
-"""Most chunks that are on chip together, so that their products overlap. Wide keys and values allow fewer."""
+"""The most chunks that are on chip together, so that their products overlap. Wide keys and values allow fewer."""
 WIDEST = 512
-"""Most numbers in a key or a value."""
+"""The most numbers in a key or a value."""
 
 
 def tpu(q, k, v, log_i, log_f, memory: Any, normaliser, chunk, interpret: Any = None):
@@ -42,15 +42,15 @@ def tpu(q, k, v, log_i, log_f, memory: Any, normaliser, chunk, interpret: Any = 
     log_f = pad(log_f.reshape(-1, t, 1))[..., 0]
     c, z, m = (x.reshape(b * heads, *x.shape[2:]) for x in memory)
     c = jnp.concatenate([_pad(c, 0, tall - e), _pad(z[..., None], 0, SUBLANES - 1)], 2)
-    found: Any = _mlstm(form, q, k, v, log_i, log_f, _pad(c, wide - d).swapaxes(1, 2), m)
-    h, after, m = found
+    outputs: Any = _mlstm(form, q, k, v, log_i, log_f, _pad(c, wide - d).swapaxes(1, 2), m)
+    h, after, m = outputs
     after = after.swapaxes(1, 2).reshape(b, heads, wide, -1)[:, :, :d]
     h = h.reshape(b, heads, *h.shape[1:])[:, :, :t, :e]
     return h, type(memory)(after[..., :e], after[..., tall], m.reshape(b, heads))
 
 
 def _block(t: int, most: int) -> int:
-    """The tokens of a block, if `t` tokens are cut into equal blocks of at most `most` chunks."""
+    """Return the tokens of a block, if `t` tokens are cut into equal blocks of at most `most` chunks."""
     chunks = -(-t // CHUNK)
     return CHUNK * -(-chunks // -(-chunks // most))
 
@@ -94,16 +94,24 @@ def _forward(form, *arguments):
 def _backward(form, saved, cotangents):
     inputs, read = saved
     dh, dmemory, dm = cotangents
-    found = backward(form, inputs, read, dh.swapaxes(1, 2), dmemory)
-    r, t = found.gates.shape[::2]
-    from_later = jnp.sum(found.m, (2, 3))
+    gradients = backward(form, inputs, read, dh.swapaxes(1, 2), dmemory)
+    r, t = gradients.gates.shape[::2]
+    from_later = jnp.sum(gradients.m, (2, 3))
     dm = jnp.where(jnp.isneginf(read.m[:, 0, -1]), 0.0, dm)
-    ddecay, dwritten = found.gates[:, 0], found.gates[:, 1]
+    ddecay, dwritten = gradients.gates[:, 0], gradients.gates[:, 1]
     ddecay = (ddecay - dwritten).reshape(r, -1, CHUNK)
-    # a chunk's m is the one before it and the chunk's whole decay
+    # A chunk's m is the m before it plus the chunk's total decay.
     ddecay = ddecay.at[..., -1].add(jnp.concatenate([from_later[:, 1:], dm[:, None]], 1))
     dlog_f = lax.cumsum(ddecay, axis=2, reverse=True).reshape(r, t)
-    return found.q, found.k, found.v.swapaxes(1, 2), dwritten, dlog_f, found.memory, from_later[:, 0]
+    return (
+        gradients.q,
+        gradients.k,
+        gradients.v.swapaxes(1, 2),
+        dwritten,
+        dlog_f,
+        gradients.memory,
+        from_later[:, 0],
+    )
 
 
 _mlstm.defvjp(_forward, _backward)

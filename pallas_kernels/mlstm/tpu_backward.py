@@ -1,8 +1,8 @@
 """The gradient of `mlstm` on TPU, from the last chunk to the first. A chunk's weights and logits are recomputed.
 
-All that key j writes is proportional to its value v_j (with a row of ones) times exp(log_i_j), so the gradient of log_i
-is v_j·dv_j; all that is read of the memory is proportional to it times exp(m), so the gradient of m is the memory times
-its own.
+Everything that key j writes is proportional to its value v_j (with a row of ones) times exp(log_i_j), so the gradient
+of log_i is v_j·dv_j. Everything that is read from the memory is proportional to the memory times exp(m), so the
+gradient of m is the product of the memory and its gradient.
 """
 
 import functools
@@ -53,7 +53,7 @@ def backward(form: Form, inputs: Inputs, read: Read, dh: jax.Array, dmemory: jax
     at = Specs(form, n, backwards=True)
     scalars = functools.partial(at.row, scalars=True)
     shapes = [(r, t, d), (r, t, d), (r, e, t), (r, 2, t), (r, n, 1, d), (r, x, d)]
-    found = pl.pallas_call(
+    gradients = pl.pallas_call(
         functools.partial(_kernel, form),
         grid=(r, at.grid),
         in_specs=[
@@ -69,7 +69,7 @@ def backward(form: Form, inputs: Inputs, read: Read, dh: jax.Array, dmemory: jax
         name="mlstm_backward",
         interpret=tpu_interpret(form.interpret),
     )(*inputs[:5], read.m, read.below, read.memories, read.h, dh, dmemory)
-    return Gradients(*found)
+    return Gradients(*gradients)
 
 
 def _kernel(
@@ -89,7 +89,7 @@ def _kernel(
         at = pl.ds(c * CHUNK, CHUNK)
         q, k, v = q_ref[0, at], k_ref[0, at], below_values(v_ref[0, :, at], 1.0)
         gates = gates_of(gates_ref[0, :, at], last_ref[0, 1, first + c], m_ref[0, 0, first + c], d)
-        dread, ddecay = _of_read(form, gates, below_ref[0, :, at], h_ref[0, :, at], dh_ref[0, :, at])
+        dread, ddecay = _read_gradients(form, gates, below_ref[0, :, at], h_ref[0, :, at], dh_ref[0, :, at])
         memory = memories_ref[0, c]
 
         dx = gates.w * dot(v, dread, (0, 0))  # gradient of the logits
@@ -106,13 +106,13 @@ def _kernel(
     dmemory_ref[0] = dmemory
 
 
-def _of_read(form, gates, below, h, dh):
-    """The gradients of what was read, `[x C]`, and of the decays through xlstm's floor, `[1 C]`."""
+def _read_gradients(form, gates, below, h, dh):
+    """Return the gradients of the read values, `[x C]`, and of the decays through xlstm's floor, `[1 C]`."""
     over = divisor(form, below, gates)
     dover = -jnp.sum(dh * h, axis=0, keepdims=True) / over
     if form.normaliser == "plain":
         return below_values(dh / over, dover), jnp.zeros_like(dover)
-    own = jnp.abs(below) * form.scale > floor(gates)
-    dbelow = jnp.where(own, jnp.sign(below) * form.scale * dover, 0.0)
-    floored = ~own & (gates.decay + gates.top > -80.0)
+    unfloored = jnp.abs(below) * form.scale > floor(gates)
+    dbelow = jnp.where(unfloored, jnp.sign(below) * form.scale * dover, 0.0)
+    floored = ~unfloored & (gates.decay + gates.top > -80.0)
     return below_values(dh * (form.scale / over), dbelow), jnp.where(floored, -floor(gates) * dover, 0.0)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.mlstm.xla import EPSILON
 
 CHUNK = 128
-"""Tokens of a chunk: as many as a vector has lanes and as v5e's matrix units are wide."""
+"""Tokens of a chunk: the number of lanes of a vector, and the width of v5e's matrix units."""
 SUBLANES = 8
 
 
@@ -32,9 +32,10 @@ class Inputs(NamedTuple):
     v: jax.Array
     """`[r e t]`"""
     gates: jax.Array
-    """`[r 3 t]`: the sum of log_f from the chunk's beginning to each token, log_i less that, its running maximum."""
+    """`[r 3 t]`: the sum of log_f from the chunk's beginning to each token, log_i minus that, and its running
+    maximum."""
     last: jax.Array
-    """`[r 2 n]`: the first and the last of the gates at each chunk's last token."""
+    """`[r 2 n]`: the first and the third of the gates at each chunk's last token."""
     m: jax.Array
     """`[r 1 1]`: the m before the first token."""
     memory: jax.Array
@@ -46,7 +47,7 @@ class Form(NamedTuple):
 
     normaliser: str
     scale: float
-    """The factor of what is read: 1/√d, where d is the keys' width before padding. 1 for the plain normaliser."""
+    """The factor of the read values: 1/√d, where d is the keys' width before padding. 1 for the plain normaliser."""
     block: int
     """The number of tokens that are on chip together: whole chunks."""
     interpret: Any
@@ -94,19 +95,19 @@ def below_values(x: jax.Array, row: jax.Array | float) -> jax.Array:
 
 
 def divisor(form: Form, below: jax.Array, gates: Gates) -> jax.Array:
-    """The denominator of what is read of the values, which is scaled by `form.scale`."""
+    """Return the denominator of the read values, which are scaled by `form.scale`."""
     if form.normaliser == "plain":
         return below + EPSILON
     return jnp.maximum(jnp.abs(below) * form.scale, floor(gates)) + EPSILON
 
 
 def floor(gates: Gates) -> jax.Array:
-    """The floor of xlstm's denominator: 1, divided by `exp(decay + top)` as the weights are."""
+    """Return the floor of xlstm's denominator: 1, divided by `exp(decay + top)` like the weights."""
     return jnp.exp(-jnp.maximum(gates.decay + gates.top, -80.0))  # beyond that the quotient is 0
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """A matrix product in full float32 precision."""
+    """Multiply matrices in full float32 precision."""
     dims = ((contract[0],), (contract[1],)), ((), ())
     return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 

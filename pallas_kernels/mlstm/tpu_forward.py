@@ -19,38 +19,38 @@ class Read(NamedTuple):
     h: jax.Array
     """`[r e t]`"""
     m: jax.Array
-    """`[r 1 n+1]`: the m before each chunk, and after the last."""
+    """`[r 1 n+1]`: the m before each chunk and after the last chunk."""
     memory: jax.Array
     """`[r x d]`: the memory after the last token."""
     below: jax.Array | None = None
-    """`[r 1 t]`: what was read of the row of ones. Only for the gradient, as is `memories`."""
+    """`[r 1 t]`: the values read from the row of ones. Only for the gradient, as are `memories`."""
     memories: jax.Array | None = None
     """`[r n x d]`: the memory before each chunk."""
 
 
 def forward(form: Form, inputs: Inputs, save: bool) -> Read:
-    """Run the forward kernel. `save` also returns what the gradient needs."""
+    """Run the forward kernel. With `save` the result also has the arrays that the gradient needs."""
     r, t, d = inputs.q.shape
     e, x, n = inputs.v.shape[1], inputs.memory.shape[1], t // CHUNK
     at = Specs(form, n)
     scalars = functools.partial(at.row, scalars=True)
     shapes = [(r, e, t), (r, 1, n + 1), (r, x, d), (r, 1, t), (r, n, x, d)]
     specs = [at.lanes(e), scalars(1, n + 1), at.row(x, d), at.lanes(1), at.memories(x, d)]
-    outputs = 5 if save else 3
-    found = pl.pallas_call(
+    count = 5 if save else 3
+    outputs = pl.pallas_call(
         functools.partial(_kernel, form),
         grid=(r, at.grid),
         in_specs=[
             *(at.tokens(d), at.tokens(d), at.lanes(e), at.lanes(3)),
             *(scalars(2, n), scalars(1, 1), at.row(x, d)),
         ],
-        out_specs=specs[:outputs],
-        out_shape=[output(shape, jnp.float32, inputs.q) for shape in shapes[:outputs]],
+        out_specs=specs[:count],
+        out_shape=[output(shape, jnp.float32, inputs.q) for shape in shapes[:count]],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="mlstm_forward",
         interpret=tpu_interpret(form.interpret),
     )(*inputs)
-    return Read(*found)
+    return Read(*outputs)
 
 
 def _kernel(

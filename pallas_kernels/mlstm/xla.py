@@ -1,5 +1,5 @@
-"""`mlstm` in XLA, chunk after chunk: tokens of a chunk see each other in matrix products, and earlier tokens through
-the memory. The cost is linear in the tokens."""
+"""`mlstm` in XLA, chunk after chunk. Tokens of a chunk see each other through matrix products, and earlier tokens
+through the memory. The cost is linear in the number of tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,16 @@ def xla(q, k, v, log_i, log_f, memory, normaliser, chunk):
         return jnp.moveaxis(x.reshape(*x.shape[:2], count, chunk, *x.shape[3:]), 2, 0)
 
     parts = chunks(q), chunks(k), chunks(v), chunks(log_i, -jnp.inf), chunks(log_f)
-    # intermediate results of a chunk are cheap to recompute, and would be most of what the backward pass keeps
-    one = jax.checkpoint(lambda memory, part: _chunk(memory, part, normaliser))
-    memory, h = lax.scan(one, memory, parts)
+    # Intermediate results of a chunk are cheap to recompute; saved, they would dominate the memory of the backward
+    # pass.
+    step = jax.checkpoint(lambda memory, part: _chunk(memory, part, normaliser))
+    memory, h = lax.scan(step, memory, parts)
     h = jnp.moveaxis(h, 0, 2)
     return h.reshape(*h.shape[:2], count * chunk, -1)[:, :, :t], memory
 
 
 def _chunk(memory, part, normaliser):
-    """Return the memory after a chunk, and what its queries read.
+    """Return the memory after a chunk and the outputs of its queries.
 
     `decay` is the sum of log_f since the chunk's beginning. It is subtracted from each token's log_i, since only
     differences of decays count. `top` is the largest exponent so far; it only scales, so no gradient flows through it.

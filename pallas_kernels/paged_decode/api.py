@@ -1,4 +1,4 @@
-"""The op `paged_decode`: attention over the paged cache, and the writing of a decoded token."""
+"""The op `paged_decode`: attention over the paged cache, and writing a decoded token into it."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -35,7 +35,7 @@ def paged_decode(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Compute the attention of `t` new tokens over the pages of their (sequence, kv head), each with its own length.
+    """Compute the attention of `t` new tokens over the pages of each (sequence, kv head).
 
     The ring pages, columns `[0, ring_pages)` of the table, hold the local window as a ring buffer. The global pages, in
     the columns after them, hold the retained entries. Every query sees the first `ring_length[b]` entries of the ring
@@ -46,36 +46,35 @@ def paged_decode(
     Args:
         q: queries; head `x` reads kv head `x // (n / k)`.
         pool: pages of `page` entries, each a key and its value side by side; shared by all rows and layers. On a CPU
-            (implementation "xla") 16-bit floats may be given as their bits, in q's dtype (`bits.py`). With a `scale`
-            they are int8 numbers (`int8_entries.py`).
+            (implementation "xla") 16-bit floats of q's dtype may be given as their bits (`bits.py`). With a `scale` the
+            entries are int8 numbers (`int8_entries.py`).
         page_table: the pages of each (sequence, kv head), in order.
         length: the number of entries in its global pages.
-        ring_length: the number of entries in the ring pages. None: the ring pages are not read at all.
+        ring_length: the number of entries in the ring pages. None: the ring pages are not read.
         ring_pages: the number of the table's columns that are ring pages.
-        new: keys and values of the tokens of this call, which are not in the pages yet.
+        new: keys and values of this call's tokens, which are not in the pages yet.
         pages: True for global pages that are read (Quest, Tang et al., 2024). None: all that hold entries.
         bias: a float32 number for every entry of the pool, added to the entry's logit in the global pages. It may be
-            as low as -inf; values below -1e29 count as -inf. The ring's entries and `new` have no bias. None: nothing
-            is added or read. "hopper" takes no bias, and "tpu" takes one only if the page size is a divisor or a
-            multiple of 128. On TPU, store a bias of smaller pages flat and reshape it for this call; otherwise XLA
-            copies it at every call.
-        scale: the scales of every entry of the pool, for int8 numbers: two bfloat16s in one int32. On TPU they are
-            stored like a bias. "hopper" takes none.
+            as low as -inf; values below -1e29 count as -inf. The ring's entries and `new` have no bias. None: no bias.
+            "hopper" takes no bias, and "tpu" takes one only if the page size is a divisor or a multiple of 128. On TPU,
+            store a bias of smaller pages flat and reshape it for this call; otherwise XLA copies it at every call.
+        scale: the scales of every int8 entry of the pool: two bfloat16 numbers in one int32. On TPU they are stored
+            like a bias. "hopper" takes none.
         dtype: the dtype of the output. None: q's. Use float32 if the output is merged with more attention and rounded
             afterwards. "hopper" computes float32 for up to 8 query tokens. For more, and for a table without columns,
             it uses `vertical_slash`, whose "hopper" outputs have 16 bits of mantissa.
         implementation: "xla", "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, bfloat16, head_dim 64, 128 or 256, pages of
             a multiple of 8; as fast as Triton's, and never the default) or "reference" (dense). All but "reference"
-            read only what is stored. None: the platform's own.
+            read stored entries only. None: the platform's default.
 
     Returns:
         The output and the log-sum-exp of the (biased) logits in float32. They are 0 and -inf if nothing is visible or
-        every logit is -inf. Without queries both are empty. In a table without columns nothing is stored.
+        every logit is -inf. Without queries both are empty. A table without columns stores nothing.
 
     Raises:
-        ValueError: shapes that disagree, more ring pages than columns, columns but a pool without entries, indices or
-            lengths that are not integers, a bias that is not float32, int8 numbers without scales, an unknown
-            implementation, or arguments that a kernel does not take (`supported.py`).
+        ValueError: shapes disagree, there are more ring pages than columns, the pool is empty but the table has
+            columns, indices or lengths are not integers, the bias is not float32, int8 numbers have no scales, the
+            implementation is unknown, or a kernel does not take the arguments (`supported.py`).
     """
     _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale)
     stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale
@@ -107,21 +106,22 @@ def paged_decode_append(
 
     Args:
         new: the token's keys and values.
-        append: the places they are written to. Attention reads the pages as they were before. Into a pool of int8
-            numbers they are written as `quantised_entries` has them; the caller writes their scales.
+        append: where they are written. Attention reads the pages as they were before. In a pool of int8 numbers they
+            are written as `quantised_entries` rounds them; the caller writes their scales.
         q, pool, page_table, length, ring_length, ring_pages, pages, bias, scale, implementation: as in `paged_decode`.
 
     Returns:
         The output, the log-sum-exp, and the pool with the token in it.
 
     Raises:
-        ValueError: as in `paged_decode`; more than one token; places that are not integers, or not one for each row.
+        ValueError: as in `paged_decode`; also if there is more than one token, or if `append` does not have one integer
+            for each row.
     """
     _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale)
     if q.shape[2] != 1 or any(place.shape != length.shape for place in append):
         raise ValueError(
-            f"paged_decode_append: {q.shape[2]} tokens and places {[place.shape for place in append]}, but one token "
-            f"of each row is written, to places {length.shape}"
+            f"paged_decode_append: got {q.shape[2]} tokens and places {[place.shape for place in append]}, expected "
+            f"one token and places {length.shape}"
         )
     require_whole("paged_decode_append", **append._asdict())
     stored = q, pool, page_table, length, ring_length, ring_pages, new, pages, bias, scale
@@ -133,7 +133,7 @@ def _run(
     implementation,
 ):  # fmt: skip
     """Return the output, the log-sum-exp and the pool."""
-    call, given = choose(IMPLEMENTATIONS, implementation, "paged_decode"), pool.dtype
+    call, pool_dtype = choose(IMPLEMENTATIONS, implementation, "paged_decode"), pool.dtype
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     if 0 in q.shape[:3] or not page_table.shape[2]:
         return *_nothing_stored(q, new, dtype, implementation), pool
@@ -148,14 +148,14 @@ def _run(
     )
     if pages is not None and call is not reference:
         page_table, length, pages = *compact(pages, page_table, length, page), None
-    chosen = {} if pages is None else {"pages": pages}
+    options = {} if pages is None else {"pages": pages}
     stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale
-    o, lse, pool = call(*stored, dtype, append, **chosen)
-    return o, lse, as_bits(pool) if pool.dtype != given else pool
+    o, lse, pool = call(*stored, dtype, append, **options)
+    return o, lse, as_bits(pool) if pool.dtype != pool_dtype else pool
 
 
 def _nothing_stored(q, new, dtype, implementation):
-    """Return the output and log-sum-exp without stored entries: the tokens of this call see each other, if given."""
+    """Return the output and log-sum-exp if nothing is stored. The tokens of `new`, if given, see each other."""
     if new is not None:
         return vertical_slash(q, *new, window=1, dtype=dtype, implementation=implementation)
     return jnp.zeros_like(q, dtype), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)

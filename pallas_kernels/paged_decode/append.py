@@ -1,4 +1,4 @@
-"""The writing of a decoded token into the pages that its attention has read, and its form in XLA."""
+"""Writing a decoded token into the pages that its attention has read, in XLA."""
 
 from typing import NamedTuple
 
@@ -11,28 +11,29 @@ from pallas_kernels.ordering import after
 
 
 class Append(NamedTuple):
-    """The places of each row's token and of the entry that it replaces.
+    """Where each row's token is written, and where the entry that it replaces moves to.
 
-    A place is the index of an entry, counted through the pool page by page. At an index past the last entry nothing is
-    written. All other places of a call are in different pages.
+    Both are indices of entries, counted through the pool page by page. Nothing is written at an index past the last
+    entry. All other indices of a call are in different pages.
     """
 
     slot: Int[Array, "b k"]
     """The entry that is overwritten with the token."""
     moved: Int[Array, "b k"]
-    """The new place of the entry that was there."""
+    """The new index of the entry that was in the slot."""
 
 
 def as_stored(new, pool):
-    """Return tokens, keys and values `[b k 1 h]` each, as the pool `[p page 2h]` holds them: `[b k 2h]`."""
+    """Return tokens, given as keys and values `[b k 1 h]`, in the form `[b k 2h]` and dtype of the pool."""
     token = jnp.concatenate(new, -1)[:, :, 0]
     return quantised_entries(token)[0] if pool.dtype == jnp.int8 else token.astype(pool.dtype)
 
 
-def written(pool, append: Append | None, new, lse):
-    """Return the pool with the tokens in it, if there is an `append`, once the log-sum-exp of their attention is known.
+def append_tokens(pool, append: Append | None, new, lse):
+    """Return the pool with the tokens written to it, if there is an `append`. The write follows their attention.
 
-    pool: `[p page 2h]`, floats, their bits or int8 numbers; new: keys and values, `[b k 1 h]` each; lse: `[b n 1]`.
+    pool: `[p page 2h]`, floats, their bits or int8 numbers. new: keys and values, `[b k 1 h]` each. lse: the
+    attention's log-sum-exp, `[b n 1]`.
     """
     if append is None:
         return pool

@@ -33,11 +33,11 @@ def gathered(q, pool, table, length, ring_length, new, *, ring_pages):
     heads, columns = table.shape[1:]
     page = pool.shape[1]
     entries = pool[table].reshape(b, heads, columns * page, 2 * h)
-    place = jnp.arange(columns * page)
+    position = jnp.arange(columns * page)
     stored = jnp.where(
-        place < ring_pages * page,
-        place < ring_length[:, None, None],
-        place - ring_pages * page < length[..., None],
+        position < ring_pages * page,
+        position < ring_length[:, None, None],
+        position - ring_pages * page < length[..., None],
     )
     grouped = q.reshape(b, heads, n // heads, h)
 
@@ -51,12 +51,13 @@ def gathered(q, pool, table, length, ring_length, new, *, ring_pages):
 
 
 def lengths(setting: Setting, s: int) -> dict[str, list[int]]:
-    """Return the entries of each head. The last two totals are equal; in the last, all heads but one have a page."""
+    """Return the entries of each head in each case. The last two have equal totals; in the last, one head has nearly
+    all."""
     k, page = setting.k, setting.page
-    found = {f"{share:.0%} kept": [round(share * s)] * k for share in SHARES}
-    found[f"1/{k} kept"] = [s // k] * k
-    found[f"1/{k} kept, all by one head"] = [s - (k - 1) * page, *[page] * (k - 1)]
-    return found
+    cases = {f"{share:.0%} kept": [round(share * s)] * k for share in SHARES}
+    cases[f"1/{k} kept"] = [s // k] * k
+    cases[f"1/{k} kept, all by one head"] = [s - (k - 1) * page, *[page] * (k - 1)]
+    return cases
 
 
 def one(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
@@ -75,11 +76,11 @@ def batch(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, 
     new = tuple(random(x, (b, k, 1, h), setting.dtype) for x in keys[3:])
     cache = tuple(random(x, (b, s, k, h), setting.dtype) for x in keys[3:])
     entry = 2 * h * pool.dtype.itemsize
-    full = b * k * s * entry
+    full_bytes = b * k * s * entry
     name, attention = dense()
-    always = {name: program(attention, (q.swapaxes(1, 2), *cache), full, setting.inner)}
+    dense_rivals = {name: program(attention, (q.swapaxes(1, 2), *cache), full_bytes, setting.inner)}
     if has_torch():
-        always["torch SDPA, dense"] = torch_program(torch_dense, (q, *cache), full, setting.inner)
+        dense_rivals["torch SDPA, dense"] = torch_program(torch_dense, (q, *cache), full_bytes, setting.inner)
 
     def attend(implementation, q, pool, table, length, ring, new):
         options = {"ring_pages": ring_pages, "implementation": implementation}
@@ -88,13 +89,13 @@ def batch(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, 
     calls = {x: functools.partial(attend, x) for x in implementations}
     gather = functools.partial(gathered, ring_pages=ring_pages)
     lines = []
-    for share, held in lengths(setting, s).items():
-        length = jnp.broadcast_to(jnp.array(held, jnp.int32), (b, k))
-        work = (b * sum(held) + b * k * setting.window) * entry
-        rivals = dict(always)
+    for share, counts in lengths(setting, s).items():
+        length = jnp.broadcast_to(jnp.array(counts, jnp.int32), (b, k))
+        work = (b * sum(counts) + b * k * setting.window) * entry
+        rivals = dict(dense_rivals)
         if same_mask_is_timed(share):
-            # only the columns that some head uses
-            used = table[..., : ring_pages + -(-max(held) // page)]
+            # Gather only the columns that some head uses.
+            used = table[..., : ring_pages + -(-max(counts) // page)]
             args = q, pool, used, length, ring, new
             rivals["XLA, pages gathered"] = program(gather, args, work, setting.inner)
         for x, call in calls.items():
@@ -115,11 +116,11 @@ def checks(key: jax.Array, dtype: Any) -> list[Check]:
         options = {"ring_pages": ring_pages, "implementation": implementation}
         return paged_decode(q, pool, table, length, ring, new=new, **options)
 
-    def of(t: int) -> Check:
+    def check(t: int) -> Check:
         q, *new = (random(x, (2, n, t, h), dtype) for x, n in zip(keys[2:], (8, 2, 2), strict=True))
         return Check(f"{t} tokens", call, (q, pool, table, length, ring, *new))
 
-    return [of(2), of(12)]
+    return [check(2), check(12)]
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:

@@ -1,8 +1,8 @@
-"""`paged_decode` of many query tokens, as in chunked prefill: the tiles of `vertical_slash` over the stored entries.
+"""`paged_decode` of many query tokens, as in chunked prefill, by `vertical_slash` over copies of the stored entries.
 
-Memory traffic is small there compared to arithmetic, so a copy of the entries in order costs little. It is made some
-pages at a time, since a row may have many more columns than it has entries. The output is carried in float32 and
-rounded once: in bfloat16 a long context's last entries would add less than half a unit in the last place and be lost.
+Arithmetic outweighs memory traffic here, so copying the entries in order costs little. A few pages are copied at a
+time, since a row may have many more columns than entries. The output is carried in float32 and rounded once: in
+bfloat16, the last entries of a long context would add less than half a unit in the last place and be lost.
 """
 
 from collections.abc import Callable
@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.int8_entries import dequantised_entries
-from pallas_kernels.paged_decode.append import written
-from pallas_kernels.paged_decode.plane import of_pages, of_pages_by_lanes
+from pallas_kernels.paged_decode.append import append_tokens
+from pallas_kernels.paged_decode.plane import gather_pages, gather_pages_by_lanes
 from pallas_kernels.softmax import MASKED, merge
 from pallas_kernels.vertical_slash import vertical_slash
 from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, by_row
 
 TOKENS = 8
-"""Most query tokens that the decode kernels take."""
+"""The most query tokens that the decode kernels take."""
 ENTRIES = 4096, 32768
-"""The least and the most entries of a row that are copied at a time. Each time the whole output is merged."""
+"""The least and the most entries of a row that are copied at a time. Each copy merges the whole output once more."""
 COPIED = 1 << 27
-"""Bytes of all rows' entries that are copied at a time, within the limits of `ENTRIES`."""
+"""Bytes of entries of all rows that are copied at a time, within the limits of `ENTRIES`."""
 
 
 def attend_many(
@@ -49,7 +49,7 @@ def attend_many(
     width = min(columns, max(1, entries // page))
     table = jnp.pad(page_table, ((0, 0), (0, 0), (0, -columns % width)))
     ring = ring_pages * page
-    gather = of_pages_by_lanes if name == "tpu" else of_pages
+    gather = gather_pages_by_lanes if name == "tpu" else gather_pages
     used = jnp.where(length > 0, ring + length, ring_length)
 
     def block(j, state):
@@ -66,8 +66,8 @@ def attend_many(
         if bias is not None:
             gate = gather(bias, ids).reshape(stored.shape)
             gate = jnp.where(stored & (place >= ring), jnp.maximum(gate, MASKED), 0)
-        begun = jnp.where(place < used[..., None], 0, FOREVER)
-        rows = *jnp.split(entries, 2, -1), begun, jnp.where(stored, FOREVER, 0), gate
+        start = jnp.where(place < used[..., None], 0, FOREVER)
+        rows = *jnp.split(entries, 2, -1), start, jnp.where(stored, FOREVER, 0), gate
         far = Keys(*by_row(*rows))
         return merge(*state, *attend(q, None, far))
 
@@ -76,4 +76,4 @@ def attend_many(
     else:
         state = vertical_slash(q, *new, window=1, implementation=name, dtype=jnp.float32)
     o, lse = lax.fori_loop(0, -(-used.max() // (width * page)), block, state)
-    return o.astype(dtype), lse, written(pool, append, new, lse)
+    return o.astype(dtype), lse, append_tokens(pool, append, new, lse)

@@ -1,6 +1,8 @@
-"""`paged_decode` on GPUs, in Triton. Every program takes an equal share of all rows' tiles (`stream_k.py`): a row's
-entries are those of the ring and then the global ones, cut into tiles of keys. Biases and scales are read in place, by
-the page indices of the keys."""
+"""`paged_decode` on GPUs, in Triton. Every program takes an equal share of all rows' tiles (`stream_k.py`).
+
+A row's entries are those of the ring followed by the global ones, cut into tiles of keys. Biases and scales are read in
+place, at the page indices of the keys.
+"""
 
 import functools
 from typing import NamedTuple
@@ -15,10 +17,10 @@ from pallas_kernels.interpret import gpu_interpret
 from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
 from pallas_kernels.paged_decode.stream_k import (
     Shares,
-    listed,
     merge,
     multiprocessors,
-    power,
+    power_of_two,
+    row_table,
     share,
 )
 from pallas_kernels.paged_decode.supported import check_supported
@@ -36,8 +38,8 @@ each of the two kinds of loads half of the stages."""
 PROGRAMS = 2
 """Programs per multiprocessor."""
 LARGEST = 1 << 14
-"""Most queries of a row × head_dim, each rounded up to a power of two: 64 registers a thread. More queries are tiled,
-as those of many tokens are (`attend_many`)."""
+"""The most queries of a row × head_dim, each rounded up to a power of two: 64 registers per thread. More queries are
+tiled like those of many tokens (`attend_many`)."""
 
 
 class _Sizes(NamedTuple):
@@ -71,34 +73,34 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, scale_ref, o_ref, ls
 
         def tile(index, state):
             m, l, o = state
-            place = index * sizes.keys + jnp.arange(sizes.keys)
-            stored = place < entries
-            in_ring = place < ring
-            place = jnp.where(in_ring, place, place - ring)
-            column_of_table = place // sizes.page + jnp.where(in_ring, 0, sizes.ring_pages)
+            position = index * sizes.keys + jnp.arange(sizes.keys)
+            stored = position < entries
+            in_ring = position < ring
+            position = jnp.where(in_ring, position, position - ring)
+            column_of_table = position // sizes.page + jnp.where(in_ring, 0, sizes.ring_pages)
             page = plt.load(table_ref.at[row, column_of_table], mask=stored, other=0)
             page = jnp.clip(page, 0, pool_ref.shape[0] - 1)
             pages = page[:, None]
 
             def side(first):
-                here = pool_ref.at[pages, (place % sizes.page)[:, None], first + column[None]]
-                return plt.load(here, mask=stored[:, None] & column_exists, other=0).astype(q.dtype)
+                entries = pool_ref.at[pages, (position % sizes.page)[:, None], first + column[None]]
+                return plt.load(entries, mask=stored[:, None] & column_exists, other=0).astype(q.dtype)
 
             x = _dot(q, side(0), ((1,), (1,)), sizes) * shares.scale
-            of_value = None
+            value_scale = None
             if scale_ref is not None:
-                own = plt.load(scale_ref.at[page, place % sizes.page], mask=stored, other=0)
-                of_key, of_value = scales(own)
-                x *= of_key[None]
+                packed = plt.load(scale_ref.at[page, position % sizes.page], mask=stored, other=0)
+                key_scale, value_scale = scales(packed)
+                x *= key_scale[None]
             if bias_ref is not None:
                 biased = stored & jnp.logical_not(in_ring)
-                x += plt.load(bias_ref.at[page, place % sizes.page], mask=biased, other=0)[None] * LOG2E
+                x += plt.load(bias_ref.at[page, position % sizes.page], mask=biased, other=0)[None] * LOG2E
             x = jnp.where(stored[None], x, MASKED)
             m_new = jnp.maximum(m, x.max(1))
             p = jnp.exp2(x - m_new[:, None])
             kept = jnp.exp2(m - m_new)
             v = side(shares.h)
-            weight = p if of_value is None else p * of_value[None]
+            weight = p if value_scale is None else p * value_scale[None]
             pv = _dot(weight.astype(v.dtype), v, ((1,), (0,)), sizes)
             return m_new, l * kept + p.sum(1), o * kept[:, None] + pv
 
@@ -106,7 +108,7 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, scale_ref, o_ref, ls
         o = jnp.zeros((sizes.queries2, shares.h2), jnp.float32)
         first, last = jnp.maximum(begin, start) - start, jnp.minimum(stop, end) - start
         m, l, o = lax.fori_loop(first, last, tile, (m, jnp.zeros_like(m), o))
-        l = jnp.where(l == 0, 1, l)  # a row without tiles, whose slot is not read
+        l = jnp.where(l == 0, 1, l)  # Only for a row without tiles, whose slot is not read.
         slot = program + row
         plt.store(
             o_ref.at[slot, query[:, None], column[None]],
@@ -132,27 +134,27 @@ def gpu(
     heads, columns = page_table.shape[1:]
     page = pool.shape[1]
     r, queries = b * heads, n // heads * t
-    h2 = power(h)
-    if t > TOKENS or power(queries, 16) * h2 > LARGEST:
+    h2 = power_of_two(h)
+    if t > TOKENS or power_of_two(queries, 16) * h2 > LARGEST:
         name, kernel = ("hopper", hopper.attend) if hopper.takes(q) else ("gpu", attend)
         many = functools.partial(kernel, dtype=jnp.float32, interpret=interpret)
         stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale
         return attend_many(many, name, *stored, dtype, append)
     # A large output gets more warps and smaller tiles: registers for it and shared memory for q are limited.
-    large = 2 * power(queries, 16) * h2 >= LARGEST
+    large = 2 * power_of_two(queries, 16) * h2 >= LARGEST
     keys = min(128, max(16, TILE_BYTES // (2 * h2 * pool.dtype.itemsize) // (2 if large else 1)))
     programs = min(PROGRAMS * multiprocessors(), r * -(-columns * page // keys))
     shares = Shares(r, queries, t, h, programs)
     sizes = _Sizes(
         shares,
-        r2=power(r),
-        queries2=power(queries, 16),
+        r2=power_of_two(r),
+        queries2=power_of_two(queries, 16),
         page=page,
         keys=keys,
         ring_pages=ring_pages,
         precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
     )
-    rows = listed(length, ring_length, lambda ring, length: pl.cdiv(ring + length, keys))
+    rows = row_table(length, ring_length, lambda ring, length: pl.cdiv(ring + length, keys))
     q = q.reshape(r, queries, h)
     interpret = gpu_interpret(interpret)
     parts = pl.pallas_call(

@@ -1,9 +1,9 @@
 """`paged_decode` for Hopper, in Mosaic GPU: TMA fetches many pages ahead of the tensor cores.
 
-A multiprocessor has one program, which takes an equal share of all rows' tiles (`stream_k.py`). One of its two
+Each multiprocessor runs one program, which takes an equal share of all rows' tiles (`stream_k.py`). One of its two
 warpgroups only moves pages into shared memory, as far ahead as there is space; the other computes. A tile has entries
-of the ring or of the global pages, never of both, and only its pages that hold entries are fetched. Decoding is bound
-by memory: a group of 4 query heads uses 4 of the 64 rows that a tensor core takes, and still waits for keys.
+of the ring or of the global pages, never of both, and only pages that hold entries are fetched. Decoding is bound by
+memory: a group of 4 query heads uses 4 of the 64 rows of a tensor core, and still waits for keys.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.choose import target
 from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
-from pallas_kernels.paged_decode.stream_k import Shares, listed, merge, multiprocessors, share
+from pallas_kernels.paged_decode.stream_k import Shares, merge, multiprocessors, row_table, share
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output
@@ -26,16 +26,17 @@ from pallas_kernels.vertical_slash.hopper import HOPPER, KINDS, ROWS, attend
 QUERIES = 64
 """The rows of a wgmma."""
 SIZES = {64: (128, 6), 128: (128, 2), 256: (64, 2)}
-"""The keys of a tile, and the number of tiles that fit into the 227 KB of shared memory besides queries and output, by
-head_dim. While one tile is computed with, at least 64 KB are in flight; about 40 KB keep the memory busy."""
+"""The keys of a tile, and the number of tiles that fit into the 227 KB of shared memory with queries and output, by
+head_dim. While one tile is in use, at least 64 KB are in flight; about 40 KB keep the memory busy."""
 FANOUT = 16
-"""The fan-out of the search for a row: a step reads many numbers at once, since the next step waits for them."""
+"""The fan-out of the search for a row. A step reads many numbers at once, since the next step waits for them."""
 
 
 class Plan(NamedTuple):
-    """The tiles in shared memory: `stages` tiles of `keys` entries, each filled with `pieces` of `piece` entries.
+    """The tiles in shared memory: `stages` tiles of `keys` entries, each filled with `pieces` pieces of `piece`
+    entries.
 
-    A piece is the most entries that one copy can fetch from a page.
+    A piece is as many entries as one copy can fetch from a page.
     """
 
     shares: Shares
@@ -88,8 +89,8 @@ def hopper(
     piece = max(x for x in range(8, keys + 1, 8) if page % x == 0)
     shares = Shares(r, queries, t, h, min(multiprocessors(), r * -(-columns * page // keys)))
     plan = Plan(shares, keys, stages, piece, page, ring_pages)
-    rows = listed(length, ring_length, lambda *prefixes: sum(pl.cdiv(x, plan.tile) for x in prefixes))
-    copied = -(-queries // 8) * 8  # by TMA, which takes tiles of 8
+    rows = row_table(length, ring_length, lambda *prefixes: sum(pl.cdiv(x, plan.tile) for x in prefixes))
+    copied = -(-queries // 8) * 8  # TMA copies tiles of 8 rows.
     q_rows = jnp.pad(q.reshape(r, queries, h), ((0, 0), (0, copied - queries), (0, 0)))
     swizzle = plgpu.SwizzleTransform(128)
     swizzled = plgpu.TilingTransform((8, 64)), swizzle
@@ -106,15 +107,15 @@ def hopper(
             ),
             lse_tile=plgpu.SMEM((QUERIES,), jnp.float32),
             tiles=plgpu.SMEM((stages, keys, 2 * h), q.dtype, transforms=swizzled),
-            q_here=plgpu.Barrier(),
-            here=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pieces),
+            q_ready=plgpu.Barrier(),
+            ready=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pieces),
             free=plgpu.Barrier(num_barriers=stages),
         ),
         grid=(shares.programs,),
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
-        # a row of logits is in one warp, so no sum or maximum goes through shared memory
+        # A row of logits is in one warp, so no sum or maximum goes through shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_decode_hopper",
         interpret=interpret,
@@ -145,17 +146,17 @@ def _kernel(plan, machine, rows, table, q, pool, slots, slot_lse, **scratch):
         _fetch(walk, table, pool, **scratch)
 
 
-class Piece(NamedTuple):
-    """A tile: the first `column` of its region (ring or global) in the table, and its first `place` in that region."""
+class Tile(NamedTuple):
+    """A tile: the first `column` of its region (ring or global) in the table, and its first entry in that region."""
 
     column: Any
     place: Any
     stored: Any
-    """The number of its entries that are stored."""
+    """The number of entries that are stored."""
 
 
 class Walk(NamedTuple):
-    """A program's share, from tile `begin` to `stop`, of the `rows` that are listed."""
+    """A program's share of the `rows`: the tiles from `begin` to `stop`."""
 
     plan: Plan
     rows: Any
@@ -163,7 +164,7 @@ class Walk(NamedTuple):
     stop: Any
 
     def row_of(self, tile):
-        """Return the row that has the tile: the last one that does not start after it."""
+        """Return the row of the tile: the last row that does not start after it."""
         r, row = self.plan.shares.r, jnp.int32(0)
         step = 1
         while step * FANOUT < r:
@@ -176,7 +177,8 @@ class Walk(NamedTuple):
         return row
 
     def each_row(self, body):
-        """Run `body(row, start, begin, stop)` for tiles `begin` to `stop` of each row, whose first is `start`."""
+        """Run `body(row, start, begin, stop)` for each row. `start` is the row's first tile, `begin` to `stop` the
+        tiles of this share."""
 
         def visit(row):
             start, end = self.rows[0, row], self.rows[0, row + 1]
@@ -188,7 +190,7 @@ class Walk(NamedTuple):
             pl.loop(self.row_of(self.begin), self.row_of(self.stop - 1) + 1)(visit)
 
     def tiles_of(self, row):
-        """Return a function that gives the `Piece` of the `j`-th tile of a row."""
+        """Return a function that gives the `Tile` of the `j`-th tile of a row."""
         plan = self.plan
         ring, length = self.rows[1, row], self.rows[2, row]
         ring_tiles = pl.cdiv(ring, plan.tile)
@@ -197,19 +199,19 @@ class Walk(NamedTuple):
             in_ring = j < ring_tiles
             place = jnp.where(in_ring, j, j - ring_tiles) * plan.tile
             stored = jnp.minimum(jnp.where(in_ring, ring, length) - place, plan.tile)
-            return Piece(jnp.where(in_ring, 0, plan.ring_pages), place, stored)
+            return Tile(jnp.where(in_ring, 0, plan.ring_pages), place, stored)
 
         return tile
 
 
-def _fetch(walk, table, pool, *, tiles, here, free, **_):
+def _fetch(walk, table, pool, *, tiles, ready, free, **_):
     plan, page = walk.plan, walk.plan.page
 
     def row(row, start, begin, stop):
         tile_of = walk.tiles_of(row)
 
         def places(tile):
-            """The first entry in the pool of each piece of a tile."""
+            """Return the first entry in the pool of each piece of a tile."""
             column, place, _ = tile_of(tile - start)
 
             def piece(at):
@@ -220,7 +222,7 @@ def _fetch(walk, table, pool, *, tiles, here, free, **_):
             return tuple(piece(place + x * plan.piece) for x in range(plan.pieces))
 
         def fetch(tile, pieces):
-            # the next tile's, before anything waits
+            # Look up the next tile's places before anything waits.
             after = places(tile + 1)
             slot = lax.rem(tile - walk.begin, plan.stages)
             stored = tile_of(tile - start).stored
@@ -231,8 +233,8 @@ def _fetch(walk, table, pool, *, tiles, here, free, **_):
                 entries = tiles.at[slot, pl.ds(first, plan.piece)]
                 lax.cond(
                     first < stored,
-                    functools.partial(plgpu.copy_gmem_to_smem, source, entries, here.at[slot]),
-                    functools.partial(plgpu.barrier_arrive, here.at[slot]),
+                    functools.partial(plgpu.copy_gmem_to_smem, source, entries, ready.at[slot]),
+                    functools.partial(plgpu.barrier_arrive, ready.at[slot]),
                 )
             return after
 
@@ -245,21 +247,21 @@ def _fetch(walk, table, pool, *, tiles, here, free, **_):
 
 def _work(
     walk, machine, program, q, slots, slot_lse, *,
-    q_tile, o_tile, lse_tile, tiles, q_here, here, free,
+    q_tile, o_tile, lse_tile, tiles, q_ready, ready, free,
 ):  # fmt: skip
     plan = walk.plan
     h, scale = plan.shares.h, plan.shares.scale
     copied = pl.ds(0, q.shape[1])
 
     def row(row, start, begin, stop):
-        plgpu.copy_gmem_to_smem(q.at[row], q_tile.at[copied], q_here)
+        plgpu.copy_gmem_to_smem(q.at[row], q_tile.at[copied], q_ready)
         tile_of = walk.tiles_of(row)
 
         def tile(tile, state):
             m, l, acc = state
             slot = lax.rem(tile - walk.begin, plan.stages)
             stored = tile_of(tile - start).stored
-            plgpu.barrier_wait(here.at[slot])
+            plgpu.barrier_wait(ready.at[slot])
             x = machine.scores(q_tile, tiles.at[slot, :, pl.ds(0, h)], lambda: None)
             key = machine.layout(lax.broadcasted_iota(jnp.int32, x.shape, 1), plgpu.Layout.WGMMA)
             x = jnp.where(key < stored, x * scale, MASKED)
@@ -272,7 +274,7 @@ def _work(
 
             @pl.when(stored < plan.keys)
             def _():
-                # entries that are not stored may be NaN, and 0 · NaN is NaN; a part at a time, to save registers
+                # Entries that are not stored may be NaN, and 0 · NaN is NaN. One part at a time saves registers.
                 for part in range(h, 2 * h, 64):
                     columns = pl.ds(part, 64)
                     v = machine.layout(tiles[slot, :, columns], plgpu.Layout.WGMMA)
@@ -284,11 +286,11 @@ def _work(
             plgpu.barrier_arrive(free.at[slot])
             return m_new, l, acc
 
-        of_row = lambda x: machine.layout(jnp.full(QUERIES, x, jnp.float32), ROWS)  # noqa: E731
+        per_query = lambda x: machine.layout(jnp.full(QUERIES, x, jnp.float32), ROWS)  # noqa: E731
         acc = machine.layout(jnp.zeros((QUERIES, h), jnp.float32), plgpu.Layout.WGMMA)
-        plgpu.barrier_wait(q_here)
-        m, l, acc = lax.fori_loop(begin, stop, tile, (of_row(MASKED), of_row(0), acc))
-        # the buffers may still be copied out for the row before
+        plgpu.barrier_wait(q_ready)
+        m, l, acc = lax.fori_loop(begin, stop, tile, (per_query(MASKED), per_query(0), acc))
+        # The buffers may still be copied out for the previous row.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_tile[...] = acc * lax.broadcast_in_dim(1 / l, acc.shape, (0,))
         lse_tile[...] = m + jnp.log(l) * LOG2E

@@ -1,4 +1,4 @@
-"""The definition of `paged_decode`, for tests: gather every page, one dense softmax, in float32 or float64 if given."""
+"""The definition of `paged_decode`, for tests: a dense softmax over all pages, in float32, or in float64 if given."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The selection of the pages that are read."""
+"""Selection of the pages that are read."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,8 +12,7 @@ def compact(
 ) -> tuple[Int[Array, "b k c"], Int[Array, "b k"]]:
     """Return the table and lengths of a cache that holds only the selected global pages.
 
-    The pages keep their order, so that the one that may be partly filled stays the last. The ring's columns do not
-    change.
+    The pages keep their order, so that a partly filled page stays the last. The ring's columns do not change.
     """
     columns = pages.shape[2]
     ring, table = jnp.split(page_table, [page_table.shape[2] - columns], 2)
@@ -31,5 +30,5 @@ def scattered_to_front(chosen: Bool[Array, "b k c"], table: Int[Array, "b k c"])
 
 
 def sorted_to_front(chosen: Bool[Array, "b k c"], table: Int[Array, "b k c"]) -> Int[Array, "b k c"]:
-    """Move the chosen columns to the front by sorting. For TPUs, which scatter one number after the other."""
+    """Move the chosen columns to the front by sorting. TPUs sort faster than they scatter."""
     return lax.sort((~chosen, table), dimension=2, num_keys=1, is_stable=True)[1]

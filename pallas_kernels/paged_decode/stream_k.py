@@ -1,10 +1,9 @@
-"""Work sharing for `paged_decode` on GPUs: every program takes an equal share of one list of all rows' tiles
-("stream-K": Osama et al., 2023). A second kernel merges the programs' partial results and writes the token.
+"""Work sharing for `paged_decode` on GPUs ("stream-K": Osama et al., 2023).
 
-A row is one (sequence, kv head). The shares are runs of the list, so a long row is spread over many programs and a
-program may take many short rows. Program p leaves its partial result of row r in slot p + r. As later programs have
-later runs, no two pairs share a slot. The second kernel, in Triton, merges each row's slots by log-sum-exp with this
-call's own keys.
+The tiles of all rows form one list, and every program takes an equal run of it. A row is one (sequence, kv head). A
+long row is spread over many programs, and a program may take many short rows. Program p stores its partial result of
+row r in slot p + r. Later programs have later runs, so no two pairs share a slot. A second kernel, in Triton, merges
+each row's slots with the keys of this call and writes the token.
 """
 
 import functools
@@ -23,14 +22,15 @@ from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
 
 MULTIPROCESSORS = 132
-"""The number assumed without a GPU: that of an H100."""
+"""The number of multiprocessors of an H100, assumed without a GPU."""
 MERGED = 1 << 11
-"""Most numbers that are merged at once."""
+"""The most numbers that are merged at once."""
 
 
 class Shares(NamedTuple):
-    """The rows: `r` rows of `queries` queries each, `t` tokens for each query head. `scale` gives logits to the base 2.
+    """The rows, and the number of programs that share their tiles.
 
+    There are `r` rows of `queries` queries each, and `t` tokens for each query head. `scale` gives logits to base 2.
     `t2` and `h2` are rounded up to powers of two.
     """
 
@@ -52,14 +52,14 @@ class Shares(NamedTuple):
 
     @property
     def t2(self) -> int:
-        return power(self.t)
+        return power_of_two(self.t)
 
     @property
     def h2(self) -> int:
-        return power(self.h)
+        return power_of_two(self.h)
 
 
-def power(x: int, least: int = 1) -> int:
+def power_of_two(x: int, least: int = 1) -> int:
     return max(least, 1 << (x - 1).bit_length())
 
 
@@ -68,22 +68,23 @@ def multiprocessors() -> int:
     return device.core_count if device.platform == "gpu" else MULTIPROCESSORS
 
 
-def listed(length, ring_length, tiles: Callable):
+def row_table(length, ring_length, tiles: Callable):
     """Return the kernels' table of the rows, `[3 r+1]`.
 
-    Its lines are the number of tiles before each row (the last number: of all rows), the entries in each row's ring,
-    and the entries in its global pages. `tiles(ring, length)` gives a row's number of tiles.
+    Its lines are the number of tiles before each row (and, as the last number, of all rows), the entries in each row's
+    ring, and the entries in its global pages. `tiles(ring, length)` returns a row's number of tiles.
     """
     ring = jnp.zeros_like(length[:, 0]) if ring_length is None else ring_length
     ring, length = jnp.broadcast_to(ring[:, None], length.shape).reshape(-1), length.reshape(-1)
     row, other = jnp.arange(length.size + 1)[:, None], jnp.arange(length.size)
     parts = (other < row, tiles(ring, length)), (other == row, ring), (other == row, length)
-    # one sum of everything, so that XLA fuses it and the operations before it into one small kernel
+    # There is one sum, so that XLA fuses it and the operations before it into one small kernel.
     return jnp.stack([jnp.where(*part, 0) for part in parts]).sum(2)
 
 
 def share(program, total, shares: Shares):
-    """Return the program's first tile and the one after its last. With few tiles every program has one or none."""
+    """Return the program's first tile and the tile after its last. If there are few tiles, programs have one or
+    none."""
     programs = jnp.minimum(total, shares.programs)
     begin, stop = (jnp.minimum(p, programs) * total for p in (program, program + 1))
     return tuple(lax.div(x, jnp.maximum(programs, 1)) for x in (begin, stop))
@@ -92,11 +93,11 @@ def share(program, total, shares: Shares):
 def merge(
     shares: Shares, rows, q, new, slots, slot_lse, *, pool, append: Append | None, dtype, interpret: bool
 ):
-    """Return the output `[r queries h]` of `dtype`, the log-sum-exp `[r queries]`, and the pool, with this call's token
-    in it if there is an `append`.
+    """Return the output `[r queries h]` of `dtype`, the log-sum-exp `[r queries]`, and the pool. If there is an
+    `append`, the pool has this call's token.
 
-    `rows` is what `listed` returns, q is `[r queries h]`, and `new` has this call's keys and values `[b k t h]`. The
-    slots are in float32: outputs `[slots queries h]` and log-sum-exps to the base 2. q and the slots may have more
+    `rows` is the result of `row_table`, q is `[r queries h]`, and `new` has this call's keys and values `[b k t h]`.
+    The slots are in float32: outputs `[slots queries h]` and log-sum-exps to base 2. q and the slots may have more
     queries.
     """
     r, queries, h = shares.r, shares.queries, shares.h
@@ -127,8 +128,8 @@ def _merge(
     rows_ref, q_ref, k_ref, v_ref, slots_ref, slot_lse_ref, key_ref, value_ref, places_ref, _,
     o_ref, lse_ref, *pool_refs, shares: Shares, interpret: bool,
 ):  # fmt: skip
-    """Compute one query's output from its row's slots and from this call's keys up to itself. The token is written from
-    `key_ref` and `value_ref` where the pool holds other numbers than these."""
+    """Compute one query's output from its row's slots and from this call's keys up to itself. If the pool is int8, the
+    token is written from `key_ref` and `value_ref`."""
     row, query = pl.program_id(0), pl.program_id(1)
     start, end, total = (rows_ref[0, x] for x in (row, row + 1, shares.r))
     programs = jnp.minimum(total, shares.programs)
@@ -158,10 +159,10 @@ def _merge(
     def slots(index, state):
         m, l, o = state
         program = first + index * count + jnp.arange(count)
-        there = program <= last
-        x = plt.load(slot_lse_ref.at[program + row, query], mask=there, other=MASKED)
-        here = slots_ref.at[(program + row)[:, None], query, column[None]]
-        part = plt.load(here, mask=there[:, None] & exists[None], other=0)
+        valid = program <= last
+        x = plt.load(slot_lse_ref.at[program + row, query], mask=valid, other=MASKED)
+        outputs = slots_ref.at[(program + row)[:, None], query, column[None]]
+        part = plt.load(outputs, mask=valid[:, None] & exists[None], other=0)
         m_new = jnp.maximum(m, x.max())
         p = jnp.exp2(x - m_new)
         kept = jnp.exp2(m - m_new)
@@ -182,13 +183,13 @@ def _merge(
 
 
 def _write(row, place, places_ref, k_ref, v_ref, pool_ref, shares: Shares, interpret: bool):
-    """Write the row's token into its slot of the pool `[entries 2h]`, and the entry that was there to its new place."""
+    """Write the row's token into its slot of the pool `[entries 2h]`, and the replaced entry to its new index."""
     slot, moved = places_ref[0, place], places_ref[1, place]
     column, entries = jnp.arange(shares.h2), pool_ref.shape[0]
     exists = column < shares.h
     sides = (0, k_ref), (shares.h, v_ref)
-    there = jnp.minimum(slot, entries - 1)
-    old = [plt.load(pool_ref.at[there, first + column], mask=exists, other=0) for first, _ in sides]
+    clipped = jnp.minimum(slot, entries - 1)
+    old = [plt.load(pool_ref.at[clipped, first + column], mask=exists, other=0) for first, _ in sides]
     if not interpret:
         plt.debug_barrier()  # several threads may read a number that one of them then writes
     for (first, new_ref), x in zip(sides, old, strict=True):

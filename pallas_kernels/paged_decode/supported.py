@@ -1,4 +1,4 @@
-"""Checks of the arguments that the kernels of `paged_decode` support."""
+"""Checks of the arguments of the kernels of `paged_decode`."""
 
 import jax.numpy as jnp
 

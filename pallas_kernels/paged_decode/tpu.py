@@ -1,17 +1,17 @@
 """`paged_decode` on TPU: pages are copied from HBM ahead of the arithmetic, over all rows without a pause.
 
 A row is one (sequence, kv head); its query heads and tokens are the rows of one tile. Its stored pages form one list,
-first the ring's, then the global ones, taken a block at a time. A cursor runs `SLOTS − 1` blocks ahead of the
-arithmetic, across the ends of rows, and starts the copies of the block it stands at. Page tables are copied to scalar
-memory ahead of the cursor. Only pages that hold entries are copied.
+first the ring's, then the global ones, which is read a block at a time. A cursor runs `SLOTS − 1` blocks ahead of the
+arithmetic, across the ends of rows, and starts the copies of its block. Page tables are copied to scalar memory ahead
+of the cursor. Only pages that hold entries are copied.
 
-Within a long row, the arithmetic of a full block and the copies of another full block are one run of instructions
-without branches, so that copies start during the arithmetic. Other blocks are computed with as far as they hold entries
-(`EIGHTHS`), with zeros for values that are not stored, since 0 · NaN is NaN. Neither their arithmetic nor the start of
-the first copies has branches, so a short row takes little more than its own latencies.
+Within a long row, the arithmetic of a full block and the copies of another full block form a run of instructions
+without branches, so that copies start during the arithmetic. Only the part of another block that holds entries is
+computed (`EIGHTHS`), with zeros for values that are not stored, since 0 · NaN is NaN. Neither this arithmetic nor the
+start of the first copies has branches, so a short row takes little more than its own latencies.
 
-A page's biases and scales are copied with it, as the row of lanes that holds them or as all their rows. A row of lanes
-that holds those of several pages is rotated until they line up with their logits.
+A page's biases and scales are copied with it, as the row of lanes that contains them or as all their rows. A row of
+lanes that contains those of several pages is rotated until they line up with their logits.
 """
 
 import functools
@@ -30,7 +30,7 @@ from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
 from pallas_kernels.paged_decode.plane import LANES, in_lanes
 from pallas_kernels.paged_decode.supported import check_supported
-from pallas_kernels.paged_decode.tpu_append import tile, written
+from pallas_kernels.paged_decode.tpu_append import append_tokens, tile_entries
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output
@@ -38,31 +38,31 @@ from pallas_kernels.vertical_slash.tpu import attend
 from pallas_kernels.vertical_slash.tpu_walk import LOG2E
 
 SLOTS = 4
-"""Blocks in VMEM: one in use, the others in flight."""
+"""Blocks in VMEM: one in use, and the others in flight."""
 TABLES = 4
 """Rows of the page table in SMEM."""
 BLOCK_BYTES = 1 << 19
 """The approximate size of a block in bytes: three blocks in flight cover the latency of HBM."""
 LOGITS = 1 << 15
-"""Most logits of a tile: half of the vector registers."""
-BESIDE = 8
-"""Most copies that are started during the arithmetic of a block that is not full. Each takes scalar instructions,
-needed or not."""
+"""The most logits of a tile: half of the vector registers."""
+OVERLAPPED = 8
+"""The most copies that are started during the arithmetic of a block that is not full. Each takes scalar instructions,
+whether it is needed or not."""
 GROUP = 8
-"""The number of its other copies that are started together."""
+"""The number of the block's other copies that are started together."""
 EIGHTHS = 2, 3, 4, 8
-"""The eighths of a block that is not full that are computed with: the least number of these that holds its entries."""
+"""The parts of a block that may be computed if it is not full, in eighths. The least part with all entries is used."""
 STEP_ROWS = 128
-"""Most rows that share a grid step, which has a fixed cost in instructions."""
+"""The most rows that share a grid step, which has a fixed cost in instructions."""
 STEP_BYTES = 1 << 22
-"""Most bytes of the queries and outputs of a step's rows. VMEM holds those of two steps."""
+"""The most bytes of the queries and outputs of a step's rows. VMEM holds those of two steps."""
 COLUMNS = 49152
-"""Most columns of a page table: `TABLES` rows of them fill three quarters of SMEM."""
+"""The most columns of a page table. `TABLES` rows of this length fill three quarters of SMEM."""
 TILE = 1 << 16
-"""Most logits of a tile at the smallest possible block."""
+"""The most logits of a tile with the smallest possible block."""
 CURSOR = ROW, BLOCK, TAKEN = range(3)
-"""The cursor: row and index of the next block to fetch, and the number of blocks that the arithmetic has taken. That is
-`SLOTS − 1` less than were fetched."""
+"""The cursor: row and index of the next block to fetch, and the number of blocks that the arithmetic has used, which is
+`SLOTS − 1` less than the number of fetched blocks."""
 
 
 class _Sizes(NamedTuple):
@@ -78,14 +78,14 @@ class _Sizes(NamedTuple):
 
 
 def _ceil_div(count, size: int):
-    """Return the number of parts of `size` that hold `count` ≥ 0, by a shift if `size` is a power of two."""
+    """Return `count` ≥ 0 divided by `size`, rounded up, by a shift if `size` is a power of two."""
     if size & (size - 1):
         return pl.cdiv(count, size)
     return (count + (size - 1)) >> (size.bit_length() - 1)
 
 
 def _block_pages(page: int, columns: int, entry_bytes: int, queries: int) -> int:
-    """Return the pages of a block: whole vectors of logits, and no more than a row needs."""
+    """Return the pages of a block: whole vectors of logits, and no more pages than a row needs."""
     keys = min(1024, BLOCK_BYTES // entry_bytes, LOGITS // (-(-queries // 8) * 8), columns * page)
     whole = math.lcm(page, LANES)
     return max(1, -(-keys // whole)) * whole // page
@@ -93,18 +93,20 @@ def _block_pages(page: int, columns: int, entry_bytes: int, queries: int) -> int
 
 def _kernel(*refs, sizes: _Sizes):
     ring_ref, length_ref, q_ref, new_ref, pool_ref, table_ref, bias_ref, scale_ref, o_ref, lse_ref = refs[:10]
-    buffers, tables, cursor, page_sems, table_sems, of_bias, of_scale = refs[10:]
-    planes = [(ref, own) for ref, own in ((bias_ref, of_bias), (scale_ref, of_scale)) if own]
+    buffers, tables, cursor, page_sems, table_sems, bias_scratch, scale_scratch = refs[10:]
+    planes = [
+        (ref, scratch) for ref, scratch in ((bias_ref, bias_scratch), (scale_ref, scale_scratch)) if scratch
+    ]
     page, block, columns = sizes.page, sizes.block, table_ref.shape[2]
     step_rows, queries, width = q_ref.shape
-    # only parts of whole vectors of logits
+    # Only parts that are whole vectors of logits are used.
     parts = [block * x // 8 for x in EIGHTHS if block * x % 8 == 0 and block * x // 8 * page % LANES == 0]
     step = pl.program_id(1)
     first_row = pl.program_id(0) * sizes.rows
     last_row = first_row + sizes.rows
 
     def pages_of(row):
-        """The number of pages that hold entries: in the ring, and in all."""
+        """Return the number of pages that hold entries, in the ring and in total."""
         ring = _ceil_div(ring_ref[row], page)
         return ring, ring + _ceil_div(length_ref[row], page)
 
@@ -113,18 +115,18 @@ def _kernel(*refs, sizes: _Sizes):
         place = tables.at[pl.ds(pl.multiple_of(slot * columns, LANES), columns)]
         return pltpu.make_async_copy(table_ref.at[row, 0], place, table_sems.at[slot])
 
-    def fetch_numbers(plane_ref, own, page_index, slot, p):
+    def fetch_numbers(plane_ref, scratch, page_index, slot, p):
         """Start the copy of a plane's numbers for page `p` of a block."""
-        rows, places, sems = own
+        rows, places, sems = scratch
         count = rows.shape[1] // block
-        place = page_index * page
-        places[slot * block + p] = place
-        source = plane_ref.at[pl.ds(lax.div(place, LANES), count)]
+        offset = page_index * page
+        places[slot * block + p] = offset
+        source = plane_ref.at[pl.ds(lax.div(offset, LANES), count)]
         pltpu.make_async_copy(source, rows.at[slot, pl.ds(p * count, count)], sems.at[slot]).start()
 
-    def numbers_of(own, slot, part):
-        """A plane's numbers `[1 keys]` for the first `part` pages of a block that has arrived."""
-        rows, places, _ = own
+    def numbers_of(scratch, slot, part):
+        """Return a plane's numbers `[1 keys]` for the first `part` pages of a block that has arrived."""
+        rows, places, _ = scratch
         if page >= LANES:
             return jnp.concatenate([rows[slot, i] for i in range(part * rows.shape[1] // block)], 1)
         lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
@@ -142,16 +144,16 @@ def _kernel(*refs, sizes: _Sizes):
         """Start the copies of page `p` of a block."""
         source = pool_ref.at[page_index]
         pltpu.make_async_copy(source, buffers.at[slot, p], page_sems.at[slot]).start()
-        for plane_ref, own in planes:
-            fetch_numbers(plane_ref, own, page_index, slot, p)
+        for plane_ref, scratch in planes:
+            fetch_numbers(plane_ref, scratch, page_index, slot, p)
 
     def start_all(slot, column, p, count):
         """Start the copies of `count` pages, from page `p` on. The block begins at `column` in the tables."""
         for i in range(count):
             start(slot, p + i, tables[column + p + i])
 
-    def arrived(slot, count):
-        """Wait for as many bytes as `count` pages have."""
+    def wait_for_pages(slot, count):
+        """Wait for the bytes of `count` pages. `count` is static."""
         pages = buffers.at[slot, pl.ds(0, count)]
         pltpu.make_async_copy(pages, pages, page_sems.at[slot]).wait()
         for _, (rows, _, sems) in planes:
@@ -159,55 +161,58 @@ def _kernel(*refs, sizes: _Sizes):
             pltpu.make_async_copy(rows, rows, sems.at[slot]).wait()
 
     def await_pages(slot, count):
-        """Wait for the first `count` pages of a block, by the bits of that number."""
+        """Wait for the first `count` pages of a block, one power of two at a time."""
         for size in reversed([1 << x for x in range(block.bit_length())]):
-            pl.when((count & size) > 0)(functools.partial(arrived, slot, size))
+            pl.when((count & size) > 0)(functools.partial(wait_for_pages, slot, size))
 
     def column_of(row, index):
-        """The index in the tables at which block `index` of a row begins."""
+        """Return the index in the tables at which block `index` of a row begins."""
         begin = ((row - first_row) & (TABLES - 1)) * columns
         return begin + sizes.ring_pages - pages_of(row)[0] + index * block
 
     def advance():
-        """Move the cursor on. Return where the block it stood at begins in the tables, and the pages of it to fetch."""
+        """Advance the cursor. Return where its previous block begins in the tables, and the pages of the block to
+        fetch."""
         row, index = jnp.minimum(cursor[ROW], last_row - 1), cursor[BLOCK]
-        there = cursor[ROW] < last_row
-        entered = there & (index == 0)
+        in_range = cursor[ROW] < last_row
+        entered = in_range & (index == 0)
         pl.when(entered)(lambda: table_copy(row).wait())
         pl.when(entered & (row + TABLES - 1 < last_row))(lambda: table_copy(row + TABLES - 1).start())
-        left = jnp.where(there, pages_of(row)[1] - index * block, 0)
-        more = left > block
+        remaining = jnp.where(in_range, pages_of(row)[1] - index * block, 0)
+        more = remaining > block
         cursor[BLOCK] = jnp.where(more, index + 1, 0)
-        cursor[ROW] = jnp.where(there & jnp.logical_not(more), row + 1, cursor[ROW])
-        return column_of(row, index), jnp.minimum(left, block)
+        cursor[ROW] = jnp.where(in_range & jnp.logical_not(more), row + 1, cursor[ROW])
+        return column_of(row, index), jnp.minimum(remaining, block)
 
-    beside = min(BESIDE, block)
+    overlapped = min(OVERLAPPED, block)
 
     def start_first(slot, column, count):
         """Start the copies of the first pages of a block, without branches."""
-        for p in range(beside):
-            # the index is read even if it is not needed, and even past the row's end, where another row's table may
-            # be arriving: only the copy depends on the count
+        for p in range(overlapped):
+            # The index is read even if it is not needed, and even past the row's end, where another row's table may be
+            # arriving. Only the copy depends on the count.
             pl.when(p < count)(functools.partial(start, slot, p, tables[column + p]))
 
     def start_rest(slot, column, count):
-        """Start the copies of the other pages: all at once, or a few at a time."""
-        if beside == block:
+        """Start the copies of the other pages, all at once or a few at a time."""
+        if overlapped == block:
             return
 
-        def all_of_them():
-            start_all(slot, column, beside, block - beside)
+        def start_full():
+            start_all(slot, column, overlapped, block - overlapped)
 
-        def some():
-            groups = (count - beside) >> (GROUP.bit_length() - 1)
-            end = beside + groups * GROUP
-            lax.fori_loop(0, groups, lambda i, _: start_all(slot, column, beside + i * GROUP, GROUP), None)
+        def start_part():
+            groups = (count - overlapped) >> (GROUP.bit_length() - 1)
+            end = overlapped + groups * GROUP
+            lax.fori_loop(
+                0, groups, lambda i, _: start_all(slot, column, overlapped + i * GROUP, GROUP), None
+            )
             lax.fori_loop(end, count, lambda p, _: start_all(slot, column, p, 1), None)
 
-        pl.when(count > beside)(lambda: lax.cond(count == block, all_of_them, some))
+        pl.when(count > overlapped)(lambda: lax.cond(count == block, start_full, start_part))
 
     def blank(slot, p, stored):
-        """Zero the values of page `p` of a block after its first `stored` entries."""
+        """Zero the values of page `p` of a block beyond its first `stored` entries."""
         x = buffers[slot, p, :, -width:]
         place = lax.broadcasted_iota(jnp.int32, x.shape, 0)
         buffers[slot, p, :, -width:] = jnp.where(place < stored, x, jnp.zeros_like(x))
@@ -235,8 +240,8 @@ def _kernel(*refs, sizes: _Sizes):
         q = q_ref[i]
 
         def seen(slot, index, state, part, whole=False):
-            """The state after the first `part` pages of a block that has arrived. All pages of a `whole` block are
-            full."""
+            """Return the state after the first `part` pages of a block that has arrived. All pages of a `whole` block
+            are full."""
             m, l, o = state
             kv = buffers[slot, :part].reshape(part * page, buffers.shape[3]).astype(q.dtype)
             x = lax.dot_general(
@@ -247,28 +252,28 @@ def _kernel(*refs, sizes: _Sizes):
                 preferred_element_type=jnp.float32,
             )
             x *= sizes.scale
-            of_value = None
-            if of_scale:
-                of_key, of_value = scales(numbers_of(of_scale, slot, part))
-                x *= of_key
-            if of_bias:
+            value_scale = None
+            if scale_scratch:
+                key_scale, value_scale = scales(numbers_of(scale_scratch, slot, part))
+                x *= key_scale
+            if bias_scratch:
                 place = index * block * page + lax.broadcasted_iota(jnp.int32, x.shape, 1)
-                x += jnp.where(place >= ring * page, numbers_of(of_bias, slot, part) * LOG2E, 0)
+                x += jnp.where(place >= ring * page, numbers_of(bias_scratch, slot, part) * LOG2E, 0)
             v = kv[:, -width:]
             if not whole:
                 place = index * block * page + lax.broadcasted_iota(jnp.int32, x.shape, 1)
                 stored = (place < entries) & ((place < stored_first) | (place >= page))
                 x = jnp.where(stored, x, MASKED)
-                if of_value is None:
+                if value_scale is None:
                     v = v.reshape(part, page, width)
                     v = jnp.concatenate([jnp.where(index * block + p < pages, v[p], 0) for p in range(part)])
                 else:
-                    of_value = jnp.where(stored, of_value, 0)
+                    value_scale = jnp.where(stored, value_scale, 0)
             m_new = jnp.maximum(m, x.max(1, keepdims=True))
             p = jnp.exp2(x - m_new)
             kept = jnp.exp2(m - m_new)
             l = l * kept + sum(p[:, c : c + LANES] for c in range(0, part * page, LANES))
-            weight = p if of_value is None else p * of_value
+            weight = p if value_scale is None else p * value_scale
             pv = lax.dot_general(
                 weight.astype(kv.dtype),
                 v,
@@ -278,24 +283,24 @@ def _kernel(*refs, sizes: _Sizes):
             )
             return m_new, l, o * kept + pv
 
-        # a row without pages takes one block, too
+        # A row without pages takes one block, too.
         blocks = jnp.maximum(_ceil_div(pages, block), 1)
-        # before this block, the block to fetch is neither the row's last nor another row's
+        # Up to this block, the block to fetch is neither the row's last nor another row's.
         steady = blocks - SLOTS
 
         def long(index, taken, state):
-            """Take the full blocks from `index` on during which full blocks are fetched."""
+            """Process the full blocks from `index` on during which full blocks are fetched."""
             begin = jnp.where((index > 0) | (stored_first == page), index, steady)
             count = jnp.maximum(steady - begin, 0)
             column = column_of(row, begin + SLOTS - 1)
 
-            def turn(i, state):
+            def process(i, state):
                 slot = (taken + i) & (SLOTS - 1)
-                arrived(slot, block)
+                wait_for_pages(slot, block)
                 start_all((taken + i + SLOTS - 1) & (SLOTS - 1), column + i * block, 0, block)
                 return seen(slot, begin + i, state, block, whole=True)
 
-            state = lax.fori_loop(0, count, turn, state)
+            state = lax.fori_loop(0, count, process, state)
 
             cursor[BLOCK] += count
             return index + count, taken + count, state
@@ -310,7 +315,7 @@ def _kernel(*refs, sizes: _Sizes):
             await_pages(slot, left)
 
             def of_part(part, state):
-                if not of_scale:  # whole numbers times a scale of 0 are 0
+                if not scale_scratch:  # Integers times a scale of 0 are 0.
                     if sizes.ring_pages:
                         blank(slot, 0, jnp.where(index == 0, stored_first, page))
                     last = jnp.maximum(jnp.minimum(left, part) - 1, 0)
@@ -340,7 +345,7 @@ def _kernel(*refs, sizes: _Sizes):
 
 
 def _start(q, new, sizes: _Sizes):
-    """Return the state after this call's own keys. A query sees those up to itself."""
+    """Return the state after this call's keys. A query sees the keys up to its own."""
     queries, width = q.shape
     m = jnp.full((queries, 1), MASKED, jnp.float32)
     if new is None:
@@ -353,14 +358,14 @@ def _start(q, new, sizes: _Sizes):
         logits.append(jnp.where(token >= j, x, MASKED))
     m = functools.reduce(jnp.maximum, logits)
     p = [jnp.exp2(x - m) for x in logits]
-    # The sum's lanes are added up at the end.
+    # The lanes of the sum are added up at the end.
     first_lane = lax.broadcasted_iota(jnp.int32, (queries, LANES), 1) == 0
     l = jnp.where(first_lane, sum(p), 0.0)
     return m, l, sum(x * new[j : j + 1, -width:] for j, x in enumerate(p))
 
 
 def _cores(rows: int) -> int:
-    """Return the cores that share the rows: two if a device has two cores and the number of rows is even."""
+    """Return the number of cores that share the rows: two if a device has two cores and the number of rows is even."""
     return math.gcd(rows, pltpu.get_tpu_info().num_cores) if target().platform == "tpu" else 1
 
 
@@ -368,7 +373,7 @@ def tpu(
     q, pool, page_table, length, ring_length, ring_pages, new, bias, scale, dtype, append=None,
     interpret: Any = None,
 ):  # fmt: skip
-    check_supported("tpu", q, pool, page_table, page_multiple=tile(pool.dtype), columns=COLUMNS)
+    check_supported("tpu", q, pool, page_table, page_multiple=tile_entries(pool.dtype), columns=COLUMNS)
     if q.shape[2] > TOKENS:
         many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
         stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale
@@ -378,7 +383,7 @@ def tpu(
     capacity, page = pool.shape[:2]
     r, queries, entry_bytes = b * heads, n // heads * t, pool.dtype.itemsize * 2 * h
     least, keys = math.lcm(page, LANES), BLOCK_BYTES // entry_bytes
-    what = f"at most {TILE // least} queries of a kv head, tokens × query heads, at this page size, not {queries}"
+    limit = f"at most {TILE // least} queries of a kv head, tokens × query heads, at this page size, not {queries}"
     require(
         "paged_decode",
         "tpu",
@@ -386,7 +391,7 @@ def tpu(
             least <= keys,
             f"pages of entries whose least common multiple with {LANES} is at most {keys}, not {page}",
         ),
-        (queries * least <= TILE, what),
+        (queries * least <= TILE, limit),
         (
             (bias is None and scale is None) or page % LANES == 0 or LANES % page == 0,
             f"a bias or scales of pages of a divisor or a multiple of {LANES} entries, not {page}",
@@ -400,7 +405,7 @@ def tpu(
     step_rows = divisor(r // cores, min(STEP_ROWS, STEP_BYTES // row_bytes))
     steps = r // cores // step_rows
     ring = jnp.zeros(b, jnp.int32) if ring_length is None else ring_length
-    # The ring's columns are reversed, so that those in use end where the global ones begin.
+    # The ring's columns are reversed, so that the used ones end where the global columns begin.
     table = jnp.concatenate([page_table[..., :ring_pages][..., ::-1], page_table[..., ring_pages:]], -1)
     table = jnp.clip(table.reshape(r, 1, columns), 0, capacity - 1)
     sizes = _Sizes(
@@ -413,8 +418,8 @@ def tpu(
         rows=r // cores,
     )
 
-    def of_plane(plane):
-        """Scratch for a plane: rows of lanes of a block's pages, and the places in the plane where each page begins."""
+    def plane_scratch(plane):
+        """Return the scratch for a plane: rows of lanes of a block's pages, and where in the plane each page begins."""
         if plane is None:
             return []
         return [
@@ -444,11 +449,11 @@ def tpu(
             out_specs=[per_row(queries, width), per_row(1, queries)],
             scratch_shapes=[
                 pltpu.VMEM((SLOTS, sizes.block, page, 2 * h), pool.dtype),
-                pltpu.SMEM((TABLES * (columns + -columns % LANES) + BESIDE,), jnp.int32),
+                pltpu.SMEM((TABLES * (columns + -columns % LANES) + OVERLAPPED,), jnp.int32),
                 pltpu.SMEM((len(CURSOR),), jnp.int32),
                 pltpu.SemaphoreType.DMA((SLOTS,)),
                 pltpu.SemaphoreType.DMA((TABLES,)),
-                *map(of_plane, planes),
+                *map(plane_scratch, planes),
             ],
         ),
         out_shape=[output((r, queries, width), dtype, q), output((r, 1, queries), jnp.float32, q)],
@@ -467,4 +472,4 @@ def tpu(
         *planes,
     )
     o, lse = o[..., width - h :].reshape(b, n, t, h), lse.reshape(b, n, t)
-    return o, lse, written(pool, append, new, lse, interpret)
+    return o, lse, append_tokens(pool, append, new, lse, interpret)

@@ -1,5 +1,8 @@
-"""The writing of a decoded token on TPU. Memory is written there by tiles of eight entries, of int8 numbers by tiles of
-32: the tiles of all rows are fetched at once, changed, and put back."""
+"""Writing a decoded token on TPU.
+
+TPU memory is written in tiles of 8 entries, or 32 int8 entries. The tiles of all rows are fetched at once, changed and
+written back.
+"""
 
 import functools
 from typing import Any
@@ -15,36 +18,38 @@ from pallas_kernels.paged_decode.append import Append, as_stored
 from pallas_kernels.varying import output
 
 ROWS = 64
-"""Most rows of a step, whose tiles are in VMEM together."""
+"""The most rows of a step, whose tiles are in VMEM together."""
 SLOT, MOVED = range(2)
 
 
-def tile(dtype: Any) -> int:
-    """Return the entries of this dtype that are copied together."""
+def tile_entries(dtype: Any) -> int:
+    """Return the number of entries of this dtype in a memory tile."""
     return 32 if dtype == jnp.int8 else 8
 
 
 def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows: int):
-    del lse_ref, pool_ref  # lse is an input so that attention comes first; the pool is the output
+    del lse_ref, pool_ref  # lse is an input so that attention runs first. The pool is also the output.
     first = pl.program_id(0) * rows
-    (pages, page, _), size = out_ref.shape, tile(out_ref.dtype)
+    (pages, page, _), size = out_ref.shape, tile_entries(out_ref.dtype)
 
     def place(row, which):
-        """The index of a row's entry, and True if it lies in the pool."""
+        """Return the index of a row's entry, and True if it lies in the pool."""
         index = places_ref[which, first + row]
         return index, index < pages * page
 
     def each_copy(act):
-        """Run `act(fetch, put)` for every tile, with its copies from the pool and back."""
+        """Run `act(fetch, put)` for every tile. These are its copies from the pool and back."""
 
         def copies(row, _):
             for which in (SLOT, MOVED):
-                index, there = place(row, which)
+                index, inside = place(row, which)
                 begin = lax.rem(index, page) // size * size
-                here = out_ref.at[lax.div(index, page), pl.ds(pl.multiple_of(begin, size), size)]
-                own = tiles.at[row, which]
-                fetch, put = (pltpu.make_async_copy(*x, sem) for x in ((here, own), (own, here)))
-                pl.when(there)(functools.partial(act, fetch, put))
+                in_pool = out_ref.at[lax.div(index, page), pl.ds(pl.multiple_of(begin, size), size)]
+                in_vmem = tiles.at[row, which]
+                fetch, put = (
+                    pltpu.make_async_copy(*x, sem) for x in ((in_pool, in_vmem), (in_vmem, in_pool))
+                )
+                pl.when(inside)(functools.partial(act, fetch, put))
 
         lax.fori_loop(0, rows, copies, None)
 
@@ -52,10 +57,10 @@ def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows
         entry = lax.broadcasted_iota(jnp.int32, tiles.shape[2:], 0)
         (slot, _), (moved, _) = place(row, SLOT), place(row, MOVED)
         at = entry == lax.rem(slot, size)
-        # float32 holds all numbers, and a mask of its shape
-        x, there, new = (y.astype(jnp.float32) for y in (tiles[row, SLOT], tiles[row, MOVED], new_ref[row]))
+        # float32 represents all numbers, and its tiles have the shape of the mask.
+        x, target, new = (y.astype(jnp.float32) for y in (tiles[row, SLOT], tiles[row, MOVED], new_ref[row]))
         old = jnp.where(at, x, 0).sum(0, keepdims=True)
-        tiles[row, MOVED] = jnp.where(entry == lax.rem(moved, size), old, there).astype(tiles.dtype)
+        tiles[row, MOVED] = jnp.where(entry == lax.rem(moved, size), old, target).astype(tiles.dtype)
         tiles[row, SLOT] = jnp.where(at, new, x).astype(tiles.dtype)
 
     each_copy(lambda fetch, put: fetch.start())
@@ -65,8 +70,8 @@ def _kernel(places_ref, new_ref, lse_ref, pool_ref, out_ref, tiles, sem, *, rows
     each_copy(lambda fetch, put: put.wait())
 
 
-def written(pool, append: Append | None, new, lse, interpret: Any):
-    """Return what `append.written` does; the pool is written in place."""
+def append_tokens(pool, append: Append | None, new, lse, interpret: Any):
+    """Do what `append.append_tokens` does, in place."""
     if append is None:
         return pool
     r, kv = append.slot.size, pool.shape[2]
@@ -79,7 +84,10 @@ def written(pool, append: Append | None, new, lse, interpret: Any):
             grid=(r // rows,),
             in_specs=[pl.BlockSpec((rows, 1, kv), lambda step, *_: (step, 0, 0)), anywhere, anywhere],
             out_specs=anywhere,
-            scratch_shapes=[pltpu.VMEM((rows, 2, tile(pool.dtype), kv), pool.dtype), pltpu.SemaphoreType.DMA],
+            scratch_shapes=[
+                pltpu.VMEM((rows, 2, tile_entries(pool.dtype), kv), pool.dtype),
+                pltpu.SemaphoreType.DMA,
+            ],
         ),
         out_shape=output(pool.shape, pool.dtype, pool),
         input_output_aliases={3: 0},

@@ -1,8 +1,8 @@
-"""`paged_decode` in XLA: a work list over rows and blocks of pages, whose length depends on what is stored.
+"""`paged_decode` in XLA: a work list of rows and blocks of pages, whose length depends on the stored entries.
 
-A row is one (sequence, kv head). Rows are sorted by length and taken a few at a time, so that those of a tile are
-about equally long; a tile gathers one block of the page table's columns for each of them. (Gathering whole tables,
-padded to the longest, is slower than dense attention.)
+A row is one (sequence, kv head). Rows are sorted by length and processed a few at a time, so that the rows of a tile
+have similar lengths. A tile gathers one block of the page table's columns for each row. (Gathering whole tables, padded
+to the longest, is slower than dense attention.)
 """
 
 import jax
@@ -13,19 +13,19 @@ from pallas_kernels import softmax
 from pallas_kernels.bits import as_floats
 from pallas_kernels.blocks import divisor, even
 from pallas_kernels.int8_entries import scales
-from pallas_kernels.paged_decode.append import written
-from pallas_kernels.paged_decode.plane import of_pages
+from pallas_kernels.paged_decode.append import append_tokens
+from pallas_kernels.paged_decode.plane import gather_pages
 
 QUERIES = 512
-"""Most queries of a block."""
+"""The most queries of a block."""
 
 ENTRIES = 256
-"""Most entries of each row in a tile; a larger page is one tile. `QUERIES` and `ENTRIES` were measured on two CPU
-cores: with many queries, a quarter of the one and half of the other take twice as long."""
+"""The most entries of each row in a tile; a larger page is one tile. `QUERIES` and `ENTRIES` were measured on two CPU
+cores: with many queries, a quarter of the former and half of the latter take twice as long."""
 
 ROWS = 4
 LOGITS = 1 << 17
-"""Most rows, and about the most logits, in a tile."""
+"""The most rows, and about the most logits, of a tile."""
 
 
 def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, scale, dtype, append=None):
@@ -52,7 +52,7 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, scale, 
     o, lse = lax.map(block, jnp.arange(blocks))
     o = jnp.moveaxis(o, 0, 2).reshape(b, n, blocks * bq, h)[:, :, :t]
     lse = jnp.moveaxis(lse, 0, 2).reshape(b, n, blocks * bq)[:, :, :t]
-    return o, lse, written(pool, append, new, lse)
+    return o, lse, append_tokens(pool, append, new, lse)
 
 
 class _Stored:
@@ -98,7 +98,7 @@ class _Stored:
         table = lax.dynamic_slice_in_dim(rows(self.page_table), column * self.bc, self.bc, 1)
 
         def side(start):
-            """Gather keys or values alone: cutting them out of gathered pages would be another pass over memory."""
+            """Gather only keys or values. Slicing them out of gathered pages would be another pass over memory."""
             size = (1, self.page, self.h)
             pages = jax.vmap(lambda p: lax.dynamic_slice(self.pool, (p, 0, start), size))(table.reshape(-1))
             pages = pages.reshape(self.br, self.bs, self.h)
@@ -107,14 +107,14 @@ class _Stored:
         def biased(logits):
             if self.bias is None:
                 return logits
-            bias = of_pages(self.bias, table).reshape(self.br, self.bs)
+            bias = gather_pages(self.bias, table).reshape(self.br, self.bs)
             return logits + jnp.where(in_global, bias, 0)[:, None]
 
         seen = in_ring | in_global
         logits, values = softmax.logits(rows(q), side(0)), side(self.h)
         if self.scale is not None:
-            of_key, of_value = scales(of_pages(self.scale, table).reshape(self.br, self.bs))
-            logits, values = logits * of_key[:, None], values * of_value[..., None]
+            key_scale, value_scale = scales(gather_pages(self.scale, table).reshape(self.br, self.bs))
+            logits, values = logits * key_scale[:, None], values * value_scale[..., None]
         logits = jnp.where(seen[:, None], biased(logits), softmax.MASKED)
         values = jnp.where(seen[..., None], values, 0)
         m, l, o = map(rows, state)

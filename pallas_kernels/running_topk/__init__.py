@@ -1,7 +1,7 @@
-"""The running top-k: the keys that a cache of the best k drops, and when it drops them.
+"""The running top-k: which keys a cache of the k best keys drops, and when.
 
-api: the op. xla (a wavelet tree), counts (two levels of counts), tpu, gpu: its implementations; fenwick: the tree of
-the last two. reference: the definition.
+api: the op. xla (a wavelet tree), counts (two levels of counts), tpu, gpu: its implementations. fenwick: the tree of
+tpu and gpu. reference: the definition.
 """
 
 from pallas_kernels.running_topk.api import ranks, running_topk

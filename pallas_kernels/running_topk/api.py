@@ -1,4 +1,4 @@
-"""The op `running_topk`: the k best of the keys that have left the window, at every index."""
+"""The op `running_topk`: at every index, the k best of the keys that have left the window."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ FASTEST = {"cpu": "xla", "tpu": "counts", "gpu": "xla"}
 """The default of each backend.
 
 CPU, two cores, eight rows of 8192 and 32768 keys, k = s / 18: xla takes 13 and 58 ms, counts 31 and 286 ms.
-TPU, not timed: counts is dense arithmetic. The Fenwick tree takes a chain of scalar steps for each key below the
+TPU, not timed: counts is dense arithmetic, while the Fenwick tree takes a chain of scalar steps for each key below the
 threshold, and xla gathers and scatters single numbers.
 GPU, H100, eight rows of 8192, 32768 and 131072 keys, k = s / 18: xla takes 0.17, 0.24 and 0.78 ms, an earlier counts
 without sorts 0.09, 0.78 and 6.3 ms, and the Fenwick tree, which waits for memory at every key, 8, 38 and 163 ms.
@@ -43,12 +43,12 @@ def running_topk(
     competes: Bool[Array, "b k s"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "b k t"], Int[Array, "b k s"]]:
-    """Return the threshold rank at every query, and for every key the index at which it drops out.
+    """Return the threshold rank at every query, and for every key the index at which it is dropped.
 
-    Key `j` competes from index `j + window` on, when it has left the window. A query at index `I` sees those competing
-    keys whose rank is at most `tau_I`, the rank of the k-th best of them. As `tau` never rises, a key that is out stays
-    out, so `j <= I < end_j` is equivalent. The queries are the last `t` of the `s` indices: query `i` has index
-    `I = i + s - t`.
+    Key `j` competes from index `j + window` on, when it has left the window. A query at index `I` sees the competing
+    keys whose rank is at most `tau_I`, the rank of the k-th best of them. Since `tau` never rises, a dropped key stays
+    dropped, and the query sees the key iff `j <= I < end_j`. The queries are the last `t` of the `s` indices: query `i`
+    has index `I = i + s - t`.
 
     KVPOP, App. C; Fenwick, "A new data structure for cumulative frequency tables" (1994).
 
@@ -57,18 +57,18 @@ def running_topk(
         k: the number of keys that stay, at least 0. If there are no more than k keys, all of them stay.
         window: the size of the local window in tokens, at least 1.
         queries: the number of queries, t. None: s.
-        competes: True for keys that take part. None: all do.
+        competes: True for keys that compete. None: all keys do.
         implementation: "xla" (descends a wavelet tree), "counts" (counts in two levels, in XLA too), "tpu" or "gpu" (a
             Fenwick tree in a kernel) or "reference" (sorts for every query). None: the platform's default (`FASTEST`).
 
     Returns:
         tau: int32; s while fewer than k keys compete, and -1 if k is 0.
-        end: int32; the first of the queries' indices that does not see the key, and at least `j + window`. It is the
-            largest int32 if there is none, and for keys that do not compete.
+        end: int32; the first index of a query that does not see the key, at least `j + window`. It is the largest int32
+            if there is no such query, and for keys that do not compete.
 
     Raises:
-        ValueError: a rank that is not int32, a k that is not an integer, shapes that disagree, k < 0, window < 1, more
-            queries than keys, an unknown implementation.
+        ValueError: rank is not int32, k is not an integer, shapes disagree, k < 0, window < 1, there are more queries
+            than keys, or the implementation is unknown.
     """
     call = choose(IMPLEMENTATIONS, implementation, "running_topk", FASTEST)
     _check(rank, k, window, queries, competes)
@@ -88,7 +88,7 @@ def running_topk(
 
 
 def _end(seen, competes, window, t):
-    """Return the end of each key. The first `seen` queries see it."""
+    """Return the end of each key, which the first `seen` queries see."""
     s = seen.shape[2]
     end = jnp.maximum(jnp.arange(s, dtype=jnp.int32) + window, s - t + seen)
     return jnp.where(competes & (end < s), end, FOREVER)
@@ -104,7 +104,7 @@ def _seen_by_counting(rank, tau):
 
 
 def _seen_by_sorting(rank, tau):
-    """Return what `_seen_by_counting` does: sort keys and thresholds together, then the keys back to their order."""
+    """Do the same as `_seen_by_counting`: sort keys and thresholds together, then the keys back to their order."""
     s, t = rank.shape[2], tau.shape[2]
     order = jnp.concatenate([2 * rank, 2 * tau + 1], 2)
     key = jnp.broadcast_to(jnp.minimum(jnp.arange(s + t, dtype=jnp.int32), s), order.shape)

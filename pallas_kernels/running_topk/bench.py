@@ -1,4 +1,4 @@
-"""Benchmark of `running_topk`. The target is a twentieth of the time of a layer's dense attention."""
+"""Benchmark of `running_topk` against the time of a layer's dense attention."""
 
 import functools
 from typing import Any
@@ -11,6 +11,7 @@ from pallas_kernels.timing import Check, Line, Part, Setting, program, run, toke
 from pallas_kernels.vertical_slash.bench import arrays, dense
 
 SHARE = 20
+"""The target is the time of a layer's dense attention divided by this."""
 
 
 def usual() -> tuple[str, ...]:
@@ -19,7 +20,7 @@ def usual() -> tuple[str, ...]:
 
 
 def lines(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
-    """Return a line for each implementation; a quarter of the keys stay."""
+    """Return a line for each implementation. A quarter of the keys stay."""
     rank = ranks(jax.random.normal(key, (1, setting.k, s)))
     name, attention = dense()
     bound = f"1/{SHARE} of {name} attention"
@@ -29,7 +30,7 @@ def lines(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, 
     for x in implementations:
         call = functools.partial(running_topk, k=s // 4, window=setting.window, implementation=x)
         ours[x] = program(call, (rank,), rank.size)
-    return [Line(tokens(s), x, own, {bound: layer}, "Gkey/s", bound) for x, own in ours.items()]
+    return [Line(tokens(s), x, candidate, {bound: layer}, "Gkey/s", bound) for x, candidate in ours.items()]
 
 
 def checks(key: jax.Array, dtype: Any) -> list[Check]:

@@ -1,9 +1,9 @@
-"""`running_topk` in XLA by counting in two levels of about sqrt(s) counts: no step waits for a single key.
+"""`running_topk` in XLA by counting in two levels of about sqrt(s) counts, without steps for single keys.
 
-The ranks are cut into buckets. A query counts its keys in all buckets up to each one. The counts of earlier chunks of
-queries are carried; those of earlier blocks and of its own block are added, the latter by a product with a triangle of
-ones. The first bucket at which the count reaches k holds the threshold, and there the keys are counted one by one, in
-order of rank.
+The ranks are cut into buckets. For each bucket, a query counts its keys in all buckets up to it. The counts of earlier
+chunks of queries are carried. Those of earlier blocks and of the query's own block are added, the latter by a product
+with a triangle of ones. The first bucket at which the count reaches k contains the threshold. There the keys are
+counted one by one, in order of rank.
 """
 
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from jax import lax
 from pallas_kernels.blocks import logits_at_once
 
 BLOCK = 128
-"""Queries whose keys are counted by one product: a TPU's lanes. bfloat16 counts exactly up to 256."""
+"""Queries whose keys are counted by one product: the lanes of a TPU. bfloat16 counts exactly up to 256."""
 COUNTS = 1 << 18
-"""The approximate least number of counts of a row that are held at once."""
+"""The approximate least number of counts of a row that are in memory at once."""
 
 
 def widths(s: int) -> tuple[int, int]:
@@ -46,33 +46,33 @@ def counts(rank, k, competes, window, t):
     ascending = jnp.triu(jnp.ones((width, width), jnp.float32))
     bucket = jnp.arange(buckets)
 
-    def one(args):
+    def row(args):
         entry, before, start, k = args
         start = start.reshape(buckets, width)
 
-        def chunk(held, args):
-            own, first = args
-            # each block adds at most BLOCK to a bucket's count, so products are exact
-            added = (own[..., None] // width <= bucket).sum(1, dtype=jnp.float32)
-            upto = jnp.einsum("nm,mb->nb", jnp.tri(blocks), added).astype(jnp.int32) + held
+        def chunk(carried, args):
+            entries, first = args
+            # Each block adds at most BLOCK to a bucket's count, so products are exact.
+            added = (entries[..., None] // width <= bucket).sum(1, dtype=jnp.float32)
+            upto = jnp.einsum("nm,mb->nb", jnp.tri(blocks), added).astype(jnp.int32) + carried
             # [query of the block, block, bucket]
-            own = (own.T[..., None] // width <= bucket).astype(jnp.float32)
-            count = jnp.einsum("qc,cmb->qmb", triangle, own).astype(jnp.int32)
+            below = (entries.T[..., None] // width <= bucket).astype(jnp.float32)
+            count = jnp.einsum("qc,cmb->qmb", triangle, below).astype(jnp.int32)
             count += upto - added.astype(jnp.int32)
             short = count < k
-            here = short.sum(-1, dtype=jnp.int32)
-            left = k - jnp.max(jnp.where(short, count, 0), -1)
+            threshold_bucket = short.sum(-1, dtype=jnp.int32)
+            remaining = k - jnp.max(jnp.where(short, count, 0), -1)
             index = first + jnp.arange(blocks) * BLOCK + jnp.arange(BLOCK)[:, None]
-            eligible = start.at[here].get(mode="clip") <= index[..., None]
+            eligible = start.at[threshold_bucket].get(mode="clip") <= index[..., None]
             order = jnp.einsum("qmv,vw->qmw", eligible.astype(jnp.float32), ascending)
-            offset = (order < left[..., None]).sum(-1, dtype=jnp.int32)
-            tau = jnp.where(here < buckets, here * width + offset, s)
+            offset = (order < remaining[..., None]).sum(-1, dtype=jnp.int32)
+            tau = jnp.where(threshold_bucket < buckets, threshold_bucket * width + offset, s)
             return upto[-1], jnp.where(k > 0, tau, -1).T
 
-        held = (before[:, None] // width <= bucket).sum(0, dtype=jnp.int32)
+        carried = (before[:, None] // width <= bucket).sum(0, dtype=jnp.int32)
         first = s - t + jnp.arange(chunks) * blocks * BLOCK
-        return lax.scan(chunk, held, (entry, first))[1].reshape(-1)[:t]
+        return lax.scan(chunk, carried, (entry, first))[1].reshape(-1)[:t]
 
-    together = max(1, min(rows, logits_at_once() // (blocks * BLOCK * buckets)))
-    tau = lax.map(one, (entry, before, start, k.reshape(-1)), batch_size=together)
+    batch_size = max(1, min(rows, logits_at_once() // (blocks * BLOCK * buckets)))
+    tau = lax.map(row, (entry, before, start, k.reshape(-1)), batch_size=batch_size)
     return tau.reshape(b, heads, t)

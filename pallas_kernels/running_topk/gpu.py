@@ -1,6 +1,6 @@
-"""`running_topk` on GPU, in Triton: a Fenwick tree in global memory for each (sequence, kv head), a warp for each tree.
+"""`running_topk` on GPU, in Triton: each (sequence, kv head) has a Fenwick tree in global memory and one warp.
 
-The nodes that count a key are known from its rank, so the warp's lanes update them together.
+The rank of a key determines the nodes that count it, so the lanes of the warp update them together.
 """
 
 import functools
@@ -23,7 +23,7 @@ def gpu(rank, k, competes, window, t, interpret: bool | None = None):
     entry = entries(rank, competes, window)
     interpret = gpu_interpret(interpret)
     # The interpreter has no barriers and needs none.
-    barrier = _nothing if interpret else plt.debug_barrier
+    barrier = _no_barrier if interpret else plt.debug_barrier
     tau, _ = pl.pallas_call(
         functools.partial(_kernel, s=s, barrier=barrier),
         grid=(rows,),
@@ -36,7 +36,7 @@ def gpu(rank, k, competes, window, t, interpret: bool | None = None):
     return tau.reshape(b, heads, s)[..., s - t :]
 
 
-def _nothing():
+def _no_barrier():
     pass
 
 
@@ -49,22 +49,22 @@ def _kernel(k_ref, entry_ref, _, tau_ref, tree_ref, *, s, barrier):
         level = jnp.arange(LANES)
         odd = (rank >> level) + 1
         node = odd << level
-        mine = (level < levels(s)) & (odd % 2 == 1) & (node <= s)
-        nodes = tree_ref.at[row, jnp.where(mine, node, s + 1)]
-        plt.store(nodes, plt.load(nodes, mask=mine, other=0, volatile=True) + 1, mask=mine)
+        counts_rank = (level < levels(s)) & (odd % 2 == 1) & (node <= s)
+        nodes = tree_ref.at[row, jnp.where(counts_rank, node, s + 1)]
+        plt.store(nodes, plt.load(nodes, mask=counts_rank, other=0, volatile=True) + 1, mask=counts_rank)
         barrier()
 
     def kth():
-        """The largest x such that fewer than k of the ranks are below x."""
+        """Return the largest x such that fewer than k of the ranks are below x."""
 
-        def down(level, carry):
-            x, left = carry
+        def descend(level, carry):
+            x, remaining = carry
             node = x + (1 << (levels(s) - 1 - level))
             count = plt.load(tree_ref.at[row, node], mask=node <= s, other=s + 1, volatile=True)
-            take = count < left
-            return jnp.where(take, node, x), jnp.where(take, left - count, left)
+            take = count < remaining
+            return jnp.where(take, node, x), jnp.where(take, remaining - count, remaining)
 
-        return lax.fori_loop(0, levels(s), down, (jnp.int32(0), k))[0]
+        return lax.fori_loop(0, levels(s), descend, (jnp.int32(0), k))[0]
 
     def query(i, carry):
         tau, keys = carry

@@ -1,4 +1,4 @@
-"""`running_topk` on TPU: a Fenwick tree in scalar memory, one (sequence, kv head) after another."""
+"""`running_topk` on TPU: a Fenwick tree in scalar memory, for one (sequence, kv head) after another."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from pallas_kernels.running_topk.fenwick import entries, levels
 from pallas_kernels.varying import output
 
 KEYS = 1 << 17
-"""Most keys: their tree takes half of the scalar memory."""
+"""The most keys. Their tree takes half of the scalar memory."""
 BLOCK = 4096
 """Queries that are in scalar memory at a time."""
 
@@ -66,16 +66,16 @@ def _kernel(k_ref, entry_ref, tau_ref, tree_ref, state_ref):
         lax.while_loop(lambda x: x <= s, node, rank + 1)
 
     def kth():
-        """The largest x such that fewer than k of the ranks are below x."""
+        """Return the largest x such that fewer than k of the ranks are below x."""
 
-        def down(level, carry):
+        def descend(level, carry):
             x, left = carry
             node = x + (1 << (levels(s) - 1 - level))
             count = tree_ref[jnp.minimum(node, s)]
             take = (node <= s) & (count < left)
             return jnp.where(take, node, x), jnp.where(take, left - count, left)
 
-        return lax.fori_loop(0, levels(s), down, (jnp.int32(0), k))[0]
+        return lax.fori_loop(0, levels(s), descend, (jnp.int32(0), k))[0]
 
     def query(j, carry):
         tau, keys = carry

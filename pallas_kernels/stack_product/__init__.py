@@ -1,6 +1,6 @@
 """Products with one layer's weights, read in place from the stack of all layers.
 
-api: the op. xla: a slice and a product. gpu: a kernel without the slice, which XLA would copy there. reference: the
+api: the op. xla: a slice and a product. gpu: a kernel without the slice, which XLA would copy. reference: the
 definition.
 """
 

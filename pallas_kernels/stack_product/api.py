@@ -1,4 +1,4 @@
-"""The op `stack_product`: a product with one layer's weights out of a stack."""
+"""The op `stack_product`: a product with one layer's weights, which lie in a stack."""
 
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
@@ -13,7 +13,7 @@ IMPLEMENTATIONS = {"xla": xla, "reference": reference, "gpu": gpu}
 FASTEST = {"cpu": "xla", "tpu": "xla", "gpu": "gpu"}
 """The default of each backend. With "xla" a TPU reads the slice in place; a CPU copies it."""
 MOST_ROWS = 64
-"""Most rows that the GPU kernel takes. With more rows, copying the weights costs little compared to the product."""
+"""The most rows that the GPU kernel takes. With more rows, copying the weights costs little compared to the product."""
 
 
 def stack_product(
@@ -24,24 +24,24 @@ def stack_product(
     *,
     implementation: str | None = None,
 ) -> Float32[Array, "m f"]:
-    """Return `x · stack[layer]` with sums in float32. On a GPU and TPU the layer's weights are not copied.
+    """Return `x · stack[layer]` with sums in float32. On GPU and TPU the layer's weights are not copied.
 
     The GPU kernel is not differentiable.
 
     Args:
-        stack: the weights of all layers in the dtype of `x`; or in 8 bits, int8 or float8_e4m3fn.
+        stack: the weights of all layers, in the dtype of `x`, in int8 or in float8_e4m3fn.
         layer: the index of the layer, from 0 to l - 1.
-        scale: the scales of weights in 8 bits, one for each output and each of n equal blocks of inputs.
+        scale: the scales of 8-bit weights, one for each output and each of n equal blocks of inputs.
         implementation: "xla", "gpu" (at most `MOST_ROWS` rows, float32 or bfloat16) or "reference". None: the
-            backend's own.
+            platform's default.
 
     Raises:
-        ValueError: shapes or dtypes that disagree, an unknown implementation, more rows or another dtype than a kernel
-            takes.
+        ValueError: shapes or dtypes disagree, the implementation is unknown, or a kernel does not take the number of
+            rows or the dtype.
     """
     call = choose(IMPLEMENTATIONS, implementation, "stack_product", FASTEST)
-    known = [x.dtype] if scale is None else [*EIGHT_BITS.values()]
-    if x.shape[1] != stack.shape[1] or stack.dtype not in known:
+    dtypes = [x.dtype] if scale is None else [*EIGHT_BITS.values()]
+    if x.shape[1] != stack.shape[1] or stack.dtype not in dtypes:
         raise ValueError(
             f"stack_product: stack {stack.dtype}{stack.shape} does not go with x {x.dtype}{x.shape}"
         )

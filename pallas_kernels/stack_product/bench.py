@@ -1,4 +1,4 @@
-"""Benchmark of `stack_product`: the products of a layer of Llama-3.1-8B in decoding, bound by the weights' bytes."""
+"""Benchmark of `stack_product`: the products of a layer of Llama-3.1-8B in decoding, bound by reading the weights."""
 
 import functools
 from typing import Any
@@ -26,23 +26,23 @@ def usual() -> tuple[str, ...]:
 
 
 def lines(setting: Setting, key: jax.Array, rows: int, implementations: tuple[str, ...]) -> list[Line]:
-    """Return a line for each product. The rival is XLA's product with weights in an array of their own."""
-    small = 1 if setting.dtype == jnp.bfloat16 else 8
-    found = []
+    """Return a line for each product. The rival is XLA's product with the weights in a separate array."""
+    shrink = 1 if setting.dtype == jnp.bfloat16 else 8
+    result = []
     for name, (inputs, outputs) in PRODUCTS.items():
-        x = random(key, (rows, inputs // small), setting.dtype)
-        stack = random(key, (LAYERS, inputs // small, outputs // small), setting.dtype)
+        x = random(key, (rows, inputs // shrink), setting.dtype)
+        stack = random(key, (LAYERS, inputs // shrink, outputs // shrink), setting.dtype)
         work, inner = stack[0].nbytes, setting.inner
-        alone = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-        rival = program(alone, (x, stack[1]), work, inner)
+        product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+        rival = program(product, (x, stack[1]), work, inner)
         for implementation in implementations:
             call = functools.partial(stack_product, implementation=implementation)
-            own = program(call, (x, stack, jnp.int32(1)), work, inner)
+            ours = program(call, (x, stack, jnp.int32(1)), work, inner)
             shape = f"{name}, {rows} rows"
-            found.append(
-                Line(shape, implementation, own, {"XLA, weights alone": rival}, "TB/s", "device copy")
+            result.append(
+                Line(shape, implementation, ours, {"XLA, weights alone": rival}, "TB/s", "device copy")
             )
-    return found
+    return result
 
 
 def checks(key: jax.Array, dtype: Any) -> list[Check]:

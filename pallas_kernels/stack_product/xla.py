@@ -1,4 +1,4 @@
-"""`stack_product` in XLA: a slice, which a TPU reads in place and other backends may copy, and a product."""
+"""`stack_product` in XLA: a slice and a product. TPUs read the slice in place; other backends may copy it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,9 +9,9 @@ from pallas_kernels.eight_bits import dequantised, widened
 from pallas_kernels.varying import alike
 
 INPUTS = {1: 64, 2: 64, 4: 16}
-"""Inputs whose products with one row a CPU adds at a time, by the bytes of a weight."""
+"""Inputs that are processed at a time for one row on a CPU, by the bytes of a weight."""
 SUMS = 4
-"""The sums that it makes of them side by side."""
+"""The number of independent sums of these products."""
 
 
 def xla(x, stack, layer, scale=None):
@@ -33,8 +33,12 @@ def xla(x, stack, layer, scale=None):
 
 
 def _one_row(x, stack, layer, scale, kind):
-    """Return x · stack[layer], whose rows are read where they lie: a CPU's product (jax 0.10.2) first copies the layer,
-    and then writes narrow weights in float32. `kind`: the dtype of the numbers whose bits are in the stack."""
+    """Return x · stack[layer] for one row of x on a CPU, reading the layer's rows in place.
+
+    XLA's own product (jax 0.10.2) first copies the layer, and then converts narrow weights to float32 in memory.
+
+    kind: the dtype of the numbers whose bits are in the stack.
+    """
     (_, inputs, columns), step = stack.shape, INPUTS[kind.itemsize]
 
     def product(at):
@@ -43,7 +47,7 @@ def _one_row(x, stack, layer, scale, kind):
 
     def add(index, sums):
         first = index * step
-        # sums that do not wait for one another
+        # The sums do not wait for one another.
         parts = [sum(product(first + at) for at in range(start, step, SUMS)) for start in range(SUMS)]
         return sums + sum(parts) * (1 if scale is None else scale[first * len(scale) // inputs])
 

@@ -1,4 +1,4 @@
-"""Attention over a local window plus, for each kv head, the keys that were kept.
+"""Attention over a local window and, for each kv head, the keys that were kept.
 
 api: the op. key_lists: the lists of keys that kernels read. xla (with xla_walk), tpu, gpu (Triton), hopper (Mosaic
 GPU): forward. tpu_gather: the far list. tpu_walk, gpu_walk: the walk over tiles. tpu_backward, gpu_backward, vjp: the

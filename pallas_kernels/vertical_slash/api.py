@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {
     "reference": reference,
 }
 FOREVER = jnp.iinfo(jnp.int32).max
-"""The `end` of a key that stays."""
+"""The `end` of a key that stays for good."""
 
 
 def vertical_slash(
@@ -41,7 +41,7 @@ def vertical_slash(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
-    """Compute causal attention in which every (kv head, key) is visible up to a query of its own.
+    """Compute causal attention in which each key of each kv head is visible up to an index of its own.
 
     The queries are the last `t` of the `s` indices: query `i` has index `I = i + s - t`. It sees key `j` iff
     `j <= I < end[j]`. The logit is `q·k / sqrt(h)`, plus `log_gate[j]` if `I >= j + window` (WG-KV's training
@@ -50,27 +50,26 @@ def vertical_slash(
     Args:
         q: queries.
         k, v: keys and values.
-        end: the first index that no longer sees each key: `j + window` for a dropped key, any later value, up to the
-            largest int32, for a retained one. If `end <= j`, however negative, no query ever sees the key; then k and v
-            may hold anything there (padding). None: plain causal attention. `ends` makes it from a mask of admitted
-            keys.
-        window: the number of indices, its own included, to which a key is visible even if it is dropped. At least 1.
+        end: the first index that no longer sees each key: `j + window` for a dropped key, and any later value, up to
+            the largest int32, for a retained key. If `end <= j`, no query ever sees the key, and its k and v may hold
+            anything (padding). None: plain causal attention. `ends` makes it from a mask of admitted keys.
+        window: the number of indices, its own included, to which a key is visible even if it is dropped; at least 1.
         log_gate: float32, any value down to -inf.
-        segment_ids: the document of each index, if several are packed into one sequence. Queries see only keys of
-            their own document, whose indices must be contiguous.
+        segment_ids: the document of each index, if several documents are packed into one sequence. Queries see only
+            keys of their own document, whose indices must be contiguous.
         dtype: the dtype of the output. None: q's. Use float32 if the output is merged with more attention and rounded
             afterwards; "hopper" gives 16 of its 24 bits.
         implementation: "xla" (the default on a CPU), "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, forward, bfloat16 and
-            head_dim 64, 128 or 256) or "reference" (dense). None: the platform's own, which on an H100 or H200 is
-            "hopper" if that takes q.
+            head_dim 64, 128 or 256) or "reference" (dense). None: the platform's default, which on an H100 or
+            H200 is "hopper" if it takes q.
 
     Returns:
         The output and the log-sum-exp of the logits in float32. They are 0 and -inf if nothing is visible. Without
         queries both are empty.
 
     Raises:
-        ValueError: shapes that disagree, window < 1, t > s, an `end` or segment_ids that are not integers, an unknown
-            implementation, a dtype, head_dim or group of query heads that a kernel does not take.
+        ValueError: shapes disagree, window < 1, t > s, `end` or segment_ids are not integers, the implementation is
+            unknown, or a kernel does not take the dtype, head_dim or group of query heads.
     """
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     if implementation is None and takes(q):
@@ -78,8 +77,8 @@ def vertical_slash(
     call = choose(IMPLEMENTATIONS, implementation, "vertical_slash")
     _check(q, k, v, end, log_gate, segment_ids, window)
     if segment_ids is not None:
-        own = jnp.broadcast_to(_segment_end(segment_ids)[:, None], k.shape[:3])
-        end = own if end is None else jnp.minimum(end, own)
+        segment_end = jnp.broadcast_to(_segment_end(segment_ids)[:, None], k.shape[:3])
+        end = segment_end if end is None else jnp.minimum(end, segment_end)
     if end is not None:
         # Kernels subtract a block's first index from `end`. With negative values that could wrap around.
         end = jnp.clip(end, 0, min(FOREVER, jnp.iinfo(end.dtype).max)).astype(jnp.int32)
@@ -92,7 +91,7 @@ def vertical_slash(
 
 
 def ends(admitted: Bool[Array, "b k s"], window: int) -> Int[Array, "b k s"]:
-    """Return the `end` of keys: admitted keys stay for good, others for the window.
+    """Return the `end` of keys. Admitted keys stay for good, and others for the window.
 
     Raises:
         ValueError: window < 1.
@@ -105,7 +104,7 @@ def ends(admitted: Bool[Array, "b k s"], window: int) -> Int[Array, "b k s"]:
 
 
 def _segment_end(segment_ids):
-    """Return, for each index, the end of its document: the index after its last one."""
+    """Return the end of each index's document: the index after its last one."""
     s = segment_ids.shape[1]
     last = jnp.concatenate(
         [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], 1

@@ -64,7 +64,7 @@ def blockwise(q, k, v):
 def torch_program(
     make: Callable[..., Callable], args: tuple[jax.Array, ...], work: int | float, inner: int = 1
 ) -> Candidate:
-    """Return the candidate for the call that `make(torch, *tensors)` returns. The time of `make` does not count."""
+    """Return the candidate for the call that `make(torch, *tensors)` returns. `make` is not timed."""
 
     def prepare() -> Run:
         torch: Any = importlib.import_module("torch")
@@ -87,7 +87,7 @@ def torch_causal(torch, q, k, v) -> Callable:
 
 
 def torch_masked(torch, q, k, v, end) -> Callable:
-    """Return torch's attention with the mask of `end` [b k s], which is made beforehand."""
+    """Return torch's attention with the mask of `end` [b k s]. The mask is made beforehand."""
     index = torch.arange(k.shape[2], device=q.device)
     seen = (index[:, None] >= index) & (index[:, None] < end[:, :, None])
     mask = seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -96,7 +96,7 @@ def torch_masked(torch, q, k, v, end) -> Callable:
 
 
 def torch_flex(torch, q, k, v, end) -> Callable:
-    """Return `flex_attention` with the mask of `end`, whose table of blocks is made beforehand."""
+    """Return `flex_attention` with the mask of `end`. Its table of blocks is made beforehand."""
     compiled = torch.compile if q.is_cuda else lambda function: function
     module = importlib.import_module("torch.nn.attention.flex_attention")
     group = q.shape[1] // k.shape[1]
@@ -107,7 +107,7 @@ def torch_flex(torch, q, k, v, end) -> Callable:
 
 
 TORCH_MASKED = {"torch SDPA, masked": torch_masked, "torch flex_attention": torch_flex}
-"""The rivals that take the op's own mask."""
+"""The rivals with the op's mask."""
 
 
 def has_torch() -> bool:
@@ -122,7 +122,7 @@ def arrays(setting: Setting, key: jax.Array, s: int) -> tuple[jax.Array, ...]:
 
 
 def kept(setting: Setting, key: jax.Array, s: int) -> dict[str, jax.Array]:
-    """Return `end` for every share. The last two keep the same total: spread evenly, or all of it in one head."""
+    """Return `end` for every share. The last two keep the same total, spread evenly or in one head."""
     shape = (1, setting.k, s)
     even = f"1/{setting.k} kept"
     shares = {f"{share:.0%} kept": share for share in SHARES} | {even: 1 / setting.k}
@@ -133,7 +133,8 @@ def kept(setting: Setting, key: jax.Array, s: int) -> dict[str, jax.Array]:
 
 
 def same_mask_is_timed(share: str) -> bool:
-    """Return True if rivals that keep the same entries are timed too: for the target share and for the hardest case."""
+    """Return True for the shares at which rivals with the same mask are timed: the target share and the hardest
+    case."""
     return share.startswith("25%") or share.endswith("one head")
 
 
@@ -145,8 +146,8 @@ def flops(setting: Setting, end: jax.Array | None, s: int) -> float:
 
 
 def bound() -> str:
-    """The name of the bound: cuDNN's rate, or without cuDNN a matrix product's, which XLA's dense attention does not
-    come near."""
+    """Return the name of the bound: cuDNN's rate or, without cuDNN, that of a matrix product, since XLA's dense
+    attention is far slower."""
     return "cuDNN, dense" if target().platform == "gpu" else "matrix product"
 
 
@@ -155,16 +156,16 @@ def prefill(setting: Setting, key: jax.Array, s: int, implementations: tuple[str
     platform = target().platform
     name, attention = dense()
     full = flops(setting, None, s)
-    always = {name: program(attention, tuple(x.swapaxes(1, 2) for x in (q, k, v)), full)}
+    dense_rivals = {name: program(attention, tuple(x.swapaxes(1, 2) for x in (q, k, v)), full)}
     if has_torch():
-        always["torch SDPA, dense"] = torch_program(torch_causal, (q, k, v), full)
+        dense_rivals["torch SDPA, dense"] = torch_program(torch_causal, (q, k, v), full)
     calls = {
         x: functools.partial(vertical_slash, window=setting.window, implementation=x) for x in implementations
     }
     lines = []
     for share, end in kept(setting, key, s).items():
         work = flops(setting, end, s)
-        rivals = dict(always)
+        rivals = dict(dense_rivals)
         if has_torch() and platform == "gpu" and s <= LONGEST_MASK and same_mask_is_timed(share):
             rivals |= {x: torch_program(make, (q, k, v, end), work) for x, make in TORCH_MASKED.items()}
         for x, call in calls.items():
@@ -174,7 +175,7 @@ def prefill(setting: Setting, key: jax.Array, s: int, implementations: tuple[str
 
 
 def training(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
-    """Time the backward pass alone."""
+    """Time only the backward pass."""
     q, k, v = arrays(setting, key, s)
     name, attention = dense()
     gate = jax.nn.log_sigmoid(jax.random.normal(key, (1, setting.k, s)))
@@ -182,16 +183,16 @@ def training(setting: Setting, key: jax.Array, s: int, implementations: tuple[st
     full = BACKWARD * flops(setting, None, s)
     rivals = {name: backward(attention, tuple(x.swapaxes(1, 2) for x in (q, k, v)), full)}
     lines = []
-    # "hopper" uses the gradient of "gpu"
+    # "hopper" uses the gradient of "gpu".
     for x in dict.fromkeys("gpu" if x == "hopper" else x for x in implementations):
         call = functools.partial(vertical_slash, window=setting.window, implementation=x)
         gated = backward(
             lambda q, k, v, gate, call=call: call(q, k, v, log_gate=gate)[0], (q, k, v, gate), full
         )
-        some = BACKWARD * flops(setting, end, s)
-        share = backward(lambda q, k, v, call=call: call(q, k, v, end)[0], (q, k, v), some)
-        for what, ours in {"gates": gated, "25% kept": share}.items():
-            lines.append(Line(f"{tokens(s)}, {what}", x, ours, rivals, "TFLOP/s", bound()))
+        kept_work = BACKWARD * flops(setting, end, s)
+        share = backward(lambda q, k, v, call=call: call(q, k, v, end)[0], (q, k, v), kept_work)
+        for label, ours in {"gates": gated, "25% kept": share}.items():
+            lines.append(Line(f"{tokens(s)}, {label}", x, ours, rivals, "TFLOP/s", bound()))
     return lines
 
 
@@ -220,8 +221,8 @@ def checks(key: jax.Array, dtype: Any) -> list[Check]:
             o, lse = vertical_slash(q, k, v, window=window, log_gate=gate, implementation=implementation)
             return jnp.sum(o * weight) + jnp.sum(lse)
 
-        *found, gates = jax.grad(loss, (0, 1, 2, 3))(*args)
-        return *found, gates.astype(args[0].dtype)
+        *gradients, gates = jax.grad(loss, (0, 1, 2, 3))(*args)
+        return *gradients, gates.astype(args[0].dtype)
 
     return [
         Check("forward", forward, (q[:, :, -200:], k, v, end)),

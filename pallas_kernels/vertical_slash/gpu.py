@@ -1,4 +1,4 @@
-"""`vertical_slash` forward on a GPU, in Triton: a program is one block of queries of one query head."""
+"""`vertical_slash` forward on a GPU, in Triton. A program computes one block of queries of one query head."""
 
 import functools
 
@@ -11,12 +11,21 @@ from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import key_lists
-from pallas_kernels.vertical_slash.gpu_walk import FORWARD, LN2, LOG2E, Walk, blocks_of, dot, part, put
+from pallas_kernels.vertical_slash.gpu_walk import (
+    FORWARD,
+    LN2,
+    LOG2E,
+    Walk,
+    blocks_of,
+    dot,
+    load_rows,
+    store_rows,
+)
 
 
 def gpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     require_attention("vertical_slash", "gpu", q, k=k, v=v)
-    band, far = key_lists.gathered(*key_lists.shown_by_row(k, v, end, log_gate), window=window)
+    band, far = key_lists.gathered(*key_lists.zero_unseen_by_row(k, v, end, log_gate), window=window)
     return attend(q, band, far, dtype, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
 
 
@@ -47,7 +56,7 @@ def _kernel(walk, *refs):
     operands, (q_ref, o_ref, lse_ref) = walk.split(refs)
     bq = walk.blocks.queries
     start = pl.program_id(1) * bq
-    q = part(q_ref, start, bq)
+    q = load_rows(q_ref, start, bq)
     scale = LOG2E / q_ref.shape[1] ** 0.5
 
     def step(k, v, mask, state):
@@ -62,5 +71,5 @@ def _kernel(walk, *refs):
     m, l, acc = walk.run(operands, step, (row + MASKED, row, jnp.zeros(q.shape, jnp.float32)))
     empty = m <= MASKED / 2
     l = jnp.where(empty, 1, l)
-    put(o_ref, start, jnp.where(empty[:, None], 0, acc / l[:, None]))
-    put(lse_ref, start, jnp.where(empty, -jnp.inf, m * LN2 + jnp.log(l)))
+    store_rows(o_ref, start, jnp.where(empty[:, None], 0, acc / l[:, None]))
+    store_rows(lse_ref, start, jnp.where(empty, -jnp.inf, m * LN2 + jnp.log(l)))

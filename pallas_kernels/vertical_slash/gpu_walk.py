@@ -1,4 +1,5 @@
-"""The walk of a GPU program over tiles, in Triton: axes' sizes are powers of two, with a mask beyond an array's end."""
+"""The walk of a GPU program over tiles, in Triton. Sizes of axes are powers of two, with a mask beyond an array's
+end."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.softmax import MASKED
-from pallas_kernels.vertical_slash.key_lists import Keys, padded, spans
+from pallas_kernels.vertical_slash.key_lists import Keys, pad, spans
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
@@ -32,27 +33,27 @@ FORWARD = {
     "bfloat16": {64: Blocks(128, 64, 8), 128: Blocks(128, 64, 8), 256: Blocks(64, 32, 4)},
     "float32": {64: Blocks(64, 32, 8), 128: Blocks(32, 16, 8), 256: Blocks(32, 16, 8)},
 }
-"""The tiles by dtype and head_dim, rounded up to a power of two, that `ptxas` fits into an H100's registers.
+"""The tiles that `ptxas` fits into an H100's registers without spilling, by dtype and head_dim (rounded up to a power
+of two).
 
-No register is spilled. Exact float32 products are made of scalar ones, each with its operands in registers, so their
-tiles are small.
+Exact float32 products consist of scalar products with their operands in registers, so their tiles are small.
 """
 
 
 def blocks_of(sizes: dict[str, dict[int, Blocks]], t: int, h: int, dtype: Any) -> Blocks:
-    """Return the blocks from `sizes`, a table like `FORWARD`, with no more queries than `t` needs."""
+    """Return the blocks from `sizes`, a table like `FORWARD`, with at most as many queries as `t` needs."""
     blocks = sizes[jnp.dtype(dtype).name][max(64, power(h))]
     return blocks._replace(queries=min(blocks.queries, max(16, power(t))))
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """A matrix product with float32 sums, exact if its arguments are float32."""
+    """Multiply matrices with float32 sums, exactly if the arguments are float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = ((contract[0],), (contract[1],)), ((), ())
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def part(ref: Any, start: Any, size: int, begin: Any = 0, length: int | None = None) -> jax.Array:
+def load_rows(ref: Any, start: Any, size: int, begin: Any = 0, length: int | None = None) -> jax.Array:
     """Load rows `start` to `start + size` of the `length` rows from `begin` on.
 
     Rows beyond them are zeros, and so are columns up to a power of two.
@@ -67,8 +68,8 @@ def part(ref: Any, start: Any, size: int, begin: Any = 0, length: int | None = N
     return plt.load(ref.at[row[:, None], column[None]], mask=mask, other=0)
 
 
-def put(ref: Any, start: Any, x: jax.Array) -> None:
-    """Store `x` in `ref` from row `start` on, as far as it lies within it."""
+def store_rows(ref: Any, start: Any, x: jax.Array) -> None:
+    """Store `x` in `ref` from row `start` on. Rows and columns beyond the end of `ref` are left out."""
     row = start + jnp.arange(x.shape[0])
     if len(ref.shape) == 1:
         plt.store(ref.at[row], x.astype(ref.dtype), mask=row < ref.shape[0])
@@ -79,7 +80,8 @@ def put(ref: Any, start: Any, x: jax.Array) -> None:
 
 
 class Walk(NamedTuple):
-    """The walk over `band` (or None) and `far` by blocks of queries. `first` is the index of the first query."""
+    """The walk of blocks of queries over `band`, if there is one, and `far`. `first` is the index of the first
+    query."""
 
     far: Keys
     band: Keys | None
@@ -89,9 +91,9 @@ class Walk(NamedTuple):
     """The size of the local window in tokens."""
 
     def operands(self, t: int, group: int) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-        """Return the kernel's first operands, and block specs of the part that program `(query head, block)` sees."""
+        """Return the kernel's first operands, and their block specs for program `(query head, block)`."""
         bq, bk, _ = self.blocks
-        far = padded(self.far, bk)
+        far = pad(self.far, bk)
         first = self.first + bq * jnp.arange(pl.cdiv(t, bq))
         arrays: list[Any] = [jnp.stack(spans(far, bk, first, first + bq - 1), -1)]
         specs = [pl.BlockSpec((None, None, 3), lambda x, i: (x // group, i, 0))]
@@ -119,7 +121,7 @@ class Walk(NamedTuple):
         index = begin + jnp.arange(bq)
 
         def tile(refs, masked, at, state):
-            k, v, *marks = (part(ref, at, bk) for ref in refs)
+            k, v, *marks = (load_rows(ref, at, bk) for ref in refs)
 
             def mask(x):
                 if len(marks) == 3:
@@ -132,7 +134,7 @@ class Walk(NamedTuple):
             return step(k, v, mask, state)
 
         if band:
-            # entries beyond the last key are zeros with a stop of 0: no query sees them
+            # Entries beyond the last key are zeros with a stop of 0, so no query sees them.
             start = jnp.maximum(begin - self.window + 1, 0)
             count = pl.cdiv(begin + bq - start, bk)
             state = lax.fori_loop(0, count, lambda j, state: tile(band, True, start + j * bk, state), state)

@@ -1,9 +1,9 @@
 """`vertical_slash` forward for Hopper, in Mosaic GPU: FlashAttention-3 (Shah et al., 2024) over lists of keys.
 
-A program has three warpgroups. One only moves tiles of keys into shared memory, by TMA, several ahead. The others have
-64 queries each, and take turns: while one uses the tensor cores, the other computes its softmax. They take two query
-heads of one kv head if its group is even, else consecutive queries of one head. Either way a tile is fetched once for
-both. Programs of one kv head start next to each other, so that the other programs of the group find the tile in L2.
+A program has three warpgroups. One only moves tiles of keys into shared memory by TMA, several tiles ahead. The other
+two have 64 queries each and take turns: while one uses the tensor cores, the other computes its softmax. They take two
+query heads of one kv head if its group is even, else consecutive queries of one head. Either way a tile is fetched once
+for both. Programs of one kv head start next to each other, so that the other programs of the group find the tile in L2.
 """
 
 import functools
@@ -25,12 +25,12 @@ from pallas_kernels.vertical_slash.gpu_walk import LN2, LOG2E
 from pallas_kernels.vertical_slash.key_lists import Keys
 
 QUERIES = 64
-"""Queries of a warpgroup: the rows of a wgmma. Twice as many outputs would leave no registers for logits."""
+"""Queries of a warpgroup: the rows of a wgmma. With twice as many outputs no registers would be left for logits."""
 WORKERS = 2
 FETCHER = WORKERS
 
 SIZES = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
-"""The keys of a tile, and the number of tiles that fit into 227 KB of shared memory beside the queries, by head_dim."""
+"""The keys of a tile, and the number of tiles that fit into 227 KB of shared memory with the queries, by head_dim."""
 
 KINDS = "H100", "H200"
 """The GPUs that have these tensor cores. Neither older nor newer ones do."""
@@ -40,18 +40,18 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Machine(NamedTuple):
-    """The operations that jax 0.10's interpreter lacks, which callers can replace to run the kernel there."""
+    """Operations that the interpreter of jax 0.10 lacks. Callers can replace them to interpret the kernel."""
 
     layout: Callable[[jax.Array, Any], jax.Array]
     """Cast registers to a layout."""
     scores: Callable[[Any, Any, Callable[[], None]], jax.Array]
-    """Return q · kᵀ, and run a function meanwhile."""
+    """Return q · kᵀ, and run a function in the meantime."""
     weighted: Callable[[jax.Array, jax.Array, Any], Any]
     """Return o + p · v."""
 
 
 def _scores(q, k, meanwhile):
-    """Return q · kᵀ; `meanwhile` runs while the tensor cores do."""
+    """Return q · kᵀ. `meanwhile` runs while the tensor cores compute."""
 
     def product(acc):
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
@@ -104,7 +104,7 @@ def takes(q: jax.Array) -> bool:
 
 
 def hopper(q, k, v, end, log_gate, window, dtype, *, interpret=None):
-    band, far = key_lists.gathered(*key_lists.shown_by_row(k, v, end, log_gate), window=window)
+    band, far = key_lists.gathered(*key_lists.zero_unseen_by_row(k, v, end, log_gate), window=window)
     return attend(q, band, far, dtype, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
 
 
@@ -134,9 +134,9 @@ def attend(q, band, far, dtype, *, first=0, window=1, interpret=None, machine=HO
     plan = Plan(band is not None, far.log_gate is not None, keys, stages, group, heads, first, window)
     blocks = pl.cdiv(t, plan.queries)
     begin = first + plan.queries * jnp.arange(blocks)
-    far = key_lists.padded(far, keys)
+    far = key_lists.pad(far, keys)
     arrays = [jnp.stack(key_lists.spans(far, keys, begin, begin + plan.queries - 1), -1)]
-    for part in (far,) if band is None else (far, key_lists.padded(band, keys)):
+    for part in (far,) if band is None else (far, key_lists.pad(band, keys)):
         arrays += [part.k, part.v, _marks(part)]
     q = jnp.pad(q.reshape(b * n, t, h), ((0, 0), (0, blocks * plan.queries - t), (0, 0)))
     swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
@@ -150,9 +150,9 @@ def attend(q, band, far, dtype, *, first=0, window=1, interpret=None, machine=HO
             k_tiles=tile,
             v_tiles=tile,
             marks=plgpu.SMEM((stages, arrays[3].shape[1], keys), jnp.int32),
-            q_here=plgpu.Barrier(num_barriers=WORKERS),
-            k_here=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-            v_here=plgpu.Barrier(num_barriers=stages),
+            q_ready=plgpu.Barrier(num_barriers=WORKERS),
+            k_ready=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            v_ready=plgpu.Barrier(num_barriers=stages),
             k_free=plgpu.Barrier(num_barriers=stages, num_arrivals=WORKERS),
             v_free=plgpu.Barrier(num_barriers=stages, num_arrivals=WORKERS),
             turn=plgpu.Barrier(num_arrivals=WORKERS),
@@ -165,14 +165,15 @@ def attend(q, band, far, dtype, *, first=0, window=1, interpret=None, machine=HO
         kernel_name="vertical_slash_hopper",
         interpret=interpret,
     )
-    # jax 0.10 takes the outputs for the same on all devices, and would sum their cotangents over them
+    # jax 0.10 assumes that the outputs are equal on all devices, and would sum their cotangents over them.
     (*o, lse), _ = alike(kernel(*arrays, q), q)
     o = functools.reduce(jnp.add, (x[:, :t].astype(dtype) for x in o))
     return o.reshape(b, n, t, h), lse[:, :t].reshape(b, n, t)
 
 
 def _marks(keys: Keys) -> jax.Array:
-    """Stack start, stop and the bits of the gate, if any, to `[r 2 c]` or `[r 3 c]`, so that one copy fetches them."""
+    """Stack start, stop and the bits of the gate, if any, into `[r 2 c]` or `[r 3 c]`, so that one copy fetches
+    them."""
     gate = [] if keys.log_gate is None else [lax.bitcast_convert_type(keys.log_gate, jnp.int32)]
     return jnp.stack([keys.start, keys.stop, *gate], 1)
 
@@ -181,12 +182,12 @@ def _kernel(plan, machine, spans, *refs, **scratch):
     count = 6 if plan.banded else 3
     far, band, (q, *o, lse) = refs[:3], refs[3:count], refs[count:]
     blocks = spans.shape[1]
-    # the longest walks first
+    # The longest walks start first.
     block = blocks - 1 - lax.axis_index("block")
     row = lax.div(lax.axis_index("heads") * plan.heads, plan.group)
     past, full, begun = (spans[row, block, at] for at in range(3))
     begin = plan.first + block * plan.queries
-    # TMA copies whole tiles of 8 rows
+    # TMA copies whole tiles of 8 rows.
     start = lax.div(jnp.maximum(begin - plan.window + 1, 0), 8) * 8
     near = pl.cdiv(begin + plan.queries - start, plan.keys) if plan.banded else 0
     walk = Walk(row, start, near, past, jnp.maximum(past, full), begun)
@@ -204,8 +205,8 @@ def _kernel(plan, machine, spans, *refs, **scratch):
 
 
 class Walk(NamedTuple):
-    """A program's tiles of kv head `row`: `near` tiles of the band from key `start` on, then those of the far list from
-    `past` to `begun`. The tiles up to `full` need no mask."""
+    """A program's tiles of kv head `row`: `near` tiles of the band from key `start` on, then the tiles of the far list
+    from `past` to `begun`. The tiles up to `full` need no mask."""
 
     row: Any
     start: Any
@@ -215,18 +216,19 @@ class Walk(NamedTuple):
     begun: Any
 
 
-def _fetch(plan, walk, far, band, *, k_tiles, v_tiles, marks, k_here, v_here, k_free, v_free, **_):
+def _fetch(plan, walk, far, band, *, k_tiles, v_tiles, marks, k_ready, v_ready, k_free, v_free, **_):
     def fetch(keys, at, i):
-        """Fetch the tile at key `at` as the program's `i`-th. Entries beyond a list are zeros, which no query sees."""
+        """Fetch the tile at key `at` as the program's `i`-th tile. Entries beyond a list are zeros, which no query
+        sees."""
         k, v, mark = (x.at[walk.row] for x in keys)
         slot = lax.rem(i, plan.stages)
         entries = pl.ds(at, plan.keys)
         plgpu.barrier_wait(k_free.at[slot])
-        plgpu.copy_gmem_to_smem(k.at[entries], k_tiles.at[slot], k_here.at[slot])
+        plgpu.copy_gmem_to_smem(k.at[entries], k_tiles.at[slot], k_ready.at[slot])
         kinds = pl.ds(0, mark.shape[0])
-        plgpu.copy_gmem_to_smem(mark.at[:, entries], marks.at[slot, kinds], k_here.at[slot])
+        plgpu.copy_gmem_to_smem(mark.at[:, entries], marks.at[slot, kinds], k_ready.at[slot])
         plgpu.barrier_wait(v_free.at[slot])
-        plgpu.copy_gmem_to_smem(v.at[entries], v_tiles.at[slot], v_here.at[slot])
+        plgpu.copy_gmem_to_smem(v.at[entries], v_tiles.at[slot], v_ready.at[slot])
 
     if plan.banded:
         pl.loop(0, walk.near)(lambda j: fetch(band, walk.start + j * plan.keys, j))
@@ -238,7 +240,7 @@ def _fetch(plan, walk, far, band, *, k_tiles, v_tiles, marks, k_here, v_here, k_
 
 def _work(
     plan, machine, walk, worker, block, q, o, lse, *,
-    q_tile, lse_tile, k_tiles, v_tiles, marks, q_here, k_here, v_here, k_free, v_free, turn,
+    q_tile, lse_tile, k_tiles, v_tiles, marks, q_ready, k_ready, v_ready, k_free, v_free, turn,
 ):  # fmt: skip
     h = q.shape[2]
     head = lax.axis_index("heads") * plan.heads + lax.rem(worker, plan.heads)
@@ -255,7 +257,7 @@ def _work(
         m, l, acc = state
         slot = lax.rem(i, plan.stages)
         mark = lambda at: machine.layout(marks[slot, at], COLUMNS)  # noqa: E731
-        plgpu.barrier_wait(k_here.at[slot])
+        plgpu.barrier_wait(k_ready.at[slot])
         x = machine.scores(q_tile.at[worker], k_tiles.at[slot], swap)
         if gated:
             gate = lax.bitcast_convert_type(mark(2), jnp.float32) * h**0.5
@@ -266,7 +268,7 @@ def _work(
             seen &= place < lax.broadcast_in_dim(mark(1), shape, (1,))
             x = jnp.where(seen, x, MASKED / scale)
         if masked or gated:
-            # the copy that overwrites the marks is asynchronous: a fence makes it wait for these reads
+            # The copy that overwrites the marks is asynchronous. A fence makes it wait for these reads.
             plgpu.commit_smem()
         plgpu.barrier_arrive(k_free.at[slot])
         m_new = jnp.maximum(m, x.max(1) * scale)
@@ -274,10 +276,10 @@ def _work(
         p = jnp.exp2(x * scale - lax.broadcast_in_dim(m_new, shape, (0,)))
         l = l * kept + p.sum(1)
         acc *= lax.broadcast_in_dim(kept, acc.shape, (0,))
-        # a barrier: the compiler does not see why all of this must come before the turn
+        # The barrier keeps the compiler from moving any of this behind the turn.
         m, l, acc, p = lax.optimization_barrier((m_new, l, acc, p.astype(q.dtype)))
         plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(v_here.at[slot])
+        plgpu.barrier_wait(v_ready.at[slot])
         plgpu.barrier_wait(turn)
         acc = machine.weighted(acc, p, v_tiles.at[slot])
         plgpu.barrier_arrive(v_free.at[slot])
@@ -286,11 +288,11 @@ def _work(
     for slot in range(plan.stages):
         plgpu.barrier_arrive(k_free.at[slot])
         plgpu.barrier_arrive(v_free.at[slot])
-    plgpu.copy_gmem_to_smem(q.at[head, queries], q_tile.at[worker], q_here.at[worker])
+    plgpu.copy_gmem_to_smem(q.at[head, queries], q_tile.at[worker], q_ready.at[worker])
     row = lambda x: machine.layout(jnp.full(QUERIES, x, jnp.float32), ROWS)  # noqa: E731
     acc = machine.layout(jnp.zeros((QUERIES, h), jnp.float32), plgpu.Layout.WGMMA)
     state = row(MASKED), row(0), acc
-    plgpu.barrier_wait(q_here.at[worker])
+    plgpu.barrier_wait(q_ready.at[worker])
     pl.when(worker == 1)(swap)
     if plan.banded:
         state = lax.fori_loop(0, walk.near, functools.partial(tile, True, False), state)

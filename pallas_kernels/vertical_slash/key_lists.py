@@ -1,9 +1,10 @@
-"""The lists of keys that the kernels of `vertical_slash` read: in order, each with the interval of queries that see it.
+"""The lists of keys that the kernels of `vertical_slash` read. Each key has the interval of queries that see it.
 
-A block of queries walks a list from one tile to another. A tile that all of its queries see needs no mask. There are
-two lists if visibility or gates differ beyond the window. The band holds every key, for the queries within the window.
-The far list holds, for the queries beyond, only the keys that some of them see, gathered in order. Causality is then a
-prefix of the list, and work and memory traffic are proportional to what is visible.
+A block of queries walks over a range of tiles of a list. A tile that all of its queries see needs no mask. There are
+two lists if visibility or gates differ beyond the window. The band contains every key, for the queries within the
+window. The far list contains, for the queries beyond the window, only the keys that some of them see, gathered in
+order. Causality is then a prefix of the list, and work and memory traffic are proportional to the number of visible
+pairs.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +21,8 @@ FOREVER = jnp.iinfo(jnp.int32).max
 class Keys(NamedTuple):
     """A list of keys for each (sequence, kv head) row `r`.
 
-    Query `I` sees an entry iff `start <= I < stop`. Along a row `start` does not fall. Gates are finite. `k` and `v`
-    may have more rows than the others, or lack their padding.
+    Query `I` sees an entry iff `start <= I < stop`. Along a row `start` does not decrease. Gates are finite. `k` and
+    `v` may have more rows than the others, or lack their padding.
     """
 
     k: Shaped[Array, "r c h"]
@@ -30,7 +31,7 @@ class Keys(NamedTuple):
     start: Int[Array, "r c"]
     stop: Int[Array, "r c"]
     log_gate: Float[Array, "r c"] | None
-    """The addend to the key's logits. None: there is none."""
+    """The addend to the key's logits. None: no addend."""
 
 
 class Tiles(NamedTuple):
@@ -39,13 +40,13 @@ class Tiles(NamedTuple):
     ready: Int[Array, "r j"]
     """The first query from which on all keys have started."""
     full_until: Int[Array, "r j"]
-    """The first query at which a key has stopped: all are seen before it."""
+    """The first query at which a key has stopped."""
     gone: Int[Array, "r j"]
     """The first query from which on no key is seen."""
 
 
 class Spans(NamedTuple):
-    """The tiles that each block of queries walks: from `past` to `begun`, and up to `full` it needs no mask."""
+    """The tiles that each block of queries walks over: those from `past` to `begun`. Up to `full` they need no mask."""
 
     past: Int[Array, "r i"]
     full: Int[Array, "r i"]
@@ -69,7 +70,7 @@ def spans(keys: Keys, size: int, first: Int[Array, " i"], last: Int[Array, " i"]
     place = jnp.arange(ready.shape[2], dtype=jnp.int32)
 
     def before(stopping):
-        """The number of tiles before the first that is stopping."""
+        """Return the number of tiles before the first that is stopping."""
         return jnp.min(jnp.where(stopping, place, ready.shape[2]), 2)
 
     begun = jnp.sum(opens <= last, 2, dtype=jnp.int32)
@@ -77,15 +78,15 @@ def spans(keys: Keys, size: int, first: Int[Array, " i"], last: Int[Array, " i"]
     return Spans(jnp.minimum(before(gone > first), begun), full, begun)
 
 
-def padded(keys: Keys, multiple: int) -> Keys:
+def pad(keys: Keys, multiple: int) -> Keys:
     """Pad the list to a multiple of a tile's size with entries that no query sees."""
     more = -keys.k.shape[1] % multiple
     k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0))) for x in (keys.k, keys.v))
-    return marked(keys._replace(k=k, v=v), multiple)
+    return pad_marks(keys._replace(k=k, v=v), multiple)
 
 
-def marked(keys: Keys, multiple: int) -> Keys:
-    """Pad everything but keys and values, which are not copied, with entries that no query sees."""
+def pad_marks(keys: Keys, multiple: int) -> Keys:
+    """Pad the list with entries that no query sees, except keys and values, which are not copied."""
     row = (0, 0), (0, -keys.start.shape[1] % multiple)
     start = jnp.pad(keys.start, row, constant_values=FOREVER)
     gate = None if keys.log_gate is None else jnp.pad(keys.log_gate, row)
@@ -93,28 +94,31 @@ def marked(keys: Keys, multiple: int) -> Keys:
 
 
 def by_row(*arrays: Shaped[Array, "b k ..."] | None) -> Any:
-    """Reshape an op's arguments to `[r …]`."""
+    """Reshape arguments to `[r …]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
 
 
-def shown_by_row(
+def zero_unseen_by_row(
     k: Shaped[Array, "b k s h"],
     v: Shaped[Array, "b k s h"],
     end: Int[Array, "b k s"] | None,
     log_gate: Float[Array, "b k s"] | None,
 ) -> Any:
-    """Reshape the arguments, with zeros in keys and values that no query sees, for kernels that read them in place."""
+    """Reshape the arguments to `[r …]`, with zeros for keys and values that no query sees.
+
+    Kernels that read them in place need the zeros, since 0 · NaN is NaN.
+    """
     if end is not None:
-        k, v = shown(k, end), shown(v, end)
+        k, v = zero_unseen(k, end), zero_unseen(v, end)
     return by_row(k, v, end, log_gate)
 
 
-def seen(keys: Keys) -> Keys:
-    """Gather the entries that some query sees, in order. Entries that no query sees fill the rest."""
+def gather_seen(keys: Keys) -> Keys:
+    """Gather the entries that some query sees, in order, followed by entries that no query sees."""
     at = compact(keys.start < keys.stop, keys.start.shape[1])
     row = jnp.arange(at.shape[0])[:, None]
-    found = jax.tree.map(lambda x: x.at[row, at].get(mode="fill", fill_value=0), keys)
-    return found._replace(start=jnp.where(at < at.shape[1], found.start, FOREVER))
+    entries = jax.tree.map(lambda x: x.at[row, at].get(mode="fill", fill_value=0), keys)
+    return entries._replace(start=jnp.where(at < at.shape[1], entries.start, FOREVER))
 
 
 def in_place(
@@ -124,8 +128,8 @@ def in_place(
     log_gate: Float[Array, "r s"] | None,
     window: int,
 ) -> tuple[Keys | None, Keys]:
-    """Return band and far list, both of all keys. Without gates the far list starts at each key; the band is None."""
-    band, far = both(k, v, end, log_gate, window)
+    """Return band and far list of all keys. Without gates the band is None, and the far list starts at each key."""
+    band, far = band_and_far(k, v, end, log_gate, window)
     return (None, far._replace(start=band.start)) if log_gate is None else (band, far)
 
 
@@ -136,17 +140,17 @@ def gathered(
     log_gate: Float[Array, "r s"] | None,
     window: int,
 ) -> tuple[Keys | None, Keys]:
-    """Return band and far list, with only those keys in the far list that some query beyond the window sees.
+    """Return the band and a far list of only those keys that some query beyond the window sees.
 
     Without `end` this is `in_place`.
     """
     if end is None:
         return in_place(k, v, end, log_gate, window)
-    band, far = both(k, v, end, log_gate, window)
-    return band, seen(far)
+    band, far = band_and_far(k, v, end, log_gate, window)
+    return band, gather_seen(far)
 
 
-def both(
+def band_and_far(
     k: Shaped[Array, "r s h"],
     v: Shaped[Array, "r s h"],
     end: Int[Array, "x s"] | None,
@@ -162,13 +166,13 @@ def both(
     return band, Keys(k, v, index + window, stop, gate)
 
 
-def shown(x: Shaped[Array, "*r s h"], end: Int[Array, "*r s"]) -> Shaped[Array, "*r s h"]:
-    """Return `x` with zeros for keys that no query sees: they may be NaN, and 0 · NaN is NaN."""
+def zero_unseen(x: Shaped[Array, "*r s h"], end: Int[Array, "*r s"]) -> Shaped[Array, "*r s h"]:
+    """Return `x` with zeros for keys that no query sees, which may be NaN."""
     return jnp.where((end > jnp.arange(end.shape[-1]))[..., None], x, 0)
 
 
 def compact(chosen: Bool[Array, "*r s"], size: int) -> Int[Array, "*r {size}"]:
-    """Return the places of the True entries in order, then `s`, to a length of `size`."""
+    """Return the indices of the True entries in order, padded with `s` to a length of `size`."""
     s = chosen.shape[-1]
     rows = chosen.reshape(-1, s)
     slot = jnp.where(rows, jnp.cumsum(rows, -1, dtype=jnp.int32) - 1, size)

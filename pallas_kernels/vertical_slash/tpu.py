@@ -29,10 +29,10 @@ def tpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
 
     def part(row, rows, out):
         band, far = lists(*keys, row=row, rows=rows, window=window, block=blocks.keys, interpret=interpret)
-        return _walked(q, dataclasses.replace(walk, far=far, band=band, row=row), dtype, out, interpret)
+        return _attend_walk(q, dataclasses.replace(walk, far=far, band=band, row=row), dtype, out, interpret)
 
     if end is None:
-        o, lse = _walked(q, walk, dtype, (), interpret)
+        o, lse = _attend_walk(q, walk, dtype, (), interpret)
     else:
         o, lse = in_parts(part, keys[0], *_outputs(q, dtype))
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
@@ -46,12 +46,12 @@ def attend(q, band, far, dtype, *, interpret=None):
     b, n, t, h = q.shape
     q = q.reshape(far.k.shape[0], -1, t, h)
     blocks = blocks_of(q.shape[1], t, far.k.shape[1], q.dtype)
-    o, lse = _walked(q, Walk(far, band, blocks, pl.cdiv(t, blocks.queries), 0, 1), dtype, (), interpret)
+    o, lse = _attend_walk(q, Walk(far, band, blocks, pl.cdiv(t, blocks.queries), 0, 1), dtype, (), interpret)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
-def _walked(q, walk, dtype, out, interpret):
-    """Compute o and lse of the queries `[r g t h]` of the walk's rows. An `out`, if given, is filled in."""
+def _attend_walk(q, walk, dtype, out, interpret):
+    """Compute o and lse of the queries `[r g t h]` of the walk's rows. If `out` is given, they are written into it."""
     _, group, _, h = q.shape
     bq = walk.blocks.queries
     arrays, specs = walk.operands()

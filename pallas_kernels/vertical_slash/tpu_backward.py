@@ -1,7 +1,7 @@
 """The gradient of `vertical_slash` on a TPU: FlashAttention's recomputation (Dao et al., 2022), two kernels.
 
 Probabilities are recomputed from the log-sum-exp. `dq` walks like the forward pass. For `dk`, `dv` and the gate's
-gradient a grid step takes a tile of keys, in place: the queries that see a key are contiguous.
+gradient a grid step takes a tile of keys, in place, since the queries that see a key are contiguous.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
         x = x.reshape(b * heads, group, *x.shape[2:])
         return jnp.pad(x, ((0, 0), (0, 0), (0, more), *[(0, 0)] * (x.ndim - 3)), constant_values=fill)
 
-    # d lse adds p·dlse to every logit's gradient p·(dp − delta), so it joins delta
+    # The gradient of lse adds p·dlse to every logit's gradient p·(dp − delta), so dlse is part of delta.
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
-    # an infinite log-sum-exp makes p = 0, for queries that saw nothing and for padding
+    # An infinite log-sum-exp makes p = 0 for queries that saw nothing and for padding.
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse) * LOG2E
     q_rows, do_rows = by_row(q), by_row(do)
     stats = jnp.stack([by_row(lse, jnp.inf), by_row(delta)], 2)
@@ -49,8 +49,8 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
 
     def part(row, rows, out):
         band, far = lists(*keys, row=row, rows=rows, window=window, block=blocks.keys, interpret=interpret)
-        some = dataclasses.replace(walk, far=far, band=band, row=row)
-        return _gradient_of_queries(some, *arguments, out, interpret)
+        part_of_walk = dataclasses.replace(walk, far=far, band=band, row=row)
+        return _gradient_of_queries(part_of_walk, *arguments, out, interpret)
 
     if end is None:
         (dq,) = _gradient_of_queries(walk, *arguments, (), interpret)
@@ -64,7 +64,7 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
 
 def blocks_of_gradient(group: int, t: int, s: int, dtype: Any) -> Blocks:
     """Return the size of tiles: up to 1024 keys, for fewer loop steps, and about 1024 rows if the matrix unit is 256
-    wide, as on v6e and v7x, else 512."""
+    wide (v6e and v7x), else 512."""
     return blocks_of(group, t, s, dtype, 1024 if unit_width() > LANES else 512, most=1024)
 
 
@@ -76,13 +76,13 @@ def unit_width() -> int:
 class Sum(NamedTuple):
     """A sum of products `[n h]`.
 
-    If the matrix unit is wider than h, the sum is kept as `[h n]`. Then the unit holds the tile of logits, which fills
-    it, and h rows pass through.
+    If the matrix unit is wider than h, the sum is kept transposed, `[h n]`. The unit is then filled by the tile of
+    logits, and h rows pass through it.
     """
 
     ref: Any
     """The sum in vector memory, in float32."""
-    turned: bool
+    transposed: bool
     """True if it is kept as `[h n]`."""
 
     @classmethod
@@ -96,10 +96,10 @@ class Sum(NamedTuple):
 
     def add(self, x: jax.Array, y: jax.Array) -> None:
         """Add x·y."""
-        self.ref[...] += dot(y.T, x, (1, 1)) if self.turned else dot(x, y)
+        self.ref[...] += dot(y.T, x, (1, 1)) if self.transposed else dot(x, y)
 
     def value(self) -> jax.Array:
-        return self.ref[...].T if self.turned else self.ref[...]
+        return self.ref[...].T if self.transposed else self.ref[...]
 
 
 def _gradient_of_queries(walk, q, do, stats, out, interpret):
@@ -107,13 +107,13 @@ def _gradient_of_queries(walk, q, do, stats, out, interpret):
     bq = walk.blocks.queries
     arrays, specs = walk.operands()
     block = pl.BlockSpec((None, group, bq, h), lambda r, i, row: (row[0] + r, 0, i, 0))
-    of_stats = pl.BlockSpec((None, group, 2, bq), lambda r, i, row: (row[0] + r, 0, 0, i))
+    stats_spec = pl.BlockSpec((None, group, 2, bq), lambda r, i, row: (row[0] + r, 0, 0, i))
     return pl.pallas_call(
         functools.partial(_queries_kernel, walk),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(walk.rows, walk.n),
-            in_specs=[*specs, block, block, of_stats, *[pl.BlockSpec(memory_space=pl.ANY)] * len(out)],
+            in_specs=[*specs, block, block, stats_spec, *[pl.BlockSpec(memory_space=pl.ANY)] * len(out)],
             out_specs=[block],
             scratch_shapes=[
                 pltpu.VMEM((group * bq, LANES), jnp.float32),
@@ -156,8 +156,8 @@ def _queries_kernel(walk, *refs):
 def _gradient_of_keys(walk, q, do, stats, interpret):
     r, group, _, h = q.shape
     bq, bk = walk.blocks
-    keys = key_lists.marked(walk.far, bk)
-    # the far list's start is the key's index or, with gates, the first index beyond the window
+    keys = key_lists.pad_marks(walk.far, bk)
+    # The far list's start is the key's index or, with gates, the first index beyond the window.
     begins = keys.start - (walk.window if walk.gated else 0)
     gate = None if keys.log_gate is None else (keys.log_gate * LOG2E)[:, None]
     tables = jnp.stack(key_lists.tiles(keys, bk), 1)
@@ -167,7 +167,7 @@ def _gradient_of_keys(walk, q, do, stats, interpret):
     def only_gated(x):
         return x if walk.gated else None
 
-    of_keys = pl.BlockSpec((None, bk, h), lambda r, j: (r, j, 0))
+    keys_spec = pl.BlockSpec((None, bk, h), lambda r, j: (r, j, 0))
     marks = [pl.BlockSpec((None, lines, bk), lambda r, j: (r, 0, j)) for lines in (2, 1)]
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
     column = pltpu.VMEM((bk, LANES), jnp.int32)
@@ -177,13 +177,13 @@ def _gradient_of_keys(walk, q, do, stats, interpret):
         grid=(r, pl.cdiv(s, bk)),
         in_specs=[
             pl.BlockSpec((None, *tables.shape[1:]), lambda r, j: (r, 0, 0), memory_space=pltpu.SMEM),
-            of_keys,
-            of_keys,
+            keys_spec,
+            keys_spec,
             marks[0],
             only_gated(marks[1]),
             *[in_memory] * 3,
         ],
-        out_specs=[of_keys, of_keys, only_gated(marks[1])],
+        out_specs=[keys_spec, keys_spec, only_gated(marks[1])],
         out_shape=[
             output(keys.k.shape, keys.k.dtype, q),
             output(keys.v.shape, keys.v.dtype, q),
@@ -220,13 +220,13 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
     rows = group * bq
     row, j = pl.program_id(0), pl.program_id(1)
 
-    def turn(line):
+    def transpose_line(line):
         return jnp.broadcast_to(line, (LANES, bk)).T
 
-    begins_ref[...], stop_ref[...] = turn(marks_ref[0:1]), turn(marks_ref[1:2])
+    begins_ref[...], stop_ref[...] = transpose_line(marks_ref[0:1]), transpose_line(marks_ref[1:2])
     dk, dv = Sum.of(dk_acc, h), Sum.of(dv_acc, h)
     if walk.gated:
-        gate_column[...] = turn(gate_ref[...])
+        gate_column[...] = transpose_line(gate_ref[...])
         dgate_acc[...] = jnp.zeros_like(dgate_acc)
 
     def query(i):
@@ -260,7 +260,7 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
         if walk.gated:
             dgate_acc[...] += lane_sums(beyond(dx))
 
-    # blocks of queries from the tile's first key on until none of its keys is seen
+    # Blocks of queries from the tile's first key on, until none of its keys is seen.
     first = jnp.maximum(j * bk - walk.first, 0) // bq
     last = jnp.minimum(pl.cdiv(jnp.minimum(tables[2, j], query(walk.n)) - walk.first, bq), walk.n)
 
@@ -282,9 +282,9 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
         copies(first, 0, lambda copy: copy.start())
 
     lax.fori_loop(first, last, step, None)
-    # a key that no query sees may be NaN: there p is 0, but dx is not
-    shown = wide(begins_ref[...], h) < wide(stop_ref[...], h)
-    dk_ref[...] = jnp.where(shown, dk.value() * h**-0.5, 0).astype(dk_ref.dtype)
+    # A key that no query sees may be NaN. There p is 0, but dx is not.
+    is_seen = wide(begins_ref[...], h) < wide(stop_ref[...], h)
+    dk_ref[...] = jnp.where(is_seen, dk.value() * h**-0.5, 0).astype(dk_ref.dtype)
     dv_ref[...] = dv.value().astype(dv_ref.dtype)
     if walk.gated:
         sums = jnp.sum(dgate_acc[...], axis=1, keepdims=True)

@@ -1,11 +1,10 @@
 """The far list on a TPU: the keys of a list that some query sees, in order.
 
-XLA's gather moves one row at a time. Here all keys are read in order. A product with a matrix of zeros and ones, which
-is exact, appends the seen keys of each 128 to a buffer of two blocks. Whole blocks are written from there to memory,
-and the rest at the end.
+XLA's gather moves one row at a time. Here all keys are read in order. For every 128 keys, a product with a matrix of
+zeros and ones, which is exact, appends the seen keys to a buffer of two blocks. Whole blocks are written from there to
+memory, and the rest at the end.
 
-A list is allocated as long as all keys, however few are seen. To save memory, lists are made and walked a few rows at a
-time.
+A list is allocated for all keys, however few are seen. To save memory, lists are made and walked a few rows at a time.
 """
 
 import functools
@@ -24,23 +23,24 @@ from pallas_kernels.blocks import divisor
 from pallas_kernels.choose import target
 from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.varying import alike, output
-from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, both, marked, padded
+from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, band_and_far, pad, pad_marks
 from pallas_kernels.vertical_slash.tpu_walk import LANES, dot, wide
 
 ROWS = 16
-"""Rows of a memory tile in bfloat16. In float32 these are two tiles."""
+"""Rows of a memory tile in bfloat16, or of two tiles in float32."""
 BYTES = range(0, 32, 8)
-"""The shifts of a mark's four bytes, each of which is exact in bfloat16."""
+"""The shifts of a mark's four bytes. bfloat16 represents each byte exactly."""
 
 
 SMALL = 64 << 20
-"""Bytes of lists that may always be made at once."""
+"""Lists of up to this many bytes are always made at once."""
 
 
 def rows_at_once(k: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Return the number of rows of `k` to take at once: up to a quarter of them or `SMALL` bytes, whichever is more.
+    """Return the number of rows of `k` to process at once: at most a quarter of them or `SMALL` bytes, whichever is
+    more.
 
-    Each of the chip's cores gets equally many. If the rows cannot be divided so, all are taken at once.
+    The chip's cores get equal numbers of rows. If this is impossible, all rows are processed at once.
     """
     r = k.shape[0]
     cores = pltpu.get_tpu_info().num_cores if target().platform == "tpu" else 1
@@ -53,9 +53,9 @@ def rows_at_once(k: jax.Array | jax.ShapeDtypeStruct) -> int:
 def in_parts(
     part: Callable[[Any, int, Any], Any], k: jax.Array, *like: jax.Array | jax.ShapeDtypeStruct
 ) -> Any:
-    """Run `part(row, rows, out)` for all rows of `k`, some at a time, and return its results.
+    """Run `part(row, rows, out)` for all rows of `k`, a few at a time, and return the results.
 
-    It fills in its rows of `out`, arrays as `like`. If all rows are taken at once, `out` is empty.
+    `part` fills in its rows of `out`, arrays like `like`. If all rows are processed at once, `out` is empty.
     """
     r, rows = k.shape[0], rows_at_once(k)
     if rows == r:
@@ -76,30 +76,30 @@ def lists(
     block: int,
     interpret: Any = None,
 ) -> tuple[Keys, Keys]:
-    """Return band and far list of `rows` rows from `row` on. The far list has only the keys that some query sees."""
+    """Return the band of `rows` rows from `row` on, and a far list of only the keys that some query sees."""
     end, log_gate = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, rows), (end, log_gate))
-    band, far = both(k, v, end, log_gate, window)
-    return band, seen(far, block=block, row=row, interpret=interpret)
+    band, far = band_and_far(k, v, end, log_gate, window)
+    return band, gather_seen(far, block=block, row=row, interpret=interpret)
 
 
-def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
-    """Return the entries that some query sees, then entries that no query sees.
+def gather_seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
+    """Return the entries that some query sees, followed by entries that no query sees.
 
-    Nothing is written after the `block` of entries that holds the last seen one. Walks in tiles of `block` read nothing
-    there. Keys and values have all rows; `row` is the first row of the list.
+    Nothing is written after the `block` of entries that contains the last seen one, since walks in tiles of `block` do
+    not read further. Keys and values have all rows; `row` is the first row of the list.
     """
     if keys.k.shape[1] < block:
-        keys = padded(keys, block)
-    keys, h = marked(keys, block), keys.k.shape[2]
+        keys = pad(keys, block)
+    keys, h = pad_marks(keys, block), keys.k.shape[2]
     r, s = keys.start.shape
     n, chunks = s // block, block // LANES
     chosen = (keys.start < keys.stop).reshape(r, -1, LANES)
-    # sums by a product, which is exact: with few long rows XLA takes a minute to compile `cumsum`
+    # The sums are an exact product: with few long rows XLA takes a minute to compile `cumsum`.
     earlier = jnp.triu(jnp.ones((LANES, LANES), jnp.bfloat16), 1)
     rank = jnp.dot(chosen.astype(jnp.bfloat16), earlier, preferred_element_type=jnp.float32)
     rank = jnp.where(chosen, rank.astype(jnp.int32), -LANES)
-    # the number of chosen entries before each chunk of a row, and in all; flat, since scalar memory pads every row: it
-    # holds enough for 33 million keys
+    # The number of chosen entries before each chunk of a row, and in total. It is flat, since scalar memory pads every
+    # row, and so has space for 33 million keys.
     before = jnp.pad(jnp.cumsum(jnp.sum(chosen, -1, dtype=jnp.int32), -1), ((0, 0), (1, 0)))
     marks = [keys.start, keys.stop]
     if keys.log_gate is not None:
@@ -120,9 +120,9 @@ def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
     def lines(place, count):
         return pl.BlockSpec((None, count, block), lambda *at: (place(*at)[0], 0, place(*at)[1]))
 
-    # keep it out of vector memory, where it would be read by vector instructions that compete with the attention's
-    listed = pltpu.HBM.from_type(jax.typeof(keys.k).update(shape=(r, s + block, h)))
-    k, v, found = pl.pallas_call(
+    # Keep it out of vector memory, where reading it would take vector instructions that compete with the attention.
+    list_in_hbm = pltpu.HBM.from_type(jax.typeof(keys.k).update(shape=(r, s + block, h)))
+    k, v, listed_marks = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -136,8 +136,8 @@ def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
             ],
         ),
         out_shape=[
-            listed,
-            listed,
+            list_in_hbm,
+            list_in_hbm,
             output((r, len(marks), s + block), jnp.int32, keys.k),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -152,7 +152,7 @@ def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
         rank.reshape(r, 1, s),
     )
     written = jnp.arange(s + block) < before[:, -1:]
-    start, stop, *gate = (jnp.where(written, found[:, at], 0) for at in range(len(marks)))
+    start, stop, *gate = (jnp.where(written, listed_marks[:, at], 0) for at in range(len(marks)))
     gate = lax.bitcast_convert_type(gate[0], jnp.float32) if gate else None
     return Keys(k, v, jnp.where(written, start, FOREVER), stop, gate)
 
@@ -168,7 +168,7 @@ def _kernel(
     def filled(chunk):
         return before[row * (n * chunks + 1) + chunk]
 
-    # the place in the row's list at which the staged entries begin
+    # the index in the row's list at which the staged entries begin
     first = filled(j * chunks) // block * block
 
     @pl.when(j == 0)
@@ -182,11 +182,11 @@ def _kernel(
             chunk = slice(c * LANES, (c + 1) * LANES)
             at, rank = filled(j * chunks + c) - first, rank_ref[:, chunk]
             begin, moved = _places(at, rank, ROWS)
-            # entries that are not chosen are zeroed: they may be padding, even NaN, or beyond the keys
+            # Entries that are not chosen become zero. They may be padding, even NaN, or beyond the keys.
             chosen = wide(jnp.broadcast_to(rank, (LANES, LANES)).T, k_ref.shape[1]) >= 0
             for x, staged in ((k_ref, k_staged), (v_ref, v_staged)):
-                held = jnp.where(chosen, x[chunk].astype(jnp.float32), 0).astype(x.dtype)
-                rows = dot(moved.astype(x.dtype), held).astype(x.dtype)
+                entries = jnp.where(chosen, x[chunk].astype(jnp.float32), 0).astype(x.dtype)
+                rows = dot(moved.astype(x.dtype), entries).astype(x.dtype)
                 staged[pl.ds(begin, ROWS)] += rows[:ROWS]
                 staged[pl.ds(begin + ROWS, LANES)] = rows[ROWS:]
             begin, moved = _places(at, rank, LANES)
@@ -210,9 +210,9 @@ def _kernel(
 
 
 def _places(at, rank, align):
-    """Return the place to write a chunk to, a multiple of `align`, and the matrix of zeros and ones that moves entries.
+    """Return where to write a chunk, a multiple of `align`, and the matrix of zeros and ones that moves its entries.
 
-    Entries before `at` stay, since zero is added; entries after the chunk's become zero.
+    Entries before `at` do not change, since zero is added. Entries after the chunk become zero.
     """
     place = lax.broadcasted_iota(jnp.int32, (align + LANES, LANES), 0)
     return pl.multiple_of(at // align * align, align), place == rank + at % align

@@ -1,12 +1,13 @@
 """The walk of a TPU kernel's block of queries over the band and the far list.
 
-A grid step `(r, i)` is block `i` of the queries of one (sequence, kv head), the group's query heads in one tile. It
-walks the band from the first key of its window, then the far list's prefix. Tiles of keys are fetched by
+Grid step `(r, i)` is block `i` of the queries of one (sequence, kv head), with the group's query heads in one tile. It
+walks over the band from the first key of its window, then over the far list's prefix. Tiles of keys are fetched by
 double-buffered copies; the last step of a block already fetches the next block's first tile.
 
-Keys and values are read in the caller's arrays, whatever their number. Copies begin and end at multiples of the lanes,
-so the last tile is moved back to end with the keys. If the keys do not end at a multiple, their last tile is a padded
-copy. If a block's band has padding, the tiles' padding is zeroed as they arrive, since 0 · NaN is NaN.
+Keys and values are read from the caller's arrays, whatever their number. Copies begin and end at multiples of the
+lanes, so the last tile is moved back to end with the keys. If the keys do not end at a multiple of the lanes, their
+last tile is a padded copy. If a block's band has padding, the padding of its tiles is zeroed as they arrive, since
+0 · NaN is NaN.
 """
 
 import math
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.softmax import MASKED
-from pallas_kernels.vertical_slash.key_lists import Keys, marked, padded, spans
+from pallas_kernels.vertical_slash.key_lists import Keys, pad, pad_marks, spans
 
 LANES = 128
 LOG2E, LN2 = math.log2(math.e), math.log(2)
@@ -47,7 +48,7 @@ def blocks_of(group: int, t: int, s: int, dtype: Any, rows: int = 1024, most: in
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """A matrix product with float32 sums, exact if its arguments are float32."""
+    """Multiply matrices with float32 sums, exactly if the arguments are float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = ((contract[0],), (contract[1],)), ((), ())
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -59,15 +60,16 @@ def wide(x: jax.Array, n: int) -> jax.Array:
 
 
 def lane_sums(x: jax.Array) -> jax.Array:
-    """Sum `x` `[rows n]` to `[rows LANES]`. One reduction across lanes is left for the end of a block."""
+    """Sum `x` `[rows n]` to `[rows LANES]`. The reduction across lanes is left for the end of a block."""
     return sum((x[:, c : c + LANES] for c in range(LANES, x.shape[1], LANES)), x[:, :LANES])
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The walk over `band` (or None) and `far` by `n` blocks of queries. `first` is the index of the first query.
+    """The walk of `n` blocks of queries over `band`, if there is one, and `far`. `first` is the index of the first
+    query.
 
-    The queries, and the band's keys and values, may have more rows than the lists: the walk takes those from the
+    The queries, and the band's keys and values, may have more rows than the lists. The walk takes their rows from the
     prefetched `row` on.
     """
 
@@ -80,7 +82,7 @@ class Walk:
     """The size of the local window in tokens."""
 
     row: Any = 0
-    """The row of the queries, and of the band's keys and values, that is the lists' first row."""
+    """The row of the queries, and of the band's keys and values, that corresponds to the lists' first row."""
 
     @property
     def gated(self) -> bool:
@@ -91,10 +93,10 @@ class Walk:
         return self.far.start.shape[0]
 
     def operands(self) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-        """Return the operands before the kernel's own, and block specs of all but the first, which is prefetched."""
+        """Return the kernel's first operands, and the block specs of all but the first one, which is prefetched."""
         bq, bk = self.blocks
         first = self.first + bq * jnp.arange(self.n)
-        table = [*spans(marked(self.far, bk), bk, first, first + bq - 1)]
+        table = [*spans(pad_marks(self.far, bk), bk, first, first + bq - 1)]
         arrays = self._entries(self.far, 0)
         if self.band is not None:
             table.append(self._hidden(self.band))
@@ -112,8 +114,8 @@ class Walk:
         """
         bk = self.blocks.keys
         if keys.k.shape[1] < bk:
-            keys = padded(keys, bk)
-        k, v, start, stop, gate = marked(keys, LANES)
+            keys = pad(keys, bk)
+        k, v, start, stop, gate = pad_marks(keys, LANES)
         marks = [start, stop]
         if self.gated:
             gate = jnp.zeros_like(start, jnp.float32) if gate is None else gate * LOG2E
@@ -133,12 +135,12 @@ class Walk:
         hidden = hidden.reshape(self.rows, -1, bk).any(2)[:, None]
         tile = bk * jnp.arange(hidden.shape[2])
         query = (self.first + bq * jnp.arange(self.n))[:, None]
-        # the last tile may be moved back, or end after the queries, by less than its size
+        # The last tile may be moved back, or end after the queries, by less than its size.
         near = (tile + 2 * bk > query - self.window) & (tile < query + bq + bk)
         return jnp.any(hidden & near, 2).astype(jnp.int32)
 
     def scratch(self) -> list[Any]:
-        """Return the scratch that the kernel takes after its own."""
+        """Return the scratch of the walk, which follows the kernel's own."""
         bk, k, v = self.blocks.keys, self.far.k, self.far.v
         return [
             pltpu.VMEM((2, bk, k.shape[2]), k.dtype),
@@ -163,8 +165,8 @@ class Walk:
         """Run `tile(k, v, mask)` for each tile in turn. `mask(x)` adds gates to the logits x and masks them."""
         bq, bk = self.blocks
         row_ref, table, *entries = operands
-        of_far = self._refs()[0]
-        far, band = entries[:of_far], entries[of_far:]
+        far_refs = self._refs()[0]
+        far, band = entries[:far_refs], entries[far_refs:]
         *buffers, slot_ref, semaphores = scratch
         row, block = pl.program_id(0), pl.program_id(1)
 
@@ -172,18 +174,18 @@ class Walk:
             return self.first + i * bq
 
         def band_start(i):
-            """The first key in the window of block `i`, rounded down to a multiple of the lanes."""
+            """Return the first key in the window of block `i`, rounded down to a multiple of the lanes."""
             return jnp.maximum(query(i) - self.window + 1, 0) // LANES * LANES
 
         def band_tiles(i):
             return pl.cdiv(jnp.minimum(query(i + 1), band[2].shape[2]) - band_start(i), bk) if band else 0
 
         def far_start(i, j):
-            """The first entry of the `j`-th tile of block `i`, which is in the far list."""
+            """Return the first entry of the `j`-th tile of block `i`, which is in the far list."""
             return (table[0, i] + j - band_tiles(i)) * bk
 
         def place(keys, begin):
-            """The actual beginning of the tile at `begin`: the last tile is moved back to end with the keys."""
+            """Return where the tile at `begin` is read: the last tile is moved back to end with the keys."""
             return pl.multiple_of(jnp.minimum(begin, keys[2].shape[2] - bk), LANES)
 
         def copies(i, j, slot, act):
@@ -217,7 +219,7 @@ class Walk:
                 each(far, 0, far_start(i, j))
 
         def visit(slot, masked, duplicates=0):
-            """Run `tile` for the one in `slot`, whose first `duplicates` entries were seen before."""
+            """Run `tile` on the tile in `slot`. Its first `duplicates` entries have been seen before."""
             k, v, marks = (buffer[slot] for buffer in buffers)
 
             def mask(x):
@@ -236,11 +238,11 @@ class Walk:
         def clean(slot):
             """Zero the keys and values in `slot` that no query sees."""
             marks = buffers[2][slot]
-            shown = (marks[0:1] < marks[1:2]).astype(jnp.float32)
-            shown = jnp.broadcast_to(shown, (LANES, bk)).T
+            is_seen = (marks[0:1] < marks[1:2]).astype(jnp.float32)
+            is_seen = jnp.broadcast_to(is_seen, (LANES, bk)).T
             for x in buffers[:2]:
-                held = x[slot].astype(jnp.float32)
-                x[slot] = jnp.where(wide(shown, x.shape[2]) > 0, held, 0).astype(x.dtype)
+                entries = x[slot].astype(jnp.float32)
+                x[slot] = jnp.where(wide(is_seen, x.shape[2]) > 0, entries, 0).astype(x.dtype)
 
         n_band = band_tiles(block)
         past, full, begun = (table[at, block] for at in range(3))
@@ -280,7 +282,7 @@ class Walk:
         def _():
             slot_ref[0] = 0
 
-        # without a band a row may have nothing to walk; then this holds for all of its blocks
+        # Without a band a row may have nothing to walk over. This then holds for all of its blocks.
         @pl.when((block == 0) & (n > 0))
         def _():
             copies(0, 0, 0, lambda copy: copy.start())

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 SAVED = "vertical_slash"
 """The name of o and lse for `jax.checkpoint_policies.save_only_these_names`. Rematerialisation that saves them does not
-run the forward pass twice."""
+repeat the forward pass."""
 
 
 class Passes(NamedTuple):
@@ -40,7 +40,7 @@ def _forward(passes, window, dtype, *arguments):
 def _backward(passes, window, dtype, saved, cotangents):
     *arguments, o, lse = saved
     do, dlse = cotangents
-    do = do.astype(arguments[0].dtype)  # the dtype of the keys and values it is multiplied with
+    do = do.astype(arguments[0].dtype)  # It is multiplied with keys and values of this dtype.
     dq, dk, dv, dgate = passes.backward(*arguments, window, o, lse, do, dlse)
     return dq, dk, dv, None, dgate
 

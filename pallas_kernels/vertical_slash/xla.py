@@ -1,7 +1,8 @@
 """`vertical_slash` in XLA, which compacts keys instead of masking them. The default on a CPU.
 
-A block of queries walks the local band of the original keys, then the visible prefix of the head's kept keys. These are
-gathered in order, so that causality is a count. No array of size t × s exists, and the work is that of visible pairs.
+A block of queries walks over the local band of the original keys, then over the visible prefix of the head's kept keys.
+These are gathered in order, so that causality is a count. No array of size t × s exists, and the work is proportional
+to the number of visible pairs.
 """
 
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def _sparse(q, k, v, end, log_gate, window, dtype):
         last = jnp.minimum((i + 1) * walk.bq, t) + s - t - 1
 
         def band(j, state):
-            """The state after the `bw` keys before `to`, or the first `bw` keys."""
+            """Return the state after the `bw` keys before `to`, or the first `bw` keys."""
             to = last + 1 - j * bw
             k_tile, v_tile, key, until = (
                 walk.slice_keys(x, group, jnp.maximum(to - bw, 0), bw) for x in (k, v, start, stop)
@@ -69,11 +70,11 @@ def _sparse(q, k, v, end, log_gate, window, dtype):
 
         reach = jnp.minimum(last + 1, walk.bq + window - 1)
         state = lax.fori_loop(0, jnp.minimum((reach + bw - 1) // bw, bands), band, softmax.start(q_block))
-        left = walk.slice_keys(count, group, jnp.maximum(last - window, 0), 1).max()
-        left = jnp.where(last >= window, left, 0)
-        # the first tiles may have ended for every query: those of earlier documents in a packed sequence
+        visible = walk.slice_keys(count, group, jnp.maximum(last - window, 0), 1).max()
+        visible = jnp.where(last >= window, visible, 0)
+        # The first tiles may have ended for every query, as those of earlier documents in a packed sequence have.
         past = jnp.all(walk.slice_keys(ended, group, 0, walk.tiles) <= query.min(), (0, 1)).sum()
-        state = lax.fori_loop(past, (left + walk.bk - 1) // walk.bk, kept, state)
+        state = lax.fori_loop(past, (visible + walk.bk - 1) // walk.bk, kept, state)
         o, lse = softmax.finish(state)
         return walk.set_queries(out[0], group, i, o), walk.set_queries(out[1], group, i, lse)
 

@@ -1,7 +1,7 @@
-"""Every tile of keys up to the diagonal, in XLA: plain causal attention, WG-KV's log-gate, and the gradient.
+"""A walk over every tile of keys up to the diagonal, in XLA: causal attention with or without gates, and the gradient.
 
-FlashAttention's recomputation (Dao et al., 2022): only o and the log-sum-exp are kept, and the backward pass recomputes
-each tile's probabilities.
+As in FlashAttention (Dao et al., 2022), only o and the log-sum-exp are kept, and the backward pass recomputes each
+tile's probabilities.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels import softmax
 from pallas_kernels.blocks import Blocks
-from pallas_kernels.vertical_slash.key_lists import shown
+from pallas_kernels.vertical_slash.key_lists import zero_unseen
 
 
 class _Walk(Blocks):
@@ -74,15 +74,16 @@ def xla_backward(q, k, v, end, log_gate, window, o, lse, do, dlse):
     b, heads = k.shape[:2]
     q, o, lse, do, dlse = (x.reshape(b, heads, -1, *x.shape[2:]) for x in (q, o, lse, do, dlse))
     if end is not None:
-        k, v = shown(k, end), shown(v, end)
+        k, v = zero_unseen(k, end), zero_unseen(v, end)
     walk = _Walk(q, k, end, log_gate, window)
     scale = shape[-1] ** -0.5
-    # d lse adds p·dlse to every logit's gradient p·(dp − delta), so it joins delta
+    # The gradient of lse adds p·dlse to every logit's gradient p·(dp − delta), so dlse is part of delta.
     delta = softmax.product("bkgth,bkgth->bkgt", o, do) - dlse
 
     def block(group, i, grads):
         q_block, do_block, delta_block, lse_block = (walk.queries(x, group, i) for x in (q, do, delta, lse))
-        # an infinite log-sum-exp makes p = 0: for a query that saw nothing, and for one that the block before holds too
+        # An infinite log-sum-exp makes p = 0 for queries that saw nothing and for those that the block before contains,
+        # too.
         lse_block = jnp.where(walk.query_owned[i] & ~jnp.isneginf(lse_block), lse_block, jnp.inf)
 
         def step(j, carry):

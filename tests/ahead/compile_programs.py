@@ -1,12 +1,11 @@
 """`python -m tests.ahead.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four
-H100s that are not here, with fsdp 2 × tensor 2. The programs are training, prefill, decode, branches and compaction at
-head_dim 128. `all` adds decoding that counts and decoding that compacts, training with fsdp 2 × sequence 2, and all but
-training and decoding that compacts at head_dim 64.
+H100s that are not here, with fsdp 2 × tensor 2. The programs are training, prefill, decode, forks and compaction at
+head_dim 128. `all` adds decoding with counts and selection, decoding with compactions, training with fsdp 2 × sequence
+2, and, at head_dim 64, all programs except training and decoding with compactions.
 
 It prints a line of JSON for each program: its name, its kernels, the bytes of its temporaries, and the bytes of each
 copy of more than 8 MiB. One device's pool is 2 GiB, which is more than any vector memory, because XLA does not count
-what it copies into vector memory as temporaries. It runs in a process of its own, started with
-`pallas_kernels.ahead.ENVIRONMENT`.
+copies in vector memory as temporaries. The process must have the environment `pallas_kernels.ahead.ENVIRONMENT`.
 """
 
 import dataclasses
@@ -46,14 +45,13 @@ from tests.pallas_kernels.compile_cases import copies
 POOL = 2 << 30
 HEAD_DIMS = 64, 128
 TRAINED = 128
-"""The only head_dim at which training and decoding with compactions are compiled. Training takes as long as all the
-rest."""
+"""The only head_dim at which training and decoding with compactions are compiled, since training compiles slowly."""
 SPLIT = "training, tokens split"
-"""The name of training on a mesh whose devices split tokens where the others split heads."""
+"""The name of training on a mesh that splits tokens in place of heads."""
 BATCH_SIZE = 8
 WAITING = 1024
-"""Number of tokens whose hidden states wait for their scores. A device's share is 16 MiB, so a copy of it would be
-seen."""
+"""Number of tokens whose hidden states wait for their scores. A device's share is 16 MiB, so a copy would be
+noticed."""
 DTYPE = jnp.dtype(jnp.bfloat16)
 """The dtype of the entries, of the arrays that hold them, and of bounds."""
 
@@ -108,7 +106,7 @@ def programs(mesh, config, which="all"):
             batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             window=view.window, tokens=tokens, page_size=page, pages=pages, dtype=DTYPE, stored=DTYPE,
             bounds=None if view.selection is None else DTYPE,
-            metadata=tuple((name, jnp.dtype(own)) for name, own in view.metadata.items()), int8=int8,
+            metadata=tuple((name, jnp.dtype(dtype)) for name, dtype in view.metadata.items()), int8=int8,
         )  # fmt: skip
         return jax.eval_shape(
             lambda view: laid_out(view, layout, config.num_heads // config.num_kv_heads), view
@@ -126,9 +124,9 @@ def programs(mesh, config, which="all"):
     int8 = model, view, empty(view, 65536, int8=True), *arguments[3:]
     yield "decode, int8 entries", decode_block, int8, {"count": 8}
 
-    held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
-    shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))
-    yield "branches", copy_shared_pages, (shared, 0), {}
+    page_counts = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
+    shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=page_counts))
+    yield "forks", copy_shared_pages, (shared, 0), {}
 
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
@@ -150,20 +148,20 @@ def programs(mesh, config, which="all"):
     busy = jax.eval_shape(lambda: make_policy(h2o).compile(model).decode)
     cache = empty(busy, 4096)
     arguments = model, busy, cache, *arguments[3:]
-    yield "decode, counted and chosen", decode_block, arguments, {"count": 8}
+    yield "decode, counts and selection", decode_block, arguments, {"count": 8}
 
     if config.head_dim == TRAINED:
         gated = jax.eval_shape(functools.partial(fast_kvzip, config))
         options = {"recurring": Recurring(quota, row(jnp.int32, ()), over="model", ties="in")}
         arguments = model, gated, empty(gated, 4096), *arguments[3:]
-        yield "decode, compacting", decode_block, arguments, {"count": 8} | options
+        yield "decode, compactions", decode_block, arguments, {"count": 8} | options
 
 
 def kernels(program: str) -> set[str]:
     """Return the names of the Pallas kernels in an optimised program."""
     calls = re.findall(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla.gpu.triton)".*', program)
     named = {re.findall(r'op_name="[^"]*?/(\w+)/pallas_call"', call)[0] for call in calls}
-    # Mosaic GPU's calls carry no name, and prefill's kernel is the only one of them that is chosen automatically
+    # Calls of Mosaic GPU have no name. Prefill's kernel is the only one that is chosen by default.
     return named | ({"vertical_slash_hopper"} if 'custom_call_target="mosaic_gpu' in program else set())
 
 
@@ -180,14 +178,14 @@ def main(platform, which="few"):
         traced = program.trace(*arguments, **options)
         compiled = traced.lower(lowering_platforms=(CHIPS[platform]["platform"],)).compile()
         text = compiled.as_text()
-        found = {
+        line = {
             "program": name,
             "kernels": sorted(kernels(text)),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
             "large_copies": [size for size in copies(text) if size > 8 << 20],
-            "exchanges": {kind: count for (kind, what), count in exchanged(text).items() if what == "count"},
+            "exchanges": {kind: count for (kind, unit), count in exchanged(text).items() if unit == "count"},
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(line), flush=True)
 
     if which == "all":
         mesh = make_mesh(fsdp=2, sequence=2, devices=devices)

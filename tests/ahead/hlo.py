@@ -1,4 +1,4 @@
-"""Read from a compiled program's text what its devices exchange and what its loops launch."""
+"""Read a compiled program's text: the collectives of its devices, and the kernels that its loops launch."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ COLLECTIVES = (
     "collective-permute",
 )
 WIDTHS = {"pred": 1.0, "token": 0.0}
-"""Bytes per number, for the types whose name does not say how many bits they have."""
+"""Bytes per number of the types whose name does not contain the number of bits."""
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b(pred|token|bf16|[suf]\d+|f8\w+|c\d+)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)|(?:called|branch)_computations=\{([^}]*)\}")
@@ -39,26 +39,28 @@ class _Instruction:
 
 
 def exchanged(text: str) -> Exchanged:
-    """Return the exchanges in the text of `compiled.as_text()`. Of two branches, the one with more exchanges counts."""
+    """Return the exchanges in the text of `compiled.as_text()`. A conditional counts as its branch with most
+    exchanges."""
     computations, entry = _parse(text)
 
     @functools.cache
     def total(name: str) -> Exchanged:
-        found: Exchanged = Counter()
+        sums: Exchanged = Counter()
         instructions = computations.get(name, [])
-        shapes = {one.name: one.shape for one in instructions}
-        begun = any('"AsyncCollectiveStart"' in one.rest for one in instructions)
-        for one in instructions:
-            if "chain_id=" in one.rest and not begun:
-                continue  # a TPU's program repeats an asynchronous collective in each part; only the first part counts
-            inner = [total(called) for called in _called(one)]
-            if one.opcode == "conditional":
+        shapes = {instruction.name: instruction.shape for instruction in instructions}
+        asynchronous = any('"AsyncCollectiveStart"' in instruction.rest for instruction in instructions)
+        for instruction in instructions:
+            # TPU programs repeat an asynchronous collective in each of its parts. Only the first part counts.
+            if "chain_id=" in instruction.rest and not asynchronous:
+                continue
+            inner = [total(called) for called in _called(instruction)]
+            if instruction.opcode == "conditional":
                 inner = [max(inner, key=lambda branch: branch.total())] if inner else []
-            times = _trips(one, computations) if one.opcode == "while" else 1
-            for part in [_own(one, shapes), *inner]:
+            iterations = _trips(instruction, computations) if instruction.opcode == "while" else 1
+            for part in [_exchanges_of(instruction, shapes), *inner]:
                 for key, number in part.items():
-                    found[key] += times * number
-        return found
+                    sums[key] += iterations * number
+        return sums
 
     return total(entry)
 
@@ -73,7 +75,7 @@ class Launched:
     written: int
     """The bytes written. An update in place counts only the new part."""
     sliced: bool
-    """True if it does nothing but take a part out of a larger array."""
+    """True if it only takes a part out of a larger array."""
 
 
 _NOT_LAUNCHED = {
@@ -94,71 +96,75 @@ _MOVES = {
 
 
 def launched(text: str) -> list[Launched]:
-    """Return what the program of `compiled.as_text()` launches, with the loops around it, once for each place in the
-    text."""
+    """Return the launches in the text of `compiled.as_text()`, each with the loops around it."""
     computations, entry = _parse(text)
 
     def walk(name: str, loops: tuple[int, ...]) -> Iterator[Launched]:
-        for one in computations.get(name, []):
-            if one.opcode == "while":
-                body = re.search(r"body=%?([\w.\-]+)", one.rest)
+        for instruction in computations.get(name, []):
+            if instruction.opcode == "while":
+                body = re.search(r"body=%?([\w.\-]+)", instruction.rest)
                 assert body is not None
-                yield from walk(body[1], (*loops, _trips(one, computations)))
-            elif one.opcode in ("call", "conditional", "async-start"):
-                for called in _called(one):
+                yield from walk(body[1], (*loops, _trips(instruction, computations)))
+            elif instruction.opcode in ("call", "conditional", "async-start"):
+                for called in _called(instruction):
                     yield from walk(called, loops)
-            elif one.opcode not in _NOT_LAUNCHED:
-                yield Launched(one.name, loops, _written(one, computations, name), _slices(one, computations))
+            elif instruction.opcode not in _NOT_LAUNCHED:
+                yield Launched(
+                    instruction.name,
+                    loops,
+                    _written(instruction, computations, name),
+                    _slices(instruction, computations),
+                )
 
     return list(walk(entry, ()))
 
 
-def _body(one: _Instruction, computations: dict[str, list[_Instruction]]) -> list[_Instruction]:
+def _body(instruction: _Instruction, computations: dict[str, list[_Instruction]]) -> list[_Instruction]:
     """Return the instructions inside a fusion, or the instruction itself if it is no fusion."""
     return (
-        [x for called in _called(one) for x in computations.get(called, [])]
-        if one.opcode == "fusion"
-        else [one]
+        [x for called in _called(instruction) for x in computations.get(called, [])]
+        if instruction.opcode == "fusion"
+        else [instruction]
     )
 
 
-def _written(one: _Instruction, computations: dict[str, list[_Instruction]], inside: str) -> int:
-    body = _body(one, computations)
-    known = {x.name: x for x in (*computations[inside], *body)}
+def _written(instruction: _Instruction, computations: dict[str, list[_Instruction]], inside: str) -> int:
+    body = _body(instruction, computations)
+    by_name = {x.name: x for x in (*computations[inside], *body)}
 
-    def of(x: _Instruction) -> int:
+    def written(x: _Instruction) -> int:
         if x.opcode == "tuple":
-            return sum(of(known[name]) for name in x.operands)
-        if x.opcode in ("bitcast", "copy") and x.operands and x is not one:
-            return of(known[x.operands[0]])
+            return sum(written(by_name[name]) for name in x.operands)
+        if x.opcode in ("bitcast", "copy") and x.operands and x is not instruction:
+            return written(by_name[x.operands[0]])
         if x.opcode in ("dynamic-update-slice", "scatter"):
-            return _bytes(known[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]].shape)
-        # an operand that a kernel changes in place is not counted as written
+            return _bytes(by_name[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]].shape)
+        # Operands that a kernel changes in place do not count as written.
         aliased = re.search(r"output_to_operand_aliasing={(.*?\))}", x.rest)
         operands = re.findall(r"\((\d+),", aliased[1]) if aliased else ()
-        return _bytes(x.shape) - sum(_bytes(known[x.operands[int(index)]].shape) for index in operands)
+        return _bytes(x.shape) - sum(_bytes(by_name[x.operands[int(index)]].shape) for index in operands)
 
-    return of(body[-1])
+    return written(body[-1])
 
 
-def _slices(one: _Instruction, computations: dict[str, list[_Instruction]]) -> bool:
-    body = _body(one, computations)
+def _slices(instruction: _Instruction, computations: dict[str, list[_Instruction]]) -> bool:
+    body = _body(instruction, computations)
     large = [x for x in body if _bytes(x.shape) > 64]
     return any(x.opcode == "dynamic-slice" for x in body) and all(x.opcode in _MOVES for x in large)
 
 
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     computations: dict[str, list[_Instruction]] = {}
-    entry, own = "", None
+    entry, instructions = "", None
     for line in text.splitlines():
-        if own is None:
+        if instructions is None:
             if match := _HEADER.match(line):
-                own = computations.setdefault(match[2], [])
+                instructions = computations.setdefault(match[2], [])
                 entry = match[2] if match[1] else entry
         elif line == "}":
-            own = None
-        elif one := _instruction(line):
-            own.append(one)
+            instructions = None
+        elif instruction := _instruction(line):
+            instructions.append(instruction)
     return computations, entry
 
 
@@ -181,7 +187,7 @@ def _instruction(line: str) -> _Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Return the index at which the parenthesis that `text` begins with is closed."""
+    """Return the index of the parenthesis that closes the one at the start of `text`."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -190,18 +196,18 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _called(one: _Instruction) -> list[str]:
+def _called(instruction: _Instruction) -> list[str]:
     names: list[str] = []
-    for single, several in _CALLED.findall(one.rest):
+    for single, several in _CALLED.findall(instruction.rest):
         names += [single] if single else [name.strip().lstrip("%") for name in several.split(",")]
     return [name for name in names if name]
 
 
-def _trips(one: _Instruction, computations: dict[str, list[_Instruction]]) -> int:
-    """Return how often a loop runs: XLA's known count, else the one integer its condition compares with, else 1."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest):
+def _trips(instruction: _Instruction, computations: dict[str, list[_Instruction]]) -> int:
+    """Return the number of iterations of a loop: XLA's known count, else the only integer in its condition, else 1."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.rest):
         return int(known[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", one.rest)
+    condition = re.search(r"condition=%?([\w.\-]+)", instruction.rest)
     limits = {
         int(x.inside)
         for x in computations.get(condition[1] if condition else "", [])
@@ -211,7 +217,7 @@ def _trips(one: _Instruction, computations: dict[str, list[_Instruction]]) -> in
 
 
 def _bytes(shape: str) -> int:
-    """Return the bytes of all arrays of a shape, which may be a tuple's."""
+    """Return the bytes of all arrays of a shape, which may be a tuple."""
     total = 0.0
     for kind, axes in _ARRAY.findall(shape):
         bits = re.match(r"[a-z]+(\d+)", kind)
@@ -220,11 +226,13 @@ def _bytes(shape: str) -> int:
     return int(total)
 
 
-def _own(one: _Instruction, shapes: dict[str, str]) -> Exchanged:
-    kind = one.opcode.removesuffix("-start")
+def _exchanges_of(instruction: _Instruction, shapes: dict[str, str]) -> Exchanged:
+    kind = instruction.opcode.removesuffix("-start")
     if kind not in COLLECTIVES:
         return Counter()
-    given = sum(_bytes(shapes.get(name, "")) for name in one.operands)
-    # the result of a collective that is only started is a tuple that holds its operands, too
-    made = _bytes(one.shape) - (given if one.opcode.endswith("-start") and one.shape.startswith("(") else 0)
-    return Counter({(kind, "count"): 1, (kind, "bytes"): max(given, made)})
+    operand_bytes = sum(_bytes(shapes.get(name, "")) for name in instruction.operands)
+    # The result of a collective's start is a tuple that contains its operands, too.
+    result_bytes = _bytes(instruction.shape) - (
+        operand_bytes if instruction.opcode.endswith("-start") and instruction.shape.startswith("(") else 0
+    )
+    return Counter({(kind, "count"): 1, (kind, "bytes"): max(operand_bytes, result_bytes)})

@@ -1,10 +1,10 @@
-"""`python -m tests.ahead.ledger v5e|v6e|h100 [wide]`: count what one token of decoding launches and writes in a layer.
+"""`python -m tests.ahead.ledger v5e|v6e|h100 [wide]`: count the kernels and writes of a decoded token in one layer.
 
 It compiles `decode_block` for one chip that is not here, with a full cache, with WG-KV, and with SnapKV after its
 compaction, for 1 and 8 sequences. The model has small widths; with `wide` it has those of Llama-3.1-8B, and an H100
 also gets 32 sequences. It prints a line of JSON for each program: the kernels (operations on a TPU) that a layer
-launches per token, the bytes that they write, how many of these bytes are only sliced out of a stack, the program's
-temporaries, and the seconds that compiling took. It runs in a process of its own, started with
+launches per token, the bytes that they write, the bytes among these that are only sliced out of a stack, the program's
+temporaries, and the seconds that compiling took. The process must have the environment
 `pallas_kernels.ahead.ENVIRONMENT`.
 """
 
@@ -93,7 +93,7 @@ def main(chip, wide=""):
                 inside = [
                     x for x in launched(compiled.as_text()) if x.loops[-2:] == (TOKENS, sizes["num_layers"])
                 ]
-                found = {
+                line = {
                     "policy": policy,
                     "batch": batch,
                     "kernels": len(inside),
@@ -102,7 +102,7 @@ def main(chip, wide=""):
                     "temporaries": compiled.memory_analysis().temp_size_in_bytes,
                     "seconds": round(seconds, 1),
                 }
-                print(json.dumps(found), flush=True)
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

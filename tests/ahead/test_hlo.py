@@ -1,4 +1,4 @@
-"""Tests of `tests.ahead.hlo`, which reads from compiled texts what devices exchange."""
+"""Tests of `tests.ahead.hlo`, which reads exchanges and launches from the text of compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,9 @@ ENTRY %main (x: (s32[], f32[8]), c: pred[], y: f32[8]) -> f32[8] {
 @pytest.mark.parametrize(
     ("turns", "known"), [("5", ""), ("9", ', backend_config={"known_trip_count":{"n":"5"}}')]
 )
-def test_what_a_loop_exchanges_counts_as_often_as_it_runs(turns, known):
-    found = exchanged(LOOPED.replace("TURNS", turns).replace("KNOWN", known))
-    assert dict(found) == {
+def test_exchanges_in_a_loop_count_once_per_iteration(turns, known):
+    exchanges = exchanged(LOOPED.replace("TURNS", turns).replace("KNOWN", known))
+    assert dict(exchanges) == {
         ("all-gather", "count"): 5,
         ("all-gather", "bytes"): 5 * 32 * 4,
         ("reduce-scatter", "count"): 5,
@@ -66,7 +66,7 @@ def test_what_a_loop_exchanges_counts_as_often_as_it_runs(turns, known):
     }
 
 
-BEGUN_AND_ENDED = """\
+ASYNCHRONOUS = """\
 %start (a: f32[8]) -> f32[32] {
   %a = f32[8]{0} parameter(0)
   %g = f32[32]{0} all-gather(%a), channel_id=1, dimensions={0}, frontend_attributes={chain_id="0"}
@@ -91,14 +91,14 @@ ENTRY %main (x: f32[8]) -> f32[32] {
   ROOT %d = f32[32]{0} fusion(%x), kind=kCustom, calls=%done
 }
 """
-"""The text that libtpu writes for one all-gather that runs at the same time as a product."""
+"""The text that libtpu writes for one all-gather that overlaps with a product."""
 
 
-def test_an_exchange_beside_other_things_is_one():
-    assert dict(exchanged(BEGUN_AND_ENDED)) == {("all-gather", "count"): 1, ("all-gather", "bytes"): 128}
+def test_an_asynchronous_exchange_counts_once():
+    assert dict(exchanged(ASYNCHRONOUS)) == {("all-gather", "count"): 1, ("all-gather", "bytes"): 128}
 
 
-def test_a_program_of_this_machine():
+def test_exchanges_of_a_program_compiled_here():
     """The weights of six layers are gathered one after another."""
     mesh = make_mesh(fsdp=4)
 
@@ -113,11 +113,11 @@ def test_a_program_of_this_machine():
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((8, 16)), P("fsdp"))
         weights = jax.device_put(jnp.ones((6, 16, 16)), P(None, "fsdp"))
-        found = exchanged(jax.jit(program).lower(x, weights).compile().as_text())
-    assert dict(found) == {("all-gather", "count"): 6, ("all-gather", "bytes"): 6 * 16 * 16 * 4}
+        exchanges = exchanged(jax.jit(program).lower(x, weights).compile().as_text())
+    assert dict(exchanges) == {("all-gather", "count"): 6, ("all-gather", "bytes"): 6 * 16 * 16 * 4}
 
 
-def test_what_a_loop_launches_and_writes():
+def test_launches_and_writes_of_a_loop():
     """Each iteration takes a layer's weights out of their stack and computes the product."""
 
     def program(x, weights):

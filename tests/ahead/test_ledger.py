@@ -1,8 +1,7 @@
-"""The number of kernels and bytes that a decoded token launches and writes in a layer is bounded, on chips that are not
+"""Bounds on the kernels that a decoded token launches and the bytes that it writes in a layer, on chips that are not
 here.
 
-Each bound is a little above the number that was compiled when the bound was written. Whoever lowers a number should
-lower its bound.
+Each bound is a little above the number when the bound was set. Lower the bound when you lower the number.
 """
 
 import importlib.util
@@ -38,8 +37,7 @@ MOST = {  # the most kernels and the most KiB written
 """Bounds by policy and number of sequences. For comparison, a layer's weight matrices take 21 MiB."""
 TEMPORARIES = 2 << 20
 SLICED = 400 << 10
-"""Bytes of WG-KV's gates of one layer, which may be sliced out for a batch on an H100. None of the model's weights may
-be."""
+"""Bytes of WG-KV's gates of one layer, which may be sliced out for a batch on an H100. The model's weights may not."""
 
 
 @pytest.fixture(scope="module", params=MOST)
@@ -52,19 +50,19 @@ def reports(request):
     elif importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed")
     command = [sys.executable, "-m", "tests.ahead.ledger", request.param]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert process.returncode == 0, process.stderr[-2000:]
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     return MOST[request.param], {(line["policy"], line["batch"]): line for line in lines}
 
 
 def test_a_decoded_token_writes_little_and_copies_no_weight(reports):
-    most, found = reports
-    assert found.keys() == most.keys()
+    most, reported = reports
+    assert reported.keys() == most.keys()
     for case, (kernels, kibibytes) in most.items():
-        ledger = found[case]
+        ledger = reported[case]
         assert ledger["kernels"] <= kernels, case
         assert ledger["written"] <= kibibytes << 10, case
         assert ledger["sliced"] <= SLICED, case

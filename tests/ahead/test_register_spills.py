@@ -1,4 +1,4 @@
-"""Tests of the registers that the Triton kernels spill on an H100 that is not here, counted by CUDA's assembler."""
+"""Tests that Triton kernels spill few registers on an H100, as counted by CUDA's assembler without a GPU."""
 
 import os
 import re
@@ -18,7 +18,7 @@ KERNELS = {
     "running_topk": {"running_topk"},
     "vertical_slash": {"vertical_slash_dq", "vertical_slash_dkv"},
 }
-"""The kernels in the compiled cases of each op."""
+"""Kernels in the compiled cases of each op."""
 MOST = {"vertical_slash_dkv": 300}
 """Bytes that a kernel may spill. With 4 warps it is twice as fast on an H100 as with 8 warps, which spill nothing."""
 
@@ -37,8 +37,8 @@ def test_no_kernel_spills_registers(op, tmp_path):
         names = KERNELS[op] & set(re.findall(r"\.entry (\w+)", path.read_text()))
         command = [assembler, "-v", "-arch=sm_90a", path, "-o", path.with_suffix(".cubin")]
         for name in names:
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+            report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
             spilled[name] = max(spills, spilled.get(name, 0))
     assert spilled.keys() == KERNELS[op]
     assert all(spills <= MOST.get(name, 0) for name, spills in spilled.items()), spilled

@@ -16,7 +16,7 @@ from kvjax.mesh import HEADS as SPLIT
 from kvjax.mesh import SHARDS, make_mesh, put
 from kvjax.policies import make_policy
 from kvjax.policies.compiled import compile_policy
-from pallas_kernels.paged_decode.append import written
+from pallas_kernels.paged_decode.append import append_tokens
 
 BATCH, HEADS, TOKENS, PAGE = 2, 2, 6, 3
 CALLS = 5
@@ -76,7 +76,7 @@ def advance(cache: caches.Cache, wanted, valid, window: int, token=None):
 
 @partial(jax.jit, static_argnames="window")
 def advance_one(cache: caches.Cache, wanted, valid, window: int):
-    """Push one token of each sequence, or none, as decoding does: pages are reserved, and unused ones given back."""
+    """Push one token of each sequence, or none, as decoding does: pages are reserved and unused ones taken back."""
     layers, reserved = caches.reserve(cache.pages, cache.layers, cache.seen, valid, window)
     layer = jax.tree.map(lambda a: a[0], layers)
     token = (cache.seen + 1)[:, None]
@@ -86,11 +86,11 @@ def advance_one(cache: caches.Cache, wanted, valid, window: int):
     priority = wanted[..., None].astype(jnp.float32)
     layer, oldest = caches.slot_priority(layer, cache.seen, priority, valid, 0)
     at = caches.place_one(cache.pages, layer, caches.Turnover(oldest > 0.5), cache.seen, valid, window)
-    pool = written(cache.pages.pool, at.append, (kv[..., :1], kv[..., 1:]), jnp.zeros(kv.shape[:3]))
+    pool = append_tokens(cache.pages.pool, at.append, (kv[..., :1], kv[..., 1:]), jnp.zeros(kv.shape[:3]))
     pages = dataclasses.replace(cache.pages, pool=pool)
     pages, layer = caches.push_one(pages, layer, at, oldest, numbers, cache.seen, valid, window)
     layers = jax.tree.map(lambda a: a[None], layer)
-    pages, layers = caches.settle(pages, layers, reserved, cache.layers.length)
+    pages, layers = caches.release_unused(pages, layers, reserved, cache.layers.length)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
 
 
@@ -122,8 +122,8 @@ def tables(cache: caches.Cache, window: int) -> np.ndarray:
     return np.asarray(cache.layers.page_table)[0, :, :, caches.ring_pages(window, PAGE) :]
 
 
-def assert_bounds_are_those_of_the_keys(cache: caches.Cache):
-    """Recompute the bounds from the pool: those of the keys that each page holds, infinite for an empty page."""
+def assert_bounds_match_keys(cache: caches.Cache):
+    """Assert that the bounds are those of the keys that each page of the pool holds, and infinite for empty pages."""
     pages, length = cache.pages, np.asarray(cache.layers.length)[0]
     pool, want = np.asarray(pages.pool), np.full(pages.bounds.shape, np.inf)
     table = tables(cache, cache.window)
@@ -144,8 +144,8 @@ calls = st.lists(
 )
 
 
-def holds_exactly(cache, lists, window):
-    """Assert that the head caches hold what the lists hold, in order and with their numbers, and that every page
+def assert_holds(cache, lists, window):
+    """Assert that the head caches hold the tokens of the lists in order, with their numbers, and that every page
     belongs to retained entries or a local window, or is free."""
     pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
     born = np.asarray(cache.pages.metadata["born"])
@@ -153,11 +153,11 @@ def holds_exactly(cache, lists, window):
     for b, k in np.ndindex(BATCH, HEADS):
         row = lists.kept[b][k]
         assert cache.layers.length[0, b, k] == len(row)
-        mine = table[b, k, : -(-len(row) // PAGE)]
-        np.testing.assert_array_equal(pool[mine].reshape(-1)[: len(row)], row)
-        np.testing.assert_array_equal(born[mine].reshape(-1)[: len(row)], np.array(row, int) + 100 * k)
-        assert (table[b, k, len(mine) :] >= len(pool)).all()
-        used += mine.tolist()
+        pages = table[b, k, : -(-len(row) // PAGE)]
+        np.testing.assert_array_equal(pool[pages].reshape(-1)[: len(row)], row)
+        np.testing.assert_array_equal(born[pages].reshape(-1)[: len(row)], np.array(row, int) + 100 * k)
+        assert (table[b, k, len(pages) :] >= len(pool)).all()
+        used += pages.tolist()
     free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
     for b, rings in enumerate(
         np.asarray(cache.layers.page_table)[0, :, :, : caches.ring_pages(window, PAGE)]

@@ -21,8 +21,8 @@ from tests.cache.lists import (
     TOKENS,
     Lists,
     advance,
-    assert_bounds_are_those_of_the_keys,
-    holds_exactly,
+    assert_bounds_match_keys,
+    assert_holds,
     started,
 )
 
@@ -46,7 +46,7 @@ rounds = st.lists(st.tuples(valid, wanted, st.none() | kept), min_size=1, max_si
 @pytest.mark.parametrize("window", [1, 5])
 @settings(max_examples=60, deadline=None)
 @given(rounds=rounds)
-def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
+def test_compaction_keeps_the_order_and_loses_or_shares_no_page(window, rounds):
     (_, cache), lists = started(window, CALLS * TOKENS + window), Lists(window)
     ring = caches.ring_pages(window, PAGE)
     for valid, wanted, kept in rounds:
@@ -62,12 +62,12 @@ def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
                 row = lists.kept[b][k]
                 mask = kept[b, k, ENTRIES - len(row) :]
                 lists.kept[b][k] = [token for token, stays in zip(row, mask, strict=True) if stays]
-        assert_bounds_are_those_of_the_keys(cache)
-        holds_exactly(cache, lists, window)
+        assert_bounds_match_keys(cache)
+        assert_holds(cache, lists, window)
 
 
-def test_a_sequence_that_is_compacted_alone_leaves_others_of_the_pool_as_they_are():
-    """The engine compacts one prompt while other answers run. Here none of its entries stays."""
+def test_compacting_one_sequence_leaves_others_in_the_pool_unchanged():
+    """The engine compacts one prompt while other answers run. Here all of the prompt's entries are dropped."""
     _, cache = started(5, CALLS * TOKENS + 5)
     lists, wanted, valid = Lists(5), np.ones((BATCH, HEADS, TOKENS), bool), [TOKENS, TOKENS]
     for _ in range(3):
@@ -80,11 +80,11 @@ def test_a_sequence_that_is_compacted_alone_leaves_others_of_the_pool_as_they_ar
     layers = jax.tree.map(lambda x, new: x.at[:, :1].set(new), cache.layers, alone)
     cache = dataclasses.replace(cache, pages=pages, layers=layers)
     lists.kept[0] = [[] for _ in range(HEADS)]
-    assert_bounds_are_those_of_the_keys(cache)
-    holds_exactly(cache, lists, 5)
+    assert_bounds_match_keys(cache)
+    assert_holds(cache, lists, 5)
 
 
-def test_what_competes_is_neither_old_nor_among_the_newest_that_are_passed_over():
+def test_eligible_entries_exclude_old_and_passed_over_ones():
     """Head caches of every length are checked entry by entry."""
     dropped, ahead, length, since = np.mgrid[:3, :3, :8, :8].reshape(4, 9, 64).astype(np.int32)
     none = jnp.zeros((1, 9, 1), jnp.int32)

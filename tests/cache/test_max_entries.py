@@ -37,7 +37,7 @@ TABLE = np.arange(12).reshape(3, 4)
         ),
     ],
 )
-def test_every_cut_keeps_and_sees_the_best_so_far(
+def test_any_division_into_calls_keeps_and_sees_the_best_entries(
     model, tokens, window, max_entries, delay, threshold, sinks
 ):
     rule = dict(window=window, max_entries=max_entries, delay=delay, threshold=threshold, sinks=sinks)
@@ -54,20 +54,20 @@ def test_every_cut_keeps_and_sees_the_best_so_far(
 
 @pytest.mark.mesh
 @pytest.mark.thorough
-def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):
+def test_batches_and_meshes_give_the_results_of_single_sequences(model, tokens):
     """Some sequences stop while others go on, before or after their head caches are full, and one is empty."""
     batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 20, 3, 0])
     policy = delayed(window=6, max_entries=TABLE, delay=2)
     together, cache = cached_logits(model, policy, batch, [16] + [1] * 24, lengths=lengths)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
-        apart, own = cached_logits(split, policy, batch, [16] + [1] * 24, lengths=lengths)
+        on_mesh, split_cache = cached_logits(split, policy, batch, [16] + [1] * 24, lengths=lengths)
     for row, length in enumerate(lengths[:3]):
         want, kept = dense_logits(model, policy, batch[row : row + 1, :length])
-        for got in (together, apart):
+        for got in (together, on_mesh):
             assert np.abs(got[row, :length] - want[0]).max() < 1e-4
-        for held in (cache, own):
-            np.testing.assert_array_equal(np.asarray(held.layers.length)[:, row], kept.sum(-1)[:, 0])
+        for result in (cache, split_cache):
+            np.testing.assert_array_equal(np.asarray(result.layers.length)[:, row], kept.sum(-1)[:, 0])
     np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 3], 0)
 
 
@@ -77,22 +77,22 @@ def ends_and_stored(priority, keep, window):
     return end, stored(priority, keep, window)
 
 
-def test_training_masks_what_decoding_drops():
-    """`ends`, which recipes give to `vertical_slash`, is checked for every query."""
+def test_training_masks_the_entries_that_decoding_drops():
+    """The mask that recipes pass to `vertical_slash` is checked for every query."""
     priority = jnp.asarray(np.random.default_rng(1).integers(0, 5, (2, 4, 50)), jnp.float32)
     for window in (1, 7):
         for max_entries in (None, 6, np.arange(4)):
             keep = Keep(jnp.float32(1), None if max_entries is None else jnp.asarray(max_entries))
-            end, held = jax.tree.map(np.asarray, ends_and_stored(priority, keep, window))
-            held, index = held[:, :, :50], np.arange(50)
+            end, retained = jax.tree.map(np.asarray, ends_and_stored(priority, keep, window))
+            retained, index = retained[:, :, :50], np.arange(50)
             near = index[:, None] - index < window
             seen = (index[:, None] < end[:, :, None]) & (index <= index[:, None])
-            np.testing.assert_array_equal(seen, (held | near) & (index <= index[:, None]))
+            np.testing.assert_array_equal(seen, (retained | near) & (index <= index[:, None]))
     assert int(end.max()) == FOREVER
 
 
 @pytest.mark.thorough
-def test_the_default_pool_is_as_large_as_max_entries_and_serves_questions(model, tokens, monkeypatch):
+def test_the_default_pool_fits_max_entries_and_serves_questions(model, tokens, monkeypatch):
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     policy = delayed(window=6, max_entries=8, delay=5)
     prompt = [np.tile(tokens[0], 8)]
@@ -122,10 +122,10 @@ def test_the_default_pool_is_as_large_as_max_entries_and_serves_questions(model,
     "later",
     [pytest.param({"max_entries": 4}, marks=pytest.mark.thorough), {"max_entries": 12, "threshold": 4}],
 )
-def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
+def test_a_stricter_policy_later_keeps_the_number_of_entries(model, tokens, later):
     """A head cache never loses an entry unless another takes its place, in one call or token by token."""
     cache = prefill(model, tokens[:1], policy=delayed(window=6, max_entries=12), page_size=4)
-    policy, said = delayed(window=6, **later), []
+    policy, answers = delayed(window=6, **later), []
     for chunk in (16, 1):
         got = generate(
             model,
@@ -136,11 +136,11 @@ def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
             chunk=chunk,
         )
         assert (got.stats.entries == 5 + 12).all()
-        said.append(got.tokens[0])
-    np.testing.assert_array_equal(*said)
+        answers.append(got.tokens[0])
+    np.testing.assert_array_equal(*answers)
 
 
-def test_what_cannot_go_with_max_entries_is_refused(model, tokens):
+def test_max_entries_is_refused_with_eviction_or_selection(model, tokens):
     policy = delayed(window=6, max_entries=8)
     for part in ({"eviction": KNorm(), "schedule": Schedule(Ratio(0.5))}, {"selection": Quest(ratio=0.5)}):
         with pytest.raises(UserError, match="keeps its entries in no order"):

@@ -11,7 +11,7 @@ PAGE, PAGES, COLUMNS = 3, 20, 5
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 7])
-def test_numbers_go_to_the_next_places_and_nowhere_else(tokens):
+def test_appended_writes_the_next_places_only(tokens):
     """Numbers for which a head cache has no page or no column are dropped."""
     rng = np.random.default_rng(tokens)
     for _ in range(20):
@@ -22,10 +22,10 @@ def test_numbers_go_to_the_next_places_and_nowhere_else(tokens):
         new = rng.standard_normal((2, 2, tokens)).astype(np.float32)
         wanted = field.copy()
         for b, k in np.ndindex(2, 2):
-            own = min(-(-(length[b, k] + count[b, k]) // PAGE), COLUMNS)
-            table[b, k, :own], pages = pages[:own], pages[own:]
-            if rng.random() < 0.3 and own:
-                table[b, k, own - 1] = PAGES
+            used = min(-(-(length[b, k] + count[b, k]) // PAGE), COLUMNS)
+            table[b, k, :used], pages = pages[:used], pages[used:]
+            if rng.random() < 0.3 and used:
+                table[b, k, used - 1] = PAGES
             for i in range(count[b, k]):
                 column, offset = divmod(length[b, k] + i, PAGE)
                 if column < COLUMNS and table[b, k, column] < PAGES:
@@ -34,12 +34,12 @@ def test_numbers_go_to_the_next_places_and_nowhere_else(tokens):
         np.testing.assert_array_equal(jax.jit(appended)(*arrays), wanted)
 
 
-def test_a_table_without_columns_has_no_place():
+def test_appended_drops_numbers_if_the_table_has_no_columns():
     field, nothing = jnp.ones((2, PAGE)), jnp.zeros((1, 1), jnp.int32)
-    found = appended(field, jnp.zeros((1, 1, 0), jnp.int32), nothing, jnp.ones((1, 1, 4)), nothing + 4)
-    np.testing.assert_array_equal(found, field)
+    written = appended(field, jnp.zeros((1, 1, 0), jnp.int32), nothing, jnp.ones((1, 1, 4)), nothing + 4)
+    np.testing.assert_array_equal(written, field)
 
 
-def test_those_chosen_come_first_in_their_order():
+def test_in_front_puts_chosen_numbers_first_in_order():
     x, chosen = jnp.array([[[5, 6, 7, 8]]]), jnp.array([[[False, True, False, True]]])
     np.testing.assert_array_equal(in_front(x, chosen), [[[6, 8, 0, 0]]])

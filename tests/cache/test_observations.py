@@ -30,23 +30,23 @@ def written(buffer, x, seen, valid):
 
 @pytest.mark.parametrize("heads", [(), (HEADS,)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_sequence_remembers_its_own_last_tokens(heads, dtype):
+def test_the_buffer_holds_the_last_tokens_of_each_sequence(heads, dtype):
     random = np.random.default_rng(0)
     buffer = jnp.zeros((BATCH, SLOTS, LAYERS, *heads, WIDTH), dtype)
     buffer = as_bits(buffer) if dtype == "bfloat16" else buffer  # a pool on a CPU stores them like this
-    seen, known = np.zeros(BATCH, int), [[] for _ in range(BATCH)]
+    seen, tokens_so_far = np.zeros(BATCH, int), [[] for _ in range(BATCH)]
     for tokens, valid in CALLS:
         # bfloat16 represents these small whole numbers exactly
         x = random.integers(-99, 99, (LAYERS, BATCH, *heads, tokens, WIDTH)).astype(np.float32)
         for row, count in enumerate(valid):
-            known[row] += [x[:, row, ..., t, :] for t in range(count)]
-        buffer, found, slots = written(buffer, x.astype(dtype), np.array(seen), np.array(valid))
+            tokens_so_far[row] += [x[:, row, ..., t, :] for t in range(count)]
+        buffer, content, slots = written(buffer, x.astype(dtype), np.array(seen), np.array(valid))
         assert slots == min(tokens, SLOTS)
         seen += valid
-        assert found.shape == (LAYERS, BATCH, *heads, SLOTS, WIDTH)
-        assert found.dtype == dtype
-        for row, own in enumerate(known):
-            last = own[-SLOTS:]
+        assert content.shape == (LAYERS, BATCH, *heads, SLOTS, WIDTH)
+        assert content.dtype == dtype
+        for row, past in enumerate(tokens_so_far):
+            last = past[-SLOTS:]
             np.testing.assert_array_equal(
-                np.asarray(found[:, row, ..., SLOTS - len(last) :, :], np.float32), np.stack(last, -2)
+                np.asarray(content[:, row, ..., SLOTS - len(last) :, :], np.float32), np.stack(last, -2)
             )

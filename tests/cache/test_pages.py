@@ -32,7 +32,7 @@ from tests.tiny_models import tiny_gates
         pytest.param("quest", "bfloat16", marks=pytest.mark.thorough),
     ],
 )
-def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
+def test_decoding_never_copies_the_pool(name, dtype):
     """The test checks the temporaries of the whole scan and the pool-sized copies in its program. XLA on a CPU would
     convert 16-bit floats to float32 to scatter among them, and to take one layer's weights out of the stack."""
     model = load_model(builtin_model("test_model"), dtype=dtype)
@@ -66,7 +66,7 @@ def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["h2o", "wgkv", "full", "quest"])
-def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
+def test_16_bit_floats_stored_as_integers_keep_their_bits(name, monkeypatch):
     """On a CPU, the entries and the answers are the same over chunks, a compaction and a pool that grows."""
     model = load_model(builtin_model("test_model"), dtype="bfloat16")
     policy = {
@@ -79,12 +79,12 @@ def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
 
     def run():
         cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE, chunk=16, max_new_tokens=4)
-        said = inference.generate(
+        answers = inference.generate(
             model, [[5, 6], [7]], SamplingParams(max_new_tokens=8), policy=policy, cache=cache
         )
-        return cache.pages, [list(tokens) for tokens in said.tokens]
+        return cache.pages, [list(tokens) for tokens in answers.tokens]
 
-    (bits, said), _ = run(), monkeypatch.setattr(allocation, "on_cpu", lambda: False)
+    (bits, answers), _ = run(), monkeypatch.setattr(allocation, "on_cpu", lambda: False)
     floats, expected = run()
     assert (bits.pool.dtype, floats.pool.dtype) == (jnp.uint16, jnp.bfloat16)
     assert bits.pool.nbytes == floats.pool.nbytes
@@ -94,4 +94,4 @@ def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
     for name, numbers in floats.metadata.items():
         np.testing.assert_array_equal(bits.metadata[name], numbers)
     np.testing.assert_array_equal(bits.pool, np.asarray(floats.pool).view(np.uint16))
-    assert said == expected
+    assert answers == expected

@@ -1,4 +1,4 @@
-"""A cache that is resized to more or fewer pages holds what it held before."""
+"""Tests of resizing: a cache with more or fewer pages holds the same entries."""
 
 import dataclasses
 
@@ -17,9 +17,9 @@ from tests.cache.lists import (
     TOKENS,
     Lists,
     advance,
-    assert_bounds_are_those_of_the_keys,
+    assert_bounds_match_keys,
+    assert_holds,
     calls,
-    holds_exactly,
     started,
     tables,
 )
@@ -29,20 +29,20 @@ WINDOW = 5
 
 @settings(max_examples=12, deadline=None)
 @given(calls=calls, sizes=st.sampled_from([(0, 3), (5, 0), (-20, 0), (-40, 2)]))
-def test_a_cache_of_another_size_holds_the_same_and_goes_on(calls, sizes):
+def test_a_resized_cache_holds_the_same_entries_and_can_be_continued(calls, sizes):
     (meshed, cache), lists = started(WINDOW, CALLS * TOKENS + 40), Lists(WINDOW)
     for count, (valid, wanted) in enumerate(calls):
         if count == len(calls) // 2:
             cache = resized(meshed, cache, *sizes)
-            holds_exactly(cache, lists, WINDOW)
+            assert_holds(cache, lists, WINDOW)
         wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), WINDOW)
         lists.push(valid, wanted)
-    holds_exactly(cache, lists, WINDOW)
-    assert_bounds_are_those_of_the_keys(cache)
+    assert_holds(cache, lists, WINDOW)
+    assert_bounds_match_keys(cache)
 
 
-def test_a_debt_stays():
+def test_resizing_keeps_a_debt():
     """A larger pool does not hide that a smaller one ran out."""
     meshed, cache = started(WINDOW, CALLS * TOKENS + 40)
     pages = dataclasses.replace(cache.pages, free_count=jnp.array([-3], jnp.int32))
@@ -52,10 +52,10 @@ def test_a_debt_stays():
 
 def resized(meshed, cache, pages, columns):
     """Return the cache, which is not on a mesh, with `pages` more pages and `columns` more columns."""
-    had = cache.pages.pool.shape[0]
+    old_pages = cache.pages.pool.shape[0]
     with jax.set_mesh(make_mesh()):
         cache = jax.tree.map(lambda a, b: jax.device_put(np.asarray(a), b.sharding), cache, meshed)
-        more = resize(cache, had + pages, columns)
-    assert more.pages.pool.shape[0] == had + pages
-    assert tables(more, WINDOW).shape[-1] == tables(cache, WINDOW).shape[-1] + columns
-    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), more)
+        resized_cache = resize(cache, old_pages + pages, columns)
+    assert resized_cache.pages.pool.shape[0] == old_pages + pages
+    assert tables(resized_cache, WINDOW).shape[-1] == tables(cache, WINDOW).shape[-1] + columns
+    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), resized_cache)

@@ -19,9 +19,9 @@ from tests.cache.lists import (
     Lists,
     advance,
     advance_one,
-    assert_bounds_are_those_of_the_keys,
+    assert_bounds_match_keys,
+    assert_holds,
     calls,
-    holds_exactly,
     started,
     tables,
 )
@@ -31,7 +31,7 @@ from tests.inference.delayed import delayed
 @pytest.mark.parametrize("window", [1, 5])
 @settings(max_examples=60, deadline=None)
 @given(calls=calls)
-def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, calls):
+def test_pages_hold_the_kept_tokens_and_none_is_lost_or_shared(window, calls):
     (_, cache), lists = started(window, CALLS * TOKENS + window), Lists(window)
     for valid, wanted in calls:
         wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
@@ -39,8 +39,8 @@ def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, cal
         lists.push(valid, wanted)
         assert caches.stats(cache).pages == lists.pages()
         assert caches.stats(cache, 1).pages == lists.pages(1)
-        assert_bounds_are_those_of_the_keys(cache)
-        holds_exactly(cache, lists, window)
+        assert_bounds_match_keys(cache)
+        assert_holds(cache, lists, window)
         layer = jax.tree.map(lambda a: a[0], cache.layers)
         if window > 1:
             held, exists = caches.ring_entries(cache.pages, layer, cache.seen, window - 1, window)
@@ -56,7 +56,7 @@ def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, cal
 
 @settings(max_examples=40, deadline=None)
 @given(calls=calls, capacity=st.sampled_from([6, 10, 14]))
-def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls, capacity):
+def test_a_pool_that_runs_out_counts_missing_pages_and_overwrites_nothing(calls, capacity):
     window = 5
     (_, cache), lists = started(window, capacity), Lists(window)
     pool_pages = cache.pages.pool.shape[0]
@@ -65,7 +65,7 @@ def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls,
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
         lists.push(valid, wanted)
         assert int(cache.pages.free_count[0]) == pool_pages - lists.pages()
-        assert_bounds_are_those_of_the_keys(cache)
+        assert_bounds_match_keys(cache)
         pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
         owned = table[table < pool_pages]
         assert len(set(owned.tolist())) == len(owned)
@@ -79,8 +79,8 @@ def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls,
 @pytest.mark.parametrize("window", [1, 5])
 @settings(max_examples=30, deadline=None)
 @given(calls=calls, capacity=st.sampled_from([6, 14, CALLS * TOKENS + 5]))
-def test_tokens_one_by_one_leave_what_they_leave_together(window, calls, capacity):
-    """A pool that runs out has a negative number of free pages, and the test ends there."""
+def test_writing_tokens_one_by_one_equals_writing_them_at_once(window, calls, capacity):
+    """The test ends when the pool runs out."""
     (_, cache), lists = started(window, capacity), Lists(window)
     pool_pages = cache.pages.pool.shape[0]
     for valid, wanted in calls:
@@ -95,10 +95,10 @@ def test_tokens_one_by_one_leave_what_they_leave_together(window, calls, capacit
                 assert lists.pages() > pool_pages - 2 * BATCH * HEADS
                 return
             assert free == pool_pages - lists.pages()
-            assert_bounds_are_those_of_the_keys(cache)
-            holds_exactly(cache, lists, window)
+            assert_bounds_match_keys(cache)
+            assert_holds(cache, lists, window)
 
 
-def test_a_delay_needs_a_window(model, tokens):
-    with pytest.raises(UserError, match="known 6 tokens late need a window of more, got 6"):
+def test_a_delay_needs_a_larger_window(model, tokens):
+    with pytest.raises(UserError, match="known 6 tokens late need a window of more than 6 tokens, got 6"):
         prefill(model, tokens, policy=delayed(window=6, delay=6))

@@ -1,4 +1,5 @@
-"""A cache that is rolled back equals the earlier cache, and running the same tokens again gives the same logits."""
+"""Tests of rollback: a cache that is rolled back equals the earlier cache, and running the same tokens again gives the
+same logits."""
 
 from functools import partial
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.cache.rollback import marked, taken_back
+from kvjax.cache.rollback import marked, rolled_back
 from kvjax.inference import prefill
 from kvjax.inference.forward import feed
 from kvjax.mesh import make_mesh, use_mesh
@@ -29,16 +30,16 @@ def content(cache):
     """Return the whole content of the cache: each head cache's entries with their metadata and bounds, and all else."""
     pages, ring = cache.pages, caches.ring_pages(cache.window, cache.page_size)
     table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
-    held = []
+    arrays = []
     for row in np.ndindex(length.shape):
         used = table[row][: ring - (-length[row] // cache.page_size)]
         of_ring = used[:ring]
         entries = np.asarray(pages.pool)[used[ring:]].reshape(-1, pages.pool.shape[-1])[: length[row]]
-        beside = [np.asarray(x)[used[ring:]].reshape(-1)[: length[row]] for x in pages.metadata.values()]
+        metadata = [np.asarray(x)[used[ring:]].reshape(-1)[: length[row]] for x in pages.metadata.values()]
         bounds = [] if pages.bounds is None else [np.asarray(pages.bounds)[used[ring:]]]
-        held += [np.asarray(pages.pool)[of_ring], entries, *beside, *bounds]
+        arrays += [np.asarray(pages.pool)[of_ring], entries, *metadata, *bounds]
     rest = cache.layers, cache.seen, cache.observations, pages.free_count
-    return [*held, *map(np.asarray, jax.tree.leaves(rest))]
+    return [*arrays, *map(np.asarray, jax.tree.leaves(rest))]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def content(cache):
         *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "h2o", "snapkv")),
     ],
 )
-def test_a_cache_that_is_taken_back_is_the_one_that_it_was(name):
+def test_a_rolled_back_cache_equals_the_marked_one(name):
     model = tiny_model()
     policy = policies(model)[name]
     shape = {"policy": policy, "page_size": 4, "max_new_tokens": 40}
@@ -62,9 +63,9 @@ def test_a_cache_that_is_taken_back_is_the_one_that_it_was(name):
         free = np.asarray(mark.free)[: int(mark.free_count[0])]
         for rows in (TOKENS[:, 20:31], TOKENS[:, 31:32]):
             cache, first = feed_rows(cache, list(rows))
-        cache = taken_back(cache, mark)
-        for mine, theirs in zip(content(cache), before, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+        cache = rolled_back(cache, mark)
+        for restored, original in zip(content(cache), before, strict=True):
+            np.testing.assert_array_equal(restored, original)
         np.testing.assert_array_equal(np.asarray(cache.pages.free)[: free.size], free)
         for rows in (TOKENS[:, 20:31], TOKENS[:, 31:32]):
             cache, again = feed_rows(cache, list(rows))
@@ -73,7 +74,7 @@ def test_a_cache_that_is_taken_back_is_the_one_that_it_was(name):
 
 @pytest.mark.mesh
 @pytest.mark.thorough
-def test_on_a_mesh_too():
+def test_rollback_on_a_mesh():
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         model = tiny_model()
         policy = policies_for(model, 6)["wgkv"]
@@ -83,9 +84,9 @@ def test_on_a_mesh_too():
         compiled, mark = policy.compile(model), marked(cache)
         feed_rows = partial(feed, model, compiled.host, compiled.extend, chunk=16)
         cache, first = feed_rows(cache, list(TOKENS[:, 20:31]))
-        cache = taken_back(cache, mark)
-        for mine, theirs in zip(*map(jax.tree.leaves, (cache.layers, before)), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+        cache = rolled_back(cache, mark)
+        for restored, original in zip(*map(jax.tree.leaves, (cache.layers, before)), strict=True):
+            np.testing.assert_array_equal(restored, original)
         np.testing.assert_array_equal(caches.stats(cache).entries, entries)
         cache, again = feed_rows(cache, list(TOKENS[:, 20:31]))
     np.testing.assert_array_equal(first, again)

@@ -17,9 +17,9 @@ from tests.tiny_models import tiny_gates
 
 
 @pytest.mark.slow
-def test_memory_is_real(model):
-    """With a quarter of the entries admitted, a third of the full cache's memory is enough for the prompt. The full
-    policy is refused."""
+def test_stats_count_the_allocated_bytes(model):
+    """With a quarter of the entries admitted, a third of the full cache's memory is enough for the prompt. It is not
+    enough for the full policy."""
     prompt = [np.random.default_rng(1).integers(0, 61, 600)]
     policy = make_policy("random:ratio=0.25,window=8", model=model)
     third = 600 // 3

@@ -1,4 +1,4 @@
-"""Tests of exports for Orbax, which store arrays by name."""
+"""Tests of Orbax exports."""
 
 import jax
 import pytest
@@ -9,7 +9,7 @@ from kvjax.mesh import make_mesh
 from tests.train.states import made
 
 
-def test_an_export_is_a_mapping_of_names(tmp_path):
+def test_export_holds_arrays_by_name(tmp_path):
     import orbax.checkpoint as ocp
 
     state = made(make_mesh(fsdp=8))
@@ -23,7 +23,7 @@ def test_an_export_is_a_mapping_of_names(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"), [("_METADATA", "{}"), ("_CHECKPOINT_METADATA", "[" * 100_000), ("manifest.ocdbt", "")]
 )
-def test_a_damaged_export_is_one_line(tmp_path, name, text):
+def test_damaged_export_raises_one_line(tmp_path, name, text):
     arrays = {"a": jax.numpy.arange(4.0)}
     export(tmp_path / "exported", arrays)
     like = {"a": jax.ShapeDtypeStruct((4,), jax.numpy.float32, sharding=arrays["a"].sharding)}

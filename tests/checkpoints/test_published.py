@@ -1,4 +1,4 @@
-"""Tests of gates by hub id: the file of a repository that is taken for a model."""
+"""Tests of finding the gates for a model in a hub repository."""
 
 import huggingface_hub
 import pytest
@@ -17,8 +17,8 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path, monkeypatch):
-    """Replace the hub with repositories that give only files that match the requested patterns, and return their
-    folder."""
+    """Replace the hub with repositories of `FILES`, whose files are given only if they match the requested patterns,
+    and return their folder."""
 
     def download(hub_id, allow_patterns):
         root = tmp_path / hub_id
@@ -48,18 +48,18 @@ def hub(tmp_path, monkeypatch):
         ("someone/exports", "Qwen/Qwen3-8B", "someone/exports/qwen3-8b"),
     ],
 )
-def test_a_hub_id_is_the_file_for_the_model(hub, gates, model, found):
+def test_hub_id_gives_the_file_for_the_model(hub, gates, model, found):
     assert find_gates(gates, model) == str(hub / found)
 
 
-def test_what_is_no_hub_id_stays_as_it_is(tmp_path):
+def test_other_values_are_returned_unchanged(tmp_path):
     (tmp_path / "runs/qwen").mkdir(parents=True)
     for gates in (str(tmp_path / "runs/qwen"), "builtin", "nowhere.pt", tmp_path, None, "../a/b"):
         assert find_gates(gates, "Qwen/Qwen3-8B") is gates
 
 
 @pytest.mark.parametrize(
-    ("gates", "model", "says"),
+    ("gates", "model", "message"),
     [
         ("Jang-Hyun/Fast-KVzip", "meta/Llama-3-8B", "it has none for the model llama-3-8b"),
         (
@@ -70,6 +70,6 @@ def test_what_is_no_hub_id_stays_as_it_is(tmp_path):
         ("someone/export/other.pt", "Llama-3.1-8B", "someone/export has no other.pt"),
     ],
 )
-def test_none_or_several_are_one_line(gates, model, says):
-    with pytest.raises(UserError, match=says):
+def test_no_file_or_several_files_are_refused(gates, model, message):
+    with pytest.raises(UserError, match=message):
         find_gates(gates, model)

@@ -1,4 +1,4 @@
-"""Files of torch.save are read without torch. Nothing in them is run, and nothing takes more memory than its size."""
+"""Tests of reading torch.save's files without torch: nothing in them is run, and hostile files are refused."""
 
 import io
 import os
@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvjax.checkpoints.torch_file import BEFORE_ZIP, TorchFile, is_torch_file
+from kvjax.checkpoints.torch_file import OLD_SIGNATURE, TorchFile, is_torch_file
 from kvjax.errors import UserError
 from tests.checkpoints.torch_files import Global, Numpy, View, write_torch, write_zip
 
@@ -77,19 +77,19 @@ class Hostile:
         return os.system, (f"touch {self.marker}",)
 
 
-def refused(file, said):
-    with pytest.raises(UserError, match=said) as caught:
+def refused(file, message):
+    with pytest.raises(UserError, match=message) as caught:
         TorchFile(file)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_is_run(tmp_path):
-    """The marker appears only when pickle itself reads the same program."""
+def test_hostile_pickle_is_not_run(tmp_path):
+    """The marker file appears only when pickle reads the program."""
     marker = tmp_path / "marker"
     program = pickle.dumps({"module": [Hostile(marker)]}, protocol=2)
     write_zip(tmp_path / "x.pt", program)
-    refused(tmp_path / "x.pt", f"asks for {os.system.__module__}.system, which is not among what gates need")
+    refused(tmp_path / "x.pt", f"asks for {os.system.__module__}.system, which gates do not need")
     assert not marker.exists()
     pickle.loads(program)
     assert marker.exists()
@@ -98,18 +98,21 @@ def test_nothing_is_run(tmp_path):
 @pytest.mark.parametrize(
     "name", ["builtins eval", "torch load", "torch.storage _load_from_bytes", "os\\n system"]
 )
-def test_names_are_refused_by_name(tmp_path, name):
+def test_unknown_names_are_refused(tmp_path, name):
     module, _, name = name.partition(" ")
     write_torch(tmp_path / "x.pt", {"module": Global(module, name)("1")})
-    refused(tmp_path / "x.pt", re.escape(f"asks for {module}.{name}, which is not"))
+    refused(tmp_path / "x.pt", re.escape(f"asks for {module}.{name}, which gates do not need"))
 
 
 PROGRAMS = {
     "a memo of 32 GB": (b"\x80\x02}r\xff\xff\xff\x7f.", None),
     "bytes of 8 EB": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.", "BYTEARRAY8|damaged"),
     "a method of a class": (b"\x80\x02ccollections\nOrderedDict\n}X\x01\0\0\0aNsb.", "damaged"),
-    "a key that takes for ever": (b"\x80\x02})" + b"\x85q\x01h\x01\x86" * 60 + b"Ns.", "damaged"),
-    "a key that is deep": (b"\x80\x02})" + b"\x85" * 10**5 + b"Ns.", "damaged"),
+    "a key that takes exponential time to hash": (
+        b"\x80\x02})" + b"\x85q\x01h\x01\x86" * 60 + b"Ns.",
+        "damaged",
+    ),
+    "a deeply nested key": (b"\x80\x02})" + b"\x85" * 10**5 + b"Ns.", "damaged"),
     "a new object": (b"\x80\x02ccollections\nOrderedDict\n)\x81.", "instruction NEWOBJ, which"),
     "no storage": (b"\x80\x02X\x01\0\0\0aQ.", "damaged"),
     "nothing": (b"", "damaged"),
@@ -120,15 +123,15 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("what", PROGRAMS)
-def test_what_is_no_program_of_torchs_is_refused_at_once(tmp_path, what):
-    program, said = PROGRAMS[what]
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_faulty_programs_are_refused(tmp_path, name):
+    program, message = PROGRAMS[name]
     write_zip(tmp_path / "x.pt", program)
-    if said is None:
+    if message is None:
         with TorchFile(tmp_path / "x.pt") as opened:
             assert opened.content == {}
     else:
-        refused(tmp_path / "x.pt", said)
+        refused(tmp_path / "x.pt", message)
 
 
 NUMBERS = np.zeros(8, np.float32)
@@ -139,37 +142,37 @@ SHAPES = {
     "an overflow": View(NUMBERS, (2**32, 2**32), (2**33, 2**31)),
     "before the start": View(NUMBERS, (2,), (1,), -1),
     "backwards": View(NUMBERS, (2,), (-1,), 4),
-    "less than nothing": View(NUMBERS, (-2, -2), (1, 1)),
+    "negative shape": View(NUMBERS, (-2, -2), (1, 1)),
     "more bytes than there are": View(NUMBERS, count=9),
-    "fewer": View(NUMBERS, count=7),
+    "fewer bytes than there are": View(NUMBERS, count=7),
     "bytes of another kind": View(NUMBERS, kind="DoubleStorage"),
     "many axes": View(NUMBERS, (1,) * 40, (1,) * 40),
     "strides for other axes": View(NUMBERS, (2, 2), (1,)),
-    "parts": View(NUMBERS, (2.0,), (1,)),
-    "a kind that is none": View(NUMBERS, kind="Tensor"),
+    "fractional shape": View(NUMBERS, (2.0,), (1,)),
+    "an unknown kind": View(NUMBERS, kind="Tensor"),
 }
 
 
-@pytest.mark.parametrize("what", SHAPES)
-def test_arrays_lie_within_the_file(tmp_path, what):
-    write_torch(tmp_path / "x.pt", {"a": SHAPES[what]})
+@pytest.mark.parametrize("name", SHAPES)
+def test_arrays_outside_their_storage_are_refused(tmp_path, name):
+    write_torch(tmp_path / "x.pt", {"a": SHAPES[name]})
     refused(tmp_path / "x.pt", "does not lie in|has 32 bytes|damaged|asks for torch.Tensor")
 
 
-def test_a_file_gives_no_more_than_it_holds(tmp_path):
+def test_arrays_larger_than_the_file_are_refused(tmp_path):
     """All layers share one array of the file."""
     layer = {"a": np.zeros(1000, np.float32)}
     write_torch(tmp_path / "x.pt", {"module": [layer] * 1000})
     with (
         TorchFile(tmp_path / "x.pt") as opened,
-        pytest.raises(UserError, match="says that 4000000 of arrays"),
+        pytest.raises(UserError, match="declares arrays of 4000000 bytes"),
     ):
         opened.check(opened.content["module"], {"a": (1000,)})
 
 
-def test_packed_entries_are_refused(tmp_path):
+def test_compressed_entries_are_refused(tmp_path):
     write_torch(tmp_path / "x.pt", {"a": np.zeros(10**6, np.float32)}, compression=zipfile.ZIP_DEFLATED)
-    refused(tmp_path / "x.pt", "is packed, which it never is")
+    refused(tmp_path / "x.pt", "is compressed, which torch.save never does")
 
 
 def test_other_files_are_refused_in_one_line(tmp_path):
@@ -181,7 +184,7 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     os.mkfifo(file)
     refused(file, "is a pipe or a device, expected a file")
     file.unlink()
-    file.write_bytes(BEFORE_ZIP + b"\x80\x02M\xe9\x03.")
+    file.write_bytes(OLD_SIGNATURE + b"\x80\x02M\xe9\x03.")
     refused(file, "before 1.6")
     for content in (b"", b"junk", b"PK\x03\x04junk"):
         file.write_bytes(content)
@@ -193,15 +196,15 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     refused(file, "byte order is b'big', expected little")
 
 
-def test_a_cut_or_changed_file_is_refused(tmp_path):
+def test_truncated_or_changed_file_is_refused(tmp_path):
     file = tmp_path / "x.pt"
     write_torch(file, {"a": np.arange(100, dtype=np.float32)})
     whole = file.read_bytes()
     for length in range(0, len(whole), 50):
         file.write_bytes(whole[:length])
         refused(file, "damaged")
-    at = whole.index(np.arange(100, dtype=np.float32).tobytes())
-    file.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+    offset = whole.index(np.arange(100, dtype=np.float32).tobytes())
+    file.write_bytes(whole[:offset] + b"\xff" + whole[offset + 1 :])
     with TorchFile(file) as opened, pytest.raises(UserError, match="damaged .*CRC"):
         opened.read(opened.content["a"])
 
@@ -212,10 +215,10 @@ def test_any_changed_program_is_read_or_refused(tmp_path):
     write_torch(file, OrderedDict(a=NUMBERS[:2]) | {"b": [(1, 2.0)]}, parameters=True)
     with zipfile.ZipFile(file) as opened:
         program, stored = opened.read("archive/data.pkl"), [opened.read("archive/data/0")]
-    for at in range(len(program)):
-        for by in (1, 0x80):
+    for index in range(len(program)):
+        for bits in (1, 0x80):
             changed = bytearray(program)
-            changed[at] ^= by
+            changed[index] ^= bits
             other = io.BytesIO()
             write_zip(other, bytes(changed), stored)
             file.write_bytes(other.getvalue())
@@ -227,7 +230,7 @@ def test_any_changed_program_is_read_or_refused(tmp_path):
     assert not any("\n" in refusal for refusal in refusals)
 
 
-def test_what_is_taken_for_a_file(tmp_path):
+def test_is_torch_file_looks_at_files_and_suffixes(tmp_path):
     (tmp_path / "folder.pt").mkdir()
     (tmp_path / "gates").write_bytes(b"")
     assert is_torch_file(tmp_path / "gates")
@@ -237,7 +240,7 @@ def test_what_is_taken_for_a_file(tmp_path):
     assert not is_torch_file(tmp_path / "folder.pt")
 
 
-def test_torch_writes_such_files(tmp_path):
+def test_files_written_by_torch_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     wanted = arrays()
     tensors = {name: torch.tensor(array.astype(np.float64)) for name, array in wanted.items()}

@@ -22,8 +22,8 @@ class Global:
 class Call:
     """A call in the pickle, with its arguments."""
 
-    def __init__(self, what, arguments):
-        self.what, self.arguments = what, arguments
+    def __init__(self, function, arguments):
+        self.function, self.arguments = function, arguments
 
 
 class View:
@@ -37,7 +37,7 @@ class View:
 
 
 class Numpy:
-    """A NumPy number or array that is pickled as it is, not as a tensor."""
+    """A NumPy number or array that is pickled by NumPy, not as a tensor."""
 
     def __init__(self, value):
         self.value = value
@@ -57,7 +57,7 @@ class Pickler(pickle._Pickler):  # the C pickler takes only names that it can im
             case Global():
                 self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
             case Call():
-                self.save(obj.what)
+                self.save(obj.function)
                 self.save(obj.arguments)
                 self.write(pickle.REDUCE)
             case View():
@@ -82,20 +82,20 @@ class Pickler(pickle._Pickler):  # the C pickler takes only names that it can im
         )
 
     def persistent_id(self, obj):
-        return obj.said if isinstance(obj, Persistent) else None
+        return obj.identifier if isinstance(obj, Persistent) else None
 
 
 class Persistent:
     """The identifier by which torch names a storage."""
 
-    def __init__(self, said):
-        self.said = said
+    def __init__(self, identifier):
+        self.identifier = identifier
 
 
 def write_torch(
     file, content, *, parameters=False, compression=zipfile.ZIP_STORED, order="little", folder="archive"
 ):
-    """Write what torch.save(content, file) writes, with NumPy arrays as tensors, or as parameters if `parameters`."""
+    """Write the file that torch.save(content, file) would write, with NumPy arrays as tensors (or as parameters)."""
     program, storages = io.BytesIO(), []
     Pickler(program, storages, parameters).dump(content)
     write_zip(file, program.getvalue(), storages, compression=compression, order=order, folder=folder)

@@ -1,4 +1,4 @@
-"""Processes find each other through the variables of their launcher, or report that they do not."""
+"""Tests of joining the processes of a run, which find each other through their launcher's variables."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_LOCALID": "1",
 }
-OWN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 LAUNCHERS = ("JAX_", "TPU_", "SLURM_", "OMPI_", "PMI_", "SKYPILOT_", "KUBERNETES_", "JOB_", "MEGASCALE_")
 GKE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
 
@@ -30,15 +30,15 @@ class Jax:
         self.calls, self._error = [], error
         self.distributed = SimpleNamespace(is_initialized=lambda: False, initialize=self._initialize)
 
-    def _initialize(self, **given):
-        self.calls.append(given)
+    def _initialize(self, **arguments):
+        self.calls.append(arguments)
         if self._error is not None:
             raise self._error
 
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Return a function that joins in an environment whose only variables of launchers are those given."""
+    """Return a function that calls `join_processes` in an environment with only the given launcher variables."""
     installed = set()
     monkeypatch.setattr(cluster.importlib.util, "find_spec", installed.__contains__)
 
@@ -56,9 +56,9 @@ def joined(monkeypatch):
     ("env", "found", "calls"),
     [
         ({}, ("", 1), []),
-        (OWN, ("JAX_COORDINATOR_ADDRESS", 2), [{"num_processes": 2, "process_id": 1}]),
+        (EXPLICIT, ("JAX_COORDINATOR_ADDRESS", 2), [{"num_processes": 2, "process_id": 1}]),
         (SLURM, ("Slurm", 2), [{}]),
-        (SLURM | OWN, ("JAX_COORDINATOR_ADDRESS", 2), [{"num_processes": 2, "process_id": 1}]),
+        (SLURM | EXPLICIT, ("JAX_COORDINATOR_ADDRESS", 2), [{"num_processes": 2, "process_id": 1}]),
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, ("", 1), []),
         (SLURM | {"SLURM_NTASKS": "1"}, ("", 1), []),
         (
@@ -79,11 +79,11 @@ def joined(monkeypatch):
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ("", 1), []),
     ],
 )
-def test_processes_are_joined_as_the_launcher_tells(env, found, calls, joined):
+def test_processes_are_joined_by_the_launchers_variables(env, found, calls, joined):
     assert joined(env, modules=["mpi4py", "kubernetes"]) == (found, calls)
 
 
-def test_a_tpu_machine_asks_whether_it_is_one_of_a_pod(joined):
+def test_tpu_machine_tries_to_join_a_pod(joined):
     assert joined({}, modules=["libtpu"]) == (("TPU pod", 1), [{}])
     assert joined({"TPU_SKIP_MDS_QUERY": "1"}, modules=["libtpu"]) == (("", 1), [])
     assert joined({"JAX_PLATFORMS": "cpu"}, modules=["libtpu"]) == (("", 1), [])
@@ -95,7 +95,7 @@ def test_a_tpu_machine_asks_whether_it_is_one_of_a_pod(joined):
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "message"),
     [
         (SLURM, "Slurm: this process does not find the run's others: nobody is there"),
         ({"PMI_SIZE": "4"}, "MPI started 4 processes, which find each other with mpi4py: pip install mpi4py"),
@@ -106,13 +106,13 @@ def test_a_tpu_machine_asks_whether_it_is_one_of_a_pod(joined):
         (GKE, r"with jax's extra: pip install 'jax\[k8s\]'; JAX_NUM_PROCESSES=1 makes them separate runs"),
     ],
 )
-def test_processes_that_do_not_find_each_other_say_so(env, said, joined):
-    with pytest.raises(UserError, match=said):
+def test_processes_that_do_not_find_each_other_raise(env, message, joined):
+    with pytest.raises(UserError, match=message):
         joined(env, error=RuntimeError("nobody is there"))
 
 
 def started(mesh):
-    """Call `start` with a mesh in two Slurm processes with a device each, and return what each printed."""
+    """Call `start` with a mesh in two Slurm processes with one device each, and return their output."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         env = (
@@ -121,15 +121,15 @@ def started(mesh):
             | {"JAX_COORDINATOR_PORT": str(free.getsockname()[1]), "JAX_NUM_CPU_DEVICES": "1"}
         )
     code = f"from kvjax.cli.launch import *; print(start(MeshShape.parse({mesh!r})).size)"
-    both = [
-        subprocess.Popen([sys.executable, "-c", code], env=env | own, stdout=-1, stderr=-1, text=True)
-        for own in ({"SLURM_PROCID": x, "SLURM_LOCALID": x} for x in "01")
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env=env | index, stdout=-1, stderr=-1, text=True)
+        for index in ({"SLURM_PROCID": x, "SLURM_LOCALID": x} for x in "01")
     ]
-    return [process.communicate(timeout=100) for process in both]
+    return [process.communicate(timeout=100) for process in processes]
 
 
 @pytest.mark.slow
-def test_two_processes_of_slurm_are_one_mesh():
+def test_two_slurm_processes_form_one_mesh():
     first, second = started("2")
     assert first == (
         "2\n",
@@ -139,6 +139,6 @@ def test_two_processes_of_slurm_are_one_mesh():
 
 
 @pytest.mark.slow
-def test_a_mesh_must_take_devices_of_every_process():
-    said = "--mesh 1 takes 1 of the 2 devices, and none of some of the 2 processes"
-    assert all(said in errors for _, errors in started("1"))
+def test_mesh_must_use_devices_of_every_process():
+    message = "--mesh 1 uses 1 of the 2 devices, and no device of some of the 2 processes"
+    assert all(message in errors for _, errors in started("1"))

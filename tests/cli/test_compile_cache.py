@@ -1,5 +1,5 @@
-"""Compiled programs are kept by default, which is reported once. The environment can name another folder or turn this
-off."""
+"""Tests of the cache of compiled programs. It is on by default, which is reported once; the environment can move or
+disable it."""
 
 import os
 import subprocess
@@ -28,14 +28,14 @@ print(sum(event == "/jax/compilation_cache/cache_hits" for event in hits))
 
 
 def run(code, tmp_path, **environment):
-    known = {
+    env = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPIL", "JAX_PERS"))
     }
-    known |= {"XDG_CACHE_HOME": str(tmp_path)} | environment
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=known)
+    env |= {"XDG_CACHE_HOME": str(tmp_path)} | environment
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
 
 
-def test_the_second_process_compiles_nothing_that_takes_long(tmp_path):
+def test_second_process_uses_cached_programs(tmp_path):
     folder = tmp_path / "kvjax" / "programs"
     first, second = (run(SAMPLES, tmp_path) for _ in range(2))
     assert first.stdout == "0\n"
@@ -49,7 +49,7 @@ def test_the_second_process_compiles_nothing_that_takes_long(tmp_path):
 @pytest.mark.parametrize(
     "environment", [{"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}]
 )
-def test_the_environment_decides(tmp_path, environment):
+def test_environment_can_move_or_disable_the_cache(tmp_path, environment):
     code = """
 import jax
 from kvjax.cli.compile_cache import keep_programs
@@ -62,7 +62,7 @@ print(jax.config.jax_compilation_cache_dir)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_program_that_was_written_in_part_is_removed(tmp_path):
+def test_partially_written_programs_are_removed(tmp_path):
     whole = zlib.compress(b"program" * 100)
     for name, content, used in (
         ("whole", whole, True), ("cut", whole[:-9], True), ("empty", b"", True), ("killed", whole, False),

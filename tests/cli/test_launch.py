@@ -1,3 +1,5 @@
+"""Tests of parsing command lines, meshes, and the ends of commands."""
+
 import dataclasses
 import errno
 import signal
@@ -58,7 +60,7 @@ def test_mesh_shape_is_read_and_written(text, shape):
 @pytest.mark.parametrize(
     "text", ["0", "-1", "4x0", "4x2x1", "x", "", "fsdp=0", "fsdp=2,fsdp=2", "pods=2", "sequence=0", "1.5"]
 )
-def test_a_wrong_mesh_is_named_with_what_is_expected(text):
+def test_faulty_mesh_is_refused(text):
     with pytest.raises(
         UserError,
         match=r"expected 8 .*4x2 .*\(data, fsdp, tensor, sequence, replica\), every number at least 1",
@@ -67,7 +69,7 @@ def test_a_wrong_mesh_is_named_with_what_is_expected(text):
     assert repr(text) in str(error.value)
 
 
-def test_command_line_over_default():
+def test_command_line_overrides_the_default():
     options = parse_command(Options, ["--mesh", "4x2"], default=Options(steps=7))
     assert options == Options(MeshShape(1, 4, 2), 7)
 
@@ -85,7 +87,7 @@ def test_command_line_over_default():
         (["more"], ["no option takes more"]),
     ],
 )
-def test_a_wrong_command_line_is_one_line(args, parts, capsys):
+def test_faulty_command_line_raises_one_line(args, parts, capsys):
     with pytest.raises(UserError) as error:
         parse_command(Options, args)
     line = str(error.value)
@@ -101,22 +103,22 @@ def test_a_wrong_command_line_is_one_line(args, parts, capsys):
         (["it"], "missing: --steps INT; --help says more"),
     ],
 )
-def test_what_is_missing_is_named(args, line):
+def test_missing_arguments_are_named(args, line):
     with pytest.raises(UserError) as error:
         parse_command(Needed, args)
     assert str(error.value) == line
 
 
-def test_help_leaves_quietly_with_the_defaults(capsys):
-    with pytest.raises(SystemExit) as leaving:
+def test_help_prints_the_defaults_and_exits(capsys):
+    with pytest.raises(SystemExit) as caught:
         parse_command(Options, ["--help"], default=Options(steps=7))
-    assert not leaving.value.code
+    assert not caught.value.code
     assert "(default: 7)" in capsys.readouterr().out
 
 
 @pytest.fixture
-def goes_on(monkeypatch):
-    """Keep the stops that these tests try from ending the tests."""
+def keep_running(monkeypatch):
+    """Prevent `run_command` from registering an exit of the test process."""
     monkeypatch.setattr(launch.atexit, "register", lambda *_: None)
 
 
@@ -142,44 +144,44 @@ def goes_on(monkeypatch):
         (Termination("say so"), 143, "stopped by SIGTERM: say so\n"),
     ],
 )
-@pytest.mark.usefixtures("goes_on")
-def test_what_a_person_can_mend_is_one_line(raised, code, line, capsys):
+@pytest.mark.usefixtures("keep_running")
+def test_errors_that_users_can_fix_end_in_one_line(raised, code, line, capsys):
     def main():
         raise raised
 
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit) as caught:
         run_command(main)
-    assert leaving.value.code == code
+    assert caught.value.code == code
     shown = capsys.readouterr().err
     assert shown.startswith(line)
     assert shown.count("\n") == 1
     assert len(shown) < 500
 
 
-@pytest.mark.usefixtures("goes_on")
-def test_sigterm_is_one_line_after_what_must_be_put_in_order(capsys):
-    before, order = signal.getsignal(signal.SIGTERM), []
+@pytest.mark.usefixtures("keep_running")
+def test_sigterm_ends_in_one_line_after_cleanup(capsys):
+    handler, cleaned_up = signal.getsignal(signal.SIGTERM), []
 
     def main():
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
-            order.append(1)
+            cleaned_up.append(True)
 
-    # were it not caught, it would end the tests
+    # otherwise an unhandled signal would end the tests
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with pytest.raises(SystemExit) as leaving:
+        with pytest.raises(SystemExit) as caught:
             run_command(main)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert leaving.value.code == 143
+        signal.signal(signal.SIGTERM, handler)
+    assert caught.value.code == 143
     assert capsys.readouterr().err == "stopped by SIGTERM\n"
-    assert order == [1]
+    assert cleaned_up == [True]
 
 
-def test_a_full_disk_is_found_behind_another_error(capsys):
+def test_full_disk_is_found_behind_another_error(capsys):
     def main():
         try:
             raise OSError(errno.ENOSPC, "No space left on device", "state")
@@ -191,23 +193,23 @@ def test_a_full_disk_is_found_behind_another_error(capsys):
     assert capsys.readouterr().err == "error: state: No space left on device\n"
 
 
-def test_our_own_mistakes_keep_their_traceback():
+def test_other_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
 
 
-def test_start_makes_the_mesh_and_says_that_its_devices_are_virtual(capsys):
+def test_start_makes_a_mesh_of_virtual_devices_and_reports_it(capsys):
     mesh = start(MeshShape(data=2, fsdp=2, tensor=2))
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "sequence": 1, "replica": 1}
     assert capsys.readouterr().err.splitlines() == ["No accelerator is used: 8 virtual CPU devices."]
 
 
-def test_start_says_how_many_devices_there_are():
+def test_start_refuses_a_mesh_with_too_many_devices():
     with pytest.raises(UserError, match="--mesh 4x4 needs 16 devices, this machine has 8"):
         start(MeshShape(fsdp=4, tensor=4))
 
 
-def test_an_accelerator_is_seen_by_its_device_node(tmp_path, monkeypatch):
+def test_accelerator_is_found_by_its_device_node(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "ACCELERATOR_NODES", (str(tmp_path / "accel*"),))
     assert not launch.has_accelerator()
     (tmp_path / "accel0").touch()
@@ -215,15 +217,15 @@ def test_an_accelerator_is_seen_by_its_device_node(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_stop_is_not_lost_where_python_ignores_exceptions(name, code):
-    """Python ignores exceptions in callbacks that jax has the garbage collector call while it compiles."""
+def test_stop_is_not_lost_where_python_ignores_exceptions(name, code):
+    """Python ignores exceptions in callbacks of the garbage collector, which jax uses while it compiles."""
     command = f"""
 import atexit, gc, signal, time
 from kvjax.cli.launch import run_command
 
 def collected(phase, info):
-    if phase == "start" and len(told) < 2:
-        told.append(phase)
+    if phase == "start" and len(raised_in) < 2:
+        raised_in.append(phase)
         signal.raise_signal(signal.{name})
 
 def main():
@@ -232,9 +234,9 @@ def main():
     for _ in range(1000):
         gc.collect()
         time.sleep(0.01)
-    print("not stopped", told)
+    print("not stopped", raised_in)
 
-told = []
+raised_in = []
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
 run_command(main)
 """

@@ -1,4 +1,4 @@
-"""A folder belongs to one process as long as the process lives, and no longer."""
+"""Tests of folder locks: one process holds a folder, and no longer than it lives."""
 
 import signal
 import subprocess
@@ -26,7 +26,7 @@ with FolderLock(Path(sys.argv[1]), "--out"):
 BUSY = "--out .*run: another process is writing there; wait for its end, or name another folder"
 
 
-def test_a_process_that_is_killed_leaves_the_folder_free(tmp_path):
+def test_killed_process_releases_the_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
@@ -42,7 +42,7 @@ def test_a_process_that_is_killed_leaves_the_folder_free(tmp_path):
         pass
 
 
-def test_a_folder_that_is_not_there_is_taken_once_it_is_made(tmp_path):
+def test_missing_folder_is_locked_once_it_is_made(tmp_path):
     folder = tmp_path / "run"
     with FolderLock(folder, "--out") as first:
         assert not folder.exists()
@@ -57,7 +57,7 @@ def test_a_folder_that_is_not_there_is_taken_once_it_is_made(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_second_evaluation_in_a_folder_is_refused(tmp_path):
+def test_second_evaluation_in_a_folder_is_refused(tmp_path):
     command = [*SMALL, "--policies", "full", "--tasks", "needle", "--out", str(tmp_path / "run")]
     evaluate(command)
     with FolderLock(tmp_path / "run", "--out"), pytest.raises(UserError, match=BUSY):
@@ -65,7 +65,7 @@ def test_a_second_evaluation_in_a_folder_is_refused(tmp_path):
     evaluate(command)
 
 
-def test_a_second_run_in_a_folder_is_refused(tmp_path):
+def test_second_training_run_in_a_folder_is_refused(tmp_path):
     model = ["--model", str(builtin_model("test_model")), "--lengths", "64", "--shares", "1", "--window", "8"]
     few = ["--sequences", "1", "--validation", "1", "--report", "none", "--out", str(tmp_path / "run")]
     train([*model, *few])

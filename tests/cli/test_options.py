@@ -1,3 +1,5 @@
+"""Tests of YAML files of options."""
+
 import dataclasses
 import os
 from pathlib import Path
@@ -27,7 +29,7 @@ def write(tmp_path, text):
     return str(file)
 
 
-def test_values_over_the_defaults(tmp_path):
+def test_yaml_values_override_the_defaults(tmp_path):
     file = write(
         tmp_path, "mesh: 4x2\nlengths: [4, 5, 6]\nlearning-rate: 1e-3\nfolder: some/where\nfast: true\n"
     )
@@ -37,7 +39,7 @@ def test_values_over_the_defaults(tmp_path):
     assert load_config(Options, write(tmp_path, "mesh: 8"), Options(name="other")).name == "other"
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_written_values_are_read_back(tmp_path):
     options = Options(MeshShape(2, 2, 2), (7,), 0.25, Path("a b"), True, "two\nlines: and more")
     write_values(tmp_path / "options.yaml", options)
     assert load_config(Options, str(tmp_path / "options.yaml")) == options
@@ -71,7 +73,7 @@ def test_what_is_written_is_read_back(tmp_path):
         ("name: caf\udce9", ["is not UTF-8 text: byte 0xe9 at offset 9"]),
     ],
 )
-def test_a_wrong_file_is_one_line_that_names_it(tmp_path, text, parts):
+def test_faulty_file_raises_one_line_with_its_name(tmp_path, text, parts):
     file = write(tmp_path, text)
     with pytest.raises(UserError) as error:
         load_config(Options, file)
@@ -81,14 +83,14 @@ def test_a_wrong_file_is_one_line_that_names_it(tmp_path, text, parts):
     assert all(part in line for part in [file, *parts]), line
 
 
-def test_a_value_that_looks_like_an_option_is_a_value(tmp_path):
+def test_values_that_look_like_options_are_values(tmp_path):
     file = write(tmp_path, "name: --fast\nfolder: -x\nlearning_rate: -1e-3\nlengths: [-4, -5]\n")
     assert load_config(Options, file) == Options(
         name="--fast", folder=Path("-x"), learning_rate=-1e-3, lengths=(-4, -5)
     )
 
 
-def test_a_pipe_is_no_config(tmp_path):
+def test_pipes_and_impossible_paths_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(UserError, match="pipe.yaml: is a pipe or a device, expected a file"):
         load_config(Options, str(tmp_path / "pipe.yaml"))
@@ -103,7 +105,7 @@ def test_packaged_configs_are_found_by_name_and_by_file_name():
         find_config("builtn")
 
 
-def test_given_takes_the_last():
+def test_find_value_returns_the_last_value():
     args = ["--a", "1", "--b=2", "--a=3", "--c"]
     assert (
         find_value(args, "--a"),

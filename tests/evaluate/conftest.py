@@ -36,7 +36,7 @@ def arguments(tmp_path_factory):
 def evaluated(arguments, tmp_path_factory):
     """Return the folder of a run, and how many programs were compiled until each of its results was finished."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    compiled, at_cell = [0], []
+    compiled, compile_counts = [0], []
 
     def count(event, duration, **_):
         compiled[0] += event == "/jax/core/compile/backend_compile_duration"
@@ -45,6 +45,8 @@ def evaluated(arguments, tmp_path_factory):
     jax.monitoring.register_event_duration_secs_listener(count)
     with pytest.MonkeyPatch.context() as patch:
         add = Results.add
-        patch.setattr(Results, "add", lambda self, cell: (at_cell.append(compiled[0]), add(self, cell)))
+        patch.setattr(
+            Results, "add", lambda self, result: (compile_counts.append(compiled[0]), add(self, result))
+        )
         main([*arguments, *TASKS, "--out", str(folder)])
-    return folder, at_cell
+    return folder, compile_counts

@@ -1,4 +1,4 @@
-"""The entries that heads hold by the paper's plans, call by call. Measured footprints are tested against them."""
+"""The entries that heads hold at each call in the paper's examples, against which measured footprints are tested."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def streaming_head(prompt: int, output: int, chunk: int, *, sink: int, window: i
 def evicting_head(
     prompt: int, output: int, chunk: int, *, share: float = 1.0, observed: int = 64
 ) -> Occupancy:
-    """Return a head that keeps a `share` of each prefill chunk and `observed` entries more, as the paper charges it."""
+    """Return a head that keeps a `share` of each prefill chunk and `observed` more entries, as the paper counts."""
     tokens = call_sizes(prompt, output, chunk)
     prefill = len(tokens) - output
     # the paper's code rounds half to even, too
@@ -38,10 +38,10 @@ def mean_head(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
     """Return the mean head where each share of the heads is of one kind. The shares add up to 1."""
     first = parts[0][1]
     return Occupancy(
-        np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.passing
+        np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.temporary
     )
 
 
 def final(head: Occupancy) -> float:
-    """Return the entries of the last call, before any compaction after it, over those of full attention."""
+    """Return the entries at the last call, before any compaction after it, relative to full attention."""
     return float((head.held + head.tokens)[-1] / head.length)

@@ -1,4 +1,4 @@
-"""Tests of answers against plain attention over the whole line."""
+"""Tests of answers against plain attention over context, question and answer."""
 
 import jax
 import jax.numpy as jnp
@@ -37,32 +37,32 @@ class Counted(Pace):
         super().add(tokens, seconds, compiled)
 
 
-def said_by_attention(model, line, count):
+def attention_tokens(model, line, count):
     """Return the most likely next token after each of the last `count` tokens."""
     padded = np.pad(line, (0, LINE - line.size))
     return logits(model, [padded])[0, line.size - count : line.size].argmax(-1)
 
 
-def test_answers_are_those_of_plain_attention(model, contexts):
-    """The questions have several lengths: the model answers two itself, and one is given a text."""
+def test_answers_equal_those_of_plain_attention(model, contexts):
+    """The questions have several lengths. The model answers two of them, and one is teacher-forced."""
     policy, pace = make_policy("full", model=model), Counted()
     cache = prefill(model, contexts, policy=policy, max_new_tokens=20)
     prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 12, 2)]
     text = np.array([9, 8, 11, 30, 2], np.int32)
     questions = [
-        Question(prompt, text, "", given=given)
+        Question(prompt, text, "", teacher_forced=given)
         for prompt, given in zip(prompts, (False, False, True), strict=True)
     ]
     records = {"pace": pace, "watch": Stopwatch()}
     with footprint_log() as log:
         for _ in range(2):  # the cache is returned unchanged
-            said, cache = answer(model, policy.compile(model), cache, questions, stop=(), **records)
+            answers, cache = answer(model, policy.compile(model), cache, questions, stop=(), **records)
     for row in (0, 1):
-        tokens = said[row].tokens
+        tokens = answers[row].tokens
         line = np.concatenate([contexts[row], prompts[row], tokens[:-1]])
-        np.testing.assert_array_equal(tokens, said_by_attention(model, line, 5))
+        np.testing.assert_array_equal(tokens, attention_tokens(model, line, 5))
     line = np.concatenate([contexts[2], prompts[2], text[:-1]])
-    np.testing.assert_array_equal(said[2].tokens, said_by_attention(model, line, 5))
+    np.testing.assert_array_equal(answers[2].tokens, attention_tokens(model, line, 5))
     assert np.sum([call.tokens for call in log], 0).tolist() == [2 * 5, 2 * 16, 2 * 6]
     assert pace.tokens == 2 * 8 * 3  # all sequences ran two blocks of four steps
     assert pace.per_second > 0
@@ -76,7 +76,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
         *(pytest.param(x, False, marks=pytest.mark.thorough) for x in ("full", "wgkv")),
     ],
 )
-def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, slides, monkeypatch):
+def test_shrinking_the_batch_does_not_change_answers(model, contexts, policy, slides, monkeypatch):
     """The answers and the entries held at every step are the same."""
     model = sliding_model() if slides else model
     made = {
@@ -85,8 +85,10 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, s
         "quest": {"ratio": 0.25},
     }
     policy = make_policy({policy: made[policy]}, model=model)
-    cache = prefill(model, contexts, policy=policy, max_new_tokens=40, page_size=4)
-    questions = [Question(np.array([5, 6], np.int32), np.zeros(count, np.int32), "") for count in (3, 33, 6)]
+    cache = prefill(model, [*contexts, contexts[0][:9]], policy=policy, max_new_tokens=40, page_size=4)
+    questions = [
+        Question(np.array([5, 6], np.int32), np.zeros(count, np.int32), "") for count in (3, 33, 6, 33)
+    ]
     take_rows, taken = answering._take_rows, []
     monkeypatch.setattr(
         answering,
@@ -99,21 +101,21 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, s
         records = {"pace": pace, "watch": Stopwatch()}
         with footprint_log() as log:
             copy = jax.tree.map(jnp.copy, cache)
-            said, _ = answer(model, policy.compile(model), copy, questions, stop=(), **records)
+            answers, _ = answer(model, policy.compile(model), copy, questions, stop=(), **records)
         ran = np.array([call.tokens for call in log]) > 0
         held = np.where(ran, [call.held for call in log], 0)
-        return [one.tokens.tolist() for one in said], held, ran, pace.tokens
+        return [reply.tokens.tolist() for reply in answers], held, ran, pace.tokens
 
-    said, held, ran, counted = run()
-    assert (taken, counted) == ([], 3 * 36)
-    monkeypatch.setattr(answering, "FEWER", 3)
-    monkeypatch.setattr(answering, "AHEAD", 20)
+    answers, held, ran, counted = run()
+    assert (taken, counted) == ([], 4 * 36)
+    monkeypatch.setattr(answering, "SHRINK", 2)
+    monkeypatch.setattr(answering, "SHRINK_STEPS", 20)
     again = run()
-    assert taken == [[1]]
-    assert again[0] == said
+    assert taken == [[1, 3]]
+    assert again[0] == answers
     np.testing.assert_array_equal(again[1], held)
     np.testing.assert_array_equal(again[2], ran)
-    assert again[3] == 3 * 8  # only the steps of the whole batch count for the speed
+    assert again[3] == 4 * 8  # only the steps of the whole batch count for the speed
 
 
 def test_an_answer_ends_before_its_stop_token(model, contexts):
@@ -125,10 +127,10 @@ def test_an_answer_ends_before_its_stop_token(model, contexts):
 
     def run(stop):
         records = {"pace": Pace(), "watch": Stopwatch()}
-        said, _ = answer(
+        answers, _ = answer(
             model, policy.compile(model), jax.tree.map(jnp.copy, cache), questions, stop=stop, **records
         )
-        return [one.tokens for one in said]
+        return [reply.tokens for reply in answers]
 
     free = run(())
     stop = int(free[1][4])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.evaluate.compared import compared, compared_of
+from kvjax.evaluate.compared import compared_policies, parse_compared
 from kvjax.evaluate.config import ANSWERING, POLICIES, parse
-from kvjax.evaluate.gates import with_gates
-from kvjax.evaluate.run import reading_of
+from kvjax.evaluate.gates import choose_default_policies
+from kvjax.evaluate.run import reading_key
 from kvjax.evaluate.sizing import Sizing, budget_policy, policy_of
 from kvjax.models.chat import encode
 from kvjax.policies import Policy, make_policy
@@ -55,8 +55,8 @@ def gates_of(model, gates, tmp_path_factory):
     fast_kvzip.save_gates(folder, tiny_sink_gates(model), {"opening": [1, 2, 3, 4, 5]})
     scorers = tmp_path_factory.mktemp("kvpop")
     save_scorers(scorers, tiny_scorers(model), {"max_entries": 99, "sink": 2, "window": 9})
-    own = {"fast_kvzip": str(folder), "kvpop": str(scorers)}
-    return lambda one: own.get(one.takes_gates, gates)
+    folders = {"fast_kvzip": str(folder), "kvpop": str(scorers)}
+    return lambda compared: folders.get(compared.gated_method, gates)
 
 
 GATED = POLICIES[-2]
@@ -74,17 +74,17 @@ EVERY = (
 )
 
 
-def sizing_of(one, model, ratio, gates_of):
+def sizing_of(compared, model, ratio, gates_of):
     """Return the sizing for a context, or for a contest's longer answers."""
-    tokens, shortest = (1024, 1024) if one.decodes else (128, 120)
-    return Sizing(model, ratio, tokens, shortest, 32, 4, gates_of(one), tokenizer=Tokenizer)
+    tokens, shortest = (1024, 1024) if compared.evicts_while_decoding else (128, 120)
+    return Sizing(model, ratio, tokens, shortest, 32, 4, gates_of(compared), tokenizer=Tokenizer)
 
 
 @pytest.mark.parametrize("text", EVERY)
-def test_a_budget_is_met_and_another_is_the_same_program(text, model, gates_of):
-    one = compared_of(text)
+def test_a_budget_is_met_and_another_budget_shares_its_program(text, model, gates_of):
+    compared = parse_compared(text)
     policies: list[Any] = [
-        budget_policy(one, sizing_of(one, model, ratio, gates_of)) for ratio in (0.25, 0.5)
+        budget_policy(compared, sizing_of(compared, model, ratio, gates_of)) for ratio in (0.25, 0.5)
     ]
     small = policies[0]
     if text.startswith(("streaming_llm", "head_pattern")):
@@ -93,11 +93,14 @@ def test_a_budget_is_met_and_another_is_the_same_program(text, model, gates_of):
         assert means == pytest.approx([32, 64], abs=1)
         return
     compiled = [policy.compile(model) for policy in policies]
-    views = [(own.read, own.extend, own.decode, own.compact) for own in compiled]
-    shapes = [jax.tree.map(jax.typeof, jax.tree.leaves(own)) for own in views]
+    views = [
+        (views_of_policy.read, views_of_policy.extend, views_of_policy.decode, views_of_policy.compact)
+        for views_of_policy in compiled
+    ]
+    shapes = [jax.tree.map(jax.typeof, jax.tree.leaves(views_of_policy)) for views_of_policy in views]
     assert shapes[0] == shapes[1]
     assert jax.tree.structure(views[0]) == jax.tree.structure(views[1])
-    if small.schedule is not None and one.decodes:
+    if small.schedule is not None and compared.evicts_while_decoding:
         assert [policy.schedule.budget.entries for policy in policies] == [256, 512]
         assert (small.schedule.trigger.when, small.schedule.trigger.every) == ("position", 128)
     elif small.schedule is not None:
@@ -111,13 +114,13 @@ def test_a_budget_is_met_and_another_is_the_same_program(text, model, gates_of):
     elif small.selection is not None:
         assert [float(policy.selection.ratio) for policy in policies] == [0.25, 0.5]
     else:
-        assert not one.takes_budget or one.searched
+        assert not compared.takes_budget or compared.searches_tau
 
 
 @pytest.mark.parametrize("text", [x for x in EVERY if not x.endswith(":calibrated")])
-def test_what_a_string_does_not_say_the_evaluation_does(text, model, gates_of):
-    one = compared_of(text)
-    policy = budget_policy(one, dataclasses.replace(sizing_of(one, model, 0.25, gates_of), seed=7))
+def test_the_evaluation_completes_policy_strings(text, model, gates_of):
+    compared = parse_compared(text)
+    policy = budget_policy(compared, dataclasses.replace(sizing_of(compared, model, 0.25, gates_of), seed=7))
     assert policy.name.partition("+")[0].partition(":")[0] == re.split("[+:]", text)[0]
     if "snapkv" in text:
         assert policy.schedule.needs.observed == 4
@@ -138,14 +141,14 @@ def test_what_a_string_does_not_say_the_evaluation_does(text, model, gates_of):
         "full:window=9",
     ],
 )
-def test_a_policy_with_a_budget_of_its_own_is_measured_once(text, model):
-    one = compared_of(text)
-    assert not one.takes_budget
-    policies = [budget_policy(one, Sizing(model, ratio, 128, 120, 32, 4)) for ratio in (0.5, 1.0)]
+def test_a_policy_with_its_own_budget_is_measured_once(text, model):
+    compared = parse_compared(text)
+    assert not compared.takes_budget
+    policies = [budget_policy(compared, Sizing(model, ratio, 128, 120, 32, 4)) for ratio in (0.5, 1.0)]
     assert repr(policies[0]) == repr(policies[1])
 
 
-def test_labels_and_mappings_are_policies_too(tmp_path, model):
+def test_policies_may_be_mappings_with_labels(tmp_path, model):
     file = tmp_path / "compared.yaml"
     file.write_text(
         "policies:\n"
@@ -154,7 +157,7 @@ def test_labels_and_mappings_are_policies_too(tmp_path, model):
         "  full: {full: null}\n"
         "  τ searched: {wgkv: {calibrated: true}}\n"
     )
-    found = compared(parse(["--config", str(file), "--out", str(tmp_path)]))
+    found = compared_policies(parse(["--config", str(file), "--out", str(tmp_path)]))
     assert {one.label: one.text for one in found} == {
         "SnapKV in AdaKV": "snapkv:observed=9,adakv.pinned=0.3",
         "Quest": "quest:ratio=0.5",
@@ -168,38 +171,36 @@ def test_labels_and_mappings_are_policies_too(tmp_path, model):
         parse(["--config", str(file), "--out", str(tmp_path)])
 
 
-def test_the_prefix_is_the_chat_templates_or_what_gates_were_trained_behind_unless_one_is_named(
-    model, gates_of
-):
+def test_the_prefix_comes_from_the_string_the_chat_template_or_the_gates(model, gates_of):
     sizing = Sizing(
-        model, 0.5, 128, 120, 32, 4, gates_of(compared_of("fast_kvzip")), tokenizer=byte_tokenizer
+        model, 0.5, 128, 120, 32, 4, gates_of(parse_compared("fast_kvzip")), tokenizer=byte_tokenizer
     )
     opening = encode(byte_tokenizer(), "", "beginning")
     for text, prefix in {"fast_kvzip": len(opening), "fast_kvzip:prefix=3": 3}.items():
-        schedule = budget_policy(compared_of(text), sizing).schedule
+        schedule = budget_policy(parse_compared(text), sizing).schedule
         assert schedule.needs.prefix_of(np.array([*opening, 7])) == prefix
     without = dataclasses.replace(sizing, tokenizer=lambda: None)
-    assert budget_policy(compared_of("fast_kvzip"), without).schedule.needs.prefix_of(np.arange(1, 9)) == 5
+    assert budget_policy(parse_compared("fast_kvzip"), without).schedule.needs.prefix_of(np.arange(1, 9)) == 5
 
 
-def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):
+def test_no_more_tokens_are_observed_than_the_gates_window_has(model, gates):
     for observed, expected in ((4, 4), (9, 9), (32, 9)):
         sizing = Sizing(model, 0.25, tokens=128, shortest=120, chunk=64, observed=observed, gates=gates)
-        schedule = budget_policy(compared_of("wgkv+snapkv"), sizing).schedule
+        schedule = budget_policy(parse_compared("wgkv+snapkv"), sizing).schedule
         assert schedule is not None
         assert schedule.needs.observed == expected
 
 
-def test_what_is_read_together_reads_alike(model, gates_of):
+def test_policies_that_share_a_reading_read_alike(model, gates_of):
     """Policies that are read together have the same window and admission at every budget. Only observation and counts
     may differ."""
     alike: dict[object, list[Any]] = {}
     names: dict[object, set[str]] = {}
     for text, ratio in itertools.product(EVERY, (0.25, 0.5)):
-        one = compared_of(text)
-        sizing = sizing_of(one, model, ratio, gates_of)
-        policy = budget_policy(one, sizing)
-        if not one.calibrated and (reading := reading_of(one, policy, sizing.gates)):
+        compared = parse_compared(text)
+        sizing = sizing_of(compared, model, ratio, gates_of)
+        policy = budget_policy(compared, sizing)
+        if not compared.calibrated and (reading := reading_key(compared, policy, sizing.gates)):
             alike.setdefault(reading, []).append(policy.compile(model).read)
             names.setdefault(reading, set()).add(text)
     apart = {"streaming_llm", "oraclekv", "kvpop", "wgkv"}
@@ -213,40 +214,42 @@ def test_what_is_read_together_reads_alike(model, gates_of):
             assert other.window == first.window
             assert jax.tree.structure(other.admission) == jax.tree.structure(first.admission)
             same = [jax.tree.leaves(policy.admission) for policy in (first, other)]
-            assert all(np.array_equal(one, two) for one, two in zip(*same, strict=True))
+            assert all(np.array_equal(compared, two) for compared, two in zip(*same, strict=True))
 
 
-def test_contests_are_compared_with_what_keeps_a_budget_while_it_answers():
-    assert all(compared_of(text).on_contests for text in ANSWERING)
-    assert not any(compared_of(text).decodes for text in POLICIES)
-    told = "--out", "out", "--tasks", "aime_2024", "hmmt_feb_2025"
-    assert with_gates(parse(told)).policies == tuple(text for text in ANSWERING if text != "kvpop")
-    own = with_gates(parse([*told, "--policies", "full", "wgkv"])).policies
-    assert own == ("full", "wgkv"), "said to be wrong only later"
+def test_default_policies_of_contests_keep_a_budget_while_decoding():
+    assert all(parse_compared(text).runs_on_contests for text in ANSWERING)
+    assert not any(parse_compared(text).evicts_while_decoding for text in POLICIES)
+    arguments = "--out", "out", "--tasks", "aime_2024", "hmmt_feb_2025"
+    assert choose_default_policies(parse(arguments)).policies == tuple(
+        text for text in ANSWERING if text != "kvpop"
+    )
+    policies = choose_default_policies(parse([*arguments, "--policies", "full", "wgkv"])).policies
+    assert policies == ("full", "wgkv"), "said to be wrong only later"
 
 
-def test_what_always_stays_is_no_more_than_the_budget_of_an_answer(model, gates_of):
-    one = compared_of("fast_kvzip:when=position")
-    sizing = Sizing(model, 0.25, 528, 528, 32, 4, gates_of(one))
-    assert budget_policy(one, sizing).schedule.budget.entries == 132
+def test_a_budget_below_the_protected_entries_is_refused(model, gates_of):
+    compared = parse_compared("fast_kvzip:when=position")
+    sizing = Sizing(model, 0.25, 528, 528, 32, 4, gates_of(compared))
+    assert budget_policy(compared, sizing).schedule.budget.entries == 132
     message = (
         "fast_kvzip:when=position at 0.25 of 524 tokens: .* of 131 entries per kv head is below the 132 that"
     )
     with pytest.raises(UserError, match=message):
-        budget_policy(one, dataclasses.replace(sizing, tokens=524, shortest=524))
+        budget_policy(compared, dataclasses.replace(sizing, tokens=524, shortest=524))
 
 
-def test_of_those_compared_by_default_only_those_with_gates_are(model, tmp_path):
+def test_default_policies_without_gates_are_left_out(model, tmp_path):
     def left_out(*args):
         config = parse(["--out", "out", *args])
-        return set(config.policies) - set(with_gates(config).policies)
+        return set(config.policies) - set(choose_default_policies(config).policies)
 
     gated = {"wgkv:calibrated", "wgkv", GATED, "wgkv+quest"}
     assert left_out() == {"kvpop"}, "its models are trained for it"
-    said = []
-    own = with_gates(parse(["--out", "out"]), said.append).policies
-    assert said == ["not compared, since --gates names nothing that was trained for them: kvpop"]
-    assert len([text for text in own if text.startswith("head_pattern:gates=")]) == 2
+    lines = []
+    policies = choose_default_policies(parse(["--out", "out"]), lines.append).policies
+    assert lines == ["not compared, since --gates has no gates for them: kvpop"]
+    assert len([text for text in policies if text.startswith("head_pattern:gates=")]) == 2
     assert left_out("--model", "a/model") == {*gated, "fast_kvzip", "kvpop"}
     assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip", "--policies", "wgkv") == set()
     assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip") == {*gated, "kvpop"}
@@ -254,20 +257,20 @@ def test_of_those_compared_by_default_only_those_with_gates_are(model, tmp_path)
 
 def test_a_budget_is_checked_against_the_shortest_context(model, gates):
     # 0.25 · 40 entries hold the window's 8 entries, 0.25 · 20 do not
-    one = compared_of("wgkv+snapkv")
-    budget_policy(one, Sizing(model, 0.25, 128, 40, 32, 4, gates))
+    compared = parse_compared("wgkv+snapkv")
+    budget_policy(compared, Sizing(model, 0.25, 128, 40, 32, 4, gates))
     with pytest.raises(UserError, match="does not hold its window of 9"):
-        budget_policy(one, Sizing(model, 0.25, 128, 20, 32, 4, gates))
+        budget_policy(compared, Sizing(model, 0.25, 128, 20, 32, 4, gates))
 
 
-def test_learned_heads_are_whole_in_their_order_as_far_as_the_budget_goes(model, tmp_path):
+def test_learned_heads_are_whole_in_order_up_to_the_budget(model, tmp_path):
     """Streaming heads have the folder's sinks, and a window of at least the folder's."""
     weights = np.random.default_rng(0).permutation(12).reshape(3, 4) - 6.0
     write_pattern(tmp_path, weights, 3, 9, sparsity=0.7)
-    one, counts = compared_of(f"head_pattern:gates={tmp_path}"), []
-    assert one.takes_budget
+    compared, counts = parse_compared(f"head_pattern:gates={tmp_path}"), []
+    assert compared.takes_budget
     for ratio in (0.25, 0.5, 0.75):
-        policy = budget_policy(one, Sizing(model, ratio, 128, 120, 32, 4))
+        policy = budget_policy(compared, Sizing(model, ratio, 128, 120, 32, 4))
         whole = np.asarray(policy.admission.pattern)
         counts.append(int(whole.sum()))
         assert weights[whole].min() > weights[~whole].max()
@@ -276,23 +279,23 @@ def test_learned_heads_are_whole_in_their_order_as_far_as_the_budget_goes(model,
     assert 0 < counts[0] < counts[1] < counts[2] < 12
 
 
-def test_a_pattern_with_a_sparsity_is_taken_as_it_is(model, tmp_path):
+def test_a_pattern_with_a_sparsity_ignores_the_budget(model, tmp_path):
     """The order, sinks and window of the pattern are used, whatever the budget."""
     shape = model.config.num_layers, model.config.num_kv_heads
     weights = np.arange(float(np.prod(shape))).reshape(shape)
     write_pattern(tmp_path, weights, 3, 9, sparsity=0.5)
-    own = compared_of(f"head_pattern:sparsity=.75,gates={tmp_path}")
-    assert not own.takes_budget
-    policy = policy_of(own, Sizing(model, 0.5, 128, 120, 32, 4))
+    compared = parse_compared(f"head_pattern:sparsity=.75,gates={tmp_path}")
+    assert not compared.takes_budget
+    policy = policy_of(compared, Sizing(model, 0.5, 128, 120, 32, 4))
     np.testing.assert_array_equal(policy.admission.pattern, weights >= 0.75 * weights.size)
     assert (np.asarray(policy.admission.sink) == 3).all()
     assert policy.window == 9
 
 
-def test_a_table_of_0_and_1_is_ranked_for_no_budget(model, tmp_path):
+def test_a_binary_pattern_is_refused_for_a_budget(model, tmp_path):
     write_pattern(tmp_path, np.eye(3, 4), 4, 16)
-    with pytest.raises(UserError, match="0 and 1 has no order .* as it is it is head_pattern:sparsity=0.75"):
-        budget_policy(compared_of(f"head_pattern:gates={tmp_path}"), Sizing(model, 0.5, 128, 120, 32, 4))
+    with pytest.raises(UserError, match="0 and 1 does not order .* use it as head_pattern:sparsity=0.75"):
+        budget_policy(parse_compared(f"head_pattern:gates={tmp_path}"), Sizing(model, 0.5, 128, 120, 32, 4))
 
 
 def brought(*, model: Any = None, pool: int = 5) -> Policy:
@@ -301,7 +304,7 @@ def brought(*, model: Any = None, pool: int = 5) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("snap:pool=7", "--policies snap:pool=7: unknown method 'snap'"),
         ("snapkv:pool", "--policies snapkv:pool: snapkv: got pool without a value"),
@@ -321,9 +324,9 @@ def brought(*, model: Any = None, pool: int = 5) -> Policy:
         (f"{__name__}:brought:pol=5", "has no argument 'pol'; it has pool"),
     ],
 )
-def test_what_means_nothing_is_one_line(text, says):
+def test_invalid_policies_are_refused_in_one_line(text, message):
     """The policy is refused before there is a model."""
     with pytest.raises(UserError) as caught:
-        compared_of(text)
-    assert says in str(caught.value)
+        parse_compared(text)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -15,26 +15,26 @@ from kvjax.train.config import parse as parse_training
 PACKAGED = sorted(f"{path.parent.name}/{path.stem}" for path in packaged_configs().glob("*/*.yaml"))
 
 
-def test_defaults_are_the_documented():
+def test_default_chunk_and_observed():
     assert (default_chunk(1024), default_chunk(10**6), default_chunk(3)) == (256, 32768, 1)
     assert (default_observed(256), default_observed(32768), default_observed(8)) == (16, 64, 1)
 
 
-def test_how_questions_follow_each_other_is_checked(tmp_path):
+def test_turns_are_checked(tmp_path):
     assert parse(["--out", str(tmp_path)]).turns == "each"
-    for own, message in (
+    for options, message in (
         (["--turns", "all"], "--turns must be one of each, golden, own, got all"),
         (
             ["--turns", "own", "--question-aware"],
-            "--turns own feeds back what is said, so .* takes each or golden",
+            "--turns own depends on the model's answers, so .* use each or golden",
         ),
     ):
         with pytest.raises(UserError, match=message):
-            parse(["--out", str(tmp_path), *own])
+            parse(["--out", str(tmp_path), *options])
     assert parse(["--out", str(tmp_path), "--turns", "golden", "--question-aware"]).question_aware
 
 
-def test_a_file_s_options_are_under_the_command_line_s(tmp_path):
+def test_the_command_line_overrides_a_configuration_file(tmp_path):
     file = tmp_path / "compared.yaml"
     file.write_text("policies: [full, 'snapkv:pool=7,group=max']\nbudgets: [0.3]\ncontext: [128]\n")
     config = parse(["--config", str(file), "--out", str(tmp_path), "--context", "256"])
@@ -47,7 +47,7 @@ def test_a_file_s_options_are_under_the_command_line_s(tmp_path):
 
 
 @pytest.mark.parametrize("name", PACKAGED)
-def test_every_packaged_comparison_is_of_known_policies_and_tasks(name, tmp_path):
+def test_packaged_configurations_have_known_policies_and_tasks(name, tmp_path):
     config = parse(["--config", name, "--out", str(tmp_path)])
     check_policies(config)
     assert config.model == "builtin" or "/" in config.model
@@ -55,7 +55,7 @@ def test_every_packaged_comparison_is_of_known_policies_and_tasks(name, tmp_path
 
 
 @pytest.mark.parametrize("name", PACKAGED)
-def test_the_commands_in_a_comparison_s_comments_parse(name, tmp_path, monkeypatch):
+def test_commands_in_the_comments_of_packaged_configurations_parse(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     comments = (packaged_configs() / f"{name}.yaml").read_text()
     # a claim's $S is a seed; a paper's variables are a sparsity ($S), a λ ($L) and a number of entries ($B)

@@ -1,4 +1,4 @@
-"""Tests of `--dry-run`: a wrong configuration is one line, and for a right one it prints how much would be measured."""
+"""Tests of `--dry-run`: it refuses wrong configurations in one line, and else prints how much would be measured."""
 
 import pytest
 
@@ -23,14 +23,14 @@ def nothing_is_loaded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*PAPERS, *CLAIMS])
-def test_every_comparison_passes(name, tmp_path, capsys):
+def test_packaged_configurations_pass_a_dry_run(name, tmp_path, capsys):
     main(["--config", name, "--out", str(tmp_path / "run"), "--dry-run"])
     shown = capsys.readouterr().out
     assert "weights and data were not read" in shown
     assert not (tmp_path / "run").exists()
 
 
-def test_it_says_how_much_would_be_measured(capsys):
+def test_a_dry_run_reports_how_much_would_be_measured(capsys):
     """Contexts are read once for the full cache and all budgets of a prompt-end eviction, and once for each budget of
     an eviction by chunks."""
     args = [
@@ -54,10 +54,10 @@ def test_it_says_how_much_would_be_measured(capsys):
     )
 
 
-def test_gates_that_are_not_there_yet_are_named(capsys):
+def test_a_dry_run_names_missing_gates(capsys):
     args = ["--model", "llama-3.1-8b", "--policies", "full", "wgkv", "fast_kvzip", "--tasks", "vt"]
     main([*args, "--gates", "one/gates", "two/gates", "--out", "run", "--dry-run"])
-    assert "gates not there yet: one/gates, two/gates; " in (shown := capsys.readouterr().out)
+    assert "gates that do not exist yet: one/gates, two/gates; " in (shown := capsys.readouterr().out)
     assert shown.endswith("names are checked for wgkv, fast_kvzip\n")
     assert "3 policies, 7 with their budgets," in shown
     with pytest.raises(UserError, match="--policies wgkv needs --gates of wgkv"):
@@ -77,16 +77,16 @@ def test_gates_that_are_not_there_yet_are_named(capsys):
         ),
         (
             ["--tasks", "aime_2024"],
-            "whatever the budget; aime_2024 is for those that evict while they answer",
+            "whatever the budget; contests such as aime_2024 need full, streaming_llm",
         ),
         (["--mesh", "1x3"], "tensor axis has size 3, which does not divide the model's kv heads"),
         (
             ["--model", "someone/unknown-9b"],
-            "--model someone/unknown-9b: no such folder here, and of no known shape",
+            "--model someone/unknown-9b: no such folder and no known shape",
         ),
     ],
 )
-def test_a_wrong_option_is_refused_in_one_line(args, message, tmp_path):
+def test_wrong_options_are_refused_in_one_line(args, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         main(["--config", "papers/oraclekv-llama-3.1-8b", "--out", "run", "--dry-run", *args])
     assert "\n" not in str(error.value)

@@ -26,7 +26,7 @@ def sparse(share, chunk, kept=1.0):
     ).footprint
 
 
-def test_the_small_example():
+def test_the_papers_small_example():
     """The example has 8 prompt and 2 new tokens, chunks of 4, one sink and a window of 2."""
     local, full = streaming_head(8, 2, 4, sink=1, window=2), evicting_head(8, 2, 4)
     assert local.total == 40
@@ -35,7 +35,7 @@ def test_the_small_example():
     assert mean_head([(0.5, local), (0.5, full)]).footprint == pytest.approx(0.8636, abs=5e-5)
 
 
-def test_eight_steps_that_hold_26_entries():
+def test_the_papers_figure_1():
     """The fraction is that of Figure 1, where full attention holds 36 entries."""
     held = np.array([0, 1, 2, 2, 2, 3, 4, 4.0])
     assert Occupancy(held, np.ones(8, int)).footprint == pytest.approx(26 / 36)
@@ -51,7 +51,7 @@ def test_eight_steps_that_hold_26_entries():
         (0.0, 131072, 0.3, 0.9986),
     ],
 )
-def test_the_long_examples(share, chunk, kept, footprint):
+def test_the_papers_long_examples(share, chunk, kept, footprint):
     assert sparse(share, chunk, kept) == pytest.approx(footprint, abs=5e-5)
 
 
@@ -59,7 +59,7 @@ sizes = st.tuples(st.integers(1, 60), st.integers(0, 8), st.integers(1, 20))
 
 
 @given(sizes=sizes, sink=st.integers(0, 4), window=st.integers(1, 9))
-def test_streaming_is_what_a_simulated_cache_holds(sizes, sink, window):
+def test_streaming_heads_equal_a_simulated_cache(sizes, sink, window):
     prompt, output, chunk = sizes
     stored, total, peak, seen = [], 0, 0, 0
     steps = [min(chunk, prompt - at) for at in range(0, prompt, chunk)] + [1] * output
@@ -77,14 +77,14 @@ def test_streaming_is_what_a_simulated_cache_holds(sizes, sink, window):
 
 
 @given(sizes=sizes, kept=st.floats(0, 1), less=st.floats(0, 1))
-def test_keeping_all_is_full_and_keeping_less_is_less(sizes, kept, less):
+def test_the_footprint_falls_with_the_share_kept(sizes, kept, less):
     assert evicting_head(*sizes).footprint == pytest.approx(1)
     assert evicting_head(*sizes).peak == 1
     some = evicting_head(*sizes, share=kept, observed=0)
     assert evicting_head(*sizes, share=kept * less, observed=0).footprint <= some.footprint + 1e-12
 
 
-def test_where_a_sweep_crosses():
+def test_the_critical_footprint_of_a_sweep():
     sweep = [(0.8, 0.95), (0.2, 0.3), (0.5, 0.6)]
     found = critical_footprint(sweep, 1.0)
     assert (found.relation, found.footprint) == ("=", pytest.approx(0.5 + 0.3 * 0.3 / 0.35))
@@ -92,7 +92,7 @@ def test_where_a_sweep_crosses():
     assert str(critical_footprint(sweep, 2.0)) == ">80%"
 
 
-def test_a_real_cache_is_measured_step_by_step():
+def test_a_real_cache_equals_planned_streaming_heads():
     """The streaming heads of the small example run with a shorter sequence, which stops when the longer one does."""
     model = unnormed()
     policy = make_policy("streaming_llm:sink=1,window=3", model=model)
@@ -121,7 +121,7 @@ def check_plan(policy, planned):
         assert measure(found) == pytest.approx(measure(planned))
 
 
-def test_real_heads_of_two_kinds_hold_what_the_small_example_says():
+def test_a_real_cache_with_two_kinds_of_heads_equals_the_plan():
     heads = np.tile([0.0, 1.0, 1.0, 0.0], (3, 1))
     planned = mean_head([(0.5, streaming_head(8, 2, 4, sink=1, window=2)), (0.5, evicting_head(8, 2, 4))])
     assert planned.footprint == pytest.approx(0.8636, abs=5e-5)
@@ -131,12 +131,12 @@ def test_real_heads_of_two_kinds_hold_what_the_small_example_says():
     )
 
 
-def test_real_chunks_hold_what_is_planned():
+def test_a_real_cache_with_chunked_eviction_equals_the_plan():
     planned = evicting_head(8, 2, 4, share=0.5, observed=0)
     check_plan(lambda model: make_policy("knorm:ratio=0.5,when=chunk,chunk=4", model=model), planned)
 
 
-def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
+def test_a_patch_counts_only_in_the_held_footprint():
     model = unnormed()
     policy = make_policy("snapkv:ratio=0.5,when=chunk,observers=prompt,chunk=8,observed=4", model=model)
     with footprint_log() as log:
@@ -151,8 +151,8 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     # and the window of the last
     assert found.tokens.tolist() == [8, 4, 8, 4, 4, 2, 1]
     assert found.held.tolist() == [0, 8, 4, 12, 8, 12, 14]
-    assert found.passing is not None
-    assert found.passing.tolist() == [False, True, False, True, False, False, False]
+    assert found.temporary is not None
+    assert found.temporary.tolist() == [False, True, False, True, False, False, False]
     assert found.length == 23
     assert found.peak == 16 / 23
     # these are the sums of each call's steps: 1 … 8, 5 … 12, 9 … 12, 13 and 14, 15; the patches have 9 … 12 and 13 … 16
@@ -162,7 +162,7 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     assert found.footprint_held == pytest.approx((own + patches) / (23 * 24 / 2))
 
 
-def test_calls_are_passing_if_later_ones_take_their_places():
+def test_calls_are_temporary_if_later_calls_replace_them():
     """In the first sequence, two calls after a prompt of 8 tokens observe it, and later calls take their places."""
     log = [
         Call(np.zeros(2), np.array(seen), np.array(tokens))
@@ -175,14 +175,14 @@ def test_calls_are_passing_if_later_ones_take_their_places():
         )
     ]
     first, second = occupancy(log, 0), occupancy(log, 1)
-    assert first.passing is not None
-    assert second.passing is not None
-    assert first.passing.tolist() == [False, True, True, True, False]
-    assert second.passing.tolist() == [False, True, False]
+    assert first.temporary is not None
+    assert second.temporary is not None
+    assert first.temporary.tolist() == [False, True, True, True, False]
+    assert second.temporary.tolist() == [False, True, False]
     assert (first.length, second.length) == (10, 7)
 
 
-def test_a_log_is_of_one_batch_from_its_first_token():
+def test_a_log_needs_the_whole_context_of_one_batch():
     model = unnormed()
     cache = inference.prefill(model, [np.arange(8)])
     with footprint_log() as log:
@@ -203,7 +203,7 @@ def test_a_share_of_a_chunk_is_rounded_to_the_nearest():
     assert evicting_head(30, 0, 10, share=0.33, observed=0).held.tolist() == [0, 3, 6]
 
 
-def test_a_score_just_met_is_met():
+def test_a_score_equal_to_the_target_meets_it():
     found = critical_footprint([(0.2, 0.5), (0.5, 0.9), (0.8, 0.95)], 1.0)
     assert (found.relation, found.footprint) == ("=", 0.5)
     assert str(critical_footprint([(0.2, 0.9)], 1.0)) == "<20%"

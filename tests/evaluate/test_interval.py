@@ -15,7 +15,7 @@ def test_independent_answers_have_wilson_s_interval():
     assert (low, high) == pytest.approx((middle - half, middle + half))
 
 
-def test_answers_that_are_the_same_within_a_context_count_once():
+def test_identical_answers_about_a_context_count_once():
     assert mean_interval([6.0, 0.0, 6.0, 6.0], [6] * 4) == pytest.approx(
         mean_interval([1.0, 0.0, 1.0, 1.0], [1] * 4)
     )
@@ -24,14 +24,14 @@ def test_answers_that_are_the_same_within_a_context_count_once():
     assert alike[0] < apart[0] < 0.5 < apart[1] < alike[1]
 
 
-def test_everything_right_is_no_certainty():
+def test_perfect_scores_still_have_a_wide_interval():
     low, high = mean_interval([6.0] * 4, [6] * 4)
     assert high == 1
     assert low < 0.4
     assert mean_interval([5.0], [6]) == (0, 1)
 
 
-def test_the_truth_lies_inside_nineteen_times_of_twenty():
+def test_intervals_cover_the_true_mean_at_95_percent():
     rng = np.random.default_rng(0)
     inside = 0
     for _ in range(2000):

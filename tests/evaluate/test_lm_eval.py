@@ -54,8 +54,8 @@ def harness(model, tokenizer):
     return make
 
 
-def asked(arguments):
-    return [SimpleNamespace(args=one) for one in arguments]
+def requests_of(arguments):
+    return [SimpleNamespace(args=adapter) for adapter in arguments]
 
 
 def attention_scores(model, context, continuation):
@@ -66,8 +66,8 @@ def attention_scores(model, context, continuation):
     return found[np.arange(len(continuation)), continuation], found.argmax(-1)
 
 
-def test_a_full_cache_scores_as_plain_attention_does(model, tokenizer, harness):
-    found = harness("full").loglikelihood(asked(PAIRS), disable_tqdm=True)
+def test_a_full_cache_scores_like_plain_attention(model, tokenizer, harness):
+    found = harness("full").loglikelihood(requests_of(PAIRS), disable_tqdm=True)
     for (context, continuation), (score, greedy) in zip(PAIRS, found, strict=True):
         ids = tokenizer.encode(continuation)
         before = tokenizer.encode(context) or [tokenizer.bos_token_id]
@@ -76,12 +76,12 @@ def test_a_full_cache_scores_as_plain_attention_does(model, tokenizer, harness):
         assert greedy == (best.tolist() == ids)
 
 
-def test_the_models_own_continuation_is_greedy(harness):
-    one = harness("full")
+def test_only_the_models_own_continuation_is_greedy(harness):
+    adapter = harness("full")
     sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    ids = one.llm.generate([one.tok_encode(STORY)], sampling)[0].tokens
-    pairs = [(None, one.tok_encode(STORY), x) for x in (ids, [*ids[:2], (ids[2] + 1) % 256])]
-    assert [greedy for _, greedy in one._loglikelihood_tokens(pairs, disable_tqdm=True)] == [True, False]
+    ids = adapter.llm.generate([adapter.tok_encode(STORY)], sampling)[0].tokens
+    pairs = [(None, adapter.tok_encode(STORY), x) for x in (ids, [*ids[:2], (ids[2] + 1) % 256])]
+    assert [greedy for _, greedy in adapter._loglikelihood_tokens(pairs, disable_tqdm=True)] == [True, False]
 
 
 GUIDED = {"snapkv": {"entries": 8, "observed": 4, "observers": [65, 66, 67]}}
@@ -89,12 +89,12 @@ GUIDED = {"snapkv": {"entries": 8, "observed": 4, "observers": [65, 66, 67]}}
 
 
 @pytest.mark.parametrize("policy", [SNAPKV, GUIDED, "keydiff:ratio=0.3", "streaming_llm:sink=2,window=6"])
-def test_continuations_are_scored_from_what_the_policy_keeps(model, tokenizer, harness, policy):
+def test_continuations_are_scored_from_the_entries_kept(model, tokenizer, harness, policy):
     """The scores equal those of one token at a time, predicted by a compacted cache that read the tokens before it."""
-    one, guided = harness(policy), policy is GUIDED
-    found = one.loglikelihood(asked(PAIRS[:3]), disable_tqdm=True)
-    whole = harness("full").loglikelihood(asked(PAIRS[:3]), disable_tqdm=True)
-    policy = one.llm.policy
+    adapter, guided = harness(policy), policy is GUIDED
+    found = adapter.loglikelihood(requests_of(PAIRS[:3]), disable_tqdm=True)
+    whole = harness("full").loglikelihood(requests_of(PAIRS[:3]), disable_tqdm=True)
+    policy = adapter.llm.policy
     for (context, continuation), (score, _), (other, _) in zip(PAIRS, found, whole, strict=False):
         *ids, last = tokenizer.encode(context)
         looks = {"observers": [[last]]} if policy.observes and not guided else {}
@@ -111,23 +111,23 @@ def test_continuations_are_scored_from_what_the_policy_keeps(model, tokenizer, h
             assert abs(score - other) > 1e-3
 
 
-def test_batches_change_nothing(harness):
-    scores = [harness(SNAPKV, size).loglikelihood(asked(PAIRS), disable_tqdm=True) for size in (1, 16)]
-    np.testing.assert_allclose(*([score for score, _ in one] for one in scores), atol=1e-4)
+def test_scores_do_not_depend_on_the_batch_size(harness):
+    scores = [harness(SNAPKV, size).loglikelihood(requests_of(PAIRS), disable_tqdm=True) for size in (1, 16)]
+    np.testing.assert_allclose(*([score for score, _ in adapter] for adapter in scores), atol=1e-4)
 
 
 def test_a_long_context_loses_its_beginning(tokenizer, harness, monkeypatch):
-    one = harness("full")
-    expected = one.loglikelihood(asked([(STORY[-8:], "abc")]), disable_tqdm=True)
+    adapter = harness("full")
+    expected = adapter.loglikelihood(requests_of([(STORY[-8:], "abc")]), disable_tqdm=True)
     monkeypatch.setattr(KVJaxLM, "max_length", 10)
     with pytest.warns(UserWarning, match="contexts longer than the model's 10 tokens lose their beginning"):
-        found = one.loglikelihood(asked([(STORY, "abc")]), disable_tqdm=True)
+        found = adapter.loglikelihood(requests_of([(STORY, "abc")]), disable_tqdm=True)
     assert found[0][0] == pytest.approx(expected[0][0], abs=1e-4)
 
 
 def test_whole_texts_are_scored_in_windows(model, tokenizer, harness, monkeypatch):
     monkeypatch.setattr(KVJaxLM, "max_length", 16)
-    found = harness("full").loglikelihood_rolling(asked([(STORY,), ("short",)]), disable_tqdm=True)
+    found = harness("full").loglikelihood_rolling(requests_of([(STORY,), ("short",)]), disable_tqdm=True)
     ids, bos = tokenizer.encode(STORY), tokenizer.bos_token_id
     spans = ([bos], ids[:16]), (ids[15:16], ids[16:32]), (ids[27:32], ids[32:])
     expected = sum(attention_scores(model, *span)[0].sum() for span in spans)
@@ -137,53 +137,55 @@ def test_whole_texts_are_scored_in_windows(model, tokenizer, harness, monkeypatc
     )
 
 
-def test_what_is_not_measured_is_refused(harness, model, tokenizer):
+def test_unsupported_measurements_are_refused(harness, model, tokenizer):
     with pytest.raises(UserError, match="evicts from prompts, and loglikelihood_rolling has none"):
-        harness(SNAPKV).loglikelihood_rolling(asked([("text",)]))
+        harness(SNAPKV).loglikelihood_rolling(requests_of([("text",)]))
     with pytest.raises(UserError, match="compacts while decoding, which log-likelihoods do not measure"):
-        harness("knorm:entries=16,when=every,every=4").loglikelihood(asked(PAIRS), disable_tqdm=True)
+        harness("knorm:entries=16,when=every,every=4").loglikelihood(requests_of(PAIRS), disable_tqdm=True)
     with pytest.raises(UserError, match="got an LLM with policy, expected these in the LLM"):
         KVJaxLM(kvjax.LLM(model, tokenizer=tokenizer), policy="full")
 
 
 def test_answers_end_before_until(harness):
-    one = harness(SNAPKV)
+    adapter = harness(SNAPKV)
     free, again = (
-        one.generate_until(asked([(STORY, own)]), disable_tqdm=True)[0]
+        adapter.generate_until(requests_of([(STORY, own)]), disable_tqdm=True)[0]
         for own in (
             {"max_gen_toks": 12, "do_sample": False, "temperature": 0.7},
             {"max_new_tokens": 12, "until": []},
         )
     )
-    expected = one.llm.generate([one.tok_encode(STORY)], SamplingParams(max_new_tokens=12))[0].text
+    expected = adapter.llm.generate([adapter.tok_encode(STORY)], SamplingParams(max_new_tokens=12))[0].text
     assert free == again == expected
     requests = [(STORY, {"until": free[5], "max_gen_toks": 12}), ("", {"max_gen_toks": 2})]
-    cut, empty = one.generate_until(asked(requests), disable_tqdm=True)
+    cut, empty = adapter.generate_until(requests_of(requests), disable_tqdm=True)
     assert cut == free[: free.index(free[5])]
     assert isinstance(empty, str)
 
 
 def test_chats_are_rendered_by_the_tokenizers_template(harness, tokenizer):
-    one, chat = harness("full"), [{"role": "user", "content": "Hi"}]
-    text = one.apply_chat_template(chat)
+    adapter, chat = harness("full"), [{"role": "user", "content": "Hi"}]
+    text = adapter.apply_chat_template(chat)
     assert text == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert one.tok_encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    assert adapter.tok_encode(text) == tokenizer.encode(text, add_special_tokens=False)
     begun = [*chat, {"role": "assistant", "content": "The answer is"}]
-    opened = one.apply_chat_template(begun, add_generation_prompt=False)
+    opened = adapter.apply_chat_template(begun, add_generation_prompt=False)
     assert opened == text + "The answer is"
-    assert one.chat_template(True) == tokenizer.chat_template
-    assert one.tokenizer_name == ""
+    assert adapter.chat_template(True) == tokenizer.chat_template
+    assert adapter.tokenizer_name == ""
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_harness_evaluates_a_local_task(harness, tmp_path):
     """There are eight questions with two choices each. The more likely choice is labelled right, except for the first
     question."""
-    one = harness(SNAPKV)
+    adapter = harness(SNAPKV)
     questions = [f"{STORY} Question {n}:" for n in range(8)]
     choices = ["yes", "maybe"]
     pairs = [(question, f" {choice}") for question in questions for choice in choices]
-    scores = np.reshape([score for score, _ in one.loglikelihood(asked(pairs), disable_tqdm=True)], (8, 2))
+    scores = np.reshape(
+        [score for score, _ in adapter.loglikelihood(requests_of(pairs), disable_tqdm=True)], (8, 2)
+    )
     labels = scores.argmax(-1)
     labels[0] = 1 - labels[0]
     rows = [
@@ -205,5 +207,5 @@ def test_the_harness_evaluates_a_local_task(harness, tmp_path):
     (tmp_path / "local.yaml").write_text(json.dumps(task))
     assert get_model("kvjax") is KVJaxLM
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    results = lm_eval.simple_evaluate(model=one, tasks=["local"], task_manager=manager, bootstrap_iters=0)
+    results = lm_eval.simple_evaluate(model=adapter, tasks=["local"], task_manager=manager, bootstrap_iters=0)
     assert results["results"]["local"]["acc,none"] == 7 / 8

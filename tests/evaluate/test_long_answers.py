@@ -1,5 +1,4 @@
-"""Tests of problems answered at length, with several draws of each: their scores, their footprints, and that draws
-repeat."""
+"""Tests of contests: scores and footprints of several sampled answers to each problem, which are reproducible."""
 
 import dataclasses
 import math
@@ -7,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from kvjax.evaluate.long_answers import Drawing, measure_drawn
-from kvjax.evaluate.measuring import Manner
+from kvjax.evaluate.long_answers import SamplingSettings, measure_contest
+from kvjax.evaluate.measuring import MeasureSettings
 from kvjax.inference import generate
 from kvjax.policies import make_policy
 from kvjax.tasks.sample import Question, Sample
@@ -17,8 +16,8 @@ from tests.tiny_models import tiny_model, tiny_scorers
 pytestmark = pytest.mark.slow
 
 LENGTH, ENDS = 64, (5, 6)
-DRAWING = Drawing(3, temperature=1.5, top_p=0.95, top_k=20, seed=4)
-MANNER = Manner(batch=6, page_size=4)
+DRAWING = SamplingSettings(3, temperature=1.5, top_p=0.95, top_k=20, seed=4)
+SETTINGS = MeasureSettings(batch=6, page_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def problems():
 
 @pytest.fixture(scope="module")
 def full(model, problems):
-    return measure_drawn(model, make_policy("full", model=model), problems, DRAWING, MANNER)
+    return measure_contest(model, make_policy("full", model=model), problems, DRAWING, SETTINGS)
 
 
 def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
@@ -61,16 +60,16 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
     right, cut, without = np.zeros((4, 3)), 0, 0
     for index, problem in enumerate(problems):
         for draw in range(3):
-            (said,) = full.outputs[3 * index + draw]
+            (tokens_of_answer,) = full.outputs[3 * index + draw]
             sampling = DRAWING.sampling(index, draw, LENGTH - 14)
             alone = generate(model, [problem.context], sampling, page_size=4, block=64)
-            np.testing.assert_array_equal(said, alone.tokens[0])
+            np.testing.assert_array_equal(tokens_of_answer, alone.tokens[0])
             if alone.finish_reasons == ["length"]:
                 cut += 1
-            elif concluded(said) is None:
+            elif concluded(tokens_of_answer) is None:
                 without += 1
             else:
-                right[index, draw] = said[-1] % 2
+                right[index, draw] = tokens_of_answer[-1] % 2
     assert full.score == right.mean()
     assert 0 < full.score < 1
     assert full.by_kind == {
@@ -82,19 +81,19 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
     assert full.drawn.error == pytest.approx(error)
     assert (full.drawn.draws, full.drawn.cut, full.drawn.without) == (3, cut / 12, without / 12)
     assert min(cut, without) > 0
-    assert len({tuple(said.tolist()) for (said,) in full.outputs}) == 12
+    assert len({tuple(tokens_of_answer.tolist()) for (tokens_of_answer,) in full.outputs}) == 12
 
 
 @pytest.mark.thorough
-def test_draws_do_not_depend_on_the_batch_and_follow_the_seed(model, problems, full):
+def test_draws_depend_on_the_seed_but_not_on_the_batch(model, problems, full):
     policy = make_policy("full", model=model)
-    other = measure_drawn(model, policy, problems, DRAWING, dataclasses.replace(MANNER, batch=5))
+    other = measure_contest(model, policy, problems, DRAWING, dataclasses.replace(SETTINGS, batch=5))
     for (one,), (same,) in zip(full.outputs, other.outputs, strict=True):
         np.testing.assert_array_equal(one, same)
     assert (other.score, other.footprint, other.drawn) == (full.score, full.footprint, full.drawn)
     np.testing.assert_array_equal(other.kv_ratios, full.kv_ratios)
     seeded = dataclasses.replace(DRAWING, seed=5)
-    another = measure_drawn(model, policy, problems, seeded, MANNER)
+    another = measure_contest(model, policy, problems, seeded, SETTINGS)
     assert all(
         len(one) != len(same) or (one != same).any()
         for (one,), (same,) in zip(full.outputs, another.outputs, strict=True)
@@ -103,7 +102,7 @@ def test_draws_do_not_depend_on_the_batch_and_follow_the_seed(model, problems, f
 
 def test_one_draw_has_no_error(model, problems):
     drawing = dataclasses.replace(DRAWING, draws=1)
-    found = measure_drawn(model, make_policy("full", model=model), problems, drawing, MANNER)
+    found = measure_contest(model, make_policy("full", model=model), problems, drawing, SETTINGS)
     assert (found.answers, found.drawn.draws, found.drawn.error) == (4, 1, None)
 
 
@@ -111,18 +110,18 @@ def test_an_answer_that_is_cut_off_is_wrong(model, problems):
     """It is wrong even if the scorer calls it right."""
     always = [
         dataclasses.replace(
-            one, questions=(dataclasses.replace(one.questions[0], scorer=lambda tokens: 1.0),)
+            problem, questions=(dataclasses.replace(problem.questions[0], scorer=lambda tokens: 1.0),)
         )
-        for one in problems
+        for problem in problems
     ]
-    found = measure_drawn(model, make_policy("full", model=model), always, DRAWING, MANNER)
+    found = measure_contest(model, make_policy("full", model=model), always, DRAWING, SETTINGS)
     assert found.score == pytest.approx(1 - found.drawn.cut)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("kvpop", marks=pytest.mark.thorough), "streaming_llm"])
-def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
-    """Each query step is charged for the stored entries: the sinks, the local window and the best between them, which
+def test_a_cache_of_constant_size_has_its_footprint(name, model, problems):
+    """Each query step counts the stored entries: the sinks, the local window and the best between them, which
     are no more than the budget."""
     budget = 12
     policy = {
@@ -134,12 +133,12 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
             {"streaming_llm": {"sink": 2, "window": budget - 2}}, model=model
         ),
     }[name]()
-    found = measure_drawn(model, policy, problems, DRAWING, MANNER)
+    found = measure_contest(model, policy, problems, DRAWING, SETTINGS)
     footprints, held, seen = [], 0, 0
-    for index, (said,) in enumerate(found.outputs):
+    for index, (output,) in enumerate(found.outputs):
         prompt = len(problems[index // 3].context)
         # the token drawn last is not run, and a stop token is not in the output
-        tokens = prompt + min(len(said), LENGTH - 14 - 1)
+        tokens = prompt + min(len(output), LENGTH - 14 - 1)
         # a prompt is read in one call, in which it attends to itself
         steps = prompt * (prompt + 1) / 2 + sum(min(n, budget - 1) + 1 for n in range(prompt, tokens))
         footprints.append(steps / (tokens * (tokens + 1) / 2))
@@ -149,18 +148,18 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
     assert found.kv_ratio == pytest.approx(held / seen)
     assert (
         found.bytes
-        < 0.7 * measure_drawn(model, make_policy("full", model=model), problems, DRAWING, MANNER).bytes
+        < 0.7 * measure_contest(model, make_policy("full", model=model), problems, DRAWING, SETTINGS).bytes
     )
 
 
 def test_an_eviction_while_decoding_keeps_its_budget(model, problems):
     """The eviction runs at every eighth token of a sequence."""
     policy = make_policy("r_kv:entries=16,when=position,every=8,observed=4", model=model)
-    found = measure_drawn(model, policy, problems, DRAWING, MANNER)
+    found = measure_contest(model, policy, problems, DRAWING, SETTINGS)
     held, seen = 0, 0
-    for index, (said,) in enumerate(found.outputs):
+    for index, (output,) in enumerate(found.outputs):
         prompt = len(problems[index // 3].context)
-        tokens = prompt + min(len(said), LENGTH - 14 - 1)
+        tokens = prompt + min(len(output), LENGTH - 14 - 1)
         held, seen = held + (tokens if tokens < 24 else 16 + tokens % 8), seen + tokens
     assert found.kv_ratio == pytest.approx(held / seen)
     assert found.footprint < 0.95

@@ -1,4 +1,4 @@
-"""The command refuses wrong options in one line each, before anything is run."""
+"""Tests that the command refuses wrong options, each in one line, before anything runs."""
 
 import json
 import subprocess
@@ -75,7 +75,7 @@ def ruler_data(tmp_path_factory):
             ["--tasks", "documents"],
             "a task needs --data documents=PATH, a text file or a folder",
         ),
-        (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as --data squad=FILE"),
+        (["--tasks", "qa_1"], "qa_1 needs the JSON file of SQuAD, as --data squad=FILE"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["--order-contexts", "0"], "--order-contexts must be at least 1, got 0"),
@@ -85,8 +85,7 @@ def ruler_data(tmp_path_factory):
         (["--page-size", "128"], "--page-size must be at most the shortest --context, 126, got 128"),
     ],
 )
-def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
-    """They are named before weights are read."""
+def test_invalid_options_are_refused_before_weights_are_read(args, message, tmp_path, monkeypatch):
     monkeypatch.setattr("kvjax.models.load_model", None)
     policies = [] if "--policies" in args else ["--policies", "full"]
     tasks = [] if "--tasks" in args else ["--tasks", "needle"]
@@ -102,12 +101,15 @@ def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
     ("task", "message"),
     [
         ("vt", "--tasks vt: its samples hold context and question in one, .* use --question-aware"),
-        ("cwe", r"--data ruler .*: sample 0 of cwe takes \d+ tokens with its answer, --context is 200"),
+        (
+            "cwe",
+            r"--data ruler .*: sample 0 of cwe takes \d+ tokens with its answer, more than --context 200",
+        ),
         ("fwe", "fwe.jsonl: line 1 has no field `outputs`, it has input"),
         ("niah_single_1", "there are no samples of niah_single_1, expected niah_single_1.jsonl, "),
     ],
 )
-def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_path):
+def test_invalid_ruler_data_is_refused(task, message, ruler_data, tmp_path):
     args = ["--policies", "full", "--tasks", task, "--context", "200", "--data", f"ruler={ruler_data}"]
     args += ["--samples", "1"]
     with pytest.raises(UserError, match=message):
@@ -138,7 +140,7 @@ def test_too_few_published_samples_are_refused(policies, samples, message, tmp_p
         main([*SMALL, *args, "--budgets", "0.5", "--samples", samples, "--out", str(tmp_path / "run")])
 
 
-def test_another_model_needs_tasks_of_text(tmp_path):
+def test_builtin_tasks_are_refused_for_another_model(tmp_path):
     """The built-in tasks are token ids of the built-in vocabulary."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -149,7 +151,7 @@ def test_another_model_needs_tasks_of_text(tmp_path):
         )
     with pytest.raises(
         UserError,
-        match="--tasks recall is made of the built-in .*; for any model: needle, documents, text, niah",
+        match="--tasks recall needs the built-in model's tokens, .* expected needle, documents, text, niah",
     ):
         main(
             [
@@ -165,7 +167,7 @@ def test_another_model_needs_tasks_of_text(tmp_path):
         )
 
 
-def test_a_mistake_ends_in_one_line():
+def test_a_misspelt_option_ends_in_one_line():
     command = [sys.executable, "-m", "kvjax.evaluate", "--out", "x", "--polices", "full"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2

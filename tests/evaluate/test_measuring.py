@@ -1,5 +1,5 @@
-"""Tests of answers from a cache that was filled before the questions were known, or with them known. For texts that are
-given, agreement with the full cache and perplexity are compared with densely recomputed attention."""
+"""Tests of answers from a cache, with questions that were known or unknown when the contexts were read. For
+teacher-forced texts, agreement and perplexity are compared with densely recomputed attention."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ import pytest
 from kvjax.cli.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate import measuring
-from kvjax.evaluate.measuring import Manner, measure, measure_together
+from kvjax.evaluate.measuring import MeasureSettings, measure, measure_together
 from kvjax.inference import generate, logits
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models import load_model
@@ -26,8 +26,8 @@ from tests.inference.delayed import delayed
 from tests.tiny_models import tiny_model
 
 CONTEXT, RATIO = 512, 0.2
-MANNER = Manner(chunk=128, capacity=1152)
-"""The manner of measuring the built-in model's samples."""
+SETTINGS = MeasureSettings(chunk=128, capacity=1152)
+"""The settings of measuring the built-in model's samples."""
 TEXT_RATIO = 0.25
 LENGTHS = (41, 48, 56)
 """Lengths of the texts that are given."""
@@ -47,7 +47,7 @@ def greedy(model, context, prompt, tokens):
     return line[-tokens:].astype(np.int32)
 
 
-def test_answers_are_scored_against_what_the_model_says(model):
+def test_answers_are_scored_against_the_models_answers(model):
     """Half of the expected answers are the full model's own, and the others differ in one token."""
     rng = np.random.default_rng(0)
     samples = []
@@ -60,31 +60,33 @@ def test_answers_are_scored_against_what_the_model_says(model):
             answer[1] = (answer[1] + wrong) % 61
             questions.append(Question(prompt, answer, kind))
         samples.append(Sample(context, tuple(questions)))
-    found = measure(model, make_policy("full"), samples, Manner(batch=2))
+    found = measure(model, make_policy("full"), samples, MeasureSettings(batch=2))
     assert found.by_kind == {"right": 1.0, "wrong": 0.0}
     assert (found.score, found.answers, found.kv_ratio) == (0.5, 8, 1.0)
     np.testing.assert_array_equal(found.rates, 1.0)
 
 
 @pytest.mark.parametrize("conversation", [False, True])
-def test_questions_are_asked_by_themselves_or_in_turn_as_many_as_there_are(model, conversation):
+def test_questions_are_asked_by_themselves_or_in_turn(model, conversation):
     """One sample of the batch has three questions, and the other has one. In a conversation, each question follows the
     earlier questions and the model's answers to them."""
     rng = np.random.default_rng(1)
     samples, wanted = [], []
     for count in (1, 3):
-        context, before, said = rng.integers(0, 61, 12).astype(np.int32), np.zeros(0, np.int32), []
+        context, before, answers = rng.integers(0, 61, 12).astype(np.int32), np.zeros(0, np.int32), []
         prompts = [rng.integers(0, 61, 3).astype(np.int32) for _ in range(count)]
         for prompt in prompts:
-            said.append(greedy(model, context, np.concatenate([before, prompt]), 2))
+            answers.append(greedy(model, context, np.concatenate([before, prompt]), 2))
             if conversation:
-                before = np.concatenate([before, prompt, said[-1]])
-        questions = (Question(*pair, f"{at}") for at, pair in enumerate(zip(prompts, said, strict=True), 1))
+                before = np.concatenate([before, prompt, answers[-1]])
+        questions = (
+            Question(*pair, f"{at}") for at, pair in enumerate(zip(prompts, answers, strict=True), 1)
+        )
         samples.append(Sample(context, tuple(questions), conversation=conversation))
-        wanted.append(said)
-    found = measure(model, make_policy("full"), samples, Manner(batch=2))
-    assert [[tokens.tolist() for tokens in own] for own in found.outputs] == [
-        [tokens.tolist() for tokens in own] for own in wanted
+        wanted.append(answers)
+    found = measure(model, make_policy("full"), samples, MeasureSettings(batch=2))
+    assert [[tokens.tolist() for tokens in outputs] for outputs in found.outputs] == [
+        [tokens.tolist() for tokens in outputs] for outputs in wanted
     ]
     assert (found.score, found.answers) == (1, 4)
     assert found.by_kind == {"1": 1, "2": 1, "3": 1}
@@ -92,7 +94,7 @@ def test_questions_are_asked_by_themselves_or_in_turn_as_many_as_there_are(model
 
 
 @pytest.mark.thorough
-def test_a_capacity_and_biases_last_while_questions_are_answered(model):
+def test_max_entries_and_biases_also_apply_to_questions(model):
     """The answers equal those of a run without a break between context and question."""
     rng = np.random.default_rng(1)
     policy = delayed(window=6, max_entries=5, delay=2, biased=True)
@@ -100,29 +102,29 @@ def test_a_capacity_and_biases_last_while_questions_are_answered(model):
         Sample(rng.integers(0, 61, 30), (Question(rng.integers(0, 61, 12), rng.integers(0, 61, 6), "any"),))
         for _ in range(2)
     ]
-    found = measure(model, policy, samples, Manner(batch=2))
+    found = measure(model, policy, samples, MeasureSettings(batch=2))
     assert found.kv_ratio == 10 / 30
-    for sample_, (said,) in zip(samples, found.outputs, strict=True):
-        line = np.concatenate([sample_.context, sample_.questions[0].prompt])
+    for sample, (output,) in zip(samples, found.outputs, strict=True):
+        line = np.concatenate([sample.context, sample.questions[0].prompt])
         want = generate(model, [line], SamplingParams(max_new_tokens=6, ignore_eos=True), policy=policy)
-        np.testing.assert_array_equal(said, want.tokens[0])
+        np.testing.assert_array_equal(output, want.tokens[0])
 
 
-def test_what_cannot_be_read_together_is_refused(model):
+def test_policies_that_cannot_share_a_reading_are_refused(model):
     samples = [Sample(np.arange(30), (Question(np.arange(3), np.arange(2), "any"),))]
     for policy in (
         delayed(window=6, max_entries=5),
         delayed(window=6, biased=True),
         make_policy({"snapkv": {"ratio": 0.5, "observed": 4, "observers": [1, 2, 3, 4]}}, model=model),
     ):
-        with pytest.raises(UserError, match="are measured by themselves"):
-            measure_together(model, [[policy], [make_policy("full")]], samples, Manner())
+        with pytest.raises(UserError, match="cannot share a reading"):
+            measure_together(model, [[policy], [make_policy("full")]], samples, MeasureSettings())
 
 
-def test_the_built_in_gates_keep_what_is_asked_for(builtin):
+def test_the_built_in_gates_keep_the_entries_that_questions_need(builtin):
     task = builtin_task(Recall)
     policy = make_policy("wgkv", model=builtin, gates="builtin")
-    found = measure(builtin, policy, [task.sample(50 + seed, 512) for seed in range(4)], Manner())
+    found = measure(builtin, policy, [task.sample(50 + seed, 512) for seed in range(4)], MeasureSettings())
     assert found.answers == 64
     assert found.score > 0.9
     assert found.kv_ratio < 0.2
@@ -145,8 +147,8 @@ def samples(request):
 
 
 @pytest.mark.thorough
-def test_what_the_question_looks_at_is_kept(builtin, samples):
-    """Every method that observes queries keeps what the question asks for at a fifth of the entries."""
+def test_methods_that_observe_the_question_keep_the_entries_it_needs(builtin, samples):
+    """Every method that observes queries keeps the entries that the question asks for, at a fifth of all entries."""
     together = [
         [make_policy("full", model=builtin)],
         [make_policy({"snapkv": {"ratio": RATIO, "observed": 8}}, model=builtin)],
@@ -154,22 +156,22 @@ def test_what_the_question_looks_at_is_kept(builtin, samples):
         [make_policy({"tova": {"ratio": RATIO}}, model=builtin)],
         [make_policy({"r_kv": {"ratio": RATIO}}, model=builtin)],
     ]
-    full, *found = measure_together(builtin, together, samples, MANNER)
-    found.append(measure(builtin, make_policy({"h2o": {"ratio": RATIO}}, model=builtin), samples, MANNER))
+    full, *found = measure_together(builtin, together, samples, SETTINGS)
+    found.append(measure(builtin, make_policy({"h2o": {"ratio": RATIO}}, model=builtin), samples, SETTINGS))
     assert full.score == 1
-    assert all(one.kv_ratio == pytest.approx(RATIO, abs=0.01) for one in found)
-    assert [one.score for one in found if one.score < 0.9] == []
+    assert all(measured.kv_ratio == pytest.approx(RATIO, abs=0.01) for measured in found)
+    assert [measured.score for measured in found if measured.score < 0.9] == []
 
 
 @pytest.mark.thorough
-def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin, samples):
+def test_chunks_patched_with_the_question_score_far_better(builtin, samples):
     """PyramidKV runs after every chunk, patched with the question's tokens or naive (KV footprint, section 4)."""
 
     def score(observers):
         chunks = {"when": "chunk", "chunk": 128, "observers": observers}
-        told = {"ratio": RATIO, "observed": 8, "pyramidkv": {}}
-        policy = make_policy({"snapkv": told | chunks}, model=builtin)
-        return measure(builtin, policy, samples, MANNER).score
+        arguments = {"ratio": RATIO, "observed": 8, "pyramidkv": {}}
+        policy = make_policy({"snapkv": arguments | chunks}, model=builtin)
+        return measure(builtin, policy, samples, SETTINGS).score
 
     patched, naive = score("prompt"), score("own")
     assert patched >= 0.9
@@ -177,7 +179,7 @@ def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin
 
 
 @pytest.mark.thorough
-def test_a_known_question_is_read_to_look_only_by_what_looks(unnormed):
+def test_only_observing_methods_read_a_known_question(unnormed):
     """KNorm and the full cache are measured as if the question were unknown, alone and together with a method that
     observes it."""
     random = np.random.default_rng(2)
@@ -188,15 +190,15 @@ def test_a_known_question_is_read_to_look_only_by_what_looks(unnormed):
         [make_policy("knorm:ratio=0.5", model=unnormed)],
         [make_policy("snapkv:ratio=0.5,observed=4", model=unnormed)],
     ]
-    together = measure_together(unnormed, policies, aware, Manner())
-    alone = [measure(unnormed, policy, aware, Manner()) for (policy,) in policies]
-    unknown = [dataclasses.replace(sample, known=False) for sample in aware]
+    together = measure_together(unnormed, policies, aware, MeasureSettings())
+    alone = [measure(unnormed, policy, aware, MeasureSettings()) for (policy,) in policies]
+    unknown = [dataclasses.replace(sample, question_known=False) for sample in aware]
     for found in (alone, together):
-        for (policy,), one in zip(policies[:2], found[:2], strict=True):
-            want = measure(unnormed, policy, unknown, Manner())
+        for (policy,), measured in zip(policies[:2], found[:2], strict=True):
+            want = measure(unnormed, policy, unknown, MeasureSettings())
             for name in ("outputs", "footprint", "footprint_held", "peak", "kv_ratio"):
                 np.testing.assert_array_equal(
-                    getattr(one, name), getattr(want, name), f"{policy.name} {name}"
+                    getattr(measured, name), getattr(want, name), f"{policy.name} {name}"
                 )
         assert found[2].footprint_held > found[2].footprint
 
@@ -239,11 +241,11 @@ def dense_logits_of_padded(model, text, read, kept):
     return model.logits(model.norm(x))[0]
 
 
-def test_agreement_and_perplexity_are_those_of_dense_attention(unnormed, texts):
-    samples, manner = [continuation(text) for text in texts], Manner(batch=3)
-    full = measure(unnormed, make_policy("full", model=unnormed), samples, manner)
+def test_agreement_and_perplexity_equal_those_of_dense_attention(unnormed, texts):
+    samples, settings = [continuation(text) for text in texts], MeasureSettings(batch=3)
+    full = measure(unnormed, make_policy("full", model=unnormed), samples, settings)
     knorm = make_policy({"knorm": {"ratio": TEXT_RATIO}}, model=unnormed)
-    found = measure(unnormed, knorm, score_agreements(samples, full.outputs), manner)
+    found = measure(unnormed, knorm, score_agreements(samples, full.outputs), settings)
     same, right, surprise, surprise_full = [], [], [], []
     for text, sample in zip(texts, samples, strict=True):
         read, count = len(sample.context), len(sample.questions[0].answer)
@@ -266,23 +268,26 @@ def test_agreement_and_perplexity_are_those_of_dense_attention(unnormed, texts):
 
 def test_the_full_cache_agrees_with_itself_in_any_batch(unnormed, texts):
     samples, full = [continuation(text) for text in texts], make_policy("full", model=unnormed)
-    said = measure(unnormed, full, samples, Manner(batch=1)).outputs
-    assert measure(unnormed, full, score_agreements(samples, said), Manner(batch=3, chunk=16)).score == 1
+    outputs = measure(unnormed, full, samples, MeasureSettings(batch=1)).outputs
+    assert (
+        measure(unnormed, full, score_agreements(samples, outputs), MeasureSettings(batch=3, chunk=16)).score
+        == 1
+    )
 
 
 ASKED = {"instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
 
 
 @pytest.mark.thorough
-def test_what_repeats_a_context_is_charged_for_it(unnormed):
+def test_repeating_a_context_counts_in_the_held_footprint(unnormed):
     """The repetition counts in the footprint of what is held, not in the sequence's own. A context of 30 tokens is
     repeated in three parts, each read after all of it."""
     random = np.random.default_rng(2)
     question = Question(random.integers(0, 61, 5), random.integers(0, 61, 3), "any")
     samples, asked = [Sample(random.integers(0, 61, 30), (question,))], 2 + 1
     repeating = make_policy({"kvzip": {"ratio": 1.0, "repeated": 12, **ASKED}}, model=unnormed)
-    full = measure(unnormed, make_policy("full", model=unnormed), samples, Manner())
-    found = measure(unnormed, repeating, samples, Manner())
+    full = measure(unnormed, make_policy("full", model=unnormed), samples, MeasureSettings())
+    found = measure(unnormed, repeating, samples, MeasureSettings())
     assert (found.footprint, found.kv_ratio) == (full.footprint, 1.0)
     np.testing.assert_array_equal(found.outputs, full.outputs)
     length = 30 + 5 + 3 - 1
@@ -294,8 +299,8 @@ def test_what_repeats_a_context_is_charged_for_it(unnormed):
 
 
 @pytest.mark.thorough
-def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts, monkeypatch):
-    samples, manner, groups = [continuation(text) for text in texts], Manner(batch=2), []
+def test_sharing_a_reading_does_not_change_measurements(unnormed, texts, monkeypatch):
+    samples, settings, groups = [continuation(text) for text in texts], MeasureSettings(batch=2), []
     policies = [
         [make_policy("full", model=unnormed)],
         [make_policy({"knorm": {"ratio": ratio}}, model=unnormed) for ratio in (TEXT_RATIO, 0.5)],
@@ -308,10 +313,10 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
             for ratio in (0.5, 0.25)
         ],
     ]
-    alone = [measure(unnormed, policy, samples, manner) for own in policies for policy in own]
+    alone = [measure(unnormed, policy, samples, settings) for budgets in policies for policy in budgets]
     read = measuring.read
     monkeypatch.setattr(measuring, "read", lambda *given: (groups.append(given[2]), read(*given))[1])
-    together = measure_together(unnormed, policies, samples, manner)
+    together = measure_together(unnormed, policies, samples, settings)
     assert groups == [samples[:2], samples[2:]]
     for one, other in zip(alone, together, strict=True):
         assert (one.score, one.footprint, one.footprint_held, one.peak, one.bytes) == (
@@ -324,7 +329,7 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
     # budgets are traced
     policies[1] = [make_policy({"knorm": {"ratio": ratio}}, model=unnormed) for ratio in (0.3, 0.6)]
     watch = Stopwatch()
-    measure_together(unnormed, policies, samples, manner)
+    measure_together(unnormed, policies, samples, settings)
     watch.lap()
     assert not watch.compiled
 
@@ -332,10 +337,10 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
 @pytest.mark.thorough
 def test_int8_entries_keep_their_scales_when_methods_share_a_reading(texts):
     model = tiny_model(qk_norm=False, kv_cache_dtype="int8")
-    samples, manner = [continuation(text) for text in texts[:1]], Manner()
+    samples, settings = [continuation(text) for text in texts[:1]], MeasureSettings()
     repeating = {"kvzip": {"ratio": 0.5, "repeated": 12, **ASKED}}
-    policies = [[make_policy(own, model=model)] for own in ("full", "h2o:ratio=0.5", repeating)]
-    together = measure_together(model, policies, samples, manner)
+    policies = [[make_policy(policy, model=model)] for policy in ("full", "h2o:ratio=0.5", repeating)]
+    together = measure_together(model, policies, samples, settings)
     for (policy,), found in zip(policies, together, strict=True):
-        alone = measure(model, policy, samples, manner)
+        alone = measure(model, policy, samples, settings)
         assert alone.perplexity == pytest.approx(found.perplexity, rel=1e-5)

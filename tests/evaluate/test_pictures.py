@@ -24,7 +24,7 @@ def sheets(monkeypatch):
 
 
 @pytest.mark.parametrize("titles", [1, 3, 8])
-def test_scores_stand_against_footprint_and_entries_kept(sheets, tmp_path, titles):
+def test_scores_are_drawn_against_footprint_and_entries_kept(sheets, tmp_path, titles):
     methods = ["full", "a_method_with_a_long_name+quest"]
     panels = {f"task {n}, 1024 tokens, 192 answers": dict.fromkeys(methods, POINTS) for n in range(titles)}
     pictures.draw_tradeoff(tmp_path / "a.png", panels)
@@ -37,7 +37,7 @@ def test_scores_stand_against_footprint_and_entries_kept(sheets, tmp_path, title
     inside(sheet)
 
 
-def test_lines_of_means_are_named_where_they_end(sheets, tmp_path):
+def test_lines_of_means_are_labelled_at_their_ends(sheets, tmp_path):
     lines = {f"method {n}": [(0.25, 0.9), (0.125, 0.5 + n / 1000)] for n in range(7)}
     pictures.draw_means(tmp_path / "a.png", {"mean of 2 tasks, 2,048 tokens": (0.95, lines)})
     (sheet,) = sheets
@@ -54,7 +54,7 @@ def test_lines_of_means_are_named_where_they_end(sheets, tmp_path):
     assert [text.get_color() for text in axes.texts[:7]] == [line.get_color() for line in methods]
 
 
-def test_maps_and_depths_are_inside_too(sheets, tmp_path):
+def test_maps_and_depths_fit_into_the_frame(sheets, tmp_path):
     maps = {"needle, 1024 tokens": {"0.1": np.ones((30, 3)), "0.2": np.zeros((30, 3))}}
     pictures.draw_kv_ratios(tmp_path / "a.png", "snapkv: kept entries, by budget", maps)
     rows = ["1024 (0.25)", "65536 (0.25)"]

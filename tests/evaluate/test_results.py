@@ -40,7 +40,7 @@ def test_results_on_other_contexts_are_refused(tmp_path):
 
 
 @pytest.mark.thorough
-def test_cells_are_of_the_model_s_weights_and_of_its_contexts(tmp_path):
+def test_results_of_other_weights_or_contexts_are_refused(tmp_path):
     """Another model under the same name is refused, and so are contexts that were made differently."""
     folder, out = tmp_path / "model", tmp_path / "run"
     shutil.copytree(builtin_model("test_model"), folder)
@@ -56,10 +56,10 @@ def test_cells_are_of_the_model_s_weights_and_of_its_contexts(tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     main(command)
     results = out / "results.jsonl"
-    (cell,) = lines(out)
-    results.write_text(results.read_text().replace(cell["contexts"], "another"))
+    (result,) = lines(out)
+    results.write_text(results.read_text().replace(result["contexts"], "another"))
     with pytest.raises(
-        UserError, match=r"run holds results of needle at 126 tokens on other contexts \(what they"
+        UserError, match=r"run holds results of needle at 126 tokens on other contexts \(their"
     ):
         main(command)
 
@@ -82,17 +82,17 @@ def test_a_folder_without_results_may_have_other_settings(tmp_path):
         with pytest.raises(UserError, match=f"holds results with --{wrong} .*: name another folder"):
             results(*args)
     # options that did not exist when the folder was made had their defaults
-    said = json.loads((out / "settings.json").read_text())
-    del said["turns"], said["order_length"]
-    (out / "settings.json").write_text(json.dumps(said))
+    settings = json.loads((out / "settings.json").read_text())
+    del settings["turns"], settings["order_length"]
+    (out / "settings.json").write_text(json.dumps(settings))
     results("--gates", one, other)
-    (out / "settings.json").write_text(json.dumps(said))
+    (out / "settings.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="holds results with --order-length 1024, got 512"):
         results("--gates", one, other, "--order-length", "512")
 
 
 @pytest.mark.slow
-def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
+def test_results_with_other_settings_are_refused(arguments, evaluated, tmp_path):
     others = ("--samples", "48", "8"), ("--chunk", "32", "16"), ("--batch", "4", "2"), ("--seed", "0", "3")
     for option, was, now in others:
         with pytest.raises(UserError, match=rf"holds results with {option} {was}, got {now}: name another"):
@@ -108,11 +108,11 @@ def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
         with pytest.raises(UserError, match=message):
             main([*arguments, *TASKS, "--out", str(folder)])
     (folder / "settings.json").unlink()
-    with pytest.raises(UserError, match=r"there are results but no settings.json beside them"):
+    with pytest.raises(UserError, match=r"it has results but no settings.json"):
         main([*arguments, *TASKS, "--out", str(folder)])
 
 
-def test_gates_that_a_policy_names_are_not_others_later(tmp_path):
+def test_gates_in_a_policy_string_may_not_change(tmp_path):
     """Other policies may be added meanwhile."""
     model, gates, out = load_model(builtin_model("test_model")), tmp_path / "gates", str(tmp_path / "run")
     save_gates(gates, tiny_gates(model), {"tau": 0.5, "window": 4})

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
-from kvjax.evaluate.compared import compared_of
+from kvjax.evaluate.compared import parse_compared
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.results import Results
 from kvjax.evaluate.run import Evaluation
@@ -18,8 +18,8 @@ from tests.evaluate.inputs import TEST_MODEL
 from tests.evaluate.whole_run import SMALL, TASKS, lines, without_speeds
 
 
-def test_every_cell_is_a_line(evaluated):
-    cells = lines(evaluated[0])
+def test_every_result_is_a_line(evaluated):
+    results = lines(evaluated[0])
     wanted = [
         ("full", 1.0),
         ("snapkv", 0.25),
@@ -27,56 +27,56 @@ def test_every_cell_is_a_line(evaluated):
         ("wgkv:calibrated", 0.25),
         ("wgkv:calibrated", 0.5),
     ]
-    assert [(c["task"], c["policy"], c["budget"]) for c in cells] == [
+    assert [(c["task"], c["policy"], c["budget"]) for c in results] == [
         (task, *pair) for task in ("needle", "text") for pair in wanted
     ]
-    for cell in cells:
-        tokens = 122 if cell["task"] == "needle" else 110
-        assert cell["samples"] == (48 if cell["task"] == "needle" else 4 * 15)
-        assert (cell["perplexity"] is None) == (cell["task"] == "needle")
-        assert np.mean(cell["kept"]) == pytest.approx(cell["kv_ratio"], abs=1e-4)
-        if cell["policy"] == "full":
-            assert (cell["footprint"], cell["peak_kv"], cell["kv_ratio"]) == (1, 1, 1)
-            full_bytes, full_perplexity = cell["bytes"], cell["perplexity"]
-        if cell["task"] == "text":
+    for result in results:
+        tokens = 122 if result["task"] == "needle" else 110
+        assert result["samples"] == (48 if result["task"] == "needle" else 4 * 15)
+        assert (result["perplexity"] is None) == (result["task"] == "needle")
+        assert np.mean(result["kept"]) == pytest.approx(result["kv_ratio"], abs=1e-4)
+        if result["policy"] == "full":
+            assert (result["footprint"], result["peak_kv"], result["kv_ratio"]) == (1, 1, 1)
+            full_bytes, full_perplexity = result["bytes"], result["perplexity"]
+        if result["task"] == "text":
             # the score is agreement with the full cache, and this model's output is much the same with a smaller one
-            low, high = {"full": (1, 1), "snapkv": (0.8, 1)}.get(cell["policy"], (0.5, 0.99))
-            assert low <= cell["score"] <= high
-            assert cell["perplexity"] == pytest.approx(full_perplexity, rel=0.5)
-        if cell["policy"] == "snapkv":
-            assert cell["kv_ratio"] == pytest.approx(int(cell["budget"] * tokens) / tokens, abs=1e-5)
-        if cell["policy"] == "wgkv:calibrated":
-            assert cell["kv_ratio"] == pytest.approx(cell["budget"], rel=0.1)
-            assert cell["peak_kv"] < 0.9
-        assert cell["bytes"] <= full_bytes
-        assert 0 < cell["footprint"] <= 1
-        assert cell["decode_tok_s"] > 0
+            low, high = {"full": (1, 1), "snapkv": (0.8, 1)}.get(result["policy"], (0.5, 0.99))
+            assert low <= result["score"] <= high
+            assert result["perplexity"] == pytest.approx(full_perplexity, rel=0.5)
+        if result["policy"] == "snapkv":
+            assert result["kv_ratio"] == pytest.approx(int(result["budget"] * tokens) / tokens, abs=1e-5)
+        if result["policy"] == "wgkv:calibrated":
+            assert result["kv_ratio"] == pytest.approx(result["budget"], rel=0.1)
+            assert result["peak_kv"] < 0.9
+        assert result["bytes"] <= full_bytes
+        assert 0 < result["footprint"] <= 1
+        assert result["decode_tok_s"] > 0
         # policies that share a reading have no prefill speed of their own
-        assert (cell["prefill_tok_s"] is None) == (cell["policy"] != "wgkv:calibrated")
-        assert (cell["question_aware"], cell["published"], cell["seed"]) == (False, False, 0)
-        assert cell["described"] == cell["policy"]
-        assert cell["sized_by"] == ("nothing" if cell["policy"] == "full" else "budget")
+        assert (result["prefill_tok_s"] is None) == (result["policy"] != "wgkv:calibrated")
+        assert (result["question_aware"], result["published"], result["seed"]) == (False, False, 0)
+        assert result["described"] == result["policy"]
+        assert result["sized_by"] == ("nothing" if result["policy"] == "full" else "budget")
 
 
 def test_another_budget_compiles_nothing(evaluated):
     """τ is traced, so the second result of wgkv runs the first one's programs."""
-    at_cell = evaluated[1]
-    assert at_cell[3] > at_cell[2]
+    compile_counts = evaluated[1]
+    assert compile_counts[3] > compile_counts[2]
     for first in (3, 8):
         assert lines(evaluated[0])[first]["policy"] == "wgkv:calibrated"
-        assert at_cell[first + 1] == at_cell[first]
+        assert compile_counts[first + 1] == compile_counts[first]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_ends_alike(arguments, evaluated, tmp_path, monkeypatch):
+def test_a_killed_run_continues_with_the_same_results(arguments, evaluated, tmp_path, monkeypatch):
     folder, add = tmp_path / "run", Results.add
 
-    def killed_in_the_fourth(self, cell):
+    def killed_in_the_fourth(self, result):
         if len(self.finished) == 3:
             with self._file.open("a") as out:
                 out.write('{"policy": "wg')
             raise KeyboardInterrupt
-        add(self, cell)
+        add(self, result)
 
     monkeypatch.setattr(Results, "add", killed_in_the_fourth)
     with pytest.raises(KeyboardInterrupt):
@@ -88,14 +88,14 @@ def test_a_killed_run_goes_on_and_ends_alike(arguments, evaluated, tmp_path, mon
 
 
 @pytest.mark.thorough
-def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
+def test_question_aware_compression_keeps_the_entries_that_questions_need(arguments, evaluated, tmp_path):
     """Each context is read with its question, and one more token asks for the answer from the kept entries. The entries
     that the question attends to are kept, so nearly all is answered that the full cache answers."""
     few = ["--budgets", "0.25", "--tasks", "needle", "--question-aware", "--out", str(tmp_path / "run")]
     main([*arguments[: arguments.index("--policies")], "--policies", "snapkv", *few])
     (aware,) = lines(tmp_path / "run")
-    cells = {(c["task"], c["policy"], c["budget"]): c for c in lines(evaluated[0])}
-    full, blind = cells["needle", "full", 1.0], cells["needle", "snapkv", 0.25]
+    results = {(c["task"], c["policy"], c["budget"]): c for c in lines(evaluated[0])}
+    full, blind = results["needle", "full", 1.0], results["needle", "snapkv", 0.25]
     assert aware["question_aware"]
     assert aware["samples"] == blind["samples"]
     assert aware["score"] >= 0.9 * full["score"] > 4 * blind["score"]
@@ -107,7 +107,7 @@ def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
     assert "**Question-aware**" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_ruler_s_own_data_is_answered_in_text(tmp_path):
+def test_rulers_published_data_is_scored_as_text(tmp_path):
     """The model writes ASCII, so the expected answer is a letter, which it writes, or a sign that it never writes."""
     facts = "The owl is grey and sits on a branch of the old tree.\n"
     row = {
@@ -117,11 +117,11 @@ def test_ruler_s_own_data_is_answered_in_text(tmp_path):
     }
     rows = [row, row, row | {"outputs": ["§"]}, row | {"outputs": ["§"]}]
     (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = ["--policies", "full", "--tasks", "qa_1", "--samples", "4", "--data", f"ruler={tmp_path}"]
-    main([*SMALL, *own, "--out", str(tmp_path / "run")])
-    (cell,) = lines(tmp_path / "run")
-    assert cell["published"]
-    assert (cell["samples"], cell["score"], cell["by_kind"]) == (4, 0.5, {"qa_1": 0.5})
+    options = ["--policies", "full", "--tasks", "qa_1", "--samples", "4", "--data", f"ruler={tmp_path}"]
+    main([*SMALL, *options, "--out", str(tmp_path / "run")])
+    (result,) = lines(tmp_path / "run")
+    assert result["published"]
+    assert (result["samples"], result["score"], result["by_kind"]) == (4, 0.5, {"qa_1": 0.5})
     report = (tmp_path / "run" / "report.md").read_text()
     assert "RULER's own data: qa_1" in report
     # the table's rows have equal columns even if nothing is compared with the full cache
@@ -129,8 +129,8 @@ def test_ruler_s_own_data_is_answered_in_text(tmp_path):
     assert [line.count("|") for line in table] == [4, 4, 4]
 
 
-def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_on(tmp_path, monkeypatch):
-    """With the window of much longer contexts, every head would see everything, and all would be worth the same."""
+def test_the_window_for_ordering_heads_follows_from_the_order_length(tmp_path, monkeypatch):
+    """With the window of much longer contexts, every head would see everything, and all would be equally important."""
     config = parse([
         *TEST_MODEL, "--policies", "head_pattern:calibrated", "--tasks", "needle", "--context", "2048",
         "--order-length", "512",
@@ -141,6 +141,6 @@ def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_
     monkeypatch.setattr(
         run, "orders", lambda loss, shape, window, folder, _: found.append((window, folder)) or {}
     )
-    rivals = evaluation._rivals(evaluation.tasks[0], compared_of("head_pattern:calibrated"))
+    search = evaluation._pattern_search(evaluation.tasks[0], parse_compared("head_pattern:calibrated"))
     assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
-    assert rivals.window == 64
+    assert search.window == 64

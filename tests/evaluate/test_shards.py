@@ -1,4 +1,4 @@
-"""Shards measure the same as one evaluation, and are merged into it."""
+"""Tests that merged shards equal a single evaluation."""
 
 import shutil
 
@@ -17,48 +17,48 @@ pytestmark = pytest.mark.slow
 def sharded(arguments, tmp_path_factory):
     """Return a folder with both shards of an evaluation, and the arguments that made them."""
     folder = tmp_path_factory.mktemp("sharded") / "run"
-    told = [*arguments, *TASKS, "--out", str(folder)]
+    command = [*arguments, *TASKS, "--out", str(folder)]
     for index in range(2):
-        main([*told, "--shard", f"{index}/2"])
-    return folder, told
+        main([*command, "--shard", f"{index}/2"])
+    return folder, command
 
 
 @pytest.fixture
 def copied(sharded, tmp_path):
     """Return a copy of that folder, and arguments for it."""
-    folder, told = sharded
+    folder, command = sharded
     shutil.copytree(folder, tmp_path / "run")
-    return tmp_path / "run", [*told[:-1], str(tmp_path / "run")]
+    return tmp_path / "run", [*command[:-1], str(tmp_path / "run")]
 
 
-def test_merged_shards_are_the_evaluation(evaluated, copied):
-    (whole, _), (folder, told) = evaluated, copied
+def test_merged_shards_equal_a_single_evaluation(evaluated, copied):
+    (whole, _), (folder, command) = evaluated, copied
     parts = [lines(folder / f"shard-{index}-of-2") for index in range(2)]
     assert all(parts)
     assert not (folder / "shard-0-of-2" / "report.md").exists()
-    main([*told, "--merge"])
+    main([*command, "--merge"])
     assert without_speeds(lines(folder)) == without_speeds(lines(whole))
     assert len(lines(folder)) == sum(map(len, parts))
     assert (folder / "settings.json").read_bytes() == (whole / "settings.json").read_bytes()
     assert (folder / "report.md").is_file()
     merged = lines(folder)
-    main(told)  # nothing is left to measure
+    main(command)  # nothing is left to measure
     assert lines(folder) == merged
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         (lambda folder: shutil.rmtree(folder / "shard-1-of-2"), "lacks shards 1 of 2"),
-        (lambda folder: [shutil.rmtree(path) for path in folder.glob("shard-*")], "has no folder of a shard"),
+        (lambda folder: [shutil.rmtree(path) for path in folder.glob("shard-*")], "has no shard's folder"),
         (lambda folder: (folder / "shard-0-of-3").mkdir(), "has shards of 2 and of 3"),
         (
             lambda folder: (folder / "shard-0-of-2" / "results.jsonl").write_text(""),
-            r"results are missing, the first of them full at 1 on needle, 126 tokens",
+            r"results are missing, first full at 1 on needle, 126 tokens",
         ),
         (
             lambda folder: (folder / "shard-0-of-2" / "results.jsonl").unlink(),
-            r"results are missing, the first of them full at 1 on needle, 126 tokens",
+            r"results are missing, first full at 1 on needle, 126 tokens",
         ),
         (
             lambda folder: (folder / "shard-1-of-2" / "settings.json").write_text("{}"),
@@ -66,27 +66,27 @@ def test_merged_shards_are_the_evaluation(evaluated, copied):
         ),
     ],
 )
-def test_what_is_missing_is_named(harm, said, copied):
-    folder, told = copied
+def test_missing_shards_and_results_are_named(harm, message, copied):
+    folder, command = copied
     harm(folder)
-    with pytest.raises(UserError, match=said):
-        main([*told, "--merge"])
+    with pytest.raises(UserError, match=message):
+        main([*command, "--merge"])
     assert not (folder / "results.jsonl").exists()
 
 
-def test_a_merge_keeps_what_the_folder_had_and_its_settings(copied):
-    folder, told = copied
-    main([*told, "--merge"])
-    before, policies = lines(folder), told.index("--policies")
-    fewer = [*told[: policies + 1], "snapkv", *told[policies + 4 :], "--merge"]
+def test_a_merge_keeps_earlier_results_and_settings(copied):
+    folder, command = copied
+    main([*command, "--merge"])
+    before, policies = lines(folder), command.index("--policies")
+    fewer = [*command[: policies + 1], "snapkv", *command[policies + 4 :], "--merge"]
     main(fewer)
-    own = [line for line in before if line["policy"] == "snapkv"]
-    assert lines(folder) == own + [line for line in before if line not in own]
+    snapkv = [line for line in before if line["policy"] == "snapkv"]
+    assert lines(folder) == snapkv + [line for line in before if line not in snapkv]
     with pytest.raises(UserError, match="was measured with --question-aware False, got True"):
-        main([*told, "--merge", "--question-aware"])
+        main([*command, "--merge", "--question-aware"])
 
 
-def test_the_batch_system_tells_the_index(monkeypatch):
+def test_the_batch_system_gives_the_shards_index(monkeypatch):
     for name in INDEX_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert Shard.parse("3/8") == Shard(3, 8)

@@ -1,4 +1,4 @@
-"""Tests of the samples that are compared, and of those that are calibrated on."""
+"""Tests of the samples for comparison and for calibration."""
 
 import dataclasses
 import itertools
@@ -10,16 +10,14 @@ import pytest
 
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.run import Evaluation
-from kvjax.evaluate.sized_tasks import for_rivals, sized_tasks
+from kvjax.evaluate.sized_tasks import calibration_samples, sized_tasks
 from kvjax.models import load_model, load_tokenizer
 from kvjax.tasks import Recall, builtin_task, builtin_text
 from tests.evaluate.inputs import SMALL, fact
 
 
 @pytest.mark.parametrize("question_aware", [False, True])
-def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_length(
-    question_aware, tmp_path
-):
+def test_calibration_uses_the_published_samples_after_those_compared(question_aware, tmp_path):
     """This holds even if heads are ordered on shorter contexts."""
     (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
     config = parse([
@@ -46,7 +44,7 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
     assert houses(others.for_pattern) == list(range(4, 14))
 
 
-def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
+def test_generated_contexts_for_comparison_and_calibration_have_different_seeds(tmp_path):
     args = ["--policies", "wgkv:calibrated", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
     args += ["--out", str(tmp_path / "run")]
     config = parse([*SMALL, *args])
@@ -54,15 +52,15 @@ def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
     for samples, first in (
         (task.samples, 3_000_000),
         (task.calibration, 3_500_000),
-        (for_rivals(task, config, 3, 126), 3_500_004),
+        (calibration_samples(task, config, 3, 126), 3_500_004),
     ):
         for index, found in enumerate(samples):
             sample = builtin_task(Recall).sample(first + index, 126)
             np.testing.assert_array_equal(found.context, sample.context)
 
 
-def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
-    """Static rivals are not chosen on such a text either, whatever the seed and the length."""
+def test_texts_for_comparison_and_calibration_do_not_overlap(tmp_path):
+    """This holds for any seed and length, also for the samples on which static policies are chosen."""
     text = builtin_text("evaluate")
 
     def covered(samples):
@@ -92,7 +90,7 @@ def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
         ]
         config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
         (task,) = sized_tasks(config)
-        others = (for_rivals(task, config, 10, length) for length in (126, 96))
+        others = (calibration_samples(task, config, 10, length) for length in (126, 96))
         return covered(task.samples), covered([*task.calibration, *itertools.chain(*others)])
 
     (compared, calibration), (others, _) = made("0"), made("1")

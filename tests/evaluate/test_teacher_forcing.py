@@ -1,4 +1,4 @@
-"""Expected answers under a head pattern are scored as through the cache, and one program serves every pattern."""
+"""Tests that head patterns score expected answers as the cache does, with one program for all patterns."""
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ def drawn_samples(*sizes):
 
     def question(prompt, answer):
         right = tokens(answer)
-        return Question(tokens(prompt), right, "", lambda said: float((said == right).mean()))
+        return Question(tokens(prompt), right, "", lambda output: float((output == right).mean()))
 
     return [Sample(tokens(n), tuple(question(*size) for size in questions)) for n, questions in sizes]
 
@@ -48,8 +48,8 @@ def patterns():
 
 
 def through_the_cache(model, samples, whole, sink, window):
-    told = {"pattern": whole.astype(float), "sink": sink, "window": window}
-    policy = make_policy({"head_pattern": told}, model=model)
+    arguments = {"pattern": whole.astype(float), "sink": sink, "window": window}
+    policy = make_policy({"head_pattern": arguments}, model=model)
     losses, scores = [], []
     for sample in samples:
         for question in sample.questions:
@@ -63,7 +63,7 @@ def through_the_cache(model, samples, whole, sink, window):
     return np.mean(scores), np.concatenate(losses).mean()
 
 
-def test_every_pattern_is_what_the_policy_says(model, samples):
+def test_every_pattern_equals_the_policy(model, samples):
     run = TeacherForcing(model, samples)
     for pattern in patterns():
         outcome = run(*pattern)
@@ -73,7 +73,7 @@ def test_every_pattern_is_what_the_policy_says(model, samples):
 
 
 @pytest.mark.mesh
-def test_patterns_share_one_program_and_a_mesh_agrees(model, samples):
+def test_patterns_share_one_program_also_on_a_mesh(model, samples):
     compiled = []
 
     def count(event, duration, **_):
@@ -95,7 +95,7 @@ def test_patterns_share_one_program_and_a_mesh_agrees(model, samples):
         assert found.loss == pytest.approx(outcome.loss, abs=1e-5)
 
 
-def test_an_answer_whose_likelihood_is_not_finite_is_refused(samples):
+def test_likelihoods_that_are_not_finite_are_refused(samples):
     model = tiny_model(tied=False)
     forced = TeacherForcing(model, samples)
     model.layers.down[...] = model.layers.down[...] * np.nan
@@ -103,7 +103,7 @@ def test_an_answer_whose_likelihood_is_not_finite_is_refused(samples):
         forced(np.ones((3, 4), bool), 1, 1)
 
 
-def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, samples):
+def test_teacher_forced_text_is_scored_by_agreement_with_whole_heads(model, samples):
     """The score is agreement with the full cache, as in an evaluation, whatever the true text is."""
     text = np.concatenate([sample.context for sample in samples])
     given = continuation(text)
@@ -111,11 +111,11 @@ def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, samples):
     assert run(everything, 0, 1).score == 1
     (question,) = given.questions
     line = np.concatenate([given.context, question.prompt, question.answer])[None]
-    said = {}
+    predicted = {}
     for name, whole in (("full", everything), ("streaming", ~everything)):
         policy = make_policy(
             {"head_pattern": {"pattern": whole.astype(float), "sink": 1, "window": 3}}, model=model
         )
         logits, _ = cached_logits(model, policy, line, [line.shape[1]], lengths=np.array([line.shape[1]]))
-        said[name] = logits[0, -len(question.answer) - 1 : -1].argmax(-1)
-    assert run(~everything, 1, 3).score == pytest.approx((said["full"] == said["streaming"]).mean())
+        predicted[name] = logits[0, -len(question.answer) - 1 : -1].argmax(-1)
+    assert run(~everything, 1, 3).score == pytest.approx((predicted["full"] == predicted["streaming"]).mean())

@@ -18,5 +18,5 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-def without_speeds(cells):
-    return [{name: value for name, value in cell.items() if name not in SPEEDS} for cell in cells]
+def without_speeds(results):
+    return [{name: value for name, value in result.items() if name not in SPEEDS} for result in results]

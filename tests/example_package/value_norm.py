@@ -30,7 +30,7 @@ class ValueNorm(Admission):
 
 
 def value_norm(*, limit: float = 1.0, window: int = 16) -> Policy:
-    """Return the policy of this name, for example `--policy value_norm:limit=2`."""
+    """Return the policy that `--policy value_norm:limit=2` names."""
     return Policy(ValueNorm(np.array(limit, np.float32)), name="value_norm", window=window)
 
 

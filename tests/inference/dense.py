@@ -15,18 +15,19 @@ from tests.policies.steps import shape_of
 
 
 def has_left(gone, window):
-    """Return which tokens have left the window for each query, [b t + 1 t]. After each token, its last `window − 1`
-    are in it of those that are there, which are not `gone` for that token's query (in the same form)."""
+    """Return a mask of the tokens that have left the window for each query, [b t + 1 t]. After each token the window
+    holds the last `window − 1` tokens that are not `gone` for that token's query. `gone` has the same shape."""
     index = jnp.arange(gone.shape[-1])
-    there = (index <= index[:, None]) & ~gone[:, :-1]
-    later = there.sum(-1, keepdims=True) - jnp.cumsum(there, -1)
+    present = (index <= index[:, None]) & ~gone[:, :-1]
+    later = present.sum(-1, keepdims=True) - jnp.cumsum(present, -1)
     left = (later >= window - 1) & (index <= index[:, None])
     return jnp.pad(jnp.cumsum(left, 1) > 0, ((0, 0), (1, 0), (0, 0)))
 
 
 def stored(priority, keep, window, left=None):
-    """Return which tokens are retained for each query and after the last one, [b k t + 1 t], from the `priority` [b k
-    t] of each token. Every token is compared with every other. left: those that have left the window."""
+    """Return a mask of the tokens that are retained for each query and after the last one, [b k t + 1 t], given the
+    `priority` [b k t] of each token. Every token is compared with every other. left: a mask of those that have left the
+    window."""
     t = priority.shape[-1]
     wanted = priority >= keep.threshold
     if left is None:
@@ -82,9 +83,9 @@ def _dense_logits(model, admission, tokens, gone, window):
 
 
 def dense_logits(model, policy, tokens, gone=None):
-    """Return every token's logits with the mask {i − j < window} ∪ {j retained}, where retained tokens have biases, and
-    which tokens are retained at the end [l b k t]. gone: tokens that were dropped when each query came, and at last,
-    [b t + 1 t]; of the others, the window counts those that are there."""
+    """Return every token's logits under the mask {i − j < window} ∪ {j retained}, where retained tokens have biases,
+    and a mask of the tokens that are retained at the end [l b k t]. gone: a mask of the tokens that were dropped before
+    each query and at the end, [b t + 1 t]. The window does not count them."""
     size = tokens.shape[1]
     gone = np.zeros((len(tokens), size + 1, size), bool) if gone is None else gone
     with use_mesh(model):
@@ -122,7 +123,7 @@ def _logits_over(model, tables, lengths, seen, counted, pool, biases, window, ri
     return model.logits(model.norm(x))[:, 0]
 
 
-def logits_over_what_is_stored(model, cache, token):
+def logits_over_stored_entries(model, cache, token):
     """Return the logits after one more token [b] that sees itself and every entry of the cache. Entries outside the
     local window have their biases."""
     size, pool = cache.page_size, np.asarray(cache.pages.pool)

@@ -56,7 +56,7 @@ def stored(cache, length, seen):
 
 
 @pytest.mark.parametrize("name", ["full", "streaming_llm:window=7,sink=2", "wgkv"])
-def test_pages_of_more_tokens_are_those_that_pushing_them_one_by_one_takes(name):
+def test_more_pages_counts_the_pages_that_pushing_tokens_takes(name):
     """On a mesh, the count is that of the shard that takes most. Each head cache may retain all tokens that leave the
     window."""
     random = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def test_pages_of_more_tokens_are_those_that_pushing_them_one_by_one_takes(name)
         (64, 70, 100, None, 90, 90),  # the free memory of the devices is the limit
     ],
 )
-def test_a_pool_grows_to_twice_its_size_or_what_is_needed(
+def test_a_pool_grows_to_twice_its_size_or_the_needed_pages(
     model, exact, monkeypatch, have, need, tokens, limit, free, size
 ):
     policy, sizes = make_policy("full"), []
@@ -130,37 +130,37 @@ def test_a_pool_grows_to_twice_its_size_or_what_is_needed(
 @pytest.mark.parametrize(
     "shape", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough)], ids=str
 )
-def test_a_pool_that_grew_says_what_one_says_that_was_large(prompts, shape, exact):
+def test_a_grown_pool_gives_the_answers_of_a_large_one(prompts, shape, exact):
     """Tokens and log-probabilities are the same in a prompt's chunks, a question and an answer, and no token is
     lost."""
     with jax.set_mesh(make_mesh(**shape)):
         split = tiny_model()
         small, large = (admitting(split, rate) for rate in (0.01, 1.0))
         first = allocation.new_cache(split, small.compile(split), prompts, 0, PAGE).pages.pool.shape[0]
-        grown, whole = (
+        grown, large_pool = (
             prefill(split, prompts, policy=policy, page_size=PAGE, chunk=16) for policy in (small, large)
         )
         assert grown.pages.pool.shape[0] > first
         if not shape:
             pages_are_whole(grown)
-        for held, there in zip(
-            *map(jax.tree.leaves, (grown.layers.length, whole.layers.length)), strict=True
+        for lengths, expected_lengths in zip(
+            *map(jax.tree.leaves, (grown.layers.length, large_pool.layers.length)), strict=True
         ):
-            np.testing.assert_array_equal(held, there)
+            np.testing.assert_array_equal(lengths, expected_lengths)
         questions = [prompt[:30] for prompt in prompts]
         found, expected = (
             generate(split, questions, answers(40, logprobs=3), policy=policy, cache=cache)
-            for policy, cache in ((small, grown), (large, whole))
+            for policy, cache in ((small, grown), (large, large_pool))
         )
     assert found.stats.pool_pages > grown.pages.pool.shape[0]
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.stats.entries, expected.stats.entries)
-    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
-        np.testing.assert_array_equal(one.chosen, other.chosen)
-        assert one.alternatives == other.alternatives
+    for result, other in zip(found.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_array_equal(result.chosen, other.chosen)
+        assert result.alternatives == other.alternatives
 
 
-def test_a_pool_shrinks_once_the_prompt_was_compacted(model, prompts, exact):
+def test_a_pool_shrinks_after_the_prompt_is_compacted(model, prompts, exact):
     """The pool holds what stayed and the announced answer, and the answer is that of a pool of stated size."""
     options = {"policy": make_policy("keydiff:ratio=0.25", model=model), "page_size": PAGE}
     small = prefill(model, prompts, **options)
@@ -179,7 +179,7 @@ def test_a_pool_shrinks_once_the_prompt_was_compacted(model, prompts, exact):
 
 
 @pytest.mark.thorough
-def test_a_pool_shrinks_where_less_was_admitted_than_expected(prompts, monkeypatch):
+def test_a_pool_shrinks_if_less_is_admitted_than_expected(prompts, monkeypatch):
     """The answer stays the same. A small pool and one of stated size do not shrink."""
     model = tiny_model()
     options = {"policy": admitting(model, 1.0, tau=0.9), "page_size": PAGE}
@@ -197,7 +197,7 @@ def test_a_pool_shrinks_where_less_was_admitted_than_expected(prompts, monkeypat
     np.testing.assert_array_equal(alone.tokens, fixed.tokens)
 
 
-def test_a_stated_capacity_is_a_limit_that_questions_grow_to(model, prompts, exact):
+def test_pools_grow_up_to_the_stated_capacity(model, prompts, exact):
     """The pool begins with the smaller of the stated capacity and a full page table of the prompt. Beyond the capacity
     the error names one that is enough."""
     policy, limit = make_policy("full"), 140 * ROWS // PAGE
@@ -216,7 +216,7 @@ def test_a_stated_capacity_is_a_limit_that_questions_grow_to(model, prompts, exa
 
 
 @pytest.mark.thorough
-def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch):
+def test_the_default_pool_depends_on_the_policy(model, monkeypatch):
     """Pools below a MiB are an exception: their sizes are powers of two."""
     full = caches.stats(prefill(model, [np.zeros(600, np.int64)]))
     assert full.kv_ratio == 1
@@ -232,7 +232,7 @@ def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch)
 
 
 @pytest.mark.thorough
-def test_the_default_pool_holds_what_chance_admits(model):
+def test_the_default_pool_is_enough_for_random_admission(model):
     """Head caches differ from their mean, on short prompts by a page. A policy may also retain nothing at all."""
     prompt = [np.arange(25)]
     for seed in range(8):
@@ -243,7 +243,7 @@ def test_the_default_pool_holds_what_chance_admits(model):
 
 
 @pytest.mark.parametrize("window", [100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 300))])
-def test_a_pool_follows_each_sequence(model, exact, window):
+def test_the_pool_size_depends_on_the_length_of_each_sequence(model, exact, window):
     """The size follows neither the longest sequence times the batch, nor the window of the policy."""
     policy = make_policy("full") if window == 1 else make_policy({"streaming_llm": {"window": window}})
     lengths = [256, *[40] * 7]
@@ -256,7 +256,7 @@ def test_a_pool_follows_each_sequence(model, exact, window):
 
 
 @pytest.mark.thorough
-def test_an_answer_that_is_compacted_has_a_pool_for_its_budget(model, exact):
+def test_the_pool_of_a_compacted_answer_is_bounded_by_the_budget(model, exact):
     """The pool stays within this bound however long the answer gets."""
     policy = make_policy("h2o:entries=24,when=every,every=8", model=model)
     found = generate(model, [np.arange(12)], answers(100), policy=policy, page_size=PAGE)
@@ -286,7 +286,7 @@ def test_freed_pages_are_used_again(model, prompts):
     ],
     ids=str,
 )
-def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape):
+def test_memories_start_from_the_numbers_of_their_layer_and_heads(prompts, shape):
     """`init` reads a table by head and a number for all heads in a prompt, in its chunks and where a cache goes on."""
     question, window = np.arange(9), 6
     with jax.set_mesh(make_mesh(**shape)):
@@ -306,12 +306,12 @@ def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape)
     np.testing.assert_array_equal(out.tokens, alone.tokens)
 
 
-def test_what_no_device_could_hold_is_refused(model):
+def test_an_answer_that_exceeds_the_memory_is_refused(model):
     with pytest.raises(UserError, match=r"of up to 2000000002 tokens, .* GiB free; \d+ tokens would fit"):
         generate(model, [[1, 2]], answers(2_000_000_000))
 
 
-def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
+def test_the_length_that_a_refusal_names_fits(model, monkeypatch):
     monkeypatch.setattr(caches, "device_bytes", lambda **_: 10**6)
     policy = make_policy("full")
     with pytest.raises(UserError) as error:
@@ -322,7 +322,7 @@ def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
         prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
 
 
-def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch):
+def test_a_copy_that_exceeds_the_memory_is_refused(model, monkeypatch):
     """This holds for a cache that is continued and for what its forks copy of it. Free memory beyond that is used."""
     policy = make_policy("h2o:entries=60,when=every,every=8", model=model)
     cache = prefill(model, [np.arange(50)], policy=policy, page_size=PAGE)
@@ -353,7 +353,7 @@ def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch)
         *(pytest.param(f"snapkv:ratio=0.5{x}", marks=pytest.mark.thorough) for x in ("", ",adakv")),
     ],
 )
-def test_short_prompts_are_kept_whole(model, named):
+def test_short_prompts_are_not_compacted(model, named):
     """The batch also has a long prompt, which is not kept whole."""
     policy = make_policy(named)
     sizes = caches.stats(prefill(model, [np.arange(256) % 61, np.arange(5)], policy=policy))
@@ -363,9 +363,7 @@ def test_short_prompts_are_kept_whole(model, named):
 @pytest.mark.parametrize(
     "capacity", [3, *(pytest.param(x, marks=pytest.mark.thorough) for x in ("20KB", "1%"))]
 )
-def test_a_capacity_below_the_windows_is_refused_with_one_that_holds_every_token(
-    model, prompts, monkeypatch, capacity
-):
+def test_a_capacity_below_the_windows_is_refused_with_a_sufficient_one(model, prompts, monkeypatch, capacity):
     monkeypatch.setattr(caches.sizes, "device_bytes", lambda **_: 10**6)
     policy = make_policy("streaming_llm:sink=60,window=20")
     with pytest.raises(caches.CapacityError, match="that the windows of") as error:

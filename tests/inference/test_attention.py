@@ -33,7 +33,7 @@ def step_of(values):
     )  # fmt: skip
 
 
-def test_what_is_stored_and_what_is_new_are_rounded_once():
+def test_attention_to_stored_and_new_entries_is_rounded_once():
     """Two stored values of 1 and five new ones of mean 1 + 1.2/256 have the mean 1 + 0.86/256, which is 1 in bfloat16.
     If the new ones were rounded by themselves, to 1 + 2/256, it would be 1 + 1.43/256, and so 1 + 2/256."""
     with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
@@ -94,7 +94,7 @@ def test_weighted_masks_are_added_and_each_has_its_own_log_sum_exp(shape):
         assert np.min(apart) > 0.1
 
 
-def test_a_figure_that_is_not_one_of_each_head_is_refused():
+def test_figures_must_have_one_number_per_head():
     class OneNumber(TwoMasks):
         def figures(self, state, step, outputs):
             return {"mean": outputs[0][1].mean()}

@@ -20,7 +20,7 @@ from tests.tiny_models import tiny_model
     ("window", "max_entries", "delay", "threshold"),
     [(1, None, 0, 0), (6, None, 2, 3), (6, 5, 5, 0)],
 )
-def test_every_cut_adds_it_to_what_left_the_window(window, max_entries, delay, threshold):
+def test_any_division_into_calls_adds_the_bias_outside_the_window(window, max_entries, delay, threshold):
     model = tiny_model()
     rule = {
         "window": window,
@@ -40,7 +40,7 @@ def test_every_cut_adds_it_to_what_left_the_window(window, max_entries, delay, t
 
 @pytest.mark.mesh
 @pytest.mark.thorough
-def test_a_mesh_gives_the_same():
+def test_a_mesh_gives_the_same_logits():
     model = tiny_model()
     rule = {"window": 6, "delay": 2, "threshold": 2, "biased": True}
     want, _ = dense_logits(model, delayed(**rule), TOKENS)
@@ -51,7 +51,7 @@ def test_a_mesh_gives_the_same():
 
 
 @pytest.mark.thorough
-def test_a_bias_stays_when_what_wrote_it_is_done():
+def test_stored_entries_keep_their_bias_under_a_policy_without_one():
     """A policy without a bias goes on over the cache: stored entries keep their bias, new ones have none."""
     model = tiny_model()
     biased, plain = (delayed(window=1, biased=biased) for biased in (True, False))

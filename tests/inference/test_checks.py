@@ -35,7 +35,7 @@ def unread(model, prompts=([1],)):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda m: inference.generate(m, []), "no prompt"),
         (lambda m: inference.generate(m, [[]]), "prompt 0 is empty"),
@@ -73,14 +73,14 @@ def unread(model, prompts=([1],)):
         (lambda m: inference.logits(m, [[1], [1, 2]]), "one length"),
     ],
 )
-def test_mistakes_are_named_in_one_line(model, call, says):
-    with pytest.raises(UserError, match=says) as caught:
+def test_mistakes_are_one_line_errors(model, call, message):
+    with pytest.raises(UserError, match=message) as caught:
         call(model)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "r_kv"])
-def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
+def test_a_cache_without_the_eviction_s_state_is_refused(model, prompts, policy):
     evicting = make_policy({policy: {"entries": ENTRIES, "when": "every", "every": 4}}, model=model)
     with pytest.raises(UserError, match=f"the cache was not made with policy {policy}"):
         inference.generate(model, prompts, cache=unread(model, prompts), policy=evicting)
@@ -108,7 +108,7 @@ def test_a_cache_that_decoded_without_its_eviction_is_refused(model, prompts, po
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (
             lambda m: SamplingParams(max_new_token=3),
@@ -141,9 +141,9 @@ def test_a_cache_that_decoded_without_its_eviction_is_refused(model, prompts, po
         (lambda m: make_mesh(fsdp=0), "make_mesh: fsdp must be a whole number of at least 1, got 0"),
     ],
 )  # fmt: skip
-def test_what_was_given_and_what_was_expected(model, monkeypatch, call, says):
+def test_errors_say_what_was_given_and_expected(model, monkeypatch, call, message):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(UserError, match=says) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         call(model)
     assert "\n" not in str(caught.value)
 

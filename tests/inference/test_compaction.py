@@ -15,7 +15,7 @@ from tests.policies.captured import OBSERVED, PAGE, entries
 from tests.tiny_models import tiny_model
 
 
-def test_everything_kept_is_the_full_cache(model, prompts):
+def test_a_ratio_of_1_gives_the_full_cache(model, prompts):
     policy = make_policy(f"snapkv:ratio=1,observed={OBSERVED},adakv", model=model)
     kept = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     full = inference.prefill(model, prompts, page_size=PAGE)
@@ -23,7 +23,7 @@ def test_everything_kept_is_the_full_cache(model, prompts):
         np.testing.assert_array_equal(entries(kept, *row), entries(full, *row))
 
 
-def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
+def test_the_next_token_sees_the_entries_that_stayed(model, prompts, captured):
     """The next token sees the entries that stayed and itself."""
     policy = make_policy("knorm:entries=9", model=model)
     cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
@@ -59,7 +59,7 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
     "named",
     [f"snapkv:ratio=0.3,observed={OBSERVED},adakv", "tova:ratio=0.3,adakv.over=model,adakv.pinned=0.0"],
 )
-def test_a_mesh_keeps_the_same(model, prompts, named):
+def test_a_mesh_keeps_as_many_entries(model, prompts, named):
     policy = make_policy(named, model=model)
     alone = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):

@@ -32,7 +32,7 @@ def gated(model):
     ("group", "pooling", "over"),
     [("max", "max", "head"), pytest.param("mean", "average", "layer", marks=pytest.mark.thorough)],
 )
-def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, group, pooling, over):
+def test_scores_and_kept_entries_match_the_published_method(model, prompts, admitted, group, pooling, over):
     """This is tested in the first layer, whose queries do not depend on refused tokens."""
     how = {"group": group, "pooling": pooling}
     shared = {"entries": KEPT, "adakv": {"over": over, "pinned": 0.0}}
@@ -61,11 +61,11 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
 
 
 @pytest.mark.thorough
-def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, admitted):
+def test_observed_queries_are_causal_over_stored_entries(model, prompts, admitted):
     """WG-KV itself uses 256 of each. The comparison is with a softmax whose causal mask is written out by true
     positions. The oldest query's own key is stored, and no entry can be newer."""
-    ((name, told),) = admitted.items()
-    wider = {name: told | {"window": OBSERVED}}
+    ((name, options),) = admitted.items()
+    wider = {name: options | {"window": OBSERVED}}
     policy = make_policy(wider | {"snapkv": {"entries": KEPT, "observed": OBSERVED}}, model=model)
     scores = scored(model, policy, prompts)
     before = inference.prefill(model, prompts, policy=make_policy(wider, model=model), page_size=PAGE)
@@ -86,25 +86,25 @@ def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, adm
 
 
 @pytest.mark.thorough
-def test_gates_eviction_and_selection_at_once(model, prompts, gated):
+def test_gates_eviction_and_selection_combine(model, prompts, gated):
     """A selection that reads every page gives the answers of no selection, and one that reads few pages does not."""
-    both = gated | {"snapkv": {"observed": OBSERVED, "entries": KEPT}}
+    gates_and_eviction = gated | {"snapkv": {"observed": OBSERVED, "entries": KEPT}}
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
     options = {"page_size": PAGE, "capacity": 100}
-    said = [
+    answers = [
         inference.generate(model, prompts, sampling, policy=policy, **options).tokens
         for policy in (
-            make_policy(both, model=model),
-            make_policy(both | {"quest": {"tokens": 1000}}, model=model),
-            make_policy(both | {"quest": {"tokens": 1}}, model=model),
+            make_policy(gates_and_eviction, model=model),
+            make_policy(gates_and_eviction | {"quest": {"tokens": 1000}}, model=model),
+            make_policy(gates_and_eviction | {"quest": {"tokens": 1}}, model=model),
         )
     ]
-    np.testing.assert_array_equal(said[0], said[1])
-    assert (np.array(said[0]) != np.array(said[2])).any()
+    np.testing.assert_array_equal(answers[0], answers[1])
+    assert (np.array(answers[0]) != np.array(answers[2])).any()
 
 
 @pytest.mark.thorough
-def test_what_was_evicted_makes_room_for_what_is_admitted(model, prompts, gated):
+def test_evicted_entries_free_pages_for_admitted_ones(model, prompts, gated):
     """A pool that is too small for an answer is large enough if the overflow is evicted."""
     sampling = SamplingParams(max_new_tokens=120, ignore_eos=True)
     options = {"page_size": PAGE, "capacity": 60, "block": 1}

@@ -61,7 +61,7 @@ def asked(model, view, cache, valid, *, tokens):
     return scan_layers(model, model.embed_tokens(ids), position, attend, cache.pages, (cache.layers, view))[2]
 
 
-def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):
+def test_questions_see_each_head_s_entries_and_themselves(model, policy, cache):
     lengths = np.asarray(cache.layers.length)
     assert len({tuple(lengths[layer, 0]) for layer in range(3)}) == 3
     assert all(len(set(lengths[layer, 0])) > 1 for layer in range(3))
@@ -78,7 +78,7 @@ def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):
 
 
 @pytest.mark.parametrize("lengths", [QUESTIONS, pytest.param((1, 1), marks=pytest.mark.thorough)])
-def test_the_order_of_entries_does_not_matter(model, policy, cache, lengths):
+def test_the_order_of_entries_does_not_change_answers(model, policy, cache, lengths):
     pool, table = np.array(cache.pages.pool), np.asarray(cache.layers.page_table)
     random, before = np.random.default_rng(0), np.array(cache.pages.pool)
     for row, length in np.ndenumerate(np.asarray(cache.layers.length)):
@@ -91,7 +91,7 @@ def test_the_order_of_entries_does_not_matter(model, policy, cache, lengths):
     np.testing.assert_allclose(found[3], questions_over(model, policy, cache, lengths)[3], atol=1e-5)
 
 
-def test_chunks_of_a_prompt_do_not_matter(model, policy, prompts, cache):
+def test_chunks_do_not_change_the_kept_entries(model, policy, prompts, cache):
     """The observed queries are put together across chunks, of which the shorter prompt has fewer."""
     chunked = prefill(model, prompts, policy=policy, max_new_tokens=max(QUESTIONS), page_size=4, chunk=20)
     np.testing.assert_array_equal(chunked.layers.length, cache.layers.length)

@@ -18,7 +18,7 @@ from kvjax.sampling_params import SamplingParams
 from tests.cache.kept import lists, positions
 from tests.inference.cached import LENGTH, TOKENS, run
 from tests.inference.delayed import delayed
-from tests.inference.dense import dense_logits, logits_over_what_is_stored
+from tests.inference.dense import dense_logits, logits_over_stored_entries
 from tests.policies.captured import pages_are_whole
 from tests.tiny_models import sliding_model, tiny_gates, tiny_model
 
@@ -62,8 +62,8 @@ def mask(*drops):
 
 
 def gated(model, positions=True, **evicts):
-    own = {"tau": 0.5, "window": WINDOW, "positions": positions}
-    return make_policy({"wgkv": own} | evicts, model=model, gates=tiny_gates(model))
+    options = {"tau": 0.5, "window": WINDOW, "positions": positions}
+    return make_policy({"wgkv": options} | evicts, model=model, gates=tiny_gates(model))
 
 
 POLICIES = {
@@ -75,7 +75,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", ["full", "wgkv", pytest.param("windowed", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("span", [(3, 17), (12, 22), (20, 22), (0, 24)])
-def test_from_the_drop_on_no_token_sees_the_span(model, name, span):
+def test_no_later_token_sees_a_dropped_span(model, name, span):
     """The local window holds none of the span, its end, all of it, or nothing else. The other sequence drops
     nothing."""
     policy = POLICIES[name](model)
@@ -95,7 +95,7 @@ def test_from_the_drop_on_no_token_sees_the_span(model, name, span):
 
 
 @pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.thorough), "wgkv"])
-def test_spans_may_follow_and_overlap_each_other(model, name):
+def test_dropped_spans_may_overlap(model, name):
     """Tokens before the first span are still in the window when the others are dropped."""
     policy = POLICIES[name](model)
     drops = (1, 20, 22, 24), (0, 1, 9, 24), (1, 5, 21, 28), (1, 18, 25, 28), (0, 27, 28, 28)
@@ -112,7 +112,7 @@ def test_spans_may_follow_and_overlap_each_other(model, name):
 
 
 @pytest.mark.parametrize("name", ["wgkv", pytest.param("full", marks=pytest.mark.thorough)])
-def test_sliding_windows_hide_the_span_and_go_on_by_position(tmp_path, name):
+def test_sliding_windows_hide_the_dropped_span(tmp_path, name):
     """This holds for a cache that was saved, too, and for one that knows positions only since the drop."""
     model = sliding_model()
     policy, span = POLICIES[name](model), (18, 22)
@@ -129,15 +129,15 @@ def test_sliding_windows_hide_the_span_and_go_on_by_position(tmp_path, name):
 @pytest.mark.mesh
 def test_a_mesh_drops_the_same(model):
     batch, span = np.concatenate([TOKENS, TOKENS[:, ::-1]]), (12, 22)
-    found = []
+    results = []
     for mesh in (make_mesh(), make_mesh(fsdp=2, tensor=4)):
         with jax.set_mesh(mesh):
             split = tiny_model()
             cache = fed(split, gated(split), None, 0, READ, tokens=batch)[0].without(2, *span)
             cache, got = fed(split, gated(split), cache, READ, LENGTH, alone=8, tokens=batch)
-            found.append((np.asarray(cache.layers.length), got))
-    (lengths, want), (own, got) = found
-    np.testing.assert_array_equal(own, lengths)
+            results.append((np.asarray(cache.layers.length), got))
+    (lengths, want), (split_lengths, got) = results
+    np.testing.assert_array_equal(split_lengths, lengths)
     assert np.abs(got - want).max() < 1e-4
 
 
@@ -146,31 +146,31 @@ def rows_of(cache):
     with use_mesh(cache):
         arrays = packed(cache)
     length, counted, slots = arrays["length"], np.asarray(cache.counted), cache.window - 1
-    held, found = np.minimum(counted, slots), {}
-    of_entry, of_token = (places(x).row for x in (length, np.broadcast_to(held[:, None], length.shape)))
+    in_window, by_row = np.minimum(counted, slots), {}
+    of_entry, of_token = (places(x).row for x in (length, np.broadcast_to(in_window[:, None], length.shape)))
     for index, row in enumerate(np.ndindex(length.shape)):
-        slot = (counted[row[1]] - held[row[1]] + np.arange(held[row[1]])) % slots
+        slot = (counted[row[1]] - in_window[row[1]] + np.arange(in_window[row[1]])) % slots
         stored = {
             x: arrays[x][of_entry == index] for x in arrays if x == "entries" or x.startswith("metadata.")
         }
         local = {x: arrays[x][row][slot] for x in arrays if x == "priority" or x.startswith("numbers.")}
-        found[row] = stored, local | {"entries": arrays["ring"][of_token == index]}
-    return found
+        by_row[row] = stored, local | {"entries": arrays["ring"][of_token == index]}
+    return by_row
 
 
-def bounds_are_those_of_the_keys(cache):
+def assert_bounds_match_keys(cache):
     ring, rows = caches.ring_pages(cache.window, PAGE), rows_of(cache)
     for row, (stored, _) in rows.items():
         keys = stored["entries"][:, : stored["entries"].shape[1] // 2]
         for column in range(-(-len(keys) // PAGE)):
-            own = keys[column * PAGE : (column + 1) * PAGE]
+            page_keys = keys[column * PAGE : (column + 1) * PAGE]
             page = int(cache.layers.page_table[(*row, ring + column)])
-            want = np.concatenate([own.min(0), (-own).min(0)])
+            want = np.concatenate([page_keys.min(0), (-page_keys).min(0)])
             np.testing.assert_array_equal(cache.pages.bounds[page], want)
 
 
 @pytest.mark.parametrize("name", ["max_entries", "quest", "int8"])
-def test_what_stays_is_moved_as_it_is(model, name):
+def test_remaining_entries_keep_their_metadata_and_bounds(model, name):
     """All that is stored of a token goes with it, and the bounds of pages are those of the keys that they hold."""
     model = tiny_model(kv_cache_dtype="int8") if name == "int8" else model
     policies = {
@@ -183,22 +183,24 @@ def test_what_stays_is_moved_as_it_is(model, name):
     other = cache.without(1, start, end)
     before, after = rows_of(cache), rows_of(other)
     for row, parts in before.items():
-        for part, own, key in zip(parts, after[row], ("metadata.position", "numbers.position"), strict=True):
+        for part, remaining, key in zip(
+            parts, after[row], ("metadata.position", "numbers.position"), strict=True
+        ):
             stays = (part[key] < start) | (part[key] >= end) | (row[1] == 0)
-            assert own.keys() == part.keys()
+            assert remaining.keys() == part.keys()
             for x in part:
-                np.testing.assert_array_equal(own[x], part[x][stays])
+                np.testing.assert_array_equal(remaining[x], part[x][stays])
     if name == "quest":
-        bounds_are_those_of_the_keys(other)
+        assert_bounds_match_keys(other)
     token = jnp.asarray(TOKENS[:, READ])
     if name == "max_entries":
-        want = logits_over_what_is_stored(model, other, token)
+        want = logits_over_stored_entries(model, other, token)
         _, got = fed(model, policies[name], other, READ, READ + 1, alone=1)
         assert np.abs(got[:, 0] - want).max() < 1e-4
 
 
 @pytest.mark.parametrize("policy", ["knorm:ratio=0.5,positions=true", "wgkv"])
-def test_after_a_compaction_the_span_is_found_by_positions(model, policy):
+def test_after_a_compaction_the_span_is_found_by_position(model, policy):
     """Heads hold different tokens. Of the span those leave that are there."""
     model = tiny_model(qk_norm=False)
     policy = gated(model, snapkv={"ratio": 0.5, "observed": 4}) if policy == "wgkv" else make_policy(policy)
@@ -211,13 +213,13 @@ def test_after_a_compaction_the_span_is_found_by_positions(model, policy):
     assert len({tuple(row) for row in after.values()}) > 12
     token = np.array([5, 6])
     with use_mesh(model):
-        want = logits_over_what_is_stored(model, other, token)
+        want = logits_over_stored_entries(model, other, token)
         view, fed_one = policy.compile(model).decode, (jnp.asarray(token[:, None]), jnp.ones(2, jnp.int32))
         _, got = run(model, view, other, *fed_one)
     assert np.abs(np.asarray(got)[:, 0] - want).max() < 1e-4
 
 
-def test_a_fork_keeps_what_another_drops(model):
+def test_dropping_in_one_fork_does_not_change_another(model):
     """Pages that both hold stay shared where nothing moved."""
     questions = [TOKENS[0, :5]] * 2
     cache = prefill(model, TOKENS[1:], page_size=PAGE, capacity=3 * LENGTH)
@@ -236,7 +238,7 @@ def test_a_fork_keeps_what_another_drops(model):
     np.testing.assert_array_equal(again, [want[0]] * 2)
 
 
-def test_forks_go_on_where_their_windows_lost_tokens(model):
+def test_forks_continue_windows_that_lost_tokens(model):
     policy, questions = gated(model), [TOKENS[0, :5], TOKENS[1, :5]]
     cache = fed(model, policy, None, 0, READ)[0].without(1, 18, 22)
     want = generate(model, questions, SHORT, policy=policy, cache=cache).tokens
@@ -246,7 +248,7 @@ def test_forks_go_on_where_their_windows_lost_tokens(model):
     np.testing.assert_array_equal(got, want[::-1])
 
 
-def test_a_budget_counts_what_is_left_in_the_window(model):
+def test_budgets_count_the_tokens_left_in_the_window(model):
     policy = gated(model, knorm={"entries": 10, "when": "overflow"})
     cache = fed(model, policy, None, 0, READ)[0].without(1, 18, 22)
     held = caches.stats(cache).entries.sum((0, 2))
@@ -254,7 +256,7 @@ def test_a_budget_counts_what_is_left_in_the_window(model):
 
 
 @pytest.mark.parametrize(
-    ("span", "said"),
+    ("span", "message"),
     [
         ((2, 0, 3), "sequence must be a whole number of at most 1, got 2"),
         ((1, -1, 3), "start must be a whole number of at least 0, got -1"),
@@ -262,13 +264,13 @@ def test_a_budget_counts_what_is_left_in_the_window(model):
         ((1, 5, 25), "end must be a whole number of at most 24, got 25"),
     ],
 )
-def test_spans_that_are_not_there_are_refused(model, span, said):
+def test_invalid_spans_are_refused(model, span, message):
     cache, _ = fed(model, make_policy("full"), None, 0, READ)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         cache.without(*span)
 
 
-def test_what_cannot_be_dropped_is_refused_in_a_line(model):
+def test_spans_that_cannot_be_dropped_are_refused(model):
     unknown, _ = fed(model, gated(model, positions=False), None, 0, READ)
     with pytest.raises(UserError, match="does not know the positions of its entries"):
         unknown.without(0, 3, 9)

@@ -41,7 +41,7 @@ def overflowing(model):
     return make_policy({"snapkv": {"observed": 6, "entries": ENTRIES, "when": "overflow"}}, model=model)
 
 
-def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic, exact):
+def test_the_budget_is_met_after_each_period(model, prompts, periodic, exact):
     """A prompt over the budget is cut at its end, a shorter one grows to the next cut."""
     out, held = held_by(model, [prompts[0], prompts[1][:10]], periodic)
     fed = np.arange(NEW - 1)
@@ -55,7 +55,7 @@ def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic, exact):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["periodic", pytest.param("overflowing", marks=pytest.mark.thorough)])
-def test_neither_blocks_nor_neighbours_change_an_answer(model, prompts, schedule, request):
+def test_blocks_and_other_sequences_do_not_change_an_answer(model, prompts, schedule, request):
     policy = request.getfixturevalue(schedule)
     mixed, held = held_by(model, prompts, policy)
     twice, own = held_by(model, prompts[:1] * 2, policy, block=5)
@@ -76,7 +76,7 @@ def test_an_overflow_takes_a_tenth_of_every_head(model, prompts, overflowing):
 
 
 @pytest.mark.thorough
-def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
+def test_the_overflow_of_ragged_heads_is_their_sum(model, prompts):
     """Over an admission the window is part of the budget, and the retained entries beyond it are counted. A head cache
     with fewer entries than always stay leaves the loss to others."""
     rates = np.full((3, 4), 0.6)
@@ -94,7 +94,7 @@ def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
     assert len(set(np.diff(held)[np.diff(held) > 0].round(6).tolist())) > 1
 
 
-def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, overflowing):
+def test_questions_do_not_change_the_cache(model, prompts, overflowing):
     cache = inference.prefill(model, prompts, policy=overflowing, page_size=PAGE)
     before = np.asarray(cache.layers.length).copy()
     assert before.max() <= ENTRIES
@@ -117,7 +117,7 @@ def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, over
         ({"threshold": 1.0}, 62, [60, 61, 62, 63, 62, 63, 62]),
     ],
 )
-def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts, budget, observed, expected):
+def test_short_prompts_are_compacted_once_they_are_long_enough(model, prompts, budget, observed, expected):
     """Nothing is evicted until the sequence is long enough, and its pool is never too small."""
     policy = make_policy(
         {"snapkv": {"observed": observed, "when": "every", "every": 2, **budget}}, model=model
@@ -139,7 +139,7 @@ def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, per
     assert most == [ENTRIES + 2] * 3
 
 
-def test_nothing_protected_overflows(model, prompts):
+def test_overflow_keeps_protected_entries(model, prompts):
     """The last entries stay, even if more would have to go at a time."""
     policy = make_policy("snapkv:observed=16,entries=40,when=overflow,drop=0.9", model=model)
     cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
@@ -150,7 +150,7 @@ def test_nothing_protected_overflows(model, prompts):
 
 
 @pytest.mark.thorough
-def test_a_global_region_without_entries_has_nothing_to_lose(model):
+def test_compacting_without_retained_entries_changes_nothing(model):
     """The prompt is within the window of the admission."""
     policy = make_policy("full:window=40+tova:entries=50,when=every,every=4", model=model)
     _, held = held_by(model, [np.arange(20)], policy, max_new_tokens=4)
@@ -158,21 +158,21 @@ def test_a_global_region_without_entries_has_nothing_to_lose(model):
 
 
 @pytest.mark.thorough
-def test_the_decoding_loop_looks_back_further_than_its_rows_have_places(model, prompts):
+def test_more_tokens_may_be_observed_than_the_page_table_holds(model, prompts):
     """A sequence is below the budget, and its page table is shorter than the observed tokens. Nothing is evicted when
     it reaches a multiple of the period."""
     policy = make_policy("snapkv:observed=80,entries=90,when=position,every=16", model=model)
     row = prompts[0][:10]
-    found = inference.generate(
+    generation = inference.generate(
         model, [row], SamplingParams(max_new_tokens=20, ignore_eos=True), policy=policy, page_size=PAGE
     )
-    (answer,) = found.tokens
-    said = inference.logits(model, [np.concatenate([row, answer[:-1]])])[0, len(row) - 1 :]
-    np.testing.assert_array_equal(said.argmax(-1), answer)
-    assert (found.stats.entries == 29).all()
+    (answer,) = generation.tokens
+    logits = inference.logits(model, [np.concatenate([row, answer[:-1]])])[0, len(row) - 1 :]
+    np.testing.assert_array_equal(logits.argmax(-1), answer)
+    assert (generation.stats.entries == 29).all()
 
 
-def test_what_the_decoding_loop_compacts(model, prompts, monkeypatch):
+def test_the_decoding_loop_compacts_running_sequences_that_are_due(model, prompts, monkeypatch):
     """It compacts running sequences whose number of tokens is a multiple of the period, and none once the pool owes
     pages."""
     monkeypatch.setattr(

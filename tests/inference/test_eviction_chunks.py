@@ -40,7 +40,7 @@ def chunk_score(c, start, stop):
 
 
 @pytest.mark.parametrize("observers", ["own", "prompt"])
-def test_chunks_keep_what_the_formula_says(model, prompts, observers):
+def test_chunks_keep_the_entries_of_the_published_formula(model, prompts, observers):
     """This is tested in the first layer, whose keys and queries do not depend on earlier evictions."""
     cache = read(model, prompts, observers=observers)
     pages_are_whole(cache)
@@ -101,7 +101,7 @@ def scores_of_chunk(name, c, start, stop, held, kept):
         *(pytest.param(x, marks=pytest.mark.thorough) for x in ("expected_attention", "keydiff")),
     ],
 )
-def test_every_method_scores_a_chunk_by_itself(model, prompts, name):
+def test_methods_score_each_chunk_by_itself(model, prompts, name):
     """This is tested in the first layer. H2O's queries see what earlier chunks left."""
     cache = read(model, prompts, name=name)
     pages_are_whole(cache)
@@ -122,15 +122,15 @@ def test_every_method_scores_a_chunk_by_itself(model, prompts, name):
             np.testing.assert_allclose(entries(cache, 0, b, head), np.concatenate(row), atol=1e-4)
 
 
-def test_one_chunk_is_the_whole_prompt(model, prompts):
+def test_a_chunk_longer_than_the_prompt_keeps_the_same_entries(model, prompts):
     chunked = read(model, prompts, ratio=0.5, chunk=60)
-    whole = read(model, prompts, ratio=0.5, when="prompt", chunk=0)
-    np.testing.assert_array_equal(chunked.layers.length, whole.layers.length)
+    at_once = read(model, prompts, ratio=0.5, when="prompt", chunk=0)
+    np.testing.assert_array_equal(chunked.layers.length, at_once.layers.length)
     for row in np.ndindex(3, 2, 4):
-        np.testing.assert_allclose(entries(chunked, *row), entries(whole, *row), atol=1e-6)
+        np.testing.assert_allclose(entries(chunked, *row), entries(at_once, *row), atol=1e-6)
 
 
-def test_everything_kept_is_the_full_cache(model, prompts):
+def test_a_ratio_of_1_gives_the_full_cache(model, prompts):
     cache = read(model, prompts, ratio=1.0, observers="prompt")
     for b, prompt in enumerate(prompts):
         for layer, c in enumerate(captured_layers(model, prompt)):
@@ -139,7 +139,7 @@ def test_everything_kept_is_the_full_cache(model, prompts):
 
 
 @pytest.mark.parametrize(("name", "observers"), [("snapkv", "prompt"), ("expected_attention", "own")])
-def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name, observers):
+def test_other_sequences_do_not_change_the_kept_entries(model, prompts, name, observers):
     """The lengths end in different chunks, and expected attention's state adds up over all tokens."""
     mixed, twice = (read(model, rows, name=name, observers=observers) for rows in (prompts, prompts[:1] * 2))
     for layer, head in np.ndindex(3, 4):
@@ -147,7 +147,7 @@ def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name
         np.testing.assert_allclose(beside_a_short_one, entries(twice, layer, 1, head), atol=1e-5)
 
 
-def test_a_number_of_entries_bounds_the_cache(model, exact):
+def test_a_budget_of_entries_bounds_the_cache(model, exact):
     """Every chunk competes with what earlier ones left, and the pool is as large as both."""
     policy = make_policy({"keydiff": {"entries": 9, "when": "chunk", "chunk": CHUNK}}, model=model)
     cache = inference.prefill(model, [np.arange(56)], policy=policy, page_size=PAGE)
@@ -157,7 +157,7 @@ def test_a_number_of_entries_bounds_the_cache(model, exact):
 
 
 @pytest.mark.thorough
-def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
+def test_chunks_over_an_admission_keep_the_entries_of_one_compaction(model, prompts):
     """This holds where a key's score does not change and the layer does not see what was evicted. The window counts
     towards the budget."""
     admission = {"random": {"rates": np.full((3, 4), 0.6), "window": 5}}
@@ -177,7 +177,7 @@ def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
 
 
 @pytest.mark.thorough
-def test_the_answer_may_be_longer_than_what_was_held_while_reading(model, prompts):
+def test_an_answer_may_need_more_pages_than_reading(model, prompts):
     policy = make_policy({"knorm": {"ratio": 0.3, "when": "chunk", "chunk": CHUNK}}, model=model)
     out = inference.generate(
         model, prompts, SamplingParams(max_new_tokens=90, ignore_eos=True), policy=policy, page_size=PAGE
@@ -185,7 +185,7 @@ def test_the_answer_may_be_longer_than_what_was_held_while_reading(model, prompt
     assert [len(x) for x in out.tokens] == [90, 90]
 
 
-def test_a_last_chunk_shorter_than_what_is_observed_is_all_kept(model):
+def test_a_last_chunk_within_the_observed_tokens_is_kept(model):
     prompt = np.random.default_rng(3).permutation(61)[:44]
     policy = make_policy("snapkv:ratio=0.45,observed=6,when=chunk,chunk=20", model=model)
     cache = inference.prefill(model, [prompt], policy=policy, page_size=PAGE)

@@ -35,7 +35,7 @@ from tests.policies.captured import (
 KEPT = 18
 
 
-def test_what_observes_is_read_and_gone(model, prompts, captured):
+def test_observers_choose_entries_and_are_dropped(model, prompts, captured):
     """The last tokens of each prompt are read as observers behind the others. The formula's choice for the whole prompt
     stays, without the observers, and the cache ends before them."""
     policy, behind = make_policy({"snapkv": {"entries": 20, "observed": OBSERVED}}, model=model), 2
@@ -59,7 +59,7 @@ def test_what_observes_is_read_and_gone(model, prompts, captured):
         inference.prefill(model, rows, policy=busy, observers=observers)
 
 
-def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
+def test_guidance_observes_every_prompt_and_every_chunk(model, prompts):
     """The policy's own tokens are read where given ones would be. A chunk of a longer prompt keeps by itself what it
     keeps as a prompt."""
     tokens = (3, 9, 27, 20, 7, 11, 50, 2)
@@ -97,7 +97,7 @@ def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
 
 
 @pytest.mark.thorough
-def test_what_observes_passes_by_the_ring(model, prompts, admitted):
+def test_observers_do_not_enter_the_local_window(model, prompts, admitted):
     """The observers' queries are the newest of the observation. The local window and the retained entries are those of
     the prompt alone."""
     rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]
@@ -120,7 +120,7 @@ def test_what_observes_passes_by_the_ring(model, prompts, admitted):
             np.testing.assert_allclose(ring, last[order], atol=1e-4)
 
 
-def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, prompts):
+def test_observers_are_not_stored_by_an_admission_without_a_window(model, prompts):
     """The admission may refuse the observers, and nothing of the prompt is evicted in their place."""
     parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA()}
     schedules = Schedule(Entries(40)), Schedule(Entries(40), Trigger(observers=(1, 2, 3)))
@@ -140,17 +140,17 @@ def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, p
         (Policy(), "full evicts nothing"),
         (Policy(StreamingLLM(), window=4), "streaming_llm evicts nothing"),
         (Policy(selection=Quest(tokens=8)), "quest evicts nothing"),
-        (Policy(eviction=KNorm(), schedule=Schedule(Ratio(0.5))), "knorm looks at what is stored alone"),
+        (Policy(eviction=KNorm(), schedule=Schedule(Ratio(0.5))), "knorm scores stored entries alone"),
         (
             Policy(eviction=Adaptive(KeyDiff()), schedule=Schedule(Ratio(0.5))),
-            "keydiff:adakv looks at what is stored alone",
+            "keydiff:adakv scores stored entries alone",
         ),
     ],
     ids=lambda x: x.name if isinstance(x, Policy) else "",
 )
-def test_observers_of_a_policy_that_does_not_look_are_refused(model, prompts, policy, why):
+def test_observers_are_refused_for_policies_that_do_not_observe(model, prompts, policy, why):
     with pytest.raises(UserError) as error:
         inference.prefill(model, prompts, policy=policy, observers=prompts)
     assert str(error.value) == (
-        f"prefill: observers are for an eviction that looks at tokens as they come, such as snapkv, and {why}"
+        f"prefill: observers are for an eviction that observes tokens during prefill, such as snapkv, and {why}"
     )

@@ -49,7 +49,7 @@ def ask(model, prompts, **given):
     return generate(model, prompts, dataclasses.replace(NINE, max_new_tokens=4), **given)
 
 
-def test_padding_may_hold_anything(model, clean):
+def test_padding_may_be_nan(model, clean):
     wanted, found = ask(clean, PROMPTS), ask(model, PROMPTS)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     for own, expected in zip(found.logprobs, wanted.logprobs, strict=True):
@@ -72,12 +72,12 @@ def spoilt(row, place):
     ],
 )
 @pytest.mark.parametrize("place", [0, 22])
-def test_one_token_of_any_chunk_is_enough(model, call, place):
+def test_one_nan_in_any_chunk_is_an_error(model, call, place):
     with pytest.raises(UserError, match=r"not finite \(NaN or inf\) in float32: the weights of the model"):
         call(model, spoilt(PROMPTS[0], place))
 
 
-def test_the_callers_cache_stays_usable(model):
+def test_the_caller_s_cache_can_be_used_after_an_error(model):
     cache = prefill(model, PROMPTS)
     before = ask(model, PROMPTS, cache=cache)
     with pytest.raises(UserError, match="not finite"):
@@ -85,15 +85,15 @@ def test_the_callers_cache_stays_usable(model):
     np.testing.assert_array_equal(ask(model, PROMPTS, cache=cache).tokens, before.tokens)
 
 
-def test_no_token_follows_from_logits_that_are_not_finite(clean):
+def test_no_token_is_drawn_from_logits_that_are_not_finite(clean):
     twice = PROMPTS[:1] * 2
-    said = generate(clean, twice, NINE).tokens[0].tolist()
-    bad = next(x for x in said[2:] if x not in PROMPTS[0] and x not in said[:2])
+    answer = generate(clean, twice, NINE).tokens[0].tolist()
+    bad = next(x for x in answer[2:] if x not in PROMPTS[0] and x not in answer[:2])
     model = tiny_model(tied=False)
     with use_mesh(model):
         with_rows(model.embed, [bad])
     blocks = stream(model, twice, NINE, block=1)
-    for token in said[: said.index(bad) + 1]:
+    for token in answer[: answer.index(bad) + 1]:
         assert next(blocks).tokens[0].tolist() == [token]
     with pytest.raises(UserError, match="not finite"):
         next(blocks)
@@ -103,7 +103,7 @@ def test_no_token_follows_from_logits_that_are_not_finite(clean):
         next(stream(model, twice))
 
 
-def test_observers_are_looked_at_too(model):
+def test_observers_that_are_not_finite_are_an_error(model):
     gates = tiny_gates(model)
     for policy in (
         make_policy("snapkv:ratio=0.5,observed=4"),
@@ -130,7 +130,7 @@ def damaged_policy(name, model):
 
 
 @pytest.mark.parametrize("name", ["wgkv", "kvpop", "fast_kvzip"])
-def test_gates_and_scorers_that_give_nan_choose_nothing(clean, name):
+def test_gates_and_scorers_that_give_nan_are_an_error(clean, name):
     with use_mesh(clean):
         policy = damaged_policy(name, clean)
     with pytest.raises(UserError, match="its gates or its scorers are damaged"):
@@ -145,7 +145,7 @@ def test_float16_suggests_another_dtype():
         prefill(model, PROMPTS)
 
 
-def test_a_donated_cache_is_one_line(clean, tmp_path):
+def test_a_donated_cache_is_a_one_line_error(clean, tmp_path):
     blocks = stream(clean, PROMPTS, NINE, block=1)
     cache = next(blocks).cache
     next(blocks)

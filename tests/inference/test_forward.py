@@ -41,7 +41,7 @@ def policies(model):
         ("wgkv", 6),
     ],
 )
-def test_prefill_chunks_and_decode_see_exactly_the_window_and_what_was_kept(model, tokens, name, window):
+def test_prefill_chunks_and_decode_see_the_window_and_retained_tokens(model, tokens, name, window):
     policy = policies_for(model, window)[name]
     want, kept = dense_logits(model, policy, tokens)
     once, cache = cached_logits(model, policy, tokens, [LENGTH])
@@ -53,7 +53,7 @@ def test_prefill_chunks_and_decode_see_exactly_the_window_and_what_was_kept(mode
     np.testing.assert_array_equal(np.asarray(cache.layers.length), left)
 
 
-def test_a_batch_equals_its_sequences_alone_and_padding_leaves_no_trace(model, tokens):
+def test_batches_and_padding_do_not_change_a_sequence(model, tokens):
     """Lengths are below, equal to and above the window, and one row is empty."""
     policy = policies_for(model, 6)["wgkv"]
     batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 6, 3, 0])
@@ -97,7 +97,7 @@ def test_a_mesh_gives_the_same(model, tokens):
     ],
 )
 @pytest.mark.parametrize("count", [7, pytest.param(1, marks=pytest.mark.thorough)])
-def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model, tokens, name, count):
+def test_unwritten_tokens_see_the_same_and_change_nothing(model, tokens, name, count):
     policy = policies(model)[name]
     cache = prefill(model, tokens[:, :20], policy=policy, max_new_tokens=10, page_size=4)
     before = jax.device_get(cache)

@@ -57,7 +57,7 @@ def test_a_cache_serves_many_questions(model, tokens):
     assert before.bytes == after.bytes
 
 
-def test_stop_tokens_end_a_row_and_write_nothing_more(model, tokens):
+def test_stop_tokens_end_an_answer(model, tokens):
     sampling = SamplingParams(max_new_tokens=13, ignore_eos=True)
     free = inference.generate(model, tokens[:, :12], sampling, block=4)
     stop = int(free.tokens[0][4])
@@ -69,7 +69,7 @@ def test_stop_tokens_end_a_row_and_write_nothing_more(model, tokens):
     assert out.stats.tokens[0] == 12 + first
 
 
-def test_drawing_repeats_with_its_seed_and_respects_top_k_and_top_p(model, tokens):
+def test_sampling_depends_on_its_seed_and_respects_top_k_and_top_p(model, tokens):
     def drawn(block=4, **more):
         sampling = SamplingParams(max_new_tokens=5, temperature=1.5, ignore_eos=True, **more)
         return inference.generate(model, tokens[:, :10], sampling, block=block).tokens
@@ -84,7 +84,7 @@ def test_drawing_repeats_with_its_seed_and_respects_top_k_and_top_p(model, token
         np.testing.assert_array_equal(drawn(seed=3, **limit), greedy)
 
 
-def test_log_probabilities_are_the_model_s_own(model, tokens):
+def test_log_probabilities_are_those_of_the_model(model, tokens):
     prompts = [tokens[0, :9], tokens[1, :4]]
     drawing = {"max_new_tokens": 7, "temperature": 1.5, "top_k": 9, "ignore_eos": True}
     out = inference.generate(model, prompts, SamplingParams(**drawing, logprobs=2), block=4)
@@ -100,7 +100,7 @@ def test_log_probabilities_are_the_model_s_own(model, tokens):
             np.testing.assert_allclose(list(likely.values()), -np.sort(-place)[:2], atol=2e-5)
 
 
-def test_answers_of_a_prompt_differ_and_stand_in_order(model, tokens):
+def test_n_answers_differ_and_follow_their_prompt_s_order(model, tokens):
     prompts = [tokens[0, :9], tokens[1, :9]]
     sampling = SamplingParams(max_new_tokens=5, temperature=1.5, n=2, ignore_eos=True)
     out = inference.generate(model, prompts, sampling)
@@ -128,7 +128,7 @@ def three_prompts(tokens):
     return [tokens[0, :9], tokens[1, :4], tokens[1, 2:9]]
 
 
-def test_prompts_have_sampling_parameters_of_their_own_and_the_same_answer_in_any_batch(model, tokens):
+def test_sampling_parameters_are_per_prompt_and_independent_of_the_batch(model, tokens):
     prompts = three_prompts(tokens)
     found = inference.generate(model, prompts, EACH, block=4)
     assert [line.size for line in found.tokens] == [5, 3, 5, 5]
@@ -145,7 +145,7 @@ def test_prompts_have_sampling_parameters_of_their_own_and_the_same_answer_in_an
 
 
 @pytest.mark.mesh
-def test_a_mesh_draws_the_same(model, tokens):
+def test_a_mesh_draws_the_same_tokens(model, tokens):
     found = inference.generate(model, three_prompts(tokens), EACH, block=4).tokens
     with jax.set_mesh(make_mesh(fsdp=2)):
         split = tiny_model(qk_norm=False)
@@ -154,7 +154,7 @@ def test_a_mesh_draws_the_same(model, tokens):
         np.testing.assert_array_equal(one, other)
 
 
-def test_prompts_of_about_one_length_share_programs(model):
+def test_prompts_of_similar_lengths_share_programs(model):
     """This holds if they end at another number of pages, and if the method has another name."""
     programs = last_logits, decode_block
     counts = []
@@ -176,7 +176,7 @@ def loaded():
     return load(builtin_model("test_model"))
 
 
-def test_text_in_and_text_out(loaded):
+def test_texts_give_texts(loaded):
     model, tokenizer = loaded
     texts = ["def main(", "import os\n"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -187,14 +187,14 @@ def test_text_in_and_text_out(loaded):
         np.testing.assert_array_equal(line, expected)
         assert text == tokenizer.decode(expected, skip_special_tokens=True)
     cache = inference.prefill(model, texts, tokenizer=tokenizer)
-    asked = inference.generate(
+    continued = inference.generate(
         model, ["x", "y"], SamplingParams(max_new_tokens=5), tokenizer=tokenizer, cache=cache
     )
     more = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in "xy"]
-    whole = inference.generate(
+    joined = inference.generate(
         model, [a + b for a, b in zip(ids, more, strict=True)], SamplingParams(max_new_tokens=5)
     )
-    np.testing.assert_array_equal(np.stack(asked.tokens), np.stack(whole.tokens))
+    np.testing.assert_array_equal(np.stack(continued.tokens), np.stack(joined.tokens))
 
 
 def test_a_stop_text_ends_an_answer_before_it(loaded):
@@ -227,7 +227,7 @@ def test_a_stop_text_that_is_a_token_is_a_stop_token(loaded):
         inference.generate(model, [[1]], SamplingParams(stop=["x"]))
 
 
-def test_what_may_begin_a_stop_text_is_not_shown():
+def test_the_possible_beginning_of_a_stop_text_is_not_shown():
     assert final_length("a line\n", ["\n\n", "END"]) == 6
     assert final_length("a line E", ["\n\n", "END"]) == 7
     assert final_length("a line", ["\n\n", "END"]) == 6
@@ -239,22 +239,22 @@ TEXT = "He said: “it’s 3.5 € – no 🙂🙂, really”.\n\n  Then  he lef
 
 @pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer, spaced_tokenizer])
 @pytest.mark.parametrize("stop", [(), ("🙂, r",), ("left", "\n\n\n")])
-def test_text_that_is_shown_in_parts_is_the_whole_answer_s(make, stop):
+def test_live_text_adds_up_to_the_whole_answer(make, stop):
     tokenizer, rng = make(), np.random.default_rng(0)
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    whole = decoded(tokenizer, tokens)
-    place = stop_place(whole, stop)
+    text = decoded(tokenizer, tokens)
+    place = stop_place(text, stop)
     for _ in range(20):
         live, parts, start = LiveText(tokenizer, stop), [], 0
         while start < len(tokens):
             size = int(rng.integers(1, 9))
             parts.append(live.more(tokens[start : start + size]))
             start += size
-        assert "".join([*parts, live.end()]) == whole[:place]
+        assert "".join([*parts, live.end()]) == text[:place]
         assert live.stopped == (place is not None)
 
 
-def test_a_long_answer_is_not_decoded_again_for_every_part():
+def test_live_text_does_not_decode_a_long_answer_again_for_every_part():
     class Counting:
         decoded = 0
 

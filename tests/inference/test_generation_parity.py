@@ -26,7 +26,7 @@ def twin_tokens(folder, prompt, count):
     return line[0, len(prompt) :].numpy()
 
 
-def test_random_model(tmp_path):
+def test_a_random_model_answers_like_its_twin(tmp_path):
     save_model(tiny_model(), tmp_path / "model")
     model = load_model(tmp_path / "model")
     for length in (1, 40):
@@ -35,7 +35,7 @@ def test_random_model(tmp_path):
         np.testing.assert_array_equal(ours.tokens[0], twin_tokens(tmp_path / "model", prompt, 22))
 
 
-def test_builtin_model_to_its_stop_token():
+def test_the_builtin_model_answers_like_its_twin_up_to_the_stop_token():
     from kvjax.tasks import builtin_text
 
     prompt = builtin_text("evaluate")[:200]

@@ -32,9 +32,9 @@ NEAR = 0.1
 def uneven(bias=10.0, **changes):
     """Return the tiny model with a component of its keys that is large in every token, as in Qwen2."""
     made = tiny_model(qk_norm=False, attention_bias=True, model_type="qwen2", **changes)
-    own = {name: x.value for name, x in made.own_arrays().items()}
+    own = {name: x.value for name, x in made.unfused_arrays().items()}
     own["layers.k_bias.value"] = own["layers.k_bias.value"].at[..., 3].set(bias)
-    return made.with_own(own)
+    return made.with_unfused(own)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,12 @@ def int8():
 @pytest.mark.parametrize(
     "name", ["wgkv", "quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("max_entries", "full"))]
 )
-def test_logits_are_near_those_of_float_entries(model, int8, tokens, name):
-    found = []
-    for one in (model, int8):
-        own = policies_for(one, 6) | {"max_entries": delayed(window=6, max_entries=5, delay=2)}
-        found.append(cached_logits(one, own[name], tokens, CALLS))
-    (want, floats), (logits, cache) = found
+def test_logits_are_close_to_those_of_float_entries(model, int8, tokens, name):
+    results = []
+    for loaded in (model, int8):
+        named = policies_for(loaded, 6) | {"max_entries": delayed(window=6, max_entries=5, delay=2)}
+        results.append(cached_logits(loaded, named[name], tokens, CALLS))
+    (want, floats), (logits, cache) = results
     assert 0 < np.sqrt(np.square(logits - want).mean()) < NEAR
     # a gate may decide otherwise about a token whose hidden state is a little different
     np.testing.assert_allclose(cache.layers.length, floats.layers.length, atol=1)
@@ -72,32 +72,34 @@ def test_logits_are_near_those_of_float_entries(model, int8, tokens, name):
 )
 def test_evictions_score_the_stored_entries(model, int8, name):
     """Contexts are compacted, and so are answers as they grow."""
-    found = []
-    for one in (model, int8):
+    results = []
+    for loaded in (model, int8):
         texts = {"ratio": 0.5, "repeated": 16, "instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
-        policy = make_policy({"kvzip": texts}, model=one) if name == "kvzip" else policies(one)[name]()
-        cache = prefill(one, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
+        policy = make_policy({"kvzip": texts}, model=loaded) if name == "kvzip" else policies(loaded)[name]()
+        cache = prefill(loaded, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
         pages_are_whole(cache)
-        said = generate(one, QUESTIONS[:2], WITH_LOGPROBS, policy=policy, cache=cache)
-        found.append((np.asarray(cache.layers.length), [own.chosen[0] for own in said.logprobs]))
-    (lengths, first), (own_lengths, own_first) = found
+        answers = generate(loaded, QUESTIONS[:2], WITH_LOGPROBS, policy=policy, cache=cache)
+        results.append(
+            (np.asarray(cache.layers.length), [logprobs.chosen[0] for logprobs in answers.logprobs])
+        )
+    (lengths, first), (own_lengths, own_first) = results
     np.testing.assert_array_equal(own_lengths.sum((0, 2)), lengths.sum((0, 2)))
     # an entry at the edge of the budget may be another one
     np.testing.assert_allclose(own_lengths, lengths, atol=4)
     np.testing.assert_allclose(own_first, first, atol=3 * NEAR)
 
 
-def test_h2o_counts_the_attention_that_stored_entries_get(model, int8):
-    found = []
-    for one in (model, int8):
-        policy = make_policy("h2o:entries=1000,when=every,every=8", model=one)
-        cache = prefill(one, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
-        with use_mesh(one):
-            found.append(packed(cache)["metadata.attention"])
-    np.testing.assert_allclose(found[1], found[0], atol=NEAR)
+def test_h2o_counts_the_attention_to_int8_entries(model, int8):
+    attention = []
+    for loaded in (model, int8):
+        policy = make_policy("h2o:entries=1000,when=every,every=8", model=loaded)
+        cache = prefill(loaded, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
+        with use_mesh(loaded):
+            attention.append(packed(cache)["metadata.attention"])
+    np.testing.assert_allclose(attention[1], attention[0], atol=NEAR)
 
 
-def test_an_entry_is_rounded_once_wherever_it_goes(int8, tokens):
+def test_entries_are_rounded_only_once(int8, tokens):
     """Entries move from the window to the retained entries, in calls of many tokens and of one."""
     policy = policies_for(int8, 6)["full"]
     _, early = cached_logits(int8, policy, tokens[:, :20], [20])
@@ -122,7 +124,7 @@ def test_an_entry_is_rounded_once_wherever_it_goes(int8, tokens):
 @pytest.mark.parametrize(
     "name", ["quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("wgkv", "h2o"))]
 )
-def test_a_saved_cache_goes_on_bit_by_bit(model, int8, name, tmp_path):
+def test_a_loaded_cache_gives_identical_answers(model, int8, name, tmp_path):
     policy = policies(int8)[name]()
     cache = prefill(int8, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
     save_cache(tmp_path, cache, int8, policy)
@@ -147,7 +149,7 @@ def test_a_saved_cache_goes_on_bit_by_bit(model, int8, name, tmp_path):
         *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "snapkv:ratio=0.5")),
     ],
 )
-def test_requests_in_slots_have_the_answers_of_lone_runs(policy):
+def test_the_engine_gives_the_answers_of_generate(policy):
     tokenizer = byte_tokenizer()
     model = uneven(vocab_size=len(tokenizer), kv_cache_dtype="int8")
     made, sampling = make_policy(policy, model=model), SamplingParams(max_new_tokens=20, ignore_eos=True)
@@ -172,7 +174,7 @@ def test_requests_in_slots_have_the_answers_of_lone_runs(policy):
 
 
 @pytest.mark.mesh
-def test_a_mesh_gives_the_same(int8, tokens):
+def test_a_mesh_gives_close_logits(int8, tokens):
     policy = policies_for(int8, 6)["wgkv"]
     want, alone = cached_logits(int8, policy, tokens, CALLS)
     scale = np.asarray(key_scale(int8))
@@ -184,7 +186,7 @@ def test_a_mesh_gives_the_same(int8, tokens):
     np.testing.assert_array_equal(cache.layers.length, alone.layers.length)
 
 
-def test_components_that_stand_out_are_scaled(tokens):
+def test_large_key_components_are_scaled(tokens):
     """The fourth component of the keys is large in every token, as in Qwen2."""
     floats, int8 = uneven(30.0), uneven(30.0, kv_cache_dtype="int8")
     c = np.asarray(key_scale(int8))
@@ -210,17 +212,17 @@ def test_int8_entries_take_half_the_memory(int8):
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
-def test_another_dtype_is_refused(dtype):
+def test_other_dtypes_are_refused(dtype):
     with pytest.raises(UserError, match="kv_cache_dtype must be int8"):
         tiny_model(kv_cache_dtype=dtype)
 
 
-def test_rounding_is_to_the_nearest_and_nothing_is_cut():
+def test_rounding_is_to_nearest_without_clipping():
     kv = jax.random.normal(jax.random.key(0), (50, 16)) * jnp.exp2(jnp.arange(-25, 25))[:, None]
     kv = kv.at[3].set(0).at[4, :8].set(0)
-    values, both = quantised_entries(kv)
+    values, packed_scales = quantised_entries(kv)
     assert values.dtype == jnp.int8
     assert jnp.abs(values.astype(int)).max() <= 127
     largest = jnp.abs(kv.reshape(50, 2, 8)).max(-1, keepdims=True)
-    error = jnp.abs(dequantised_entries(values, both, jnp.float32) - kv).reshape(50, 2, 8)
+    error = jnp.abs(dequantised_entries(values, packed_scales, jnp.float32) - kv).reshape(50, 2, 8)
     assert (error <= largest / 127 * (1 + 2**-7) / 2 * (1 + 1e-6)).all()

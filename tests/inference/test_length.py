@@ -18,45 +18,47 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def model(monkeypatch):
     """Return a model for 40 tokens, for which no warning was given yet."""
-    monkeypatch.setattr(checks, "_SAID", set())
+    monkeypatch.setattr(checks, "_WARNED", set())
     return tiny_model(max_position=40)
 
 
-def said(run):
+def warnings_of(run):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run()
     return [str(one.message) for one in found if issubclass(one.category, UserWarning)]
 
 
-def test_a_prompt_with_its_answer_is_counted(model):
+def test_the_warning_counts_prompt_and_answer(model):
     prompt = [[1] * 8, [1] * 37]
-    assert not said(
+    assert not warnings_of(
         lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
     )
-    (line,) = said(
+    (line,) = warnings_of(
         lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=4, ignore_eos=True))
     )
     assert line.startswith("37 tokens and up to 4 new ones are more than the 40 that the model declares")
     assert "\n" not in line
 
 
-def test_it_is_said_once(model):
-    (line,) = said(lambda: inference.prefill(model, [[1] * 41] * 2))
+def test_the_warning_is_given_once(model):
+    (line,) = warnings_of(lambda: inference.prefill(model, [[1] * 41] * 2))
     assert line.startswith("41 tokens are more than the 40 ")
-    assert not said(lambda: inference.generate(model, [[1] * 50] * 2, SamplingParams(max_new_tokens=4)))
+    assert not warnings_of(
+        lambda: inference.generate(model, [[1] * 50] * 2, SamplingParams(max_new_tokens=4))
+    )
 
 
 @pytest.mark.thorough
-def test_a_question_counts_behind_its_context(model):
+def test_the_warning_counts_the_context_of_a_question(model):
     cache = inference.prefill(model, [[1] * 30])
-    (line,) = said(
+    (line,) = warnings_of(
         lambda: inference.generate(model, [[1] * 6], SamplingParams(max_new_tokens=5), cache=cache)
     )
     assert line.startswith("36 tokens and up to 5 new ones are more than the 40 ")
 
 
-def test_a_stretched_rope_is_for_more():
+def test_scaled_rope_allows_longer_contexts():
     yarn = RopeConfig(type="yarn", factor=4.0, original_length=32)
     assert tiny_config(max_position=40, rope=yarn).longest == 128
     assert (

@@ -53,7 +53,7 @@ def placed(model, order):
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_devices_hold_about_the_same(devices):
+def test_devices_hold_about_as_many_entries(devices):
     entries = 1000 * np.random.default_rng(1).random((32, 8)) ** 4
     order = even_order(entries, devices)
     assert order is not None
@@ -63,18 +63,18 @@ def test_devices_hold_about_the_same(devices):
 
 
 @pytest.mark.parametrize("entries", [np.ones((3, 4)), np.tile([2.0, 1.0, 1.0, 2.0], (3, 1))])
-def test_heads_stay_where_no_place_is_better(entries):
+def test_heads_stay_in_order_if_nothing_is_gained(entries):
     assert even_order(entries, 2) is None
 
 
 @pytest.mark.parametrize("make", [tiny_model, sliding_model], ids=["full", "sliding"])
-def test_the_model_is_the_same(make, tmp_path):
+def test_placement_does_not_change_the_model_that_users_see(make, tmp_path):
     with jax.set_mesh(make_mesh(tensor=2, sequence=2)):
         model = make()
         other = placed(model, ORDER)
         assert fingerprint(other) == fingerprint(model)
         assert contents(other) == contents(model)
-        own, same = model.own_arrays(), other.own_arrays()
+        own, same = model.unfused_arrays(), other.unfused_arrays()
         assert own.keys() == same.keys()
         for name, x in own.items():
             np.testing.assert_array_equal(same[name].value, x.value)
@@ -90,30 +90,30 @@ def test_the_model_is_the_same(make, tmp_path):
     "name",
     [x if x in ("random", "snapkv") else pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES],
 )
-def test_what_is_kept_said_and_saved_is_in_the_own_order(name, tmp_path):
-    found, sampling = [], SamplingParams(max_new_tokens=10, ignore_eos=True, stop_token_ids=[])
+def test_answers_statistics_and_saved_caches_keep_the_model_s_order(name, tmp_path):
+    results, sampling = [], SamplingParams(max_new_tokens=10, ignore_eos=True, stop_token_ids=[])
     with jax.set_mesh(make_mesh(tensor=2, sequence=2)):
         model = tiny_model()
-        both = {"own": model, "placed": placed(model, ORDER)}
-        for order, model in both.items():
+        models = {"own": model, "placed": placed(model, ORDER)}
+        for order, model in models.items():
             trained = TRAINED[name](model) if name in TRAINED else {}
             policy = make_policy({name: POLICIES[name] | trained}, model=model)
             cache = inference.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=12)
             save_cache(tmp_path / order, cache, model, policy)
-            said = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
-            found.append((said.tokens, caches.stats(cache).entries, policy))
-        (tokens, entries, _), (same, held, policy) = found
+            answers = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
+            results.append((answers.tokens, caches.stats(cache).entries, policy))
+        (tokens, entries, _), (same, held, policy) = results
         np.testing.assert_array_equal(same, tokens)
         np.testing.assert_array_equal(held, entries)
         # each reads what the other has saved
-        for model, other in zip(both.values(), ("placed", "own"), strict=True):
+        for model, other in zip(models.values(), ("placed", "own"), strict=True):
             cache = load_cache(tmp_path / other, model, policy)
             np.testing.assert_array_equal(caches.stats(cache).entries, entries)
-            said = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
-            np.testing.assert_array_equal(said.tokens, tokens)
+            answers = inference.generate(model, [[5], [6]], sampling, policy=policy, cache=cache)
+            np.testing.assert_array_equal(answers.tokens, tokens)
 
 
-def test_a_model_is_placed_by_what_the_policy_expects():
+def test_heads_are_placed_by_the_policy_s_expectation():
     uneven = np.tile([0.9, 0.9, 0.1, 0.1], (3, 1)).astype(np.float32)
     with jax.set_mesh(make_mesh(tensor=2)):
         model = tiny_model()
@@ -140,7 +140,7 @@ class Steps(Eviction):
         return (stored.place // 5).astype(jnp.float32)
 
 
-def test_of_equal_scores_the_same_heads_keep_theirs():
+def test_ties_are_broken_by_the_model_s_order_of_heads():
     policy, held = Policy(eviction=Steps(), schedule=Schedule(Ratio(0.4))), []
     with jax.set_mesh(make_mesh(tensor=2)):
         own = tiny_model()
@@ -151,7 +151,7 @@ def test_of_equal_scores_the_same_heads_keep_theirs():
 
 
 @pytest.mark.thorough
-def test_an_engine_answers_alike():
+def test_the_engine_gives_the_same_answers():
     found = []
     with jax.set_mesh(make_mesh(tensor=2)):
         own = tiny_model()
@@ -168,7 +168,7 @@ def test_an_engine_answers_alike():
 
 
 @pytest.mark.parametrize(("head_dim", "stays"), [(64, True), (128, False)])
-def test_heads_that_share_a_block_of_8_bit_weights_stay(head_dim, stays):
+def test_heads_that_share_a_block_of_8_bit_weights_stay_in_order(head_dim, stays):
     sizes = {"num_heads": 4, "head_dim": head_dim, "width": 256, "mlp_width": 256}
     config = tiny_config(**sizes, weights="fp8", weight_block=128)
     uneven = np.tile([0.9, 0.9, 0.1, 0.1], (3, 1)).astype(np.float32)
@@ -181,7 +181,7 @@ def test_heads_that_share_a_block_of_8_bit_weights_stay(head_dim, stays):
         np.testing.assert_allclose(call(other), before, atol=1e-5)
 
 
-def test_a_cache_of_other_places_is_refused_in_one_line():
+def test_a_cache_with_another_order_of_heads_is_refused():
     with jax.set_mesh(make_mesh(tensor=2)):
         model = tiny_model()
         cache = inference.prefill(model, ROWS)
@@ -190,7 +190,7 @@ def test_a_cache_of_other_places_is_refused_in_one_line():
 
 
 @pytest.mark.thorough
-def test_llm_answers_alike():
+def test_llm_gives_the_same_answers():
     found = {}
     for mesh in (make_mesh(), make_mesh(tensor=2)):
         llm = LLM("builtin", "wgkv", gates="builtin", mesh=mesh)

@@ -67,20 +67,20 @@ run_command(main)
     ids=["wgkv", "others", "four"],
 )
 def test_answers_are_those_of_one_process(policies, mesh, count):
-    told = json.dumps(policies), "builtin"
-    one = subprocess.run(
-        [sys.executable, "-c", ANSWERS, "1", *told],
+    arguments = json.dumps(policies), "builtin"
+    single = subprocess.run(
+        [sys.executable, "-c", ANSWERS, "1", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         text=True,
         stdout=-1,
     )
-    printed, said = run_processes(ANSWERS, mesh, *told, count=count)
-    assert [json.loads(own) for own in printed] == [json.loads(one.stdout)] * count
-    assert said[0].startswith(f"JAX_COORDINATOR_ADDRESS: {count} processes, {count} devices.\n")
+    printed, messages = run_processes(ANSWERS, mesh, *arguments, count=count)
+    assert [json.loads(output) for output in printed] == [json.loads(single.stdout)] * count
+    assert messages[0].startswith(f"JAX_COORDINATOR_ADDRESS: {count} processes, {count} devices.\n")
 
 
-def test_an_evaluation_is_written_once_and_equals_that_of_one_process(tmp_path):
-    told = [
+def test_an_evaluation_equals_that_of_one_process(tmp_path):
+    arguments = [
         *SMALL,
         "--policies",
         "full",
@@ -91,24 +91,26 @@ def test_an_evaluation_is_written_once_and_equals_that_of_one_process(tmp_path):
         "--tasks",
         "needle",
     ]
-    evaluate([*told, "--out", str(tmp_path / "one")])
-    two = [*told, "--mesh", "tensor=2", "--out", str(tmp_path / "two")]
+    evaluate([*arguments, "--out", str(tmp_path / "one")])
+    two = [*arguments, "--mesh", "tensor=2", "--out", str(tmp_path / "two")]
     for _ in range(2):  # the second finds everything finished
-        printed, said = run_processes(EVALUATE, *two)
+        printed, messages = run_processes(EVALUATE, *two)
         assert f"report.md and the pictures are in {tmp_path / 'two'}" in printed[0]
         assert printed[1] == ""
-        assert "needle" not in said[1]
+        assert "needle" not in messages[1]
         assert without_speeds(lines(tmp_path / "two")) == without_speeds(lines(tmp_path / "one"))
 
 
 @pytest.mark.thorough
-def test_a_command_prints_in_one_process():
+def test_only_one_process_prints():
     code = "from kvjax.generate import main, run_command; run_command(main)"
-    told = "--prompt", "import", "--max-new-tokens", "4", "--policy", "snapkv:ratio=0.5"
-    printed, said = run_processes(code, *told, "--mesh", "tensor=2")
+    arguments = "--prompt", "import", "--max-new-tokens", "4", "--policy", "snapkv:ratio=0.5"
+    printed, messages = run_processes(code, *arguments, "--mesh", "tensor=2")
     assert printed[0]
     assert printed[1] == ""
-    assert "decode" in said[0]
-    assert "decode" not in said[1]
-    _, said = run_processes(code, *told, "--mesh", "tensor=2", "--save-cache", "here", ends=2)
-    assert all("save_cache: a cache is saved by one process, this run has several" in own for own in said)
+    assert "decode" in messages[0]
+    assert "decode" not in messages[1]
+    _, messages = run_processes(code, *arguments, "--mesh", "tensor=2", "--save-cache", "here", exit_code=2)
+    assert all(
+        "save_cache: a cache is saved by one process, this run has several" in message for message in messages
+    )

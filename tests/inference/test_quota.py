@@ -41,7 +41,9 @@ def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
 @pytest.mark.parametrize(
     ("budget", "kept"), [({"ratio": 0.5}, [30, 10, 6, 4]), ({"entries": 30}, [30, 20, 6, 4])]
 )
-def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, captured, name, budget, kept):
+def test_short_contexts_are_not_compacted_in_a_batch_with_a_long_one(
+    model, prompts, captured, name, budget, kept
+):
     """Short contexts have no more tokens than are observed or always stay. A longer one whose budget is below that
     keeps its newest tokens, and the long one keeps what it keeps alone."""
     if name == "expected_attention" and "ratio" in budget:
@@ -82,7 +84,7 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
     ],
 )
 @pytest.mark.parametrize("budget", [{"ratio": 0.4}, {"entries": 1024}])
-def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, captured, name, budget):
+def test_short_prompts_are_not_compacted(model, prompts, captured, name, budget):
     """SnapKV observes 64 queries and R-KV 8, and no prompt has so many."""
     given = {"snapkv": budget | {"adakv": {}}} if name == "adakv" else {name: budget}
     policy, rows = make_policy(given, model=model), [prompts[0][:5], prompts[0][:3]]
@@ -104,7 +106,7 @@ def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, capture
         ("r_kv", {"sink": 4, "ratio": 0.1}, 6),
     ],
 )
-def test_of_a_budget_below_what_always_stays_the_newest_stay(model, prompts, captured, name, given, kept):
+def test_a_budget_below_the_protected_entries_keeps_the_newest(model, prompts, captured, name, given, kept):
     policy = make_policy({name: given}, model=model)
     cache = inference.prefill(model, prompts[:1] * 2, policy=policy, page_size=PAGE)
     for layer, b, head in np.ndindex(3, 2, 4):
@@ -113,7 +115,7 @@ def test_of_a_budget_below_what_always_stays_the_newest_stay(model, prompts, cap
 
 
 @pytest.mark.parametrize("over", ["head", "layer"])
-def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
+def test_a_threshold_keeps_the_entries_that_score_above_it(model, prompts, over):
     """Any number of entries may stay, and heads do not compete."""
     captured = [captured_layers(model, prompt) for prompt in prompts]
     limit = float(np.median(np.concatenate([published.knorm(c).ravel() for c in captured[0]])))

@@ -26,7 +26,7 @@ CALLS = [8] * 4 + [1] * 8
 
 
 @pytest.mark.parametrize("mesh", [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.thorough)], ids=str)
-def test_logits_and_retained_entries_are_those_of_one_device(tokens, mesh):
+def test_replicas_give_the_logits_and_entries_of_one_device(tokens, mesh):
     one = tiny_model(**SIZES)
     rates = {"random": {"rates": np.full((3, 2), 0.5, np.float32), "window": 6}}
     want, alone = cached_logits(one, make_policy(rates, model=one), tokens, CALLS)
@@ -48,17 +48,17 @@ def test_logits_and_retained_entries_are_those_of_one_device(tokens, mesh):
         ),
     ],
 )
-def test_answers_are_those_of_one_device(policy):
-    found = []
+def test_replicas_give_the_answers_of_one_device(policy):
+    results = []
     for mesh in ({}, MESHES[0]):
         with jax.set_mesh(make_mesh(**mesh)):
             model = tiny_model(**SIZES)
-            made = make_policy(policy, model=model)
-            cache = prefill(model, CONTEXTS, policy=made, chunk=32)
-            said = generate(model, QUESTIONS[:2], WITH_LOGPROBS, policy=made, cache=cache)
-            found.append((said.tokens, [own.chosen for own in said.logprobs]))
-    np.testing.assert_array_equal(found[1][0], found[0][0])
-    np.testing.assert_allclose(found[1][1], found[0][1], atol=1e-4)
+            made_policy = make_policy(policy, model=model)
+            cache = prefill(model, CONTEXTS, policy=made_policy, chunk=32)
+            answers = generate(model, QUESTIONS[:2], WITH_LOGPROBS, policy=made_policy, cache=cache)
+            results.append((answers.tokens, [logprobs.chosen for logprobs in answers.logprobs]))
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    np.testing.assert_allclose(results[1][1], results[0][1], atol=1e-4)
 
 
 @pytest.mark.parametrize(("replicas", "own"), [(4, 1), (2, 2), (8, 4)])
@@ -79,9 +79,9 @@ def test_each_replica_computes_its_share_of_the_query_heads(replicas, own):
     assert seen == [own]
 
 
-def test_a_mesh_without_replicas_is_refused_with_one_that_has_them():
-    said = r"the model's kv heads \(2\); tensor=2,replica=4 does"
-    with jax.set_mesh(make_mesh(tensor=8)), pytest.raises(UserError, match=said):
+def test_an_error_suggests_a_mesh_with_replicas():
+    message = r"the model's kv heads \(2\); tensor=2,replica=4 does"
+    with jax.set_mesh(make_mesh(tensor=8)), pytest.raises(UserError, match=message):
         tiny_model(**SIZES)
 
 

@@ -22,20 +22,20 @@ def sampler_of(params, **more):
     return make_sampler(params, range(len(params)), [3], VOCABULARY, **more)
 
 
-def possible(row, one):
+def possible(row, sampling):
     """Return the token ids that may be drawn and their probabilities, by sorting in NumPy."""
     order = np.argsort(-row)
-    scaled = row[order].astype(np.float64) / one.temperature
-    kept = np.arange(VOCABULARY) < (one.top_k or VOCABULARY)
+    scaled = row[order].astype(np.float64) / sampling.temperature
+    kept = np.arange(VOCABULARY) < (sampling.top_k or VOCABULARY)
     p = np.where(kept, np.exp(scaled - scaled[0]), 0)
     p /= p.sum()
-    kept &= (np.cumsum(p) - p < one.top_p) | (np.arange(VOCABULARY) == 0)
-    kept &= np.exp(scaled - scaled[0]) >= one.min_p
+    kept &= (np.cumsum(p) - p < sampling.top_p) | (np.arange(VOCABULARY) == 0)
+    kept &= np.exp(scaled - scaled[0]) >= sampling.min_p
     p = np.where(kept, p, 0)
     return order, p / p.sum()
 
 
-def test_rows_draw_by_their_own_parameters(logits):
+def test_each_row_uses_its_own_parameters(logits):
     params = [
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=0.5, top_k=4),
@@ -48,25 +48,25 @@ def test_rows_draw_by_their_own_parameters(logits):
     ]
     with use_mesh():
         sampler = sampler_of(params)
-        found = np.asarray(jax.jit(jax.vmap(lambda i: draw(sampler, logits, i)))(jnp.arange(4000)))
-    for row, one in enumerate(params):
-        frequency = np.bincount(found[:, row], minlength=VOCABULARY) / len(found)
-        if one.temperature == 0:
+        drawn = np.asarray(jax.jit(jax.vmap(lambda i: draw(sampler, logits, i)))(jnp.arange(4000)))
+    for row, sampling in enumerate(params):
+        frequency = np.bincount(drawn[:, row], minlength=VOCABULARY) / len(drawn)
+        if sampling.temperature == 0:
             assert frequency[logits[row].argmax()] == 1
             continue
-        order, p = possible(np.asarray(logits)[row], one)
+        order, p = possible(np.asarray(logits)[row], sampling)
         assert not frequency[order][p == 0].any()
         np.testing.assert_allclose(frequency[order], p, atol=0.03)
 
 
-def test_what_is_drawn_does_not_depend_on_the_batch(logits):
+def test_draws_do_not_depend_on_the_batch(logits):
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(BATCH)]
     with use_mesh():
         run = jax.jit(draw)
         together = np.asarray(run(sampler_of(params), logits, 5))
         alone = [
-            np.asarray(run(make_sampler([one], [row], [3], VOCABULARY), logits[row : row + 1], 5))[0]
-            for row, one in enumerate(params)
+            np.asarray(run(make_sampler([sampling], [row], [3], VOCABULARY), logits[row : row + 1], 5))[0]
+            for row, sampling in enumerate(params)
         ]
     with jax.set_mesh(make_mesh(8)):
         split = np.asarray(jax.jit(draw)(sampler_of(params), jax.device_put(logits, P()), 5))
@@ -74,7 +74,7 @@ def test_what_is_drawn_does_not_depend_on_the_batch(logits):
     np.testing.assert_array_equal(together, split)
 
 
-def test_penalties_and_bias_change_logits_as_their_formulas_say(logits):
+def test_penalties_and_bias_follow_their_formulas(logits):
     params = [
         SamplingParams(repetition_penalty=1.7),
         SamplingParams(presence_penalty=1.5),
@@ -93,22 +93,26 @@ def test_penalties_and_bias_change_logits_as_their_formulas_say(logits):
         with_token = jax.jit(Counts.with_token)
         for tokens in answers:
             counts = with_token(counts, tokens, np.arange(BATCH) != 6)
-        found = np.asarray(jax.jit(draw)(sampler, logits, 0, counts))
-    for row, one in enumerate(params):
-        own = np.asarray(logits)[row].astype(np.float64)
-        told = answers[:, row] if row != 6 else answers[:0, row]
-        times = np.bincount(told, minlength=VOCABULARY)
-        there = (times > 0) | np.isin(np.arange(VOCABULARY), prompts[row])
-        for token, more in one.logit_bias.items():
-            own[token] += more
-        own = np.where(
-            there, np.where(own > 0, own / one.repetition_penalty, own * one.repetition_penalty), own
+        chosen = np.asarray(jax.jit(draw)(sampler, logits, 0, counts))
+    for row, sampling in enumerate(params):
+        expected = np.asarray(logits)[row].astype(np.float64)
+        drawn = answers[:, row] if row != 6 else answers[:0, row]
+        times = np.bincount(drawn, minlength=VOCABULARY)
+        occurred = (times > 0) | np.isin(np.arange(VOCABULARY), prompts[row])
+        for token, bias in sampling.logit_bias.items():
+            expected[token] += bias
+        expected = np.where(
+            occurred,
+            np.where(
+                expected > 0, expected / sampling.repetition_penalty, expected * sampling.repetition_penalty
+            ),
+            expected,
         )
-        own -= one.frequency_penalty * times + one.presence_penalty * (times > 0)
-        assert found[row] == own.argmax()
+        expected -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
+        assert chosen[row] == expected.argmax()
 
 
-def test_log_probabilities_are_the_model_s_own(logits):
+def test_log_probabilities_are_those_of_the_model(logits):
     params = [SamplingParams(temperature=2.0, top_k=2, logprobs=3), *[SamplingParams()] * (BATCH - 1)]
     with use_mesh():
         sampler = sampler_of(params)
@@ -138,7 +142,7 @@ def test_an_answer_ends_at_its_own_stop_tokens_and_length():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"temperature": -1}, "temperature must be a finite number, at least 0, got -1"),
         ({"n": 2}, "n=2 answers at temperature 0 would be alike"),
@@ -150,8 +154,8 @@ def test_an_answer_ends_at_its_own_stop_tokens_and_length():
         ({"max_tokens": 3}, "has no argument 'max_tokens'"),
     ],
 )
-def test_a_value_out_of_range_is_one_line(wrong, says):
-    with pytest.raises(UserError, match=says):
+def test_values_out_of_range_are_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
         SamplingParams(**wrong)
 
 

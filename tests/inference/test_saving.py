@@ -15,7 +15,7 @@ import kvjax
 from kvjax import cache as caches
 from kvjax.cache import CapacityError
 from kvjax.cache.packed_entries import packed
-from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
+from kvjax.cache.saved import DESCRIPTION, describe_cache, digest_of
 from kvjax.checkpoints.orbax import export
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
@@ -28,27 +28,27 @@ from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
 
 THOROUGH = "full", "quest", "r_kv", "snapkv", "h2o", "wgkv", "max_entries"
-ASKED = QUESTIONS[:2]
+TWO_QUESTIONS = QUESTIONS[:2]
 
 
-def asked(model, policy, cache):
+def answers_of(model, policy, cache):
     """Return the answers and the log-probabilities of their tokens."""
-    found = generate(model, ASKED, WITH_LOGPROBS, policy=policy, cache=cache)
-    return found.tokens, [own.chosen for own in found.logprobs]
+    answers = generate(model, TWO_QUESTIONS, WITH_LOGPROBS, policy=policy, cache=cache)
+    return answers.tokens, [logprobs.chosen for logprobs in answers.logprobs]
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.thorough if x in THOROUGH else ()) for x in policies(None)]
 )
-def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
+def test_a_loaded_cache_gives_identical_answers(model, name, tmp_path):
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
-    expected = asked(model, policy, cache)
+    expected = answers_of(model, policy, cache)
     save_cache(tmp_path / "saved", cache, model, policy)
     loaded = load_cache(tmp_path / "saved", model, policy)
     pages_are_whole(loaded)
     np.testing.assert_array_equal(caches.stats(loaded).entries, caches.stats(cache).entries)
-    found = asked(model, policy, loaded)
+    found = answers_of(model, policy, loaded)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -56,16 +56,16 @@ def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
 @pytest.mark.parametrize(
     "name", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "max_entries"))]
 )
-def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tmp_path):
+def test_other_pages_and_meshes_load_the_same_entries(model, name, tmp_path):
     """The stored entries are the same bit by bit. Answers are those of a cache that was read in such pages, up to the
     rounding of sums; reading the context on the other mesh changes them as much."""
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
     save_cache(tmp_path, cache, model, policy)
-    expected = asked(model, policy, prefill(model, CONTEXTS, policy=policy, page_size=6))
+    expected = answers_of(model, policy, prefill(model, CONTEXTS, policy=policy, page_size=6))
     loaded = load_cache(tmp_path, model, policy, page_size=6, capacity=105)
     assert (loaded.page_size, loaded.limit) == (6, 105 * 2 * 12 // 6)
-    found = asked(model, policy, loaded)
+    found = answers_of(model, policy, loaded)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
     with use_mesh(model):
         stored = packed(cache)
@@ -74,11 +74,11 @@ def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tm
         same = policies(split)[name]()
         apart = load_cache(tmp_path, split, same, page_size=6)
         jax.tree.map(np.testing.assert_array_equal, packed(apart), stored)
-        others = asked(split, same, apart)
+        others = answers_of(split, same, apart)
     np.testing.assert_allclose(others, expected, rtol=0, atol=2e-6)
 
 
-def test_only_what_is_stored_is_written(model, tmp_path):
+def test_only_stored_entries_are_written(model, tmp_path):
     policy = make_policy("streaming_llm:window=9,sink=2")
     cache = prefill(model, CONTEXTS, policy=policy, max_new_tokens=2000, capacity=2000)
     size = save_cache(tmp_path, cache, model, policy)
@@ -89,7 +89,7 @@ def test_only_what_is_stored_is_written(model, tmp_path):
     assert found["held"] == [[20] * 4] * 3
 
 
-def test_a_later_save_takes_an_earlier_ones_place(model, tmp_path):
+def test_a_later_save_replaces_an_earlier_one(model, tmp_path):
     first, second = (prefill(model, [row]) for row in CONTEXTS)
     save_cache(tmp_path, first, model)
     save_cache(tmp_path, second, model)
@@ -97,7 +97,7 @@ def test_a_later_save_takes_an_earlier_ones_place(model, tmp_path):
     assert len(list(tmp_path.glob("arrays-*"))) == 1
 
 
-def test_a_save_that_is_cut_short_leaves_the_earlier_one(model, tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_earlier_one(model, tmp_path, monkeypatch):
     save_cache(tmp_path, prefill(model, CONTEXTS[:1]), model)
     monkeypatch.setattr(
         "kvjax.inference.saving.write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
@@ -123,7 +123,7 @@ def damaged(folder, size):
     file.write_bytes(content)
 
 
-HARM = {
+DAMAGE = {
     "a truncated file": (lambda folder, model: damaged(folder, 0.5), "damaged"),
     "a changed byte": (lambda folder, model: damaged(folder, None), "damaged"),
     "another window": (
@@ -136,7 +136,7 @@ HARM = {
     ),
     "no arrays": (
         lambda folder, model: [shutil.rmtree(x) for x in folder.glob("arrays-*")],
-        "it is not as it was written",
+        "it was changed since it was written",
     ),
     "half a description": (
         lambda folder, model: (folder / DESCRIPTION).write_text('{"format"'),
@@ -153,18 +153,18 @@ def saved(model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("harm", HARM)
-def test_what_is_not_whole_is_refused_in_a_line(model, saved, tmp_path, harm):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_refused(model, saved, tmp_path, damage):
     folder = shutil.copytree(saved, tmp_path / "copy")
-    change, said = HARM[harm]
+    change, message = DAMAGE[damage]
     change(folder, model)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_cache(folder, model)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("capacity", [None, 200])
-def test_what_is_larger_than_the_devices_memory_is_refused_in_a_line(model, saved, monkeypatch, capacity):
+def test_a_cache_that_exceeds_the_memory_is_refused(model, saved, monkeypatch, capacity):
     size = load_cache(saved, model, capacity=capacity).pages.nbytes
     monkeypatch.setattr(caches, "device_bytes", lambda **_: size)
     load_cache(saved, model, capacity=capacity)
@@ -175,11 +175,11 @@ def test_what_is_larger_than_the_devices_memory_is_refused_in_a_line(model, save
         load_cache(saved, model, capacity=capacity)
 
 
-def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
+def test_caches_of_another_model_or_policy_are_refused(model, saved, tmp_path):
     wgkv = policies(model)["wgkv"]()
     gated = save_cache(tmp_path / "gated", prefill(model, CONTEXTS, policy=wgkv), model, wgkv)
     assert gated > 0
-    for loaded, told, folder, said in (
+    for loaded, options, folder, message in (
         (tiny_model(), {}, saved, "whose weights are not those of"),
         (model, {"policy": wgkv}, saved, "the cache has window 1, policy wgkv has 6"),
         (
@@ -197,8 +197,8 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
         ),
         (model, {}, tmp_path / "none", "no cache is saved here"),
     ):
-        with pytest.raises(UserError, match=said) as caught:
-            load_cache(folder, loaded, **told)
+        with pytest.raises(UserError, match=message) as caught:
+            load_cache(folder, loaded, **options)
         assert "\n" not in str(caught.value)
     with pytest.raises(CapacityError, match="capacity 50: .* pages of 16 tokens a device, the cache"):
         load_cache(saved, model, capacity=50)
@@ -206,15 +206,15 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
 
 def of_seed(name, model, seed):
     """Return a policy whose state depends on its gates or scorers, which are drawn with this seed."""
-    told = {"window": 6, "max_entries": 20, "scorers": tiny_scorers(model, seed)}
+    options = {"window": 6, "max_entries": 20, "scorers": tiny_scorers(model, seed)}
     if name == "fast_kvzip":
         often = {"entries": 24, "when": "position", "every": 8, "protected": {"last": 8}, "buffer": 8}
-        told = {"gates": tiny_sink_gates(model, seed=seed), **often}
-    return make_policy({name: told}, model=model)
+        options = {"gates": tiny_sink_gates(model, seed=seed), **often}
+    return make_policy({name: options}, model=model)
 
 
 @pytest.mark.parametrize("name", ["kvpop", pytest.param("fast_kvzip", marks=pytest.mark.thorough)])
-def test_what_other_gates_or_scorers_made_of_the_tokens_is_refused_in_a_line(model, tmp_path, name):
+def test_memories_of_other_gates_or_scorers_are_refused(model, tmp_path, name):
     """Files that were written before the gates were recorded are not refused."""
     policy = of_seed(name, model, 1)
     save_cache(tmp_path, prefill(model, CONTEXTS[1:], policy=policy), model, policy)
@@ -223,7 +223,7 @@ def test_what_other_gates_or_scorers_made_of_the_tokens_is_refused_in_a_line(mod
         load_cache(tmp_path, model, of_seed(name, model, 2))
     assert "\n" not in str(caught.value)
     old = {key: x for key, x in describe_cache(tmp_path).items() if key != "trained"}
-    (tmp_path / DESCRIPTION).write_text(json.dumps(old | {"sha256": sealed(old)}))
+    (tmp_path / DESCRIPTION).write_text(json.dumps(old | {"sha256": digest_of(old)}))
     assert load_cache(tmp_path, model, of_seed(name, model, 2)).seen.tolist() == [40]
 
 
@@ -237,13 +237,13 @@ def test_gates_that_nothing_goes_on_with_may_be_others(model, tmp_path):
     load_cache(tmp_path, model, policies_[1])
 
 
-def test_a_folder_of_other_things_is_left_alone(model, tmp_path):
+def test_a_folder_with_other_files_is_not_written_to(model, tmp_path):
     (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(UserError, match="it is there and holds no saved cache"):
+    with pytest.raises(UserError, match="it exists and holds no saved cache"):
         kvjax.save_cache(tmp_path, prefill(model, CONTEXTS), model)
 
 
-def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
+def test_bad_arguments_of_saving_and_loading_are_one_line_errors(model, tmp_path, monkeypatch):
     # users run it without the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     r_kv = make_policy("r_kv:entries=24,when=every,every=8", model=model)
@@ -254,15 +254,15 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
     others.mkdir()
     (others / DESCRIPTION).write_text('{"mine": 1}')
     long = tmp_path / ("x" * 300)
-    for saved, policy, path, said in (
+    for saved, policy, path, message in (
         (None, None, tmp_path / "a", "save_cache: cache must come from prefill, got None"),
-        (cache, None, None, "save_cache: path must be a folder's, got None"),
-        (cache, None, others, "it is there and holds no saved cache"),
-        (cache, None, others / DESCRIPTION / "below", "cannot be written there .* is no folder to write in"),
+        (cache, None, None, "save_cache: path must be that of a folder, got None"),
+        (cache, None, others, "it exists and holds no saved cache"),
+        (cache, None, others / DESCRIPTION / "below", "cannot be written there .* is not a writable folder"),
         (cache, None, long, "a cache cannot be written there .*too long"),
         (remembering, None, tmp_path / "a", "remembers more of its tokens than policy full does"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             save_cache(path, saved, model, policy)
     assert json.loads((others / DESCRIPTION).read_text()) == {"mine": 1}
     with pytest.raises(UserError, match="model must come from kvjax.load_model, got 'model'"):
@@ -275,7 +275,7 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
         load_cache(tmp_path / "kept", half)
 
 
-def test_a_first_save_that_fails_leaves_nothing_and_may_be_tried_again(model, tmp_path, monkeypatch):
+def test_a_first_save_that_fails_leaves_nothing(model, tmp_path, monkeypatch):
     cache = prefill(model, CONTEXTS[:1])
     large = "OUT_OF_RANGE: Failed to write 9 bytes: File too large [os_error_code='27']"
     for error, why in ((OSError(28, "full"), "full"), (ValueError(large), "File too large")):
@@ -299,20 +299,24 @@ def test_a_first_save_that_fails_leaves_nothing_and_may_be_tried_again(model, tm
 def resealed(folder, change):
     """Change the folder's description and seal it again, as someone who knows how could do."""
     file = folder / DESCRIPTION
-    found = json.loads(file.read_text())
-    change(found)
-    file.write_text(json.dumps(found | {"sha256": sealed(found)}))
+    description = json.loads(file.read_text())
+    change(description)
+    file.write_text(json.dumps(description | {"sha256": digest_of(description)}))
     return folder
 
 
 def other_arrays(folder, change):
     """Change the folder's arrays and describe them again."""
-    found = json.loads((folder / DESCRIPTION).read_text())
+    description = json.loads((folder / DESCRIPTION).read_text())
     with ocp.StandardCheckpointer() as checkpointer:
-        arrays = {name: np.array(x) for name, x in checkpointer.restore(folder / found["folder"]).items()}
+        arrays = {
+            name: np.array(x) for name, x in checkpointer.restore(folder / description["folder"]).items()
+        }
     change(arrays)
-    export(folder / found["folder"], arrays)
-    return resealed(folder, lambda found: found.update(files=_digests(folder / found["folder"])))
+    export(folder / description["folder"], arrays)
+    return resealed(
+        folder, lambda description: description.update(files=_digests(folder / description["folder"]))
+    )
 
 
 def at(value, *path):
@@ -324,7 +328,7 @@ def at(value, *path):
     return change
 
 
-NOT_WHAT_IT_WAS = {
+EDITS = {
     "another folder": (at("../..", "folder"), "folder is '../..'"),
     "no such dtype": (at("float64", "dtype"), "dtype is 'float64'"),
     "a window that is text": (at("9", "window"), "window is '9'"),
@@ -342,18 +346,18 @@ NOT_WHAT_IT_WAS = {
 }
 
 
-@pytest.mark.parametrize("edit", NOT_WHAT_IT_WAS)
-def test_a_description_that_was_edited_and_sealed_again_is_refused_in_a_line(model, saved, tmp_path, edit):
-    change, said = NOT_WHAT_IT_WAS[edit]
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_descriptions_are_refused(model, saved, tmp_path, edit):
+    change, message = EDITS[edit]
     folder = resealed(shutil.copytree(saved, tmp_path / "copy"), change)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_cache(folder, model)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("entries", np.nan, "its entries is not finite"),
         ("length", 200, "other lengths than its tokens allow"),
@@ -362,19 +366,19 @@ def test_a_description_that_was_edited_and_sealed_again_is_refused_in_a_line(mod
         ("seen", 1_000_000, "other lengths than its tokens allow"),
     ],
 )
-def test_arrays_that_were_edited_are_refused_in_a_line(model, saved, tmp_path, name, value, said):
+def test_edited_arrays_are_refused(model, saved, tmp_path, name, value, message):
     def change(arrays):
         arrays[name].reshape(-1)[0] = value
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_cache(other_arrays(shutil.copytree(saved, tmp_path / "copy"), change), model)
 
 
-def test_pipes_links_and_json_of_any_depth_are_refused_in_a_line(model, saved, tmp_path):
-    for index, (make, said) in enumerate(
+def test_pipes_links_and_deep_json_are_refused(model, saved, tmp_path):
+    for index, (make, message) in enumerate(
         (
-            (lambda file: os.mkfifo(file.parent / "pipe"), "no plain file"),
-            (lambda file: (file.parent / "link").symlink_to("/etc"), "no plain file"),
+            (lambda file: os.mkfifo(file.parent / "pipe"), "not a plain file"),
+            (lambda file: (file.parent / "link").symlink_to("/etc"), "not a plain file"),
             (lambda file: (file.parent.parent / DESCRIPTION).write_text("[" * 100_000), "damaged"),
             (lambda file: (file.parent.parent / DESCRIPTION).write_text("\ufeff{}"), "damaged"),
             (lambda file: (file.parent.parent / DESCRIPTION).write_text("[3]"), "damaged"),
@@ -382,7 +386,7 @@ def test_pipes_links_and_json_of_any_depth_are_refused_in_a_line(model, saved, t
     ):
         folder = shutil.copytree(saved, tmp_path / str(index))
         make(next(folder.glob("arrays-*/_METADATA")))
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             load_cache(folder, model)
     (folder / DESCRIPTION).unlink()
     os.mkfifo(folder / DESCRIPTION)
@@ -393,9 +397,9 @@ def test_pipes_links_and_json_of_any_depth_are_refused_in_a_line(model, saved, t
 @pytest.mark.parametrize(
     "begun", [os.mkfifo, lambda file: file.write_text("[" * 100_000)], ids=["pipe", "deep"]
 )
-def test_what_stands_where_a_description_would_is_not_waited_for(tmp_path, begun):
+def test_a_pipe_in_place_of_the_description_does_not_block(tmp_path, begun):
     begun(tmp_path / DESCRIPTION)
-    with pytest.raises(UserError, match="it is there and holds no saved cache"):
+    with pytest.raises(UserError, match="it exists and holds no saved cache"):
         checked_place(tmp_path)
-    with pytest.raises(UserError, match="path must be a folder's"):
+    with pytest.raises(UserError, match="path must be that of a folder"):
         checked_place("a\0b")

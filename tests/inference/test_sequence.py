@@ -48,15 +48,15 @@ def outcome(name, **shape):
         policy = make_policy({name.split()[0]: POLICIES[name] | trained}, model=model)
         # each chunk has a piece of 16 tokens and one of 3, which no axis divides
         cache = inference.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=8)
-        said = inference.generate(
+        answers = inference.generate(
             model,
             [[5], [6]],
             SamplingParams(max_new_tokens=6, logprobs=0, ignore_eos=True, stop_token_ids=[]),
             policy=policy,
             cache=cache,
         )
-        held = {shard.data.nbytes for shard in cache.pages.pool.addressable_shards}
-    return np.asarray(cache.layers.length), said, held
+        pool_bytes = {shard.data.nbytes for shard in cache.pages.pool.addressable_shards}
+    return np.asarray(cache.layers.length), answers, pool_bytes
 
 
 BOTH = {"tensor": 2, "sequence": 2}
@@ -68,21 +68,21 @@ BOTH = {"tensor": 2, "sequence": 2}
     [(name, shape) for shape in ({"sequence": 2}, BOTH) for name in POLICIES],
     ids=str,
 )
-def test_what_is_kept_and_said_is_one_device_s(name, shape):
-    entries, said, held = outcome(name, **shape)
-    wanted, same, (whole,) = outcome(name)
+def test_entries_and_answers_are_those_of_one_device(name, shape):
+    entries, answers, pool_bytes = outcome(name, **shape)
+    wanted, wanted_answers, (one_device_bytes,) = outcome(name)
     np.testing.assert_array_equal(entries, wanted)
-    for mine, theirs in zip(said.tokens, same.tokens, strict=True):
+    for mine, theirs in zip(answers.tokens, wanted_answers.tokens, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    for mine, theirs in zip(said.logprobs, same.logprobs, strict=True):
+    for mine, theirs in zip(answers.logprobs, wanted_answers.logprobs, strict=True):
         np.testing.assert_allclose(mine.chosen, theirs.chosen, atol=1e-5)
     if name == "full":
-        assert held == {whole // math.prod(shape.values())}
+        assert pool_bytes == {one_device_bytes // math.prod(shape.values())}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["full", "wgkv", "snapkv"])
-def test_a_long_context_on_eight_devices_is_answered_as_on_one(name):
+def test_long_contexts_on_eight_devices_give_the_answers_of_one(name):
     random = np.random.default_rng(9)
     context, question = random.integers(0, 61, 4_000), random.integers(0, 61, 10)
 
@@ -93,8 +93,8 @@ def test_a_long_context_on_eight_devices_is_answered_as_on_one(name):
             policy = make_policy({name: POLICIES[name] | trained}, model=model)
             cache = inference.prefill(model, [context], policy=policy, chunk=1024, max_new_tokens=40)
             params = SamplingParams(max_new_tokens=24, ignore_eos=True, stop_token_ids=[])
-            said = inference.generate(model, [question], params, policy=policy, cache=cache)
-            return said.tokens, np.asarray(cache.layers.length)
+            answers = inference.generate(model, [question], params, policy=policy, cache=cache)
+            return answers.tokens, np.asarray(cache.layers.length)
 
     (mine,), entries = answer(tensor=2, sequence=4)
     (theirs,), wanted = answer()
@@ -114,14 +114,14 @@ def temporaries(tokens, **shape):
 
 
 @pytest.mark.thorough
-def test_four_devices_take_about_a_quarter_of_a_prefill_s_memory_each():
+def test_each_of_four_devices_takes_a_quarter_of_prefill_s_memory():
     """They take 0.269 of it. There are so many tokens that the memory of an empty call hardly counts."""
-    whole, own = temporaries(65536), temporaries(65536, sequence=4)
-    assert own < 0.28 * whole
+    one_device, each = temporaries(65536), temporaries(65536, sequence=4)
+    assert each < 0.28 * one_device
 
 
 @pytest.mark.parametrize("tokens", [1, 32])
-def test_only_heads_and_outputs_change_places(tokens):
+def test_a_layer_has_four_all_to_alls_and_no_all_gather(tokens):
     """A call that the axis splits has four all-to-alls a layer, and no array that all devices hold whole. A call of one
     token has one sum after attention and one after the mlp, as on `tensor`."""
     with jax.set_mesh(make_mesh(sequence=2)):
@@ -141,7 +141,7 @@ def test_only_heads_and_outputs_change_places(tokens):
     [{"sequence": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}],
     ids=str,
 )
-def test_what_is_captured_is_one_device_s(shape):
+def test_captured_arrays_are_those_of_one_device(shape):
     """The rows are whole sequences of 19 and 40 tokens in calls of 24 and 48, and every head is captured."""
     names = "hidden", "q", "k", "v", "k_pre", "lse"
     for rows in ([ROWS[0][:19], ROWS[1][:19]], [ROWS[0], np.roll(ROWS[0], 1)]):
@@ -154,7 +154,7 @@ def test_what_is_captured_is_one_device_s(shape):
                 np.testing.assert_allclose(split[name], alone[name], atol=1e-5)
 
 
-def test_heads_that_cannot_be_split_are_one_line():
+def test_heads_that_cannot_be_split_are_refused():
     with jax.set_mesh(make_mesh(tensor=2, sequence=4)), pytest.raises(UserError) as error:
         tiny_model()
     assert tiny_config().num_kv_heads == 4

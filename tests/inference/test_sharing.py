@@ -10,7 +10,7 @@ from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill, stream
 from kvjax.mesh import make_mesh
-from kvjax.models.decoder import own_values
+from kvjax.models.decoder import unfused_values
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.inference.contexts import CONTEXTS, QUESTIONS, RANDOM, SAMPLING, WITH_LOGPROBS, policies
@@ -23,7 +23,7 @@ THOROUGH = "full", "snapkv", "h2o", "r_kv", "wgkv", "max_entries", "fast_kvzip"
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.thorough if x in THOROUGH else ()) for x in policies(None)]
 )
-def test_branches_answer_as_if_each_was_alone_and_leave_the_context_alone(model, name):
+def test_forks_give_the_answers_of_lone_questions_and_do_not_change_the_context(model, name):
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, chunk=32)
     before = jax.device_get(cache)
@@ -41,15 +41,17 @@ def test_branches_answer_as_if_each_was_alone_and_leave_the_context_alone(model,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["r_kv", "wgkv"])
-def test_another_question_beside_it_changes_no_bit_of_a_branch_s_answer(model, name):
+def test_other_questions_do_not_change_a_fork_s_answer(model, name):
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, chunk=32)
-    asked, beside, other = QUESTIONS[2], QUESTIONS[2][::-1], (QUESTIONS[2] + 1) % 61
+    question, reversed_question, shifted_question = QUESTIONS[2], QUESTIONS[2][::-1], (QUESTIONS[2] + 1) % 61
     options = {"policy": policy, "cache": cache, "share": True, "sampling": WITH_LOGPROBS}
-    one, another = (generate(model, [asked, row], **options) for row in (beside, other))
-    np.testing.assert_array_equal(one.tokens[0], another.tokens[0])
-    np.testing.assert_array_equal(one.logprobs[0].chosen, another.logprobs[0].chosen)
-    assert (one.logprobs[1].chosen != another.logprobs[1].chosen).any()
+    first, second = (
+        generate(model, [question, row], **options) for row in (reversed_question, shifted_question)
+    )
+    np.testing.assert_array_equal(first.tokens[0], second.tokens[0])
+    np.testing.assert_array_equal(first.logprobs[0].chosen, second.logprobs[0].chosen)
+    assert (first.logprobs[1].chosen != second.logprobs[1].chosen).any()
 
 
 @pytest.mark.slow
@@ -90,7 +92,7 @@ def test_each_context_has_its_own_questions(shape):
 
 
 @pytest.mark.thorough
-def test_answers_of_a_question_are_branches_too(model):
+def test_n_answers_to_a_question_are_forks(model):
     policy = make_policy("full")
     cache = prefill(model, CONTEXTS, policy=policy)
     sampling = SamplingParams(max_new_tokens=8, temperature=1.0, n=2, ignore_eos=True)
@@ -100,7 +102,7 @@ def test_answers_of_a_question_are_branches_too(model):
 
 
 @pytest.mark.thorough
-def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(model):
+def test_forks_can_be_forked_and_unused_contexts_are_freed(model):
     policy = make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model))
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
     for block in stream(model, QUESTIONS[:2], SAMPLING, policy=policy, cache=cache, share=[0, 0]):
@@ -119,13 +121,13 @@ def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(mod
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("over", ["layer", pytest.param("model", marks=pytest.mark.thorough)])
-def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_it(over):
+def test_forks_with_a_shared_budget_get_enough_pages_on_each_device(over):
     """The keys of the heads are unequal, so that all of the budget goes to one device's heads."""
     with jax.set_mesh(make_mesh(tensor=2)):
         model = tiny_model(qk_norm=False)
         of_heads = np.array([1e-3, 1e-3, 1, 1], np.float32)
-        own = own_values(model)
-        model = model.with_own(own | {"layers.k.value": own["layers.k.value"] * of_heads[:, None]})
+        own = unfused_values(model)
+        model = model.with_unfused(own | {"layers.k.value": own["layers.k.value"] * of_heads[:, None]})
         policy = make_policy(
             {"knorm": {"entries": 130, "when": "position", "every": 8, "adakv": {"over": over}}}, model=model
         )
@@ -139,29 +141,29 @@ def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_
         assert alone.stats.entries[..., :2].sum() > 0.8 * alone.stats.entries.sum()
 
 
-def test_a_stated_capacity_is_a_bound_for_branches_too(model):
+def test_a_stated_capacity_limits_forks(model):
     cache = prefill(model, CONTEXTS[:1], policy=make_policy("full"), capacity=80, page_size=PAGE)
     with pytest.raises(CapacityError, match="policy full needs"):
         generate(model, QUESTIONS, cache=cache, share=True, sampling=SAMPLING)
 
 
 @pytest.mark.parametrize(
-    ("share", "questions", "said"),
+    ("share", "questions", "message"),
     [
-        (True, 3, "as many questions, one context's after another's, got 3; share="),
+        (True, 3, "the same number of questions of each of the cache's 2 contexts, got 3; share="),
         ([0, 2], 2, "a context in share must be a whole number of at most 1, got 2"),
         ([0], 2, "must say the context of each of 2 questions, got 1"),
         ("all", 2, "share must be True, False or a list"),
     ],
 )
-def test_a_share_that_does_not_fit_is_refused(model, share, questions, said):
+def test_a_share_that_does_not_fit_is_refused(model, share, questions, message):
     cache = prefill(model, CONTEXTS)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         generate(model, QUESTIONS[:questions], cache=cache, share=share)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_shared_must_be_a_cache(model):
+def test_share_needs_a_cache_and_several_questions_need_share(model):
     with pytest.raises(UserError, match="share is for questions of a cache"):
         generate(model, QUESTIONS, share=True)
     with pytest.raises(UserError, match="share=True asks several of each"):
@@ -169,7 +171,7 @@ def test_what_is_shared_must_be_a_cache(model):
     assert caches.stats(prefill(model, CONTEXTS[:1])).pages > 0
 
 
-def test_compactions_of_branches_find_room(model):
+def test_forks_that_compact_get_enough_pages(model):
     policy = make_policy("r_kv:entries=24,when=every,every=8", model=model)
     questions = [RANDOM.integers(0, 61, 3) for _ in range(12)]
     options = {"policy": policy, "sampling": WITH_LOGPROBS}
@@ -183,16 +185,16 @@ def test_compactions_of_branches_find_room(model):
 
 @pytest.mark.mesh
 @pytest.mark.thorough
-def test_branches_that_devices_have_unequally_many_of_are_not_continued_by_place(tmp_path):
+def test_forks_that_are_unequally_spread_over_devices_are_not_continued(tmp_path):
     with jax.set_mesh(make_mesh(fsdp=2)):
         model, policy = tiny_model(qk_norm=False), make_policy("full")
         cache = prefill(model, CONTEXTS, policy=policy)
         for block in stream(model, QUESTIONS, SAMPLING, policy=policy, cache=cache, share=[1, 0, 1]):
-            branches = block.cache
+            unequal = block.cache
         for ask in (
-            lambda: generate(model, QUESTIONS, policy=policy, cache=branches, sampling=SAMPLING),
-            lambda: generate(model, QUESTIONS, policy=policy, cache=branches, share=True, sampling=SAMPLING),
-            lambda: kvjax.save_cache(tmp_path, branches, model, policy),
+            lambda: generate(model, QUESTIONS, policy=policy, cache=unequal, sampling=SAMPLING),
+            lambda: generate(model, QUESTIONS, policy=policy, cache=unequal, share=True, sampling=SAMPLING),
+            lambda: kvjax.save_cache(tmp_path, unequal, model, policy),
         ):
-            with pytest.raises(UserError, match="branches of which the mesh's devices have unequally many"):
+            with pytest.raises(UserError, match="forks that are unequally spread over the mesh's devices"):
                 ask()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.rollback import marked, taken_back
+from kvjax.cache.rollback import marked, rolled_back
 from kvjax.engine import Engine
 from kvjax.errors import UserError
 from kvjax.evaluate.teacher_forcing import TeacherForcing
@@ -58,7 +58,7 @@ def continued(model, rows):
         ("ss", [("s", 2), ("f", 0)]),
     ],
 )
-def test_layers_are_run_by_as_few_scans_as_repeat(kinds, wanted):
+def test_repeating_layers_share_a_scan(kinds, wanted):
     found = segments(tuple(kind == "s" for kind in kinds))
     assert [("".join("fs"[one] for one in own.slides), own.repeats) for own in found] == wanted
     assert [own.first for own in found] == [sum(own.layers for own in found[:at]) for at in range(len(found))]
@@ -74,14 +74,14 @@ def test_layers_are_run_by_as_few_scans_as_repeat(kinds, wanted):
         tuple(range(7)),
     ],
 )
-def test_answers_over_the_cache_are_those_of_whole_sequences(layers):
+def test_the_cache_gives_the_answers_of_whole_sequences(layers):
     """Prompts are longer than the window and read in pieces, one of which has another length than the window."""
     model = sliding_model(sliding_layers=layers)
     found = generate(model, PROMPTS, GREEDY, chunk=16)
     np.testing.assert_array_equal(found.tokens, continued(model, PROMPTS))
 
 
-def test_answers_of_a_model_with_sinks_and_experts():
+def test_a_model_with_sinks_and_experts_gives_the_answers_of_whole_sequences():
     """gpt-oss has them in layers of both kinds. Calls have many tokens and one."""
     own = {
         "num_experts": 4,
@@ -95,7 +95,7 @@ def test_answers_of_a_model_with_sinks_and_experts():
     np.testing.assert_array_equal(found, continued(other, PROMPTS))
 
 
-def test_policies_decide_for_the_layers_with_full_attention(model):
+def test_policies_apply_to_layers_with_full_attention_only(model):
     tokens = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
     policy = policies_for(model, 6)["wgkv"]
     want, kept = dense_logits(model, policy, tokens)
@@ -113,23 +113,23 @@ def test_policies_decide_for_the_layers_with_full_attention(model):
         {"kvzip": {"ratio": 1.0} | TEXTS},
     ],
 )
-def test_where_everything_is_kept_answers_are_the_full_caches(model, policy):
+def test_a_ratio_of_1_gives_the_answers_of_the_full_cache(model, policy):
     """The windows are those of the prompt's end, whatever was read behind the prompt to observe it."""
     policy = make_policy(policy, model=model)
     observers = QUESTIONS if policy.observes else None
     cache = prefill(model, PROMPTS, policy=policy, chunk=16, observers=observers)
     found = generate(model, QUESTIONS, GREEDY, policy=policy, cache=cache)
-    rows = [np.concatenate(both) for both in zip(PROMPTS, QUESTIONS, strict=True)]
+    rows = [np.concatenate(pair) for pair in zip(PROMPTS, QUESTIONS, strict=True)]
     np.testing.assert_array_equal(found.tokens, continued(model, rows))
     assert cache.layers.length.shape[0] == 3
 
 
-def test_a_context_is_asked_again_by_several_and_from_the_disk(model, tmp_path):
+def test_forked_and_loaded_contexts_give_the_same_answers(model, tmp_path):
     policy = make_policy("snapkv:ratio=0.5", model=model)
     cache = prefill(model, [row[:5] for row in PROMPTS], policy=policy)
     want = generate(model, QUESTIONS, GREEDY, policy=policy, cache=cache).tokens
-    both = [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0], QUESTIONS[1]]
-    shared = generate(model, both, GREEDY, policy=policy, cache=cache, share=True).tokens
+    questions = [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0], QUESTIONS[1]]
+    shared = generate(model, questions, GREEDY, policy=policy, cache=cache, share=True).tokens
     np.testing.assert_array_equal([shared[0], shared[3]], want)
     save_cache(tmp_path / "saved", cache, model, policy)
     loaded = load_cache(tmp_path / "saved", model, policy)
@@ -155,17 +155,17 @@ def test_windows_grow_with_their_sequences(tmp_path):
     assert cache.sliding.shape[3] == 128
 
 
-def test_a_rollback_brings_windows_back(model):
+def test_rollback_restores_windows(model):
     cache = prefill(model, PROMPTS, max_new_tokens=20)
     before = np.asarray(cache.sliding)
     with use_mesh(model):
         view, mark = Policy().compile(model).extend, marked(cache)
         later, _ = last_logits(model, view, cache, *padded(QUESTIONS, 16))
         assert not np.array_equal(later.sliding, before)
-        np.testing.assert_array_equal(taken_back(later, mark).sliding, before)
+        np.testing.assert_array_equal(rolled_back(later, mark).sliding, before)
 
 
-def test_a_cache_of_other_windows_is_refused(model):
+def test_a_cache_with_other_windows_is_refused(model):
     cache = prefill(model, PROMPTS)
     for other in (sliding_model(sliding_window=8), tiny_model()):
         with pytest.raises(
@@ -182,16 +182,16 @@ def none_full():
     return sliding_model(num_layers=3, sliding_layers=(0, 1, 2))
 
 
-def test_without_full_attention_contexts_are_asked_again(none_full):
+def test_without_full_attention_questions_continue_contexts(none_full):
     cache = prefill(none_full, PROMPTS, capacity=64)
-    rows = [np.concatenate(both) for both in zip(PROMPTS, QUESTIONS, strict=True)]
+    rows = [np.concatenate(pair) for pair in zip(PROMPTS, QUESTIONS, strict=True)]
     np.testing.assert_array_equal(
         generate(none_full, QUESTIONS, GREEDY, cache=cache).tokens, continued(none_full, rows)
     )
     assert "0 of" in repr(kvjax.cache.stats(cache))
 
 
-def test_without_full_attention_policies_that_would_decide_nothing_are_refused(none_full):
+def test_without_full_attention_policies_are_refused(none_full):
     for name in ("snapkv:ratio=0.5", "streaming_llm:window=8", "quest:ratio=0.5"):
         with pytest.raises(UserError, match="every layer of this model has a sliding window"):
             prefill(none_full, PROMPTS, policy=make_policy(name))
@@ -209,7 +209,7 @@ def test_without_full_attention_the_engine_answers(none_full):
     np.testing.assert_array_equal([request.tokens for request in requests], continued(none_full, PROMPTS))
 
 
-def test_a_paused_answer_goes_on_with_its_windows(model):
+def test_a_paused_answer_keeps_its_windows(model):
     """Its pages and windows were in host memory meanwhile."""
     engine = Engine(model, slots=2, max_length=128, page_size=4, capacity=70, chunk=16, block=4)
     asked = kvjax.SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -225,7 +225,7 @@ def test_a_paused_answer_goes_on_with_its_windows(model):
 
 
 @pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.thorough), "snapkv:ratio=0.5"])
-def test_the_engine_gives_the_answers_of_lone_runs(model, name):
+def test_the_engine_gives_the_answers_of_generate(model, name):
     policy = make_policy(name, model=model)
     engine = Engine(model, policy, slots=2, max_length=128, capacity=128, page_size=4, chunk=16, block=4)
     rows = [*PROMPTS, *QUESTIONS]
@@ -238,14 +238,14 @@ def test_the_engine_gives_the_answers_of_lone_runs(model, name):
 
 
 @pytest.mark.mesh
-def test_a_mesh_changes_no_answer(model):
+def test_a_mesh_gives_the_same_answers(model):
     want = generate(model, PROMPTS, GREEDY, chunk=16).tokens
     with jax.set_mesh(make_mesh(data=2, tensor=2, sequence=2)):
         split = sliding_model()
         np.testing.assert_array_equal(generate(split, PROMPTS, GREEDY, chunk=16).tokens, want)
 
 
-def test_features_and_losses_are_of_the_layers_with_full_attention(model):
+def test_features_and_losses_use_layers_with_full_attention(model):
     """The student that keeps everything and teacher forcing compute what whole sequences do."""
     row = np.random.default_rng(3).integers(0, 61, 64)
     layers = list(captured_layers(model, Policy(), None, [row], ["hidden", "k"]))
@@ -256,18 +256,18 @@ def test_features_and_losses_are_of_the_layers_with_full_attention(model):
         hidden, _ = jax.jit(student, static_argnames="window")(
             method, model, jnp.asarray(row[None]), window=1
         )
-        whole = np.asarray(jax.jit(lambda model, x: model.logits(x))(model, hidden))[0]
-    np.testing.assert_allclose(whole, logits(model, row[None])[0], atol=1e-5)
+        student_logits = np.asarray(jax.jit(lambda model, x: model.logits(x))(model, hidden))[0]
+    np.testing.assert_allclose(student_logits, logits(model, row[None])[0], atol=1e-5)
     question = Question(row[40:50], row[50:56], "")
     sample = Sample(context=row[:40], questions=(question,))
     run = TeacherForcing(model, [sample])
     found = run(np.ones((3, 4), bool), 1, 1)
-    chosen = jax.nn.log_softmax(whole[49:55], -1)[np.arange(6), row[50:56]]
+    chosen = jax.nn.log_softmax(student_logits[49:55], -1)[np.arange(6), row[50:56]]
     np.testing.assert_allclose(found.loss, -chosen.mean(), rtol=1e-5)
 
 
 @pytest.mark.thorough
-def test_recomputing_layers_of_two_kinds_changes_no_gradient(model):
+def test_recomputing_layers_of_two_kinds_gives_the_same_gradients(model):
     row = np.random.default_rng(4).integers(0, 61, (1, 64))
 
     @jax.jit
@@ -283,6 +283,6 @@ def test_recomputing_layers_of_two_kinds_changes_no_gradient(model):
     assert all(np.abs(layer).max() > 0 for layer in jax.tree.leaves(one.layers.qkv)[0])
 
 
-def test_changed_windows_are_another_model(model):
+def test_models_with_other_windows_are_unequal(model):
     other = dataclasses.replace(model.config, sliding_window=8)
     assert other != model.config

@@ -1,7 +1,8 @@
-"""Small models of every family and rope type, as Hugging Face folders with weights that need no torch to repeat.
+"""Small models of every family and rope type, as Hugging Face folders with weights from NumPy's random generator.
 
-Sizes are odd on purpose: head_dim that is not width / heads, one kv head, as many kv heads as heads, three layers, a
-vocabulary that no mesh divides. Rope lengths are short, so that 512 tokens reach every branch of the scaling.
+Sizes are irregular on purpose: a head_dim other than width / heads, one kv head, as many kv heads as heads, three
+layers, and a vocabulary that no mesh divides. Rope lengths are short, so that 512 tokens reach every branch of the
+scaling.
 """
 
 import json
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 TOKENS = 512
 VOCABULARY = 61
 POSITIONS = (0, 1, 2, 17, 130, 255, 384, 511)
-"""The positions that the goldens keep."""
+"""The positions that goldens hold."""
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
@@ -174,8 +175,7 @@ CASES = {
 
 
 def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of a model, written down from Hugging Face's modules and not from
-    ours."""
+    """Return the shape of every tensor of a model by name, as in Hugging Face's modules and independent of kvjax."""
     family = config["model_type"]
     d, f, n = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     k = config.get("num_key_value_heads", n)
@@ -230,7 +230,7 @@ def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def weights(config: dict) -> dict[str, np.ndarray]:
-    """Return seeded weights at a scale that makes attention uneven and logits of a few units."""
+    """Return seeded weights, scaled so that attention is uneven and logits are a few units."""
     tensors = {}
     for name, shape in hf_shapes(config).items():
         x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
@@ -257,5 +257,5 @@ def write_folder(folder: Path, config: dict, tensors: dict[str, np.ndarray] | No
 
 
 def tokens() -> np.ndarray:
-    """Return one sequence of `TOKENS` ids, int32 [1 t]."""
+    """Return one sequence of `TOKENS` ids, int32 [1, t]."""
     return np.random.default_rng(5).integers(0, VOCABULARY, (1, TOKENS), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""A config of a wider model, and a check that two models are equal."""
+"""The config of a wider model, and a check that two models are equal."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Small GGUF files, written as llama.cpp's `convert_hf_to_gguf.py` writes them, not from our names and layouts."""
+"""Small GGUF files, written as by llama.cpp's `convert_hf_to_gguf.py`, independent of kvjax's names and layouts."""
 
 from pathlib import Path
 
@@ -85,8 +85,10 @@ def write_gguf(
 ) -> Path:
     """Write a GGUF file of a Hugging Face config and its tensors.
 
-    kinds: by Hugging Face's name, the quantised bytes that replace the tensor, and their type. metadata: more or other
-    pairs; None leaves one out. more: tensors by llama.cpp's names, without ".weight".
+    Args:
+        kinds: by Hugging Face's name, the type and the quantised bytes that replace a tensor.
+        metadata: additional or changed pairs; None removes one.
+        more: additional tensors by llama.cpp's names without ".weight".
     """
     arch = config["model_type"].removesuffix("_text").replace("_moe", "moe")
     heads = config["num_attention_heads"]
@@ -114,15 +116,15 @@ def write_gguf(
         pairs["qwen3moe.expert_count"] = count = config["num_experts"]
         pairs["qwen3moe.expert_used_count"] = config["num_experts_per_tok"]
         pairs["qwen3moe.expert_feed_forward_length"] = config["moe_intermediate_size"]
-        # the experts of a layer are one tensor
+        # all experts of a layer are in one tensor
         first = [name for name in tensors if ".experts.0." in name]
-        whole = {
+        stacked = {
             name.replace("experts.0.", "experts."): np.stack(
                 [tensors[name.replace("experts.0.", f"experts.{e}.")] for e in range(count)]
             )
             for name in first
         }
-        tensors = {name: x for name, x in tensors.items() if ".experts." not in name} | whole
+        tensors = {name: x for name, x in tensors.items() if ".experts." not in name} | stacked
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("linear", "yarn"):
         pairs |= {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": rope["factor"]}
@@ -166,8 +168,8 @@ def random_blocks(kind: Kind, shape: tuple[int, int]) -> np.ndarray:
     blocks = np.random.default_rng(kind.value).integers(0, 256, (shape[0], shape[1] // block, size), np.uint8)
     # offsets of the float16 scales in ggml's block_q2_K … block_q6_K
     scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-    for at in scales[kind.name]:
-        blocks[..., at : at + 2] = np.full(1, 0.02, np.float16).view(np.uint8)
+    for offset in scales[kind.name]:
+        blocks[..., offset : offset + 2] = np.full(1, 0.02, np.float16).view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers as they are published, and as a GGUF file has them."""
+"""Tokenizers of the published designs, and their metadata in a GGUF file."""
 
 import json
 
@@ -22,7 +22,7 @@ CL100K = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-WHOLE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
 def split(regex: str):
@@ -32,8 +32,8 @@ def split(regex: str):
 
 # the pre-tokenizers in the tokenizer.json of GPT-2, SmolLM2, Qwen2.5 and Llama 3
 PUBLISHED = {
-    "gpt-2": (WHOLE, None),
-    "smollm": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), WHOLE]), None),
+    "gpt-2": (GPT2, None),
+    "smollm": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]), None),
     "qwen2": (split(CL100K % ""), normalizers.NFC()),
     "llama-bpe": (split(CL100K % "{1,3}"), None),
 }
@@ -58,7 +58,7 @@ def metadata_of(tokenizer: Tokenizer, pre: str) -> dict:
     model = json.loads(tokenizer.to_str())["model"]
     tokens = [token for token, _ in sorted(model["vocab"].items(), key=lambda item: item[1])]
     types = [3 if token in CONTROL else 4 if token in USER else 1 for token in tokens]
-    # converters fill up the embedding table like this
+    # converters pad the embedding table with such tokens
     padding = ["[PAD1]", "[PAD2]"]
     return {
         "tokenizer.ggml.model": "gpt2",

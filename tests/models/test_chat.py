@@ -1,4 +1,4 @@
-"""Tests of texts and chats as tokens, which the chat template writes whole and in two parts."""
+"""Tests of texts and chats as tokens, rendered by the chat template as a whole and in two parts."""
 
 import pytest
 from tokenizers import Regex
@@ -8,7 +8,7 @@ from kvjax import chat_template
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.models import load_tokenizer
-from kvjax.models.chat import encode, token_rows, turns_end
+from kvjax.models.chat import encode, stable_prefix_length, token_rows
 from tests.tasks.model_tokenizers import byte_tokenizer, smol_tokenizer, spaced_tokenizer
 
 TEMPLATE = (
@@ -30,18 +30,18 @@ def templated(plain):
     return plain
 
 
-def test_a_text_without_a_template_is_its_tokens(plain):
+def test_text_without_a_template_is_tokenized_plainly(plain):
     assert encode(plain, "def f(") == plain("def f(")["input_ids"]
     both = encode(plain, "def f(", "beginning") + encode(plain, "x):", "end")
     assert plain.decode(both) == "<|begin|>def f(x):"
 
 
-def test_a_text_is_the_user_s_turn(templated):
+def test_text_becomes_the_users_turn(templated):
     assert templated.decode(encode(templated, " hello ")) == "[user]hello\n[assistant]"
     assert encode(templated, "hello") == encode(templated, [{"role": "user", "content": "hello"}])
 
 
-def test_a_beginning_leaves_the_turn_open_for_its_end(templated):
+def test_beginning_leaves_the_turn_open_for_an_end(templated):
     opened, closed = encode(templated, CHAT, "beginning"), encode(templated, "    return", "end")
     assert templated.decode(opened) == "[system]Be short.\n[user]def f(x):\n"
     assert templated.decode(opened + closed) == (
@@ -90,29 +90,29 @@ def test_templates_without_thinking_keep_turns(kind):
         ),
     ],
 )
-def test_a_template_keeps_turns_if_it_shows_them_again_as_they_were(plain, template, variables, keeps):
+def test_keeps_turns_compares_renderings_with_and_without_a_later_turn(plain, template, variables, keeps):
     plain.chat_template = template
     assert chat_template.keeps_turns(plain, **variables) == keeps
 
 
-def test_turns_end_before_the_generation_prompt(plain):
+def test_stable_prefix_ends_before_the_generation_prompt(plain):
     plain.chat_template = THINKS
     for variables in ({}, {"thinks": False}):
         ids = encode(plain, CHAT, "whole", **variables)
-        end = turns_end(plain, CHAT, **variables)
+        end = stable_prefix_length(plain, CHAT, **variables)
         assert plain.decode(ids[:end]) == "[system]Be short.\n[user]def f(x):\n"
     plain.chat_template = None
-    assert turns_end(plain, "def f(") == len(encode(plain, "def f("))
+    assert stable_prefix_length(plain, "def f(") == len(encode(plain, "def f("))
 
 
 @pytest.mark.parametrize(
-    ("template", "prompt", "part", "says"),
+    ("template", "prompt", "part", "message"),
     [
         (None, CHAT, "whole", "chat messages need a tokenizer with a chat template"),
         (TEMPLATE, CHAT, "end", "a cache is continued by text or token ids"),
         (TEMPLATE, [{"role": "user"}], "whole", "a prompt is a text or a chat, .* got"),
         ("hello", "x", "beginning", "does not show the user's text exactly once"),
-        (None, "x\udcff", "whole", "a prompt must be Unicode text, and character 1 is none: "),
+        (None, "x\udcff", "whole", "a prompt must be Unicode text, but character 1 is not: "),
         (TEMPLATE, [{"role": "user", "content": "\udcff"}], "whole", "a prompt must be Unicode text"),
         (PICKY, CHAT, "whole", r"does not take these messages \(of system, user\): no system role here$"),
         (PICKY, CHAT, "beginning", r"does not take these messages \(of system, user\): no system role here$"),
@@ -143,16 +143,16 @@ def test_turns_end_before_the_generation_prompt(plain):
         ([1], "x", "whole", r"a chat template must be a text, got \[1\]$"),
     ],
 )
-def test_what_cannot_be_encoded_is_one_line(plain, template, prompt, part, says):
+def test_prompts_that_cannot_be_encoded_raise_one_line(plain, template, prompt, part, message):
     plain.chat_template = template
-    with pytest.raises(UserError, match=says) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         encode(plain, prompt, part)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) <= 500
 
 
 @pytest.mark.slow
-def test_a_template_that_would_never_end_is_ended(templated):
+def test_endless_template_is_stopped(templated):
     templated.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match="it takes longer than 2 s, or more memory than 1024 MiB$"):
         encode(templated, "hello")
@@ -161,7 +161,7 @@ def test_a_template_that_would_never_end_is_ended(templated):
 
 
 @pytest.mark.parametrize("named", [dict, lambda **both: [{"name": k, "template": both[k]} for k in both]])
-def test_of_several_templates_the_default_is_taken(plain, named):
+def test_default_of_several_templates_is_used(plain, named):
     plain.chat_template = named(rag="no", default=TEMPLATE)
     assert plain.decode(encode(plain, "hello")) == "[user]hello\n[assistant]"
 
@@ -178,7 +178,7 @@ def test_of_several_templates_the_default_is_taken(plain, named):
         "{{ dict(a=1) }}{{ dict.fromkeys('ab') }}{{ strftime_now('%Y') }}{{ messages[1].keys()|list }}",
     ],
 )
-def test_templates_are_rendered_as_transformers_renders_them(plain, template):
+def test_templates_are_rendered_as_in_transformers(plain, template):
     plain.chat_template = template
     chat = [
         {"role": "system", "content": "a <b> & ü 😀"},
@@ -189,7 +189,7 @@ def test_templates_are_rendered_as_transformers_renders_them(plain, template):
     assert chat_template.templated(plain, chat) == expected
 
 
-def test_a_tokenizer_that_trips_over_a_text_is_one_line(plain):
+def test_panic_of_a_tokenizer_raises_one_line(plain):
     plain.backend_tokenizer.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
     with pytest.raises(UserError, match="the tokenizer cannot read the text"):
         encode(plain, "a" * 40 + "b")

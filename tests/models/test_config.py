@@ -1,4 +1,4 @@
-"""Tests of reading `config.json`: both spellings of every key are read, and all else is refused in one line."""
+"""Tests of reading `config.json`: both spellings of keys, defaults, and one-line errors."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def refused(read):
     return refused
 
 
-def test_the_flags_of_each_family(read):
+def test_flags_of_each_family(read):
     def flags(case):
         config = read(case)
         return (config.qk_norm, config.attention_bias, config.attention_out_bias, config.mlp_bias)
@@ -42,7 +42,7 @@ def test_the_flags_of_each_family(read):
     assert flags(CASES["smollm3"] | {"mlp_bias": True}) == (False, False, False, True)
 
 
-def test_defaults_are_those_of_each_family(read):
+def test_defaults_differ_by_family(read):
     """transformers has the same defaults where `config.json` lacks the key."""
     bare = {key: x for key, x in LLAMA.items() if key not in ("tie_word_embeddings", "rms_norm_eps")}
     found = [read(bare | {"model_type": kind}) for kind in ("llama", "phi3", "smollm3")]
@@ -62,7 +62,7 @@ def test_layers_without_rope(read):
     assert (scale == 1).all()
 
 
-def test_without_dual_chunk_attention_a_model_is_for_what_it_was_trained_on(read, refused):
+def test_dual_chunk_attention_limits_the_context_to_one_chunk(read, refused):
     declared = CASES["qwen2"] | {"max_position_embeddings": 1_010_000}
     assert read(declared).longest == 1_010_000
     chunks = {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144}
@@ -73,7 +73,7 @@ def test_without_dual_chunk_attention_a_model_is_for_what_it_was_trained_on(read
     )
 
 
-def test_sizes_that_are_derived(read):
+def test_missing_sizes_are_derived(read):
     config = read(CASES["llama2"])
     assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 12, 10000.0)
     assert read(QWEN3).head_dim == 16
@@ -191,7 +191,7 @@ def test_sizes_that_are_derived(read):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention; only"),
     ],
 )
-def test_what_is_refused(change, message, refused):
+def test_unsupported_keys_are_refused(change, message, refused):
     assert refused(LLAMA | change).startswith(message)
 
 
@@ -225,7 +225,7 @@ HUGE = 10**400
         ({"bos_token_id": -5}, "a token id must be at least 0 and at most 2147483647, got -5"),
     ],
 )
-def test_numbers_out_of_their_range(change, message, refused):
+def test_numbers_out_of_range_are_refused(change, message, refused):
     assert refused(LLAMA | change).startswith(message)
 
 
@@ -251,13 +251,13 @@ def test_numbers_out_of_their_range(change, message, refused):
         ),
     ],
 )
-def test_numbers_of_a_rope_out_of_their_range(rope_type, change, message, refused):
+def test_rope_numbers_out_of_range_are_refused(rope_type, change, message, refused):
     head = {"head_dim": change.pop("head_dim", 8)}
     rope = {"rope_scaling": {"rope_type": rope_type, "factor": 2.0} | change}
     assert refused(LLAMA | head | rope).removeprefix("rope_scaling: ").startswith(message)
 
 
-def test_a_sliding_window_that_no_layer_has_is_no_matter(read):
+def test_sliding_window_without_sliding_layers_is_accepted(read):
     qwen = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}
     read(qwen | {"max_window_layers": 3})
     read(qwen)  # 28 layers have none by default
@@ -269,7 +269,7 @@ def test_a_sliding_window_that_no_layer_has_is_no_matter(read):
     read(qwen | {"model_type": "llama", "num_hidden_layers": 32})
 
 
-def test_layers_have_the_windows_that_transformers_gives_them(read):
+def test_sliding_layers_are_those_of_transformers(read):
     mistral = LLAMA | {"model_type": "mistral"}
     assert read(mistral | {"sliding_window": None}).sliding_layers == ()
     assert read(mistral | {"sliding_window": 1024}).sliding_layers == ()
@@ -290,7 +290,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(read):
     assert read(ministral | listed).sliding_layers == (0, 2)
 
 
-def test_a_mixture_of_qwens_slides_in_all_layers(read):
+def test_all_layers_of_qwen3_moe_slide(read):
     moe = QWEN3 | {
         "model_type": "qwen3_moe",
         "moe_intermediate_size": 8,
@@ -301,7 +301,7 @@ def test_a_mixture_of_qwens_slides_in_all_layers(read):
     assert read(moe | {"sliding_window": 16}).sliding_layers == ()
 
 
-def test_gemmas_rotary_embeddings_by_kind_take_the_rest_from_the_top(read):
+def test_gemma3_rope_by_kind_falls_back_to_top_level_keys(read):
     """transformers does the same."""
     nested = {
         "full_attention": {"rope_type": "linear", "factor": 8.0},
@@ -317,7 +317,7 @@ def test_gemmas_rotary_embeddings_by_kind_take_the_rest_from_the_top(read):
     assert (config.rope.type, config.rope.factor, config.rope.theta) == ("linear", 4.0, 3e5)
 
 
-def test_a_multimodal_model_is_read_as_the_text_model_in_it(read):
+def test_multimodal_model_is_read_as_its_text_model(read):
     """The keys are those of google/gemma-3-4b-it, whose text_config leaves out most of them."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
@@ -329,7 +329,7 @@ def test_a_multimodal_model_is_read_as_the_text_model_in_it(read):
     assert (config.sliding_rope.type, config.sliding_rope.theta) == ("default", 1e4)
 
 
-def test_eos_ids_are_those_of_generation_config_if_it_is_there(read):
+def test_eos_ids_of_generation_config_take_precedence(read):
     assert read(LLAMA | {"eos_token_id": 2}).eos_ids == (2,)
     assert read(LLAMA | {"eos_token_id": [5, 2]}).eos_ids == (2, 5)
     assert read(LLAMA | {"eos_token_id": 2}, eos_token_id=[7, 9]).eos_ids == (7, 9)
@@ -358,7 +358,7 @@ TOKENS = {"</s>": 2, "<end_of_turn>": 6, "<|im_end|>": 7, "<|done|>": 8, "<|user
     ],
 )
 @pytest.mark.parametrize("file", ["tokenizer.json", "added_tokens.json", "tokenizer_config.json"])
-def test_answers_also_end_where_the_chat_template_ends_a_turn(template, eos, expected, file, read, tmp_path):
+def test_turn_ends_of_the_chat_template_are_eos_ids(template, eos, expected, file, read, tmp_path):
     """The tokens are listed in one file or another."""
     listed = [{"id": id_, "content": token, "special": False} for token, id_ in TOKENS.items()]
     (tmp_path / file).write_text(
@@ -399,7 +399,7 @@ def test_answers_also_end_where_the_chat_template_ends_a_turn(template, eos, exp
     ],
     ids=["a known end in a comment", "another end of the user's turn", "a system message", "one turn"],
 )
-def test_the_end_of_the_models_turn_is_the_one_that_the_template_shows(template, expected, read, tmp_path):
+def test_turn_end_is_the_token_after_the_models_turn(template, expected, read, tmp_path):
     """The ids are those of the decoder's keys, whatever its values say."""
     decoder = {"7": {"content": "<|im_end|>", "id": 3}, "9": {"content": "[END]"}}
     config = {"chat_template": template, "added_tokens_decoder": decoder}
@@ -407,18 +407,18 @@ def test_the_end_of_the_models_turn_is_the_one_that_the_template_shows(template,
     assert read(LLAMA | {"eos_token_id": 2}).eos_ids == expected
 
 
-def test_weights_by_another_name_are_not_passed_over(read):
+def test_weights_of_another_name_are_refused(read):
     with pytest.raises(UserError, match=r"transformers_weights names 'other\.safetensors'"):
         read(LLAMA | {"transformers_weights": "other.safetensors"})
 
 
-def test_a_link_to_nothing_is_not_a_missing_file(read, tmp_path):
+def test_dangling_link_is_refused(read, tmp_path):
     (tmp_path / "generation_config.json").symlink_to("nowhere")
     with pytest.raises(UserError, match="is a link to nothing"):
         read(LLAMA)
 
 
-def test_a_template_in_its_own_file_wins(read, tmp_path):
+def test_template_file_takes_precedence(read, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     decoder = {
         "7": {"content": "<|im_end|>", "special": True},
@@ -441,21 +441,21 @@ def test_a_template_in_its_own_file_wins(read, tmp_path):
     ],
     ids=["an id of 5000 digits", "a template whose name is a list"],
 )
-def test_odd_keys_of_a_tokenizer_do_not_keep_a_config_from_being_read(keys, read, tmp_path):
+def test_config_is_read_despite_odd_tokenizer_keys(keys, read, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(keys))
     assert read(LLAMA | {"eos_token_id": 2}).eos_ids == (2,)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "tokenizer.json"])
-def test_a_broken_tokenizer_does_not_keep_a_config_from_being_read(name, read, tmp_path):
+def test_config_is_read_despite_a_broken_tokenizer(name, read, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "<|im_end|>"}))
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).write_bytes(b"\xff{")
     assert read(LLAMA | {"eos_token_id": 2}).eos_ids == (2,)
 
 
-def test_a_model_that_no_family_matches_is_not_written(read):
+def test_model_without_a_matching_family_is_not_written(read):
     config = read(CASES["llama3"])
     for change, message in (
         ({"qk_norm": True}, "a llama model cannot have qk_norm=True"),

@@ -1,5 +1,4 @@
-"""Tests of the decoder as JAX sees it: one scanned layer, its shardings and its pytree. Its numbers are tested in
-`test_goldens.py`."""
+"""Tests of the decoder's program, shardings and pytree. Its numbers are tested in `test_goldens.py`."""
 
 import dataclasses
 import re
@@ -44,7 +43,7 @@ hidden_of = jax.jit(lambda model, tokens: model.hidden(tokens))
 logits_of = jax.jit(lambda model, hidden: model.logits(hidden))
 
 
-def test_the_program_does_not_grow_with_depth():
+def test_program_size_does_not_grow_with_depth():
     """Compile time does not grow with depth either."""
 
     def lines(layers, dtype=jnp.float32):
@@ -57,7 +56,7 @@ def test_the_program_does_not_grow_with_depth():
         assert lines(2) == lines(32)
 
 
-def test_random_weights_are_those_of_one_device_with_the_shapes_that_eval_shape_gives():
+def test_random_weights_do_not_depend_on_the_mesh():
     def build():
         return Decoder(config(1, attention_bias=True, tied=True), rngs=nnx.Rngs(0))
 
@@ -80,7 +79,7 @@ def test_layers_are_gathered_one_at_a_time():
     assert text is not None
     gathered = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather", text)
     assert gathered
-    # a stack would have the layer axis in front
+    # a gathered stack would have a leading layer axis
     assert not [shape for shape in gathered if shape.startswith(f"{layers},")], gathered
 
 
@@ -91,12 +90,12 @@ def test_tensor_parallel_layers_only_reduce():
         hidden = jax.jit(lambda model, tokens: model.hidden(tokens))
         text = hidden.lower(built, tokens).compile().as_text()
     assert text is not None
-    found = re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)
-    # one is of the embedding, and two are of the projections of the scanned layer
-    assert found == ["all-reduce"] * 3
+    collectives = re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)
+    # one for the embedding, and two for the projections of the scanned layer
+    assert collectives == ["all-reduce"] * 3
 
 
-def test_no_token_sees_a_later_one(model):
+def test_attention_is_causal(model):
     with use_mesh(model):
         x = jax.jit(lambda model, tokens: model.embed_tokens(tokens))(model, put(ids(1, 12)))
 
@@ -116,7 +115,7 @@ def test_no_token_sees_a_later_one(model):
         np.testing.assert_allclose(y, hidden_of(model, put(ids(1, 12))), atol=1e-5)
 
 
-def test_what_a_layer_shows_and_what_it_carries(model):
+def test_scan_layers_passes_steps_and_carries(model):
     position = np.array([[4, 5, 6, -1], [0, 1, 2, 3]], np.int32)
 
     def attend(step, carry, xs):
@@ -148,7 +147,7 @@ def test_what_a_layer_shows_and_what_it_carries(model):
         np.testing.assert_allclose((step.k**2).mean(-1), 1, rtol=1e-3)
 
 
-def test_recomputing_layers_changes_no_gradient(model):
+def test_remat_does_not_change_gradients(model):
     with use_mesh(model):
         tokens = put(ids(2, 16))
 
@@ -159,7 +158,7 @@ def test_recomputing_layers_changes_no_gradient(model):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_a_bfloat16_model_accumulates_in_float32():
+def test_bfloat16_logits_accumulate_in_float32():
     with use_mesh():
         built = filled(config(), jnp.bfloat16)
         hidden = hidden_of(built, put(ids(1, 8)))
@@ -171,7 +170,7 @@ def test_a_bfloat16_model_accumulates_in_float32():
     np.testing.assert_allclose(out, np.asarray(hidden, np.float64) @ table.T, atol=1e-5)
 
 
-def test_the_vocabulary_is_padded_in_storage_only(model):
+def test_vocabulary_is_padded_only_in_storage(model):
     assert model.embed.shape == (128, 32)
     with use_mesh(model):
         assert jax.eval_shape(logits, model, put(ids(1, 4))).shape == (1, 4, 61)
@@ -185,13 +184,13 @@ def test_the_vocabulary_is_padded_in_storage_only(model):
         ({"fsdp": 8}, "fsdp axis has size 8, which does not divide the model's width (28)"),
     ],
 )
-def test_a_mesh_that_does_not_divide_is_refused(shape, message):
+def test_mesh_that_does_not_divide_the_model_is_refused(shape, message):
     with jax.set_mesh(make_mesh(**shape)), pytest.raises(UserError) as caught:
         jax.eval_shape(lambda: Decoder(config(mlp_width=45, width=28), rngs=nnx.Rngs(0)))
     assert message in str(caught.value)
 
 
-def test_a_batch_that_does_not_divide_is_refused(model):
+def test_batch_that_does_not_divide_is_refused(model):
     with jax.set_mesh(make_mesh(data=2, fsdp=2)):
         built = jax.eval_shape(lambda: Decoder(config(), rngs=nnx.Rngs(0)))
         with pytest.raises(

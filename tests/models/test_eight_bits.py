@@ -1,4 +1,4 @@
-"""Tests of weights in 8 bits, which are quantised on loading or read from FP8 folders."""
+"""Tests of 8-bit weights, quantised on loading or read from FP8 folders."""
 
 import dataclasses
 
@@ -36,27 +36,27 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
 
 
 def in_floats(model: Decoder) -> Decoder:
-    """Return the model whose matrices are the numbers that 8-bit ones stand for."""
-    own = {name: x.value for name, x in model.own_arrays().items()}
+    """Return the model with its 8-bit matrices dequantised."""
+    arrays = {name: x.value for name, x in model.unfused_arrays().items()}
     for part in MATRICES:
         values, scale = (
-            np.asarray(own[f"layers.{name}.value"], np.float32) for name in (part, f"{part}_scale")
+            np.asarray(arrays[f"layers.{name}.value"], np.float32) for name in (part, f"{part}_scale")
         )
         blocks, outputs = scale.shape[1], int(np.prod(scale.shape[2:]))
         flat = values.reshape(len(values), blocks, -1, outputs) * scale.reshape(
             len(values), blocks, 1, outputs
         )
-        own[f"layers.{part}.value"] = jnp.asarray(flat.reshape(values.shape))
+        arrays[f"layers.{part}.value"] = jnp.asarray(flat.reshape(values.shape))
     for name in TABLES:
-        if f"{name}_scale.value" in own:
-            own[f"{name}.value"] = own[f"{name}.value"] * own[f"{name}_scale.value"][:, None]
+        if f"{name}_scale.value" in arrays:
+            arrays[f"{name}.value"] = arrays[f"{name}.value"] * arrays[f"{name}_scale.value"][:, None]
     config = dataclasses.replace(model.config, weights=None, weight_block=0)
     with use_mesh():
-        return model_shapes(config).with_own(own)
+        return model_shapes(config).with_unfused(arrays)
 
 
 def in_blocks(case: dict) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the weights of a folder with its layers' matrices in FP8, and the numbers that these stand for."""
+    """Return weights with the layers' matrices in FP8, and the same weights dequantised."""
     packed, plain, rng = {}, {}, np.random.default_rng(0)
     for name, x in weights(case).items():
         packed[name] = plain[name] = x
@@ -77,17 +77,17 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("case", ["even", "qwen3_moe"])
-def test_each_weight_is_rounded_to_the_nearest(case, kind, tmp_path):
+def test_weights_are_rounded_to_nearest(case, kind, tmp_path):
     """The largest weight of each scale is exact. The others are off by half a step at most, which is 1/127 of the
     largest for integers, and for floats 1/8 of the number itself, or 2⁻⁹/448 of the largest."""
     given = EVEN if case == "even" else CASES[case]
     folder = write_folder(tmp_path, given)
-    exact = {name: np.asarray(x.value) for name, x in load_model(folder).own_arrays().items()}
+    exact = {name: np.asarray(x.value) for name, x in load_model(folder).unfused_arrays().items()}
     model = load_model(folder, weights=kind)
     assert {model.layers.qkv.dtype.name, model.layers.down.dtype.name} <= {"int8", "float8_e4m3fn"}
-    scales = {name: x for name, x in model.own_arrays().items() if name.endswith("_scale.value")}
+    scales = {name: x for name, x in model.unfused_arrays().items() if name.endswith("_scale.value")}
     assert len(scales) == len(MATRICES) + (2 if kind == "int8" else 0)
-    for name, x in in_floats(model).own_arrays().items():
+    for name, x in in_floats(model).unfused_arrays().items():
         found, wanted = np.asarray(x.value), exact[name]
         scale = scales.get(name.replace(".value", "_scale.value"))
         if scale is None:
@@ -105,7 +105,7 @@ def test_each_weight_is_rounded_to_the_nearest(case, kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_fp8_folders_are_the_numbers_that_they_stand_for(name, tmp_path):
+def test_fp8_folders_match_their_dequantised_weights(name, tmp_path):
     packed, plain = in_blocks(case := IN_BLOCKS[name])
     found = load_model(write_folder(tmp_path / "packed", case | {"quantization_config": FP8}, packed))
     assert found.layers.qkv.dtype == jnp.float8_e4m3fn
@@ -114,7 +114,7 @@ def test_fp8_folders_are_the_numbers_that_they_stand_for(name, tmp_path):
     np.testing.assert_allclose(logits(found, TOKENS), logits(wanted, TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_fp8_folders_are_those_of_transformers(tmp_path):
+def test_fp8_logits_match_transformers(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     packed, _ = in_blocks(case := IN_BLOCKS["qwen3"])
     folder = write_folder(tmp_path, case | {"quantization_config": FP8}, packed)
@@ -129,7 +129,7 @@ def test_fp8_folders_are_those_of_transformers(tmp_path):
 
 
 def loaded(name: str, folder, tmp_path) -> Decoder:
-    """Return a model that is quantised on loading, or that of an FP8 folder."""
+    """Return a model that is quantised on loading (int8), or the model of an FP8 folder."""
     if name == "int8":
         return load_model(folder, weights=name)
     packed, _ = in_blocks(IN_BLOCKS[name])
@@ -137,19 +137,21 @@ def loaded(name: str, folder, tmp_path) -> Decoder:
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("int8", marks=pytest.mark.thorough)])
-def test_an_eviction_that_looks_at_the_weights_sees_their_numbers(name, folder, tmp_path):
+def test_evictions_that_read_weights_see_dequantised_values(name, folder, tmp_path):
     model = loaded(name, folder, tmp_path)
     policy = make_policy("snapkv:ratio=0.5,observed=4,critical_kv")
-    how = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    found, wanted = (generate(x, [*TOKENS], how, policy=policy, chunk=16) for x in (model, in_floats(model)))
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    found, wanted = (
+        generate(x, [*TOKENS], sampling, policy=policy, chunk=16) for x in (model, in_floats(model))
+    )
     assert [list(x) for x in found.tokens] == [list(x) for x in wanted.tokens]
 
 
 @pytest.mark.parametrize("name", ["int8", "qwen3", "qwen3_moe"])
-def test_answers_over_the_cache_are_those_of_whole_sequences(name, folder, tmp_path):
+def test_generation_over_the_cache_matches_whole_sequences(name, folder, tmp_path):
     """A prompt's products use weights in floats, and those of a single token use 8-bit weights."""
-    model, how = loaded(name, folder, tmp_path), SamplingParams(max_new_tokens=8, ignore_eos=True)
-    answer = generate(model, [TOKENS[0]], how, chunk=16).tokens[0]
+    model, sampling = loaded(name, folder, tmp_path), SamplingParams(max_new_tokens=8, ignore_eos=True)
+    answer = generate(model, [TOKENS[0]], sampling, chunk=16).tokens[0]
     after = logits(model, np.append(TOKENS[0], answer)[None])[0, TOKENS.shape[1] - 1 : -1]
     np.testing.assert_array_equal(answer, after.argmax(-1))
 
@@ -159,7 +161,7 @@ def test_answers_over_the_cache_are_those_of_whole_sequences(name, folder, tmp_p
     "shape", [{"tensor": 2}, {"fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2}], ids=str
 )
 @pytest.mark.parametrize("name", ["int8", "qwen3", "qwen3_moe"])
-def test_any_mesh_has_the_same_weights_and_logits(name, shape, folder, tmp_path):
+def test_weights_and_logits_do_not_depend_on_the_mesh(name, shape, folder, tmp_path):
     whole = loaded(name, folder, tmp_path)
     with jax.set_mesh(make_mesh(**shape)):
         split = loaded(name, folder, tmp_path)
@@ -168,22 +170,22 @@ def test_any_mesh_has_the_same_weights_and_logits(name, shape, folder, tmp_path)
     np.testing.assert_allclose(found, logits(whole, TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_what_was_made_for_a_model_fits_it_in_eight_bits(folder):
+def test_fingerprint_barely_changes_in_eight_bits(folder):
     plain = fingerprint(load_model(folder))
     assert all(agreement(plain, fingerprint(load_model(folder, weights=x))) > 0.98 for x in ("int8", "fp8"))
 
 
-def test_a_model_in_eight_bits_is_not_written(folder, tmp_path):
+def test_eight_bit_model_is_not_written(folder, tmp_path):
     with pytest.raises(UserError, match="int8 weights are read, but not written"):
         save_model(load_model(folder, weights="int8"), tmp_path / "new")
 
 
-def test_weights_that_there_are_not(folder):
+def test_unknown_weights_dtype_is_refused(folder):
     assert error(folder, weights="int4") == "weights must be int8 or fp8, got 'int4'"
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"weight_block_size": [64, 64]}, "must be e4m3 in blocks of 128 × 128"),
         ({"weight_block_size": None}, "must be e4m3 in blocks of 128 × 128"),
@@ -197,7 +199,7 @@ def test_weights_that_there_are_not(folder):
     ],
     ids=lambda x: str(x)[:30],
 )
-def test_fp8_folders_that_are_not_read(change, says, tmp_path):
+def test_unsupported_fp8_folders_are_refused(change, message, tmp_path):
     case = QWEN3 | {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 128}
     case |= {key: change[key] for key in ("hidden_size",) if key in change}
     packed, _ = in_blocks(case)
@@ -212,4 +214,4 @@ def test_fp8_folders_that_are_not_read(change, says, tmp_path):
         packed[name][3, 3] = np.nan
     quantised = FP8 | {key: change[key] for key in ("weight_block_size", "fmt") if key in change}
     folder = write_folder(tmp_path, case | {"quantization_config": quantised}, packed)
-    assert says in error(folder, **{key: change[key] for key in ("weights",) if key in change})
+    assert message in error(folder, **{key: change[key] for key in ("weights",) if key in change})

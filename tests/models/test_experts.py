@@ -11,7 +11,7 @@ from kvjax.errors import UserError
 from kvjax.inference import generate, logits
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import layers
-from kvjax.models.experts import mixed
+from kvjax.models.experts import mix_experts
 from kvjax.models.matrix import Matrix
 from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_model
@@ -20,15 +20,14 @@ WIDTH, HIDDEN, EXPERTS, CHOSEN = 6, 4, 5, 2
 
 
 def moe_model(**changes):
-    own = {"model_type": "qwen3_moe", "num_experts": 8, "experts_per_token": 3, "mlp_width": 16}
-    return tiny_model(**own | changes)
+    defaults = {"model_type": "qwen3_moe", "num_experts": 8, "experts_per_token": 3, "mlp_width": 16}
+    return tiny_model(**defaults | changes)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9, 150])
 @pytest.mark.parametrize("index", [None, 1])
 def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, index):
-    """An expert has fewer rows than are multiplied at a time, or more. Experts beyond those that are here add
-    nothing."""
+    """Experts have fewer rows than one block, or more. Experts of other devices add nothing."""
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((1, tokens, WIDTH)).astype(np.float32)
     gate_up = rng.standard_normal((2, EXPERTS, WIDTH, 2 * HIDDEN)).astype(np.float32)
@@ -46,15 +45,17 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, index):
                 hidden = activate(x[0, t] @ gate_up[index or 0, expert])
                 want[0, t] += share * (hidden @ down[index or 0, expert])
     stacks = jnp.asarray(gate_up).reshape(2, -1, 2 * HIDDEN), jnp.asarray(down).reshape(2, -1, WIDTH)
-    given = stacks if index is not None else [stack[0] for stack in stacks]
-    at = None if index is None else jnp.int32(index)
-    own = [Matrix(weight, None, None) for weight in given]
-    found = mixed(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(chosen, jnp.int32), *own, activate, at)
+    arrays = stacks if index is not None else [stack[0] for stack in stacks]
+    layer = None if index is None else jnp.int32(index)
+    matrices = [Matrix(array, None, None) for array in arrays]
+    found = mix_experts(
+        jnp.asarray(x), jnp.asarray(weight), jnp.asarray(chosen, jnp.int32), *matrices, activate, layer
+    )
     np.testing.assert_allclose(found, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
-def test_answers_over_the_cache_are_those_of_whole_sequences(chunk):
+def test_generation_over_the_cache_matches_whole_sequences(chunk):
     model = moe_model()
     prompt = np.random.default_rng(0).integers(0, 61, 24)
     answer = generate(model, [prompt], SamplingParams(max_new_tokens=8, ignore_eos=True), chunk=chunk).tokens[
@@ -79,8 +80,8 @@ def test_experts_are_split_over_a_mesh(shape):
     want = logits(moe_model(), tokens)
     with jax.set_mesh(make_mesh(**shape)):
         split = moe_model()
-        held = split.layers.gate_up[...].addressable_shards[0].data.shape[1]
-        assert held == 8 * 32 // math.prod(shape.get(axis, 1) for axis in layers.EXPERTS)
+        local_rows = split.layers.gate_up[...].addressable_shards[0].data.shape[1]
+        assert local_rows == 8 * 32 // math.prod(shape.get(axis, 1) for axis in layers.EXPERTS)
         np.testing.assert_allclose(logits(split, tokens), want, atol=1e-4)
         greedy = SamplingParams(max_new_tokens=4, ignore_eos=True)
         found = generate(split, list(tokens), greedy).tokens
@@ -88,7 +89,7 @@ def test_experts_are_split_over_a_mesh(shape):
 
 
 @pytest.mark.mesh
-def test_a_mesh_that_does_not_divide_the_experts_is_refused():
+def test_mesh_that_does_not_divide_the_experts_is_refused():
     with (
         jax.set_mesh(make_mesh(tensor=4)),
         pytest.raises(UserError, match="does not divide the model's experts"),
@@ -96,7 +97,7 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused():
         moe_model(num_experts=6)
 
 
-def test_experts_that_are_chosen_have_gradients():
+def test_only_chosen_experts_have_gradients():
     model = moe_model()
     with use_mesh(model):
         tokens = put(np.random.default_rng(2).integers(0, 61, (1, 2)))

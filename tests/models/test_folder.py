@@ -19,24 +19,24 @@ from tests.models.refusals import error
 BUILTIN = Path(__file__).parents[2] / "kvjax" / "builtin" / "model"
 
 
-def test_a_folder_is_itself(tmp_path, monkeypatch):
+def test_existing_folder_is_returned_unchanged(tmp_path, monkeypatch):
     assert find_model(tmp_path) == tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "model").mkdir(parents=True)
-    # a folder wins over a hub id that is spelled alike
+    # a folder takes precedence over a hub id of the same name
     assert find_model("owner/model") == Path("owner/model")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_model("~/owner") == tmp_path / "owner"
 
 
 @pytest.mark.parametrize("name", ["missing", "./a/b", "/a/b", "a/b/c", Path("a/b")])
-def test_what_is_no_hub_id_is_a_missing_folder(name):
+def test_names_that_are_not_hub_ids_are_missing_folders(name):
     with pytest.raises(UserError, match="no such folder$"):
         find_model(name)
 
 
 @pytest.mark.parametrize("name", ["models/x.gguf", "models/X.GGUF", "x.gguf"])
-def test_a_missing_file_is_no_hub_id(name, tmp_path, monkeypatch):
+def test_missing_gguf_file_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the network is tried")
@@ -45,13 +45,13 @@ def test_a_missing_file_is_no_hub_id(name, tmp_path, monkeypatch):
         find_model(name)
 
 
-def test_the_tokenizer_of_a_model():
+def test_tokenizer_round_trips_text():
     tokenizer = load_tokenizer(BUILTIN)
     text = "def f(x):\n    return x"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_folders_without_a_tokenizer(tmp_path):
+def test_folder_without_a_tokenizer_is_refused(tmp_path):
     # for Qwen, transformers would make up an empty tokenizer
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     with pytest.raises(UserError, match=r"no tokenizer, expected tokenizer\.json or"):
@@ -62,10 +62,10 @@ def test_folders_without_a_tokenizer(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_file_with_nothing_in_it(tmp_path):
+def test_empty_tokenizer_file_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     file = tmp_path / "tokenizer.json"
-    for text, wrong in (
+    for text, message in (
         ("{}", "added_tokens is missing"),
         ('{"added_tokens": []}', "model is missing"),
         ("[]", "expected a JSON object, got list"),
@@ -73,10 +73,10 @@ def test_a_tokenizer_file_with_nothing_in_it(tmp_path):
         file.write_text(text)
         with pytest.raises(UserError) as caught:
             load_tokenizer(tmp_path)
-        assert str(caught.value) == f"{tmp_path}: its tokenizer cannot be read ({file}: {wrong})"
+        assert str(caught.value) == f"{tmp_path}: its tokenizer cannot be read ({file}: {message})"
 
 
-def test_a_broken_config_is_not_said_to_be_the_tokenizer_s(tmp_path):
+def test_broken_config_is_not_reported_as_the_tokenizers(tmp_path):
     shutil.copytree(BUILTIN, tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: cannot be read as JSON"):
@@ -86,7 +86,7 @@ def test_a_broken_config_is_not_said_to_be_the_tokenizer_s(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "refused"), [(1078, True), (1079, False), (1088, False), (2176, False), (2177, True)]
 )
-def test_a_tokenizer_of_another_vocabulary_is_refused(rows, refused, tmp_path):
+def test_tokenizer_with_another_vocabulary_is_refused(rows, refused, tmp_path):
     """The built-in one has 1,088 tokens, 9 of them added. A vocabulary may be padded, to twice as much at most."""
     folder = tmp_path / "model"
     shutil.copytree(BUILTIN, folder)
@@ -144,7 +144,7 @@ CODE = {"AutoConfig": "evil.C", "AutoTokenizer": ["evil.T", "evil.T"], "AutoProc
         ),
     ],
 )
-def test_a_folder_s_code_is_never_run_nor_asked_about(config, tokenizer, refused, tmp_path, monkeypatch):
+def test_code_in_a_folder_is_never_run(config, tokenizer, refused, tmp_path, monkeypatch):
     folder, mark = tmp_path / "model", tmp_path / "mark"
     shutil.copytree(BUILTIN, folder)
     for name in ("evil.py", "tokenizer.py", "tokenization_evil.py"):
@@ -180,7 +180,7 @@ def test_a_folder_s_code_is_never_run_nor_asked_about(config, tokenizer, refused
     ],
 )
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_tokenizer_s_file_that_is_no_file_is_not_waited_for(kind, name, tmp_path):
+def test_pipes_and_devices_as_tokenizer_files_are_refused(kind, name, tmp_path):
     shutil.copytree(BUILTIN, tmp_path / "model")
     file = tmp_path / "model" / name
     file.unlink(missing_ok=True)
@@ -195,7 +195,7 @@ def test_a_tokenizer_s_file_that_is_no_file_is_not_waited_for(kind, name, tmp_pa
         load_tokenizer(tmp_path / "model")
 
 
-def test_byte_order_marks_are_no_matter(tmp_path):
+def test_byte_order_marks_are_accepted(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(BUILTIN, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -250,7 +250,7 @@ TABLE = base64.b64encode(struct.pack("<I", 8) + bytes(8) + b"x" * 20_000 + b"\0"
         ({"model": {"type": "BPE", "vocab": {}, "merges": [1, None]}}, "Exception data did not match"),
     ],
 )
-def test_a_tokenizer_that_would_work_without_end(change, message, tmp_path):
+def test_tokenizer_that_lengthens_text_without_bound_is_refused(change, message, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(BUILTIN, folder)
     changed(folder / "tokenizer.json", **change)
@@ -292,14 +292,14 @@ def test_a_tokenizer_that_would_work_without_end(change, message, tmp_path):
         ("config.json", {"num_hidden_layers": 10**9}, "num_layers must be at least 1 and at most 10,000"),
     ],
 )
-def test_sizes_without_measure(name, keys, message, tmp_path):
+def test_sizes_without_bound_are_refused(name, keys, message, tmp_path):
     shutil.copytree(BUILTIN, tmp_path / "model")
     changed(tmp_path / "model" / name, **keys)
     with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path / "model")
 
 
-def test_a_sentencepiece_model_with_a_piece_without_measure(tmp_path):
+def test_sentencepiece_model_with_a_huge_piece_is_refused(tmp_path):
     def message(size: int) -> bytes:
         length = bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14])
         return b"\x0a" + length + bytes(size)
@@ -309,14 +309,14 @@ def test_a_sentencepiece_model_with_a_piece_without_measure(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_transformers_is_not_given_the_model_s_configuration(tmp_path):
-    """transformers would make a list of so many labels."""
+def test_transformers_does_not_read_the_models_configuration(tmp_path):
+    """transformers would make a list of num_labels labels."""
     shutil.copytree(BUILTIN, tmp_path / "model")
     changed(tmp_path / "model" / "config.json", num_labels=10**12)
     assert len(load_tokenizer(tmp_path / "model")) == 1088
 
 
-def test_a_folder_of_gguf_files_says_what_to_pass(tmp_path):
+def test_folder_of_gguf_files_is_refused_with_their_names(tmp_path):
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(
@@ -325,7 +325,7 @@ def test_a_folder_of_gguf_files_says_what_to_pass(tmp_path):
         find_model(tmp_path)
 
 
-def test_a_hub_id_without_a_network(monkeypatch):
+def test_hub_id_without_a_network_is_refused(monkeypatch):
     message = error("some-owner/some-model")
     assert "some-owner/some-model: no such folder here" in message
     assert "the hub cannot be reached" in message

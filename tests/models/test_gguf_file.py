@@ -1,4 +1,4 @@
-"""Tests of tensors in GGUF files: every quantisation is llama.cpp's own, and files that do not fit are refused."""
+"""Tests of GGUF files: quantisations match llama.cpp's, and faulty files are refused."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from tests.models.refusals import error_in
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_every_quantisation_is_llama_cpps(architecture, tmp_path):
+def test_quantisations_match_llama_cpp(architecture, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
     case = LLAMA | sizes | {"model_type": architecture}
     tensors = weights(case)
@@ -48,7 +48,7 @@ def test_every_quantisation_is_llama_cpps(architecture, tmp_path):
         assert_equal(load_model(file), model)
 
 
-def test_dtypes(tmp_path):
+def test_dtype_is_that_of_the_embedding(tmp_path):
     tensors = weights(LLAMA)
     embed = "model.embed_tokens.weight"
     for name, dtype in (("F16", "float16"), ("BF16", "bfloat16")):
@@ -57,7 +57,7 @@ def test_dtypes(tmp_path):
     assert {w.dtype.name for w in jax.tree.leaves(load_model(file, "float32"))} == {"float32"}
 
 
-def test_tensors_that_are_refused(tmp_path):
+def test_unsupported_or_missing_tensors_are_refused(tmp_path):
     file = tmp_path / "model.gguf"
     tensors = weights(LLAMA)
     gate = "model.layers.0.mlp.gate_proj.weight"
@@ -73,7 +73,7 @@ def test_tensors_that_are_refused(tmp_path):
     missing = {name: x for name, x in tensors.items() if name != gate}
     message = error_in(write_gguf(file, LLAMA, missing, more={"blk.9.attn_q": np.ones((48, 48), np.float32)}))
     assert message == (
-        f"the weights are not those of its config; missing: {gate}; unexpected: blk.9.attn_q.weight"
+        f"the weights do not match its config; missing: {gate}; unexpected: blk.9.attn_q.weight"
     )
     short = tensors | {"model.layers.1.self_attn.k_proj.weight": np.ones((24, 40), np.float32)}
     assert "misshapen: model.layers.1.self_attn.k_proj.weight is (24, 40), expected (24, 48)" in error_in(
@@ -119,13 +119,13 @@ HOSTILE = {
         "general.alignment must be a power of two, got -1",
     ),
     "a projector": ([pair("general.type", 8) + text("mmproj")], [], "the projector of a multimodal model"),
-    "a vocabulary": ([], [], "token_embd.weight is missing, it has a vocabulary alone"),
+    "a vocabulary": ([], [], "token_embd.weight is missing, it has only a vocabulary"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_headers_that_are_refused(name, tmp_path):
-    """Refusing them takes no work that such a small file has no reason to cause."""
+def test_hostile_headers_are_refused(name, tmp_path):
+    """They are refused without work that is out of proportion to the file's size."""
     pairs, tensors, message = HOSTILE[name]
     needed = (
         "context_length",
@@ -134,14 +134,14 @@ def test_headers_that_are_refused(name, tmp_path):
         "attention.head_count",
         "block_count",
     )
-    known = [
+    required = [
         pair("general.architecture", 8) + text("llama"),
         *(pair(f"llama.{x}", 4, "I", 8) for x in needed),
     ]
-    assert re.search(message, refusal_of(tmp_path, [*known, *pairs], tensors))
+    assert re.search(message, refusal_of(tmp_path, [*required, *pairs], tensors))
 
 
-def test_a_later_part_of_a_split_file_is_named(tmp_path):
+def test_later_part_of_a_split_file_is_refused(tmp_path):
     assert refusal_of(tmp_path, LATER_PART, []).startswith(
         "is part 2 of 3 of a split GGUF file: merge the parts"
     )
@@ -166,21 +166,21 @@ def refusal_of(
     return error_in(file)
 
 
-def test_a_pipe_is_not_opened(tmp_path):
+def test_pipe_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(UserError, match=r"model\.gguf: is a pipe or a device, expected a file$"):
         read_config(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 30, 700, -1])
-def test_a_cut_file_is_named(kept, tmp_path):
+def test_truncated_file_is_refused(kept, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", LLAMA, weights(LLAMA))
     file.write_bytes(file.read_bytes()[:kept])
-    said = {0: "cannot be read as a GGUF file", 3: "not a GGUF file"}
-    assert error_in(file).startswith(said.get(kept, "not a whole GGUF file, it may be cut off"))
+    messages = {0: "cannot be read as a GGUF file", 3: "not a GGUF file"}
+    assert error_in(file).startswith(messages.get(kept, "not a whole GGUF file, it may be cut off"))
 
 
-def test_files_that_are_no_gguf(tmp_path, monkeypatch):
+def test_other_files_are_refused(tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     with pytest.raises(UserError, match=r"model\.gguf: no such file$"):
         load_model(file)

@@ -1,4 +1,4 @@
-"""Tests of the tokenizers of GGUF files against those whose vocabulary they hold, of each kind's published design."""
+"""Tests of the tokenizers of GGUF files against tokenizers of the published designs with the same vocabulary."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def write(file: Path, metadata: dict) -> Path:
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
-def test_ids_are_those_of_the_published_design(pre, tmp_path):
+def test_byte_level_ids_match_the_published_tokenizers(pre, tmp_path):
     original = published(pre)
     file = write(tmp_path / "model.gguf", metadata_of(original, pre))
     tokenizer = load_tokenizer(file)
@@ -52,7 +52,7 @@ def test_ids_are_those_of_the_published_design(pre, tmp_path):
     assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def test_begin_and_end_are_added_as_the_file_says(tmp_path):
+def test_begin_and_end_tokens_follow_the_file(tmp_path):
     metadata = metadata_of(published("gpt-2"), "gpt-2")
     plain = load_tokenizer(write(tmp_path / "a.gguf", metadata))("eggs")["input_ids"]
     more = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
@@ -86,24 +86,23 @@ WORDS = [
 
 
 def sentencepiece(text: str) -> list[int]:
-    """Return ids by SentencePiece's BPE from its definition: the neighbours whose whole has the best score are merged,
-    leftmost first."""
+    """Return ids by the definition of SentencePiece's BPE: repeatedly merge the adjacent pair whose token has the best
+    score, the leftmost first."""
     scores = {piece: -i for i, piece in enumerate(WORDS[7:])}
     parts = list("▁" + text.replace(" ", "▁"))
     while True:
-        known = [(scores.get(parts[i] + parts[i + 1], -1e9), -i) for i in range(len(parts) - 1)]
-        best, at = max(known, default=(-1e9, 0))
+        candidates = [(scores.get(parts[i] + parts[i + 1], -1e9), -i) for i in range(len(parts) - 1)]
+        best, at = max(candidates, default=(-1e9, 0))
         if best == -1e9:
             break
         parts[-at : -at + 2] = [parts[-at] + parts[-at + 1]]
     ids = []
     for part in parts:
-        whole = part in WORDS
-        ids += [259 + WORDS.index(part)] if whole else [3 + byte for byte in part.encode()]
+        ids += [259 + WORDS.index(part)] if part in WORDS else [3 + byte for byte in part.encode()]
     return ids
 
 
-def test_sentencepiece(tmp_path):
+def test_sentencepiece_ids_match_the_definition(tmp_path):
     tokens = [*PIECES, *WORDS]
     letters = 7
     scores = [0.0] * (259 + letters) + [-float(i) for i in range(len(WORDS) - letters)]
@@ -146,7 +145,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_tokenizers_that_are_refused(name, tmp_path):
+def test_unsupported_tokenizers_are_refused(name, tmp_path):
     value, message = REFUSED[name]
     file = write(tmp_path / "model.gguf", metadata_of(published("smollm"), "smollm") | {name: value})
     with pytest.raises(UserError) as caught:
@@ -163,14 +162,14 @@ def test_tokenizers_that_are_refused(name, tmp_path):
         (["a" * (n + 1) for n in range(3000)], "its tokens are too long for all their merges to be found"),
     ],
 )
-def test_tokens_that_are_refused(tokens, message, tmp_path):
+def test_faulty_tokens_are_refused(tokens, message, tmp_path):
     metadata = {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens)}
     file = write(tmp_path / "model.gguf", {f"tokenizer.ggml.{name}": x for name, x in metadata.items()})
     with pytest.raises(UserError, match=re.escape(f"{file}: {message}")):
         load_tokenizer(file)
 
 
-def test_a_panic_of_the_library_is_one_line(tmp_path, monkeypatch):
+def test_panic_of_the_library_raises_one_line(tmp_path, monkeypatch):
     class PanicException(BaseException):
         pass
 

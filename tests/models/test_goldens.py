@@ -1,4 +1,4 @@
-"""Tests of the decoder against outputs that transformers' torch models once gave (`make_goldens.py`)."""
+"""Tests of the decoder against stored outputs of transformers' torch models (`make_goldens.py`)."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def assert_golden(name: str, piece: str, found, atol: float):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hidden_states_and_logits_are_those_of_transformers(name, tmp_path):
+def test_hidden_states_and_logits_match_transformers(name, tmp_path):
     model = load_model(write_folder(tmp_path, CASES[name]), max_length=TOKENS)
     with use_mesh(model):
         found = ends(model, put(tokens()))
@@ -27,11 +27,11 @@ def test_hidden_states_and_logits_are_those_of_transformers(name, tmp_path):
         assert_golden(name, piece, x[0, list(POSITIONS)], atol=1e-4)
 
 
-def test_rotary_angles_are_those_of_transformers(tmp_path):
+def test_rotary_angles_match_transformers(tmp_path):
     for name, case in CASES.items():
         config = read_config(write_folder(tmp_path / name, case, {}), TOKENS)
-        own = config.sliding_rope if config.slides[1] and config.sliding_rope is not None else config.rope
-        angles = cos_sin(own, config.head_dim, jnp.array([POSITIONS]))
+        rope = config.sliding_rope if config.slides[1] and config.sliding_rope is not None else config.rope
+        angles = cos_sin(rope, config.head_dim, jnp.array([POSITIONS]))
         for piece, x in zip(("cos", "sin"), angles, strict=True):
             # a last bit of the frequency is 3e-5 radians at position 511
             assert_golden(name, piece, x[0], atol=1e-6)
@@ -39,7 +39,7 @@ def test_rotary_angles_are_those_of_transformers(tmp_path):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_a_mesh_changes_nothing(shape, tmp_path):
+def test_mesh_does_not_change_the_outputs(shape, tmp_path):
     name = "qwen3_biases"
     with jax.set_mesh(make_mesh(**shape)):
         model = load_model(write_folder(tmp_path, CASES[name]))

@@ -1,4 +1,4 @@
-"""Tests of files that hold no JSON object, or that are no regular files."""
+"""Tests of JSON files that are faulty or not regular files."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from tests.models.cases import LLAMA
     ],
     ids=["cut", "list", "nested", "digits", "latin-1", "large"],
 )
-def test_files_that_are_no_config(text, message, tmp_path):
+def test_faulty_configs_are_refused(text, message, tmp_path):
     (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message) as caught:
         read_config(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_byte_order_mark_is_no_matter(tmp_path):
+def test_byte_order_mark_is_accepted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8-sig")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8-sig")
     assert read_config(tmp_path).eos_ids == (5,)
@@ -37,7 +37,7 @@ def test_a_byte_order_mark_is_no_matter(tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_regular_file_is_not_waited_for(kind, name, tmp_path):
+def test_pipes_devices_and_folders_are_refused(kind, name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     file = tmp_path / name
     file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Tests of how a model's own arrays lie in the decoder's."""
+"""Tests of the layout of fused arrays."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from kvjax.models.layout import FUSED, flat_shape, fuse, parts_of, unfuse
 from tests.tiny_models import tiny_config
 
 
-def test_a_groups_queries_key_and_value_stand_side_by_side():
+def test_queries_key_and_value_of_a_group_are_adjacent():
     config = tiny_config(num_heads=4, num_kv_heads=2, head_dim=2)
     columns = unfuse("qkv", np.arange(16), config)
     assert columns["q"].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
@@ -19,7 +19,7 @@ def test_a_groups_queries_key_and_value_stand_side_by_side():
 @pytest.mark.parametrize(
     ("width", "kv_heads", "block"), [(14336, 8, 128), (9728, 8, 64), (48, 4, 2), (1536, 3, 64), (4864, 2, 32)]
 )
-def test_gate_and_up_take_turns_in_blocks_that_no_mesh_splits(width, kv_heads, block):
+def test_gate_and_up_alternate_in_blocks_that_no_mesh_splits(width, kv_heads, block):
     config = tiny_config(num_kv_heads=kv_heads, num_heads=kv_heads, mlp_width=width)
     gate, up = unfuse("gate_up", np.arange(2 * width), config).values()
     place = np.arange(width)
@@ -28,7 +28,7 @@ def test_gate_and_up_take_turns_in_blocks_that_no_mesh_splits(width, kv_heads, b
 
 
 @pytest.mark.parametrize("path", FUSED)
-def test_apart_and_together_again(path):
+def test_fuse_inverts_unfuse(path):
     config = tiny_config(num_heads=8, num_kv_heads=4)
     size = sum(flat_shape(part, config)[-1] for part in parts_of(path))
     x = jnp.arange(3 * size).reshape(3, size)

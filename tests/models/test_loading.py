@@ -1,4 +1,4 @@
-"""Tests of reading Hugging Face folders: sharding, the tensors that are read, the host's memory, and the errors."""
+"""Tests of loading Hugging Face folders: sharding, the rows that are read, host memory, and errors."""
 
 import json
 import os
@@ -54,12 +54,13 @@ MESHES = [
 ]
 
 
-def test_every_tensor_stands_where_it_belongs(folder, whole):
+def test_tensors_are_loaded_into_their_arrays(folder, whole):
     w = weights(CASE)
     layer = {name.removeprefix("model.layers.2."): x for name, x in w.items()}
     d, n, h = 48, 6, 16
     own = {
-        name.removeprefix("layers.").removesuffix(".value"): x.value for name, x in whole.own_arrays().items()
+        name.removeprefix("layers.").removesuffix(".value"): x.value
+        for name, x in whole.unfused_arrays().items()
     }
     q = np.asarray(own["q"][2])
     np.testing.assert_array_equal(q, layer["self_attn.q_proj.weight"].T.reshape(d, n, h))
@@ -77,7 +78,7 @@ def test_every_tensor_stands_where_it_belongs(folder, whole):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_any_mesh_loads_the_same_model_its_weights_split(shape, wide_folder):
+def test_loading_on_any_mesh_splits_the_same_weights(shape, wide_folder):
     whole = load_model(wide_folder)
     with jax.set_mesh(make_mesh(**shape)):
         model = load_model(wide_folder)
@@ -108,7 +109,7 @@ def test_every_row_is_read_once(shape, wide_folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_host_holds_about_a_layer(tmp_path, monkeypatch):
+def test_host_memory_peaks_near_one_layer(tmp_path, monkeypatch):
     """tracemalloc sees numpy's memory, not XLA's; but a CPU device keeps the embedding's pieces as they are."""
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 4096}
     config = LLAMA | sizes | {"tie_word_embeddings": True}
@@ -181,18 +182,18 @@ def test_two_processes_read_half_each_and_save_one_folder(wide_folder, tmp_path)
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_dtypes_of_files_and_of_models(stored, tmp_path):
+def test_dtype_defaults_to_the_files_and_can_be_set(stored, tmp_path):
     tensors = {name: x.astype(stored) for name, x in weights(LLAMA).items()}
     folder = write_folder(tmp_path, LLAMA, tensors)
     model = load_model(folder)
     assert {w.dtype for w in jax.tree.leaves(model)} == {np.dtype(stored)}
     gate = tensors["model.layers.1.mlp.gate_proj.weight"].T
-    np.testing.assert_array_equal(np.asarray(model.own_arrays()["layers.gate.value"].value[1]), gate)
+    np.testing.assert_array_equal(np.asarray(model.unfused_arrays()["layers.gate.value"].value[1]), gate)
     for asked in ("bfloat16", jnp.float32):
         cast = load_model(folder, asked)
         assert {w.dtype for w in jax.tree.leaves(cast)} == {jnp.dtype(asked)}
         np.testing.assert_array_equal(
-            np.asarray(cast.own_arrays()["layers.gate.value"].value[1]),
+            np.asarray(cast.unfused_arrays()["layers.gate.value"].value[1]),
             np.asarray(jnp.asarray(gate).astype(asked)),
         )
 
@@ -209,7 +210,7 @@ def split_files(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
     return folder
 
 
-def test_sharded_files(tmp_path, whole):
+def test_sharded_files_are_loaded(tmp_path, whole):
     folder = split_files(write_folder(tmp_path, CASE), weights(CASE))
     assert_equal(load_model(folder), whole)
     (folder / "b.safetensors").unlink()
@@ -226,13 +227,13 @@ def test_sharded_files(tmp_path, whole):
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "a/../../x", "x" * 5000, "a\0b", "", 5, ["x"]], ids=repr
 )
-def test_an_index_names_files_in_its_folder(name, tmp_path):
+def test_index_that_names_files_outside_the_folder_is_refused(name, tmp_path):
     folder = split_files(write_folder(tmp_path, CASE), weights(CASE))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": name}}))
     assert len(error(folder).removeprefix(str(tmp_path))) < 200
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path):
+def test_tensor_in_two_files_is_refused(tmp_path):
     folder = split_files(write_folder(tmp_path, CASE), weights(CASE))
     shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
     assert re.search(r"is stored twice, in a\.safetensors, b\.safetensors$", error(folder))
@@ -249,7 +250,7 @@ def frequencies(theta: float = 10_000.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_tensors_that_say_nothing_new_are_skipped(dtype, tmp_path):
+def test_redundant_tensors_are_skipped(dtype, tmp_path):
     tensors = weights(TIED)
     tensors[EMBED] = tensors[EMBED].astype(dtype).astype(np.float32)
     extras = {ROTARY: frequencies().astype(dtype), HEAD: tensors[EMBED].astype(dtype)}
@@ -268,7 +269,7 @@ def test_rotary_frequencies_of_another_model_are_refused(table, tmp_path):
 
 
 @pytest.mark.parametrize("shape", [{}, {"fsdp": 4, "tensor": 2}], ids=str)
-def test_a_head_of_its_own_is_used_although_the_config_ties_it(shape, tmp_path):
+def test_head_that_differs_from_the_embedding_is_used_despite_tying(shape, tmp_path):
     tensors = weights(TIED)
     tensors[HEAD] = tensors[EMBED].copy()
     tensors[HEAD][-1, -1] += 1
@@ -285,14 +286,14 @@ def test_a_head_of_its_own_is_used_although_the_config_ties_it(shape, tmp_path):
     assert json.loads((tmp_path / "to" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_a_tied_model_that_stores_only_its_head(tmp_path):
+def test_tied_model_may_store_only_its_head(tmp_path):
     tensors = weights(TIED)
     stored = {HEAD if name == EMBED else name: x for name, x in tensors.items()}
     model = load_model(write_folder(tmp_path, TIED, stored))
     np.testing.assert_array_equal(np.asarray(model.embed[...])[: TIED["vocab_size"]], tensors[EMBED])
 
 
-def test_an_untied_model_without_a_head_is_refused(tmp_path):
+def test_untied_model_without_a_head_is_refused(tmp_path):
     tensors = weights(LLAMA)
     del tensors[HEAD]
     assert "the output head (lm_head.weight) is missing" in error(write_folder(tmp_path, LLAMA, tensors))
@@ -307,13 +308,13 @@ def test_an_untied_model_without_a_head_is_refused(tmp_path):
     ],
     ids=["without the prefix", "some without it", "with it twice"],
 )
-def test_names_of_a_model_below_its_head(renamed, tmp_path, whole):
+def test_names_with_and_without_the_prefix_are_read(renamed, tmp_path, whole):
     tensors = {renamed(name): x for name, x in weights(CASE).items()}
     assert_equal(load_model(write_folder(tmp_path, CASE, tensors)), whole)
 
 
 @pytest.mark.parametrize("where", ["language_model.", "model.language_model."])
-def test_of_a_multimodal_model_the_text_model_is_loaded(where, tmp_path):
+def test_text_model_of_a_multimodal_model_is_loaded(where, tmp_path):
     """The names are those of transformers 4 and 5."""
     own = weights(GEMMA3)
     below = where.startswith("model.")
@@ -335,13 +336,13 @@ def test_of_a_multimodal_model_the_text_model_is_loaded(where, tmp_path):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", [DOWN, EMBED, "model.norm.weight"])
-def test_numbers_that_are_not_finite_are_refused_by_name(name, value, tmp_path):
+def test_tensors_with_nan_or_infinity_are_refused_by_name(name, value, tmp_path):
     tensors = weights(LLAMA)
     tensors[name].flat[-1] = value
     assert error(write_folder(tmp_path, LLAMA, tensors)).endswith(f": NaN or infinite numbers in {name}")
 
 
-def test_a_cast_that_overflows_is_refused(tmp_path):
+def test_overflowing_cast_is_refused(tmp_path):
     tensors = weights(LLAMA)
     tensors[DOWN][3, 4] = 7e4
     folder = write_folder(tmp_path, LLAMA, tensors)
@@ -350,7 +351,7 @@ def test_a_cast_that_overflows_is_refused(tmp_path):
     assert load_model(folder, "bfloat16").config.num_layers == 3
 
 
-def test_wrong_tensors_are_named_at_once_and_not_all(tmp_path):
+def test_wrong_tensors_are_summarised_in_one_message(tmp_path):
     tensors = weights(LLAMA)
     tensors = {name: x for name, x in tensors.items() if "layers.1.mlp" not in name}
     tensors["model.layers.3.mlp.up_proj.weight"] = np.ones((80, 48), np.float32)
@@ -384,7 +385,7 @@ def test_wrong_tensors_are_named_at_once_and_not_all(tmp_path):
         ("score.weight", "classifier"),
     ],
 )
-def test_weights_of_other_kinds_are_called_by_their_kind(name, kind, tmp_path):
+def test_unsupported_weights_are_named_by_kind(name, kind, tmp_path):
     message = error(write_folder(tmp_path, LLAMA, weights(LLAMA) | {name: np.ones(4, np.float32)}))
     assert kind in message
     assert message.endswith(f"({name}), expected the plain weights of a llama model")
@@ -398,13 +399,13 @@ def test_weights_of_other_kinds_are_called_by_their_kind(name, kind, tmp_path):
         (2**63, "num_hidden_layers must be a whole number of 64 bits"),
     ],
 )
-def test_layers_that_the_weights_cannot_have_are_refused_before_they_are_named(layers, line, tmp_path):
+def test_more_layers_than_tensors_are_refused(layers, line, tmp_path):
     folder = write_folder(tmp_path, LLAMA)
     (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": layers}))
     assert line in error(folder)
 
 
-def test_folders_that_are_none(tmp_path, monkeypatch):
+def test_folders_without_a_model_are_refused(tmp_path, monkeypatch):
     assert error(tmp_path / "nowhere") == f"{tmp_path / 'nowhere'}: no such folder"
     assert "it has no config.json" in error(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -428,7 +429,7 @@ def test_folders_that_are_none(tmp_path, monkeypatch):
         ("checkpoint-5/config.json", "a folder of model folders"),
     ],
 )
-def test_folders_of_other_kinds_are_called_by_their_kind(name, kind, config, tmp_path):
+def test_unsupported_folders_are_named_by_kind(name, kind, config, tmp_path):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).touch()
     if config:
@@ -437,27 +438,27 @@ def test_folders_of_other_kinds_are_called_by_their_kind(name, kind, config, tmp
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/model"])
-def test_names_that_are_no_paths(name):
+def test_impossible_paths_are_refused(name):
     assert error(name).endswith(": no such folder")
 
 
-def test_a_hub_id_is_fetched_into_a_folder(folder, whole, monkeypatch):
+def test_hub_id_is_fetched_into_a_folder(folder, whole, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, **_: str(folder))
     assert_equal(load_model("some-owner/some-model"), whole)
 
 
-def test_an_axis_that_does_not_divide_is_refused_before_anything_is_read(folder):
+def test_axis_that_does_not_divide_is_refused(folder):
     with jax.set_mesh(make_mesh(tensor=4)):
         assert "tensor axis has size 4, which does not divide the model's kv heads (6)" in error(folder)
 
 
-def test_an_unknown_dtype(folder):
+def test_unknown_dtype_is_refused(folder):
     assert error(folder, "float8") == "dtype 'float8' is not supported, only float32, float16, bfloat16"
 
 
-def test_loading_needs_no_mesh_and_leaves_none(folder, whole):
+def test_loading_needs_no_mesh_and_sets_none(folder, whole):
     assert jax.sharding.get_abstract_mesh().empty
     with use_mesh(whole):
         assert jax.sharding.get_abstract_mesh().size == 1

@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 
 from kvjax.errors import UserError
 from kvjax.models import load_model
-from kvjax.models.mxfp4 import decoded
+from kvjax.models.mxfp4 import decode
 from tests.models.cases import CASES, weights, write_folder
 from tests.models.files import assert_equal
 
@@ -15,12 +15,12 @@ WIDE = CASES["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 32, "num_atte
 QUANTISED = WIDE | {"quantization_config": {"quant_method": "mxfp4"}}
 
 
-def test_a_worked_example():
+def test_decode_matches_a_worked_example():
     """0x21 is 0.5 and then 1; 0xF9 is −0.5 and then −6. An exponent of 128 doubles, one of 126 halves."""
     blocks = np.zeros((2, 16), np.uint8)
     blocks[0, :2] = 0x21, 0xF9
     blocks[1, 15] = 0x7F
-    found = decoded(blocks, np.array([128, 126], np.uint8))
+    found = decode(blocks, np.array([128, 126], np.uint8))
     assert found.shape == (64,)
     np.testing.assert_array_equal(found[:4], [1, 2, -1, -12])
     np.testing.assert_array_equal(found[4:32], 0)
@@ -38,18 +38,18 @@ def in_blocks():
         blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
         scales = rng.integers(118, 124, (experts, outputs, inputs // 32), dtype=np.uint8)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        plain[name] = np.ascontiguousarray(decoded(blocks, scales).swapaxes(1, 2))
+        plain[name] = np.ascontiguousarray(decode(blocks, scales).swapaxes(1, 2))
     return packed, plain
 
 
-def test_experts_in_blocks_are_the_numbers_that_they_stand_for(tmp_path):
+def test_mxfp4_experts_match_their_decoded_weights(tmp_path):
     packed, plain = in_blocks()
     found = load_model(write_folder(tmp_path / "packed", QUANTISED, packed))
     assert_equal(found, load_model(write_folder(tmp_path / "plain", WIDE, plain)))
 
 
 @pytest.mark.parametrize("change", ["shape", "kind", "missing"])
-def test_blocks_that_are_none_are_refused(change, tmp_path):
+def test_faulty_blocks_are_refused(change, tmp_path):
     packed, _ = in_blocks()
     name = "model.layers.1.mlp.experts.down_proj"
     if change == "shape":
@@ -70,6 +70,6 @@ def test_other_quantisations_are_refused(tmp_path):
         load_model(write_folder(tmp_path / "folder", other, {}))
 
 
-def test_numbers_of_four_bits_are_exact_in_bfloat16():
-    every = decoded(np.arange(256, dtype=np.uint8).reshape(16, 16), np.full(16, 130, np.uint8))
+def test_mxfp4_numbers_are_exact_in_bfloat16():
+    every = decode(np.arange(256, dtype=np.uint8).reshape(16, 16), np.full(16, 130, np.uint8))
     np.testing.assert_array_equal(every.astype(ml_dtypes.bfloat16).astype(np.float32), every)

@@ -1,5 +1,4 @@
-"""Tests of the decoder against transformers' torch models, submodule by submodule, and of whether the goldens are still
-theirs."""
+"""Tests of the decoder, submodule by submodule, and of the goldens against transformers' torch models."""
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_piece_is_that_of_transformers(name, tmp_path):
+def test_every_piece_matches_transformers(name, tmp_path):
     from tests.models.torch_twin import stages
 
     folder = write_folder(tmp_path, CASES[name])

@@ -34,11 +34,11 @@ LLAMA3 = RopeConfig(
         },
     ],
 )
-def test_every_spelling_of_a_rope(rope, read):
+def test_every_spelling_is_read(rope, read):
     assert read(LLAMA | rope).rope == LLAMA3
 
 
-def test_the_plain_rope_in_both_spellings(read):
+def test_default_rope_in_both_spellings(read):
     plain = RopeConfig(theta=75000.0)
     for rope in (
         {"rope_theta": 75000.0},
@@ -67,6 +67,6 @@ def test_longrope_is_fixed_at_one_of_two_lengths(read):
     assert read(case).rope == read(case, max_length=512).rope
 
 
-def test_a_yarn_factor_left_out_is_the_ratio_of_the_lengths(read):
+def test_missing_yarn_factor_is_the_ratio_of_lengths(read):
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 256}
     assert read(LLAMA | {"rope_scaling": scaling}).rope.factor == 4.0

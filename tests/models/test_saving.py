@@ -15,7 +15,7 @@ from tests.models.cases import CASES, LLAMA, TOKENS, hf_shapes, weights, write_f
 from tests.models.files import assert_equal
 
 
-def test_a_form_that_is_not_written_is_refused_before_anything_is(tmp_path):
+def test_unsupported_family_is_refused_before_writing(tmp_path):
     model = load_model(write_folder(tmp_path / "from", CASES["gpt_oss"]))
     with pytest.raises(UserError, match="models of the form gpt_oss are read, but not written"):
         save_model(model, tmp_path / "to")
@@ -23,7 +23,7 @@ def test_a_form_that_is_not_written_is_refused_before_anything_is(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gpt_oss"])
-def test_every_family_comes_back_and_transformers_reads_its_config_alike(name, tmp_path):
+def test_saved_models_load_equal_and_transformers_reads_their_configs(name, tmp_path):
     case = CASES[name] | {"eos_token_id": [3, 7], "bos_token_id": 1}
     folder = write_folder(tmp_path / "from", case)
     model = load_model(folder, max_length=TOKENS)
@@ -49,7 +49,7 @@ def test_every_family_comes_back_and_transformers_reads_its_config_alike(name, t
 
 
 @pytest.mark.parametrize("file_bytes", [2 << 30, 100_000], ids=["one file", "several"])
-def test_weights_come_back_bit_for_bit(file_bytes, tmp_path, monkeypatch):
+def test_weights_survive_saving_bit_for_bit(file_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "FILE_BYTES", file_bytes)
     source = write_folder(tmp_path / "from", LLAMA)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
@@ -73,7 +73,7 @@ def test_weights_come_back_bit_for_bit(file_bytes, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama31", "biases", "qwen2", "qwen3"])
-def test_transformers_computes_the_same_from_a_saved_folder(name, tmp_path):
+def test_transformers_logits_of_a_saved_folder_are_equal(name, tmp_path):
     torch = pytest.importorskip("torch")
     folder = write_folder(tmp_path / "from", CASES[name])
     save_model(load_model(folder), tmp_path / "to")
@@ -88,7 +88,7 @@ def test_transformers_computes_the_same_from_a_saved_folder(name, tmp_path):
     torch.testing.assert_close(logits(tmp_path / "to"), logits(folder), rtol=0, atol=0)
 
 
-def test_the_tokenizer_is_copied(tmp_path):
+def test_tokenizer_is_copied(tmp_path):
     source = write_folder(tmp_path / "from", LLAMA)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (source / name).write_text("{}")
@@ -104,7 +104,7 @@ def test_the_tokenizer_is_copied(tmp_path):
     }
 
 
-def test_nothing_is_left_behind_by_a_save_that_fails(tmp_path, monkeypatch):
+def test_failed_save_leaves_nothing_behind(tmp_path, monkeypatch):
     model = load_model(write_folder(tmp_path / "from", LLAMA))
 
     def full(*args, **kwargs):
@@ -116,7 +116,7 @@ def test_nothing_is_left_behind_by_a_save_that_fails(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["from"]
 
 
-def test_a_folder_in_use_is_refused_and_an_empty_one_taken(tmp_path):
+def test_only_empty_folders_are_written_to(tmp_path):
     source = write_folder(tmp_path / "from", LLAMA)
     model = load_model(source)
     with pytest.raises(UserError, match="exists and is not an empty folder"):

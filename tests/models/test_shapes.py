@@ -1,4 +1,4 @@
-"""Tests of finding models by name, and by a folder without weights."""
+"""Tests of finding the shapes of models by name, and by a folder without weights."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.models.config import config_json, read_config
 from kvjax.models.json_file import write_json
-from kvjax.models.shapes import find_shape, known
+from kvjax.models.shapes import find_shape, known_shapes
 from tests.tiny_models import tiny_config
 
 PARAMETERS = {
@@ -28,8 +28,8 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", known())
-def test_a_known_shape_has_as_many_parameters_as_its_card_says(name):
+@pytest.mark.parametrize("name", known_shapes())
+def test_known_shapes_have_the_published_parameter_counts(name):
     shape = find_shape(name)
     c = shape.config
     heads = c.num_heads + c.num_kv_heads
@@ -39,7 +39,7 @@ def test_a_known_shape_has_as_many_parameters_as_its_card_says(name):
     assert shape.dtype == "bfloat16"
 
 
-def test_a_hub_id_is_the_shape_that_it_begins_with():
+def test_hub_id_matches_the_longest_known_prefix():
     assert find_shape("meta-llama/Llama-3.1-8B-Instruct") == find_shape("llama-3.1-8b")
     assert find_shape("Qwen/Qwen3-4B-Instruct-2507") == find_shape("qwen3-4b")
     assert find_shape("Qwen/Qwen2.5-7B-Instruct") == find_shape("qwen2.5-7b")
@@ -48,15 +48,15 @@ def test_a_hub_id_is_the_shape_that_it_begins_with():
     assert longer.config.longest == 262_144
 
 
-def test_a_folder_needs_no_weights(tmp_path):
+def test_folder_needs_no_weights(tmp_path):
     write_json(tmp_path / "config.json", config_json(tiny_config(), "bfloat16"))
     assert find_shape(str(tmp_path)).config == read_config(tmp_path)
     assert find_shape(str(tmp_path)).dtype == "bfloat16"
 
 
-def test_an_unknown_name_is_refused():
+def test_unknown_name_is_refused():
     with pytest.raises(
         UserError,
-        match="^--model nobody/Llama-9: no such folder here, and of no known shape: gemma-3-12b, gpt-oss-20b, llama",
+        match="^--model nobody/Llama-9: no such folder and no known shape; known are gemma-3-12b, gpt-oss-20b, llama",
     ):
         find_shape("nobody/Llama-9")

@@ -10,7 +10,7 @@ from tests.models.refusals import error
 
 
 @pytest.mark.parametrize("kept", [0, 5, 300, -1])
-def test_a_truncated_file_is_named(kept, tmp_path):
+def test_truncated_file_is_refused(kept, tmp_path):
     file = write_folder(tmp_path, LLAMA) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     assert error(tmp_path).startswith(f"{file}: not a whole safetensors file")
@@ -28,13 +28,13 @@ def test_a_truncated_file_is_named(kept, tmp_path):
         (b"GGUF\3", "a GGUF file"),
     ],
 )
-def test_a_file_of_another_kind_is_called_by_its_kind(content, kind, tmp_path):
+def test_other_files_are_named_by_kind(content, kind, tmp_path):
     file = write_folder(tmp_path, LLAMA) / "model.safetensors"
     file.write_bytes(content)
     assert error(tmp_path).startswith(f"{file}: {kind}")
 
 
-def test_a_header_of_a_million_tensors_is_not_parsed(tmp_path):
+def test_huge_header_is_not_parsed(tmp_path):
     file = write_folder(tmp_path, LLAMA) / "model.safetensors"
     file.write_bytes((60 << 20).to_bytes(8, "little"))
     os.truncate(file, 61 << 20)
@@ -51,7 +51,7 @@ def test_a_header_of_a_million_tensors_is_not_parsed(tmp_path):
         (lambda path: path.symlink_to("x"), "cannot be read (No such file or directory)"),
     ],
 )
-def test_what_is_no_regular_file_is_not_opened(make, reason, name, tmp_path):
+def test_only_regular_files_are_opened(make, reason, name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     make(tmp_path / name)
     assert error(tmp_path) == f"{tmp_path / name}: {reason}"

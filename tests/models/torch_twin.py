@@ -1,4 +1,4 @@
-"""The pieces that transformers' own models compute. Torch is needed."""
+"""The pieces that transformers' models compute. Torch is needed."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import transformers
 
 
 def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.ndarray]:
-    """Return every piece of one layer, and the model's ends, for `tokens` [1 t], in kvjax's layout less the batch axis.
+    """Return every piece of one layer and the model's outputs for `tokens` [1 t], in kvjax's layout without batch axis.
 
     x: the layer's input. norm: after its attention norm. cos, sin: one half of each, since the other half is the same.
     q, k: after RoPE. k_pre: before RoPE. v. attention: the sum that it adds to x. mlp_in, mlp: the mlp's input and
@@ -48,13 +48,13 @@ def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.nda
         def heads(name):
             x = seen.get(f"{name}_norm", seen[f"{name}_proj"])
             if x.ndim == 4 and x.shape[2] == tokens.shape[1]:
-                return x  # Gemma's norms come after the heads' axis is in its place
+                return x  # Gemma's norms come after the transposition
             return x.view(1, x.shape[1], -1, head_dim).transpose(1, 2)
 
         cos, sin = seen["layer rope"]
         rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         q, k = rotary(heads("q"), heads("k"), cos, sin)
-    # gpt-oss has only one half
+    # gpt-oss computes only one half
     half = cos.shape[-1] if cos.shape[-1] < head_dim and "qkv_proj" not in seen else cos.shape[-1] // 2
     found = {
         "x": seen["layer in"],

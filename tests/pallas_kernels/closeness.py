@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 OUTPUT = {jnp.float32.dtype: 1e-5, jnp.bfloat16.dtype: 1e-2}
-"""Tolerance of each query's output, relative to its length. Over many keys the values average out, and an absolute
-tolerance that is right for few keys would let everything pass."""
+"""Tolerance of each query's output, relative to its norm. Over many keys the values average out, and an absolute
+tolerance that suits few keys would let everything pass."""
 LOG_SUM_EXP = 1e-5
 
 
 def assert_attention_close(actual, expected):
-    """Check that the same rows of both `(o, lse)` see nothing, and that elsewhere the differences are rounding."""
+    """Check that both `(o, lse)` are empty for the same rows, and that elsewhere they differ by rounding only."""
     (o, lse), (o_expected, lse_expected) = actual, expected
     assert o.dtype == o_expected.dtype
     assert lse.dtype == np.float32
@@ -27,14 +27,15 @@ def assert_attention_close(actual, expected):
 
 
 def nan_outside(x, kept):
-    """Return `x` with NaN wherever `kept`, which has its first axes, is False."""
+    """Return `x` with NaN where `kept`, a mask over its first axes, is False."""
     x, kept = np.array(x), np.asarray(kept)
     x[~kept] = np.nan
     return x
 
 
 def assert_gradients_close(actual, expected):
-    """Check that float32 differs from float64 by rounding only, relative to the largest gradient of each input."""
+    """Check that float32 gradients differ from float64 by rounding only, relative to the largest gradient of each
+    input."""
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         y = np.asarray(y)
         np.testing.assert_allclose(np.asarray(x), y, atol=1e-5 * max(1, np.abs(y).max()), rtol=0)

@@ -2,8 +2,8 @@
 here.
 
 A line of JSON is printed for each: its name, the bytes of its temporaries, and the largest copy in the program.
-An op's cases are `COMPILE` in `cases/OP.py`: name -> (function, arguments, arguments to donate). WHICH is `all` of
-them; `bounded`, for those whose sizes are bounded, which are the shapes that people use; or the name of one of `LONG`.
+An op's cases are `COMPILE` in `cases/OP.py`: name -> (function, arguments, arguments to donate). WHICH is `all`;
+`bounded`, for the cases with a bound on temporaries, which are the shapes in use; or the name of a case of `LONG`.
 """
 
 import functools

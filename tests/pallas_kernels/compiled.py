@@ -17,11 +17,11 @@ CASES = {op: importlib.import_module(f"tests.pallas_kernels.cases.{op}") for op 
 
 def run(module: str, *args: str, timeout: float) -> list[dict]:
     command = [sys.executable, "-m", f"tests.pallas_kernels.{module}", *args]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert process.returncode == 0, process.stderr[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
 def compiled(op: str, chip: str, which: str = "all") -> dict[str, dict]:

@@ -1,4 +1,4 @@
-"""Parts with which Mosaic GPU kernels are interpreted."""
+"""Replacements for operations that the interpreter of Mosaic GPU lacks."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,8 +8,8 @@ from pallas_kernels.vertical_slash import hopper
 
 
 def product(x, y, axis):
-    """Multiply with reads that the interpreter can do. They use other means than the copies into the same place, which
-    are therefore made to wait."""
+    """Multiply with reads that the interpreter supports. Unlike real reads they need a fence before the memory is
+    overwritten."""
     y = y[...]
     plgpu.commit_smem()
     return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Paged caches that contain everything that a kernel must not read."""
+"""Paged caches with NaN wherever a kernel must not read."""
 
 import functools
 
@@ -12,7 +12,7 @@ from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name not in ("reference", "hopper")]
 TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
-"""Implementations, of which all but the TPU's run only in thorough tests."""
+"""Implementations. All but the TPU's run only in thorough tests."""
 SHAPES = {  # b, n, k, t, h, page, columns, ring pages
     "one": (3, 4, 2, 1, 32, 16, 9, 2),
     "several tiles": (2, 4, 2, 1, 256, 8, 80, 3),
@@ -26,8 +26,8 @@ SHAPES = {  # b, n, k, t, h, page, columns, ring pages
 
 @functools.cache
 def compiled(implementation, ring_pages, ring, new, chosen=False):
-    """Return a function of q, pool, page_table, length, ring_length, new and pages, the last three of which are left
-    out unless asked for, and of a bias and scales, if there are any."""
+    """Return a function of q, pool, page_table, length, ring_length, new, pages, bias and scale. ring_length, new and
+    pages are ignored unless `ring`, `new` and `chosen` are True."""
 
     def call(q, pool, page_table, length, ring_length, pair, pages, bias=None, scale=None):
         return paged_decode(
@@ -48,8 +48,8 @@ def compiled(implementation, ring_pages, ring, new, chosen=False):
 
 
 def cache(shape, ring_length, length, seed, dtype=jnp.float32):
-    """Return arguments whose pages are in the pool in any order. Places where nothing is stored hold NaN, and columns
-    that hold no page of a row lie beyond the pool."""
+    """Return arguments whose pages are in the pool in random order. Entries that are not stored are NaN, and unused
+    columns point beyond the pool."""
     b, n, k, t, h, page, columns, ring_pages = shape
     rng = np.random.default_rng(seed)
     stored = np.zeros((b, k, columns * page), bool)
@@ -67,7 +67,8 @@ def cache(shape, ring_length, length, seed, dtype=jnp.float32):
         rng.normal(size=(used.sum(), page, 2 * h)),
         np.nan,
     )
-    spare = b * k * columns + 5 - pages  # all lengths have one shape of pool, so that one program serves them
+    # The pool has the same shape for all lengths, so that they share one program.
+    spare = b * k * columns + 5 - pages
     pool = np.concatenate([pool, np.full((spare, page, 2 * h), np.nan)])
     page_table[~used] = len(pool) + 3
     q, *new = (rng.normal(size=x) for x in ((b, n, t, h), (b, k, t, h), (b, k, t, h)))
@@ -84,8 +85,8 @@ def cache(shape, ring_length, length, seed, dtype=jnp.float32):
 
 
 def biased(ring_pages, pool, page_table, length, seed=0):
-    """Return a bias of the retained entries: small, so large that it leaves the others little, so small that the others
-    leave it nothing, and -inf. All else, which a kernel must not read, is NaN."""
+    """Return a bias of the retained entries. Most numbers are small, some so large or so low that they decide the
+    softmax, and some -inf. All others, which a kernel must not read, are NaN."""
     rng = np.random.default_rng(seed)
     page_table, length = np.asarray(page_table)[:, :, ring_pages:], np.asarray(length)
     bias = np.full(pool.shape[:2], np.nan)

@@ -1,9 +1,9 @@
-"""`python -m tests.pallas_kernels.race_cases OP MODE BUG`: run an op's TPU kernel in the interpreter that knows memory
-spaces and semaphores. Copies are done "eager" or "on_wait". A bug is planted in its source ("none": no bug).
+"""`python -m tests.pallas_kernels.race_cases OP MODE BUG`: run an op's TPU kernel in the interpreter that simulates
+memory spaces and semaphores. Copies are done "eager" or "on_wait". A bug is planted in the source ("none": no bug).
 
 A line of JSON is printed: the worst error against the reference, and whether two accesses raced. `cases/OP.py` has
 `BUGS`: name -> (text in the kernel's source, its replacement), and `interpreted(kernel, interpret) -> worst error`,
-where `kernel` is the module. It is a process of its own, since a bug can also hang it.
+where `kernel` is the module. Each run is a separate process, since a bug may hang it.
 """
 
 import importlib
@@ -17,11 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def source_of(op: str, text: str) -> Path:
-    """Return the only file of the op's TPU kernels that contains the text, which it does once."""
+    """Return the file of the op's TPU kernels that contains the text, which must occur exactly once."""
     folder = Path(importlib.import_module(f"pallas_kernels.{op}").__path__[0])
-    places = [path for path in folder.glob("tpu*.py") for _ in range(path.read_text().count(text))]
-    assert len(places) == 1, f"{text!r} stands {len(places)} times in the TPU kernels of {op}"
-    return places[0]
+    files = [path for path in folder.glob("tpu*.py") for _ in range(path.read_text().count(text))]
+    assert len(files) == 1, f"{text!r} occurs {len(files)} times in the TPU kernels of {op}"
+    return files[0]
 
 
 def plant(op: str, kernel: types.ModuleType, bug: tuple[str, str]) -> None:

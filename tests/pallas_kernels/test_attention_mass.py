@@ -18,7 +18,7 @@ from tests.pallas_kernels.closeness import nan_outside
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
 TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
-"""Implementations, of which all but the TPU's run only in thorough tests."""
+"""Implementations. All but the TPU's run only in thorough tests."""
 few = settings(max_examples=4, deadline=None, derandomize=True, database=None)
 
 SHAPES = {  # b, n, k, t, s, h; no tile divides these lengths
@@ -27,7 +27,7 @@ SHAPES = {  # b, n, k, t, s, h; no tile divides these lengths
     "chunk": (1, 2, 2, 70, 190, 96),
     "guidance": (1, 4, 1, 90, 40, 32),
 }
-CASES = {  # shape, over, group, offset, whether lse is given, whether not all keys are valid
+CASES = {  # shape, over, group, offset, True if lse is given, True if some keys are not valid
     "KVPOP's target": ("square", "logsumexp", "max", 7, True, False),
     "KVzip's score": ("chunk", "max", "max", 0, False, True),
     "SnapKV's window": ("window", "sum", "mean", 0, False, False),
@@ -38,7 +38,7 @@ CASES = {  # shape, over, group, offset, whether lse is given, whether not all k
 
 
 def tensors(shape, seed, dtype=jnp.float32):
-    """Return q, k, valid (some heads have few valid keys, and one may have none) and lse (a tenth of it is -inf)."""
+    """Return q, k, valid and lse. Some heads have few valid keys, and one may have none. A tenth of lse is -inf."""
     b, n, k, t, s, h = shape
     rng = np.random.default_rng(seed)
     q, key = (jnp.asarray(2 * rng.normal(size=x), dtype) for x in ((b, n, t, h), (b, k, s, h)))
@@ -84,7 +84,7 @@ def check(implementation, case, seed, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_reference_means_the_formula(case):
+def test_reference_equals_the_formula(case):
     shape, over, group, offset, lse_given, some_valid = CASES[case]
     b, n, k, t, s, h = (1, 4, 2, *(x // 10 for x in SHAPES[shape][3:5]), 3)
     q, key, valid, lse = tensors((b, n, k, t, s, h), 1)
@@ -114,28 +114,28 @@ def test_reference_means_the_formula(case):
 @pytest.mark.parametrize("case", CASES)
 @few
 @given(seed=st.integers(0, 2**16))
-def test_means_the_reference(implementation, case, seed):
+def test_implementations_equal_the_reference(implementation, case, seed):
     check(implementation, case, seed)
 
 
 @pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize("case", ["KVPOP's target", "SnapKV's window"])
-def test_bfloat16(implementation, case):
+def test_bfloat16_equals_the_reference(implementation, case):
     check(implementation, case, 0, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_factors_of_queries_and_of_keys(implementation):
+def test_factors_scale_queries_and_keys(implementation):
     """Keys with a factor of 0 receive nothing."""
     q, k, valid, _ = tensors(SHAPES["chunk"], 3)
     rng = np.random.default_rng(4)
-    of_queries = rng.uniform(0.1, 3, q.shape[:3]).astype(np.float32)
-    of_keys = rng.uniform(0, 3, (*q.shape[:2], k.shape[2])).astype(np.float32)
-    of_keys[..., ::7] = 0
+    query_factors = rng.uniform(0.1, 3, q.shape[:3]).astype(np.float32)
+    key_factors = rng.uniform(0, 3, (*q.shape[:2], k.shape[2])).astype(np.float32)
+    key_factors[..., ::7] = 0
     call = functools.partial(
         attention_mass, over="max", group="max", valid=valid, implementation=implementation
     )
-    actual = jax.jit(call)(q, k, query_factor=jnp.asarray(of_queries), key_factor=jnp.asarray(of_keys))
+    actual = jax.jit(call)(q, k, query_factor=jnp.asarray(query_factors), key_factor=jnp.asarray(key_factors))
     b, _, t, h = q.shape
     logits = np.einsum(
         "bngth,bnsh->bngts", np.asarray(q, float).reshape(b, 2, -1, t, h), np.asarray(k, float)
@@ -143,13 +143,13 @@ def test_factors_of_queries_and_of_keys(implementation):
     counted = np.tril(np.ones(logits.shape[3:], bool), k.shape[2] - t) & np.asarray(valid)[:, :, None, None]
     weights = np.exp(logits / math.sqrt(h)) * counted
     p = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-    p = (p * of_queries.reshape(b, 2, -1, t, 1)).max(3) * of_keys.reshape(b, 2, -1, k.shape[2])
+    p = (p * query_factors.reshape(b, 2, -1, t, 1)).max(3) * key_factors.reshape(b, 2, -1, k.shape[2])
     np.testing.assert_allclose(actual, p.max(2), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
-def test_probabilities_far_above_one_and_far_below(implementation):
-    """The lse is that of another key set, so that p goes from e^-200 to e^200."""
+def test_extreme_probabilities_equal_the_reference(implementation):
+    """The lse is that of other keys, so that p ranges from e^-200 to e^200."""
     q, k, valid, lse = tensors(SHAPES["square"], 0)
     call, expected = (compiled(name, "KVPOP's target") for name in (implementation, "reference"))
     for shift in (-200, 200):
@@ -157,8 +157,8 @@ def test_probabilities_far_above_one_and_far_below(implementation):
         assert_close(call(*arguments), expected(*arguments))
 
 
-def test_rows_taken_together_as_on_accelerators(monkeypatch):
-    """All four (sequence, kv head) rows are taken together."""
+def test_tiles_of_several_rows_equal_the_reference(monkeypatch):
+    """A tile has all four (sequence, kv head) rows."""
     monkeypatch.setattr("pallas_kernels.attention_mass.xla.logits_at_once", lambda: 1 << 24)
     monkeypatch.setitem(IMPLEMENTATIONS, "together", IMPLEMENTATIONS["xla"])
     check("together", "SnapKV's window", 0)
@@ -166,8 +166,8 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch):
 
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.thorough
-def test_many_tiles(implementation):
-    """There are more rows of both kinds than a tile has anywhere."""
+def test_many_tiles_equal_the_reference(implementation):
+    """There are more resident and streamed rows than any implementation has in a tile."""
     shape = (1, 1, 1, 600, 1100, 32)
     q, k, _, _ = tensors(shape, 0)
     actual, expected = (
@@ -178,9 +178,9 @@ def test_many_tiles(implementation):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
-def test_pages(implementation):
-    """Pages are shuffled, and lengths are 0, 1, a page and one more, and all. Beyond the lengths, entries are NaN and
-    table entries lie beyond the pool."""
+def test_keys_in_pages_equal_contiguous_keys(implementation):
+    """Pages are shuffled, and lengths are 0, 1, one more than a page, and all entries. Beyond the lengths, entries are
+    NaN and the table points beyond the pool."""
     b, n, k, t, columns, page, h = 2, 4, 2, 5, 6, 16, 32
     rng = np.random.default_rng(0)
     length = np.array([[0, 1], [17, 96]])
@@ -224,7 +224,7 @@ def test_on_a_mesh_inside_a_scan(implementation):
         more = jax.shard_map(
             lambda q, k, valid: call(q, k, valid=valid, implementation=implementation),
             out_specs=spec,
-            # The interpreter of GPU kernels cannot have it checked; their lowering can, below.
+            # The interpreter of GPU kernels does not support this check. Their lowering below does.
             check_vma=implementation != "gpu",
         )(q_sharded, k_sharded, valid_sharded)
         return total + more, None
@@ -324,7 +324,7 @@ def test_planted_bugs_are_noticed(monkeypatch, bug):
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_arguments_are_one_line(change, message):
+def test_bad_arguments_are_refused_in_one_line(change, message):
     arguments = {"q": jnp.zeros((1, 4, 5, 8)), "k": jnp.zeros((1, 2, 5, 8)), "over": "sum", "group": "max"}
     with pytest.raises(ValueError, match="^attention_mass: ") as error:
         attention_mass(**arguments | change)
@@ -342,7 +342,7 @@ def test_bad_arguments_are_one_line(change, message):
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_pages_are_one_line(change, message):
+def test_bad_pages_are_refused_in_one_line(change, message):
     arguments = {
         "q": jnp.zeros((1, 4, 5, 8)),
         "pool": jnp.zeros((4, 16, 16)),

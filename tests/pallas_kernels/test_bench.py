@@ -1,4 +1,4 @@
-"""Tests of the benchmarks, which run at tiny sizes on a CPU, and of their clock and rivals."""
+"""Tests of the benchmarks, which run at tiny sizes on a CPU, and of their timing and rivals."""
 
 import importlib
 import json
@@ -49,8 +49,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(timing, "BATCH", 0.0)
 
 
-def check_rows(found: list[dict], op: str) -> None:
-    for row in found:
+def check_rows(rows: list[dict], op: str) -> None:
+    for row in rows:
         assert row["op"].startswith(op)
         assert isinstance(row["ms"], float)
         assert row["rate"] > 0
@@ -61,27 +61,27 @@ def check_rows(found: list[dict], op: str) -> None:
 def test_every_benchmark_runs(op, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(vertical_slash_bench, "has_torch", lambda: False)
     module = importlib.import_module(f"pallas_kernels.{op}.bench")
-    found = module.main(["--tokens", "64", "--json", str(tmp_path / "rows.json")])
-    check_rows(found, op)
-    assert all(row["speed-up"] > 0 for row in found)
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == found
-    assert capsys.readouterr().out.count("\n| ") == 2 + len(found)
+    rows = module.main(["--tokens", "64", "--json", str(tmp_path / "rows.json")])
+    check_rows(rows, op)
+    assert all(row["speed-up"] > 0 for row in rows)
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+    assert capsys.readouterr().out.count("\n| ") == 2 + len(rows)
 
 
 @pytest.mark.thorough
-# torch asks for a compiler for flex_attention, which is there where there is a GPU
+# torch warns about flex_attention without a compiler, which only machines with a GPU have.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("op", OPS)
 def test_every_benchmark_runs_as_on_a_gpu(op, monkeypatch):
-    """Kernels are interpreted. There is no cuDNN here; the rows say so, and the benchmark goes on."""
+    """Kernels are interpreted. The rows say that cuDNN is missing, and the benchmark continues."""
     module = importlib.import_module(f"pallas_kernels.{op}.bench")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for used in (module, vertical_slash_bench):
         monkeypatch.setattr(used, "target", lambda: Target("gpu", "another GPU"), raising=False)
-    found = module.main(["--tokens", "64"])
-    assert {row["implementation"] for row in found} >= {"xla" if op == "mlstm" else "gpu"}
-    check_rows(found, op)
-    for name, time in (item for row in found for item in row["rivals"].items()):
+    rows = module.main(["--tokens", "64"])
+    assert {row["implementation"] for row in rows} >= {"xla" if op == "mlstm" else "gpu"}
+    check_rows(rows, op)
+    for name, time in (item for row in rows for item in row["rivals"].items()):
         assert isinstance(time, str) == ("cuDNN" in name), (name, time)
 
 
@@ -93,8 +93,8 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_output_is_measured_against_its_own_query():
-    """An output that is small beside the others is 3% off. Where zeros are expected, anything else is wrong."""
+def test_errors_are_relative_to_the_norm_of_their_row():
+    """An output much smaller than the others is 3% off. Where zeros are expected, any other number is wrong."""
     expected = jnp.asarray([[3.0, 4.0], [0.03, 0.04], [0.0, 0.0]])
     off = expected.at[1, 0].add(0.0015)
     assert timing.error(off, expected, by_row=True) == pytest.approx(0.03)
@@ -127,15 +127,19 @@ def test_rates_and_speed_up_of_known_times(monkeypatch):
         Line("b", "xla", large, {"fast": fast}, "TFLOP/s", "fast"),
         Line("c", "xla", fast, {}, "TFLOP/s", "fast"),
     ]
-    found, failed, alone = timing.rows("op", lines, {"copy": 8e12}, 0.0)
-    assert found["ms"] == pytest.approx(500)
-    assert found["rate"] == pytest.approx(6)
-    assert found["of the bound"] == pytest.approx(0.75)
-    assert (found["best rival"], found["its ms"]) == ("fast", pytest.approx(1500))
-    assert found["speed-up"] == pytest.approx(3)
-    assert found["rivals"]["large"] == "out of memory"
+    timed, failed, without_rivals = timing.rows("op", lines, {"copy": 8e12}, 0.0)
+    assert timed["ms"] == pytest.approx(500)
+    assert timed["rate"] == pytest.approx(6)
+    assert timed["of the bound"] == pytest.approx(0.75)
+    assert (timed["best rival"], timed["its ms"]) == ("fast", pytest.approx(1500))
+    assert timed["speed-up"] == pytest.approx(3)
+    assert timed["rivals"]["large"] == "out of memory"
     assert (failed["ms"], failed["rate"], failed["bound"]) == ("out of memory", None, pytest.approx(6))
-    assert (alone["rate"], alone["bound"], alone["speed-up"]) == (pytest.approx(6), None, None)
+    assert (without_rivals["rate"], without_rivals["bound"], without_rivals["speed-up"]) == (
+        pytest.approx(6),
+        None,
+        None,
+    )
 
 
 def close(actual, expected):

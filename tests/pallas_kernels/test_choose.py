@@ -1,4 +1,4 @@
-"""Tests of which implementation runs if none is given."""
+"""Tests of the choice of the implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ def attend(q):
     return vertical_slash(q, q, q, window=8)
 
 
-def test_a_gpu_gets_its_kernel_and_not_another():
-    """The mesh's devices decide, which need not be here."""
+def test_a_gpu_gets_its_own_kernel():
+    """The devices of the mesh decide, and they need not be here."""
     program = lower_for_cuda(attend, x)
     assert "triton" in program
     assert "stablehlo.dot_general" not in program
@@ -29,13 +29,13 @@ def test_a_cpu_gets_xla():
     assert "triton" not in jax.jit(attend).lower(x).as_text()
 
 
-def test_what_is_asked_for_is_what_runs():
+def test_the_named_implementation_is_chosen():
     assert [choose(NAMES, name, "op") for name in NAMES] == list(NAMES.values())
     assert choose(NAMES, None, "op", BY_PLATFORM | {"cpu": "gpu"}) is str
 
 
-def test_a_platform_without_a_kernel_is_one_line():
-    with pytest.raises(ValueError, match="^op: nothing is made for platform 'cpu', only for tpu$"):
+def test_a_platform_without_a_kernel_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="^op: no implementation for platform 'cpu', only for tpu$"):
         choose(NAMES, None, "op", {"tpu": "tpu"})
     with pytest.raises(
         ValueError, match="^op: there is no implementation 'cuda', only xla, tpu, gpu, reference$"
@@ -54,7 +54,7 @@ def test_a_platform_without_a_kernel_is_one_line():
         ("NVIDIA A100-SXM4-80GB", "bfloat16", None, 128, "triton"),
     ],
 )
-def test_what_an_h100_takes_by_itself(kind, q_dtype, dtype, head_dim, kernel):
+def test_the_default_kernel_of_each_gpu(kind, q_dtype, dtype, head_dim, kernel):
     q, k = (jax.ShapeDtypeStruct((1, heads, 256, head_dim), q_dtype) for heads in (4, 2))
     program = lower_for_cuda(lambda q, k: vertical_slash(q, k, k, window=8, dtype=dtype)[0], q, k, kind=kind)
     assert [name for name in ("mosaic_gpu", "triton") if name in program] == [kernel]

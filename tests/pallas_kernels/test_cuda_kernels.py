@@ -1,5 +1,7 @@
-"""Tests of the GPU kernels without a GPU, with XLA's compiler for CUDA and its assembler, where they are installed (the
-extra `cuda-compiler`). They run in processes of their own, as for TPUs."""
+"""Tests of the GPU kernels without a GPU, with XLA's compiler for CUDA and its assembler (the extra `cuda-compiler`).
+
+They run in separate processes, as for TPUs.
+"""
 
 import pytest
 

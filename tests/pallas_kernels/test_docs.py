@@ -16,7 +16,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 @pytest.mark.parametrize(
     "example", EXAMPLES, ids=[re.findall(r"pallas_kernels\.(\w+)", x)[0] for x in EXAMPLES]
 )
-def test_example(example):
+def test_the_examples_run(example):
     names = {"jax": jax, "jnp": jnp}
     exec(example, names)
     results = [names[name] for name in ("o", "lse", "tau", "end", "snapkv", "h") if name in names]

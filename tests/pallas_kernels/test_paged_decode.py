@@ -23,7 +23,7 @@ from tests.pallas_kernels.paged import OTHERS, SHAPES, TPUS, biased, cache, comp
 few = settings(max_examples=6, deadline=None, derandomize=True, database=None)
 
 ALL, NOT_ON_TPU = OTHERS, ["xla", "gpu"]
-CASES = [  # with a ring, with new, with selected pages
+CASES = [  # shape, with a ring, with new, with selected pages
     pytest.param(implementation, shape, *rest, marks=pytest.mark.thorough if "tiles" in shape else ())
     for shape, *rest, implementations in [
         ("one", True, True, False, ALL),
@@ -38,8 +38,7 @@ CASES = [  # with a ring, with new, with selected pages
 
 
 def draw_lengths(data, shape):
-    """Draw the lengths of the rings and of the retained entries: nothing, one, a page and its neighbours, everything,
-    or any number."""
+    """Draw the lengths of the rings and of the retained entries: 0, 1, about a page, everything, or any number."""
     b, _, k, _, _, page, columns, ring_pages = shape
 
     def length(largest):
@@ -59,7 +58,7 @@ def check(
     assert_attention_close(compiled(implementation, *options)(*arguments), expected)
 
 
-def test_reference_means_the_formula():
+def test_reference_equals_the_formula():
     b, n, k, t, h, page, columns, ring_pages = shape = (2, 4, 2, 2, 3, 2, 4, 2)
     *arguments, _ = cache(shape, [3, 0], [0, 3, 0, 4], 0)
     q, pool, page_table, length, ring_length, new = jax.device_get(arguments)
@@ -101,12 +100,12 @@ def test_reference_means_the_formula():
 @pytest.mark.parametrize(("implementation", "shape", "ring", "new", "chosen"), CASES)
 @few
 @given(data=st.data(), seed=st.integers(0, 2**16))
-def test_any_lengths(implementation, shape, ring, new, chosen, data, seed):
+def test_any_lengths_equal_the_reference(implementation, shape, ring, new, chosen, data, seed):
     check(implementation, SHAPES[shape], *draw_lengths(data, SHAPES[shape]), seed, ring, new, chosen)
 
 
-def test_a_block_is_computed_as_far_as_it_has_entries():
-    """A TPU computes up to 4, 6, 8 or all of a block's 16 pages. Lengths are at every end of these, and some pages are
+def test_partly_filled_blocks_equal_the_reference():
+    """A TPU computes 4, 6, 8 or all of a block's 16 pages. Lengths are at all of these limits, and some pages are
     full."""
     ring, length = np.array([0, 37]), np.array([[1, 256, 257, 1023], [320, 384, 449, 0]])
     for stored in (length, length[::-1, ::-1] // 64 * 64):
@@ -114,9 +113,9 @@ def test_a_block_is_computed_as_far_as_it_has_entries():
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
-def test_what_is_outside_is_clipped_and_what_one_row_holds_stays_there(implementation):
-    """Columns outside the pool read its nearest page, lengths past the columns end with them, and a NaN that one row
-    has stored is no other row's."""
+def test_indices_are_clipped_and_rows_do_not_mix(implementation):
+    """Columns outside the pool read its nearest page, lengths end with the columns, and a NaN stored by one row does
+    not reach other rows."""
     shape = SHAPES["one"]
     b, _, k, _, _, page, columns, ring_pages = shape
     arguments = jax.device_get(cache(shape, [3, 0, 32], [112] * 6, 0))
@@ -133,21 +132,23 @@ def test_what_is_outside_is_clipped_and_what_one_row_holds_stays_there(implement
     )
     others = np.arange(b * k) != 1 * k + 1
 
-    def of_others(pair):
+    def without_nan_row(pair):
         return tuple(np.asarray(x).reshape(b * k, -1, *x.shape[2:])[others] for x in pair)
 
-    assert_attention_close(of_others(actual), of_others(expected))
+    assert_attention_close(without_nan_row(actual), without_nan_row(expected))
 
 
-def test_both_ways_of_bringing_chosen_pages_to_the_front_agree():
+def test_both_orderings_of_selected_pages_agree():
     rng = np.random.default_rng(0)
     chosen, table = rng.random((2, 3, 11)) < 0.4, rng.permutation(66).reshape(2, 3, 11).astype(np.int32)
-    one, other = (np.asarray(jax.jit(f)(chosen, table)) for f in (scattered_to_front, sorted_to_front))
+    scattered, sorted_ = (
+        np.asarray(jax.jit(f)(chosen, table)) for f in (scattered_to_front, sorted_to_front)
+    )
     front = np.arange(11) < chosen.sum(-1, keepdims=True)
-    np.testing.assert_array_equal(one[front], other[front])
+    np.testing.assert_array_equal(scattered[front], sorted_[front])
 
 
-HEADS = [  # dtype, head_dim, query heads of one, tokens, page
+HEADS = [  # dtype, head_dim, query heads per kv head, tokens, page
     (jnp.bfloat16, 32, 1, 1, 16),
     (jnp.float32, 64, 3, 8, 256),
     (jnp.bfloat16, 96, 4, 2, 16),
@@ -177,14 +178,14 @@ def test_lowers_for_cuda(dtype, h, g, t, page):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
-def test_bfloat16(implementation):
+def test_bfloat16_equals_the_reference(implementation):
     shape = SHAPES["one"]
     check(implementation, shape, [0, 5, 32], [0, 112, 3, 0, 17, 16], 0, chosen=True, dtype=jnp.bfloat16)
 
 
-def test_more_queries_of_a_row_than_a_program_of_a_gpu_holds():
-    """80 query heads of one kv head and four tokens have 512 × 64 numbers of the output, padded, and are tiled. Those
-    of one token are not."""
+def test_rows_with_many_queries_are_tiled_on_a_gpu():
+    """80 query heads of one kv head and four tokens have a padded output of 512 × 64 numbers, which is tiled. That of
+    one token is not."""
 
     def shape(t):
         return (1, 80, 1, t, 64, 8, 6, 2)
@@ -200,7 +201,7 @@ def test_more_queries_of_a_row_than_a_program_of_a_gpu_holds():
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
+def test_bits_are_read_as_floats_of_the_queries_dtype(implementation, dtype):
     q, pool, *rest = cache((1, 2, 1, 3, 32, 8, 4, 1), [5], [17], 0, dtype)[:5]
     bias = biased(1, pool, *rest[:2])
     call = jax.jit(functools.partial(paged_decode, ring_pages=1, bias=bias, implementation=implementation))
@@ -212,7 +213,7 @@ def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
 
 @pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize("t", [1, 9])
-def test_an_output_in_float32_is_what_is_rounded(implementation, t):
+def test_the_narrow_output_is_the_rounded_float32_output(implementation, t):
     arguments = cache((1, 2, 1, t, 32, 8, 4, 1), [5], [17], 0, jnp.bfloat16)[:5]
     call = functools.partial(paged_decode, ring_pages=1, implementation=implementation)
     (exact, _), (rounded, _) = (
@@ -225,8 +226,8 @@ def test_an_output_in_float32_is_what_is_rounded(implementation, t):
 
 @pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
 @pytest.mark.parametrize("pages", [0, 6])
-def test_in_a_table_without_columns_nothing_is_stored(implementation, pages):
-    """The tokens see each other, or nothing."""
+def test_a_table_without_columns_stores_nothing(implementation, pages):
+    """The tokens see each other if they are given in `new`, else nothing."""
     rng = np.random.default_rng(0)
     q, *new = (rng.standard_normal((1, n, 3, 32), np.float32) for n in (4, 2, 2))
     nothing = np.ones((pages, 8, 64), np.float32), np.zeros((1, 2, 0), np.int32), np.ones((1, 2), np.int32)
@@ -246,15 +247,15 @@ def test_without_queries_there_is_no_output(implementation):
 @pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize(("values", "most"), [("random", 3e-3), ("two constants", 2e-4)])
 def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values, most, monkeypatch):
-    """There are 128 parts of 64 entries, as four million entries are 128 parts of 32,768. An output that is rounded to
-    bfloat16 after each part is off by 1%, and by 10% where the second half's share is always less than half a unit of
-    the last place."""
+    """There are 128 parts of 64 entries, like the 128 parts of 32,768 of four million entries. An output that is
+    rounded to bfloat16 after each part is off by 1%, and by 10% if the second half's share is always less than half a
+    unit in the last place."""
     monkeypatch.setattr(chunked, "ENTRIES", (64, 64))
     t, h, page, columns = 16, 32, 16, 512
     rng = np.random.default_rng(0)
     q, key, value = (rng.normal(size=x) for x in ((1, 1, t, h), (columns, page, h), (columns, page, h)))
     if values == "two constants":
-        key[columns // 2 :] = key[: columns // 2]  # the output is then 1.125, which bfloat16 has
+        key[columns // 2 :] = key[: columns // 2]  # The output is then 1.125, which bfloat16 represents.
         value[: columns // 2], value[columns // 2 :] = 1, 1.25
     arguments = (
         jnp.asarray(q, jnp.bfloat16),
@@ -273,11 +274,11 @@ def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values
 @pytest.mark.parametrize(
     "implementation", [pytest.param(x, marks=pytest.mark.thorough if x == "tpu" else ()) for x in OTHERS]
 )
-def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
+def test_a_scan_on_a_mesh_does_not_copy_the_pool(implementation):
     """Each step attends, writes one entry and moves one; the pool is never copied.
 
-    An interpreter gets fewer shards, since its threads wait for each other. The general one, which runs the GPU
-    kernels, does not know over which axes of the mesh an array varies.
+    Interpreted kernels get fewer shards, since the interpreter's threads wait for each other. The general interpreter,
+    which runs the GPU kernels, does not know over which axes of the mesh an array varies.
     """
     sizes = (1, 4, 2) if implementation == "xla" else (1, 1, 2)
     b, n, k, h, page, columns, ring_pages, steps = 4, 8, 4, 32, 8, 6, 1, 3
@@ -285,7 +286,7 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
     rng = np.random.default_rng(0)
     per_shard = 512
     pool = jnp.asarray(rng.normal(size=(shards * per_shard, page, 2 * h)), jnp.float32)
-    # No shard has two rows that share a page, whichever rows it has.
+    # No two rows of a shard share a page.
     table = rng.permutation(per_shard)[: b * k * columns].reshape(b, k, columns)
     table = jnp.asarray(table, jnp.int32)
     length = jnp.asarray(rng.integers(0, (columns - ring_pages) * page - steps, (b, k)), jnp.int32)
@@ -325,7 +326,7 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
 
     def arguments():
         specs = (spec, pools, spec, spec, P(("data", "fsdp")), spec, spec, pools)
-        # These are copies, since the pool is given away.
+        # These are copies, since the pool is donated.
         return [
             jax.device_put(np.array(x), s)
             for x, s in zip((q, pool, table, length, ring_length, *new, bias), specs, strict=True)
@@ -342,9 +343,8 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
         assert_attention_close(*jax.tree.map(lambda x: x[i], (actual, expected)))  # noqa: B023
     memory = program.memory_analysis()
     assert memory is not None
-    if (
-        implementation == "xla"
-    ):  # the others are interpreted here, and their compiled programs are tested elsewhere
+    # The other implementations are interpreted here. Their compiled programs are tested elsewhere.
+    if implementation == "xla":
         assert memory.temp_size_in_bytes < pool.nbytes / shards / 2
 
 
@@ -372,7 +372,7 @@ def test_planted_bugs_are_noticed(monkeypatch, bug):
         check(bug.__name__, SHAPES["one"], [0, 5, 32], [40, 111, 3, 0, 17, 16], 0)
 
 
-def test_selection_not_heeded_is_noticed(monkeypatch):
+def test_an_ignored_selection_is_noticed(monkeypatch):
     monkeypatch.setattr(api, "compact", lambda pages, page_table, length, page: (page_table, length))
     monkeypatch.setitem(IMPLEMENTATIONS, "all pages", IMPLEMENTATIONS["xla"])
     with pytest.raises(AssertionError):
@@ -404,7 +404,7 @@ def test_selection_not_heeded_is_noticed(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_arguments_are_one_line(change, message):
+def test_bad_arguments_are_refused_in_one_line(change, message):
     good = {
         "q": jnp.zeros((1, 4, 1, 8)),
         "pool": jnp.zeros((6, 4, 16)),
@@ -457,7 +457,7 @@ def test_bad_arguments_are_one_line(change, message):
         ("tpu", {"page_table": jnp.zeros((1, 2, 50000), int)}, "at most 49152 columns of pages, not 50000"),
     ],
 )
-def test_what_a_kernel_does_not_take_is_one_line(implementation, change, message):
+def test_unsupported_arguments_are_refused_in_one_line(implementation, change, message):
     good = {
         "q": jnp.zeros((1, 4, 1, 32)),
         "pool": jnp.zeros((6, 8, 64)),

@@ -1,4 +1,4 @@
-"""A decoded token is written where it should be, the entry in its place moves, and nothing else changes."""
+"""Tests of `paged_decode_append`: a decoded token is written, the replaced entry moves, and nothing else changes."""
 
 import functools
 
@@ -20,17 +20,17 @@ B, K, PAGE, RING_PAGES = SHAPE[0], SHAPE[2], SHAPE[5], SHAPE[7]
 
 
 def places(pool, seed=0):
-    """Return every sort of place: a slot whose entry moves, one whose entry is dropped, and none at all."""
+    """Return indices of every kind: a slot whose entry moves, a slot whose entry is dropped, and no slot."""
     rng = np.random.default_rng(seed)
     pages = rng.permutation(len(pool))[: 2 * B * K].reshape(2, B, K)
-    found = pages * pool.shape[1] + rng.integers(pool.shape[1], size=pages.shape)
+    indices = pages * pool.shape[1] + rng.integers(pool.shape[1], size=pages.shape)
     nowhere = pool.shape[0] * pool.shape[1]
-    found[1, 0, 1], found[:, 1, 0], found[1, 2, 0] = nowhere, nowhere, nowhere + 7
-    return Append(*jnp.asarray(found, jnp.int32))
+    indices[1, 0, 1], indices[:, 1, 0], indices[1, 2, 0] = nowhere, nowhere, nowhere + 7
+    return Append(*jnp.asarray(indices, jnp.int32))
 
 
-def wanted(pool, append, new):
-    """Return the pool as it should be, written entry by entry."""
+def expected_pool(pool, append, new):
+    """Return the expected pool, written entry by entry."""
     entries = np.array(pool).reshape(-1, pool.shape[2])
     for row in np.ndindex(B, K):
         slot, moved = (int(place[row]) for place in append)
@@ -47,7 +47,7 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.thorough), jnp.bfloat16])
-def test_the_token_is_written_and_the_entry_in_its_place_moves(implementation, dtype):
+def test_the_token_is_written_and_the_replaced_entry_moves(implementation, dtype):
     q, pool, table, length, ring, new, pages = cache(SHAPE, RINGS, LENGTHS, 0, dtype)
     append = places(pool)
     options = {
@@ -61,7 +61,7 @@ def test_the_token_is_written_and_the_entry_in_its_place_moves(implementation, d
     *out, written = call(q, pool, table, length, ring, append=append)
     assert_attention_close(out, paged_decode(q, pool, table, length, ring, **options))
     assert written.dtype == dtype
-    assert_same(written, wanted(pool, append, new))
+    assert_same(written, expected_pool(pool, append, new))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -70,21 +70,23 @@ def test_bits_stay_bits(implementation):
     append = places(pool)
     call = functools.partial(paged_decode_append, ring_pages=RING_PAGES, new=new, append=append)
     *_, written = call(q, as_bits(pool), table, length, ring, implementation=implementation)
-    np.testing.assert_array_equal(written, as_bits(jnp.asarray(wanted(pool, append, new), jnp.bfloat16)))
+    np.testing.assert_array_equal(
+        written, as_bits(jnp.asarray(expected_pool(pool, append, new), jnp.bfloat16))
+    )
 
 
 @pytest.mark.thorough
-def test_heads_that_hopper_splits_write_once():
+def test_split_heads_on_hopper_write_once():
     """65 query heads of a kv head are more than a wgmma has rows."""
     shape = (B, 130, K, 1, 64, 16, 9, RING_PAGES)
     q, pool, table, length, ring, new, _ = cache(shape, RINGS, LENGTHS, 0, jnp.bfloat16)
     pool, append = jnp.nan_to_num(pool), places(pool)
     call = functools.partial(hopper.hopper, interpret=InterpretGPUParams(), machine=INTERPRETED)
-    *_, written = call(q, pool, table, length, ring, RING_PAGES, new, None, q.dtype, append)
-    assert_same(written, wanted(pool, append, new))
+    *_, written = call(q, pool, table, length, ring, RING_PAGES, new, None, None, q.dtype, append)
+    assert_same(written, expected_pool(pool, append, new))
 
 
-def test_on_a_gpu_nothing_but_the_two_kernels_touches_the_pool():
+def test_on_a_gpu_only_the_two_kernels_use_the_pool():
     q, pool, table, length, ring, new, _ = cache(SHAPE, RINGS, LENGTHS, 0, jnp.bfloat16)
     append = places(pool)
     call = functools.partial(paged_decode_append, ring_pages=RING_PAGES, implementation="gpu")
@@ -108,7 +110,7 @@ def test_on_a_gpu_nothing_but_the_two_kernels_touches_the_pool():
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_arguments_are_one_line(change, message):
+def test_bad_arguments_are_refused_in_one_line(change, message):
     good = {
         "q": jnp.zeros((1, 2, 1, 8)),
         "pool": jnp.zeros((6, 4, 16)),

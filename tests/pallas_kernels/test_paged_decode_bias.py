@@ -1,11 +1,11 @@
-"""Tests of `paged_decode` with a bias of its entries. If there is no bias, none is read."""
+"""Tests of `paged_decode` with biases of entries."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_decode.plane import of_pages, of_pages_by_lanes
+from pallas_kernels.paged_decode.plane import gather_pages, gather_pages_by_lanes
 from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.paged import OTHERS, SHAPES, biased, cache, compiled
 
@@ -29,20 +29,18 @@ def test_a_bias_is_added_to_the_logits_of_the_global_entries(implementation, cas
     arguments = cache(shape, ring_length, length, 3)
     _, pool, table, lengths, *_ = arguments
     bias = biased(ring_pages, pool, table, lengths)
-    for plane in (
-        bias,
-        jnp.where(bias > -jnp.inf, -jnp.inf, bias),
-    ):  # in the second one no retained entry is visible
+    # With the second plane no retained entry is visible.
+    for plane in (bias, jnp.where(bias > -jnp.inf, -jnp.inf, bias)):
         expected = compiled("reference", ring_pages, *options)(*arguments, plane)
         assert_attention_close(compiled(implementation, ring_pages, *options)(*arguments, plane), expected)
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.parametrize("t", [1, 9])
-def test_without_a_bias_there_is_no_plane_of_any(implementation, t):
+def test_without_a_bias_there_is_no_array_of_biases(implementation, t):
     *arguments, _ = cache((2, 2, 1, t, 32, 16, 18, 2), [5, 0], [3, 0], 0)
     call = compiled(implementation, 2, True, True)
-    assert arguments[1].shape[:2] == (41, 16)  # no other array has this shape
+    assert arguments[1].shape[:2] == (41, 16)  # No other array has this shape.
     assert "[41,16]" not in str(jax.make_jaxpr(call)(*arguments, None))
 
 
@@ -50,4 +48,4 @@ def test_without_a_bias_there_is_no_plane_of_any(implementation, t):
 def test_both_ways_of_gathering_biases_agree(page):
     bias = jnp.arange(11 * page, dtype=jnp.float32).reshape(11, page).at[3, 2].set(jnp.nan)
     ids = jnp.asarray([[0, 10, 3, -5], [99, 7, 6, 0]])
-    np.testing.assert_array_equal(of_pages_by_lanes(bias, ids), of_pages(bias, ids))
+    np.testing.assert_array_equal(gather_pages_by_lanes(bias, ids), gather_pages(bias, ids))

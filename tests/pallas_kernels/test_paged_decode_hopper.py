@@ -29,9 +29,8 @@ CASES = {
 
 
 def check(monkeypatch, shape, ring_length, length, programs, outside=False):
-    """Check values and races. Unused entries and places that were never written hold NaN, and unused columns lie beyond
-    the pool. If `outside`, used columns do too, and their nearest pages hold numbers. Without lengths of rings there
-    are no new keys either."""
+    """Check values and races. Unused entries hold NaN, and unused columns lie beyond the pool. If `outside`, some used
+    columns do, too, and their nearest pages hold numbers. Without lengths of rings there are no new keys either."""
     monkeypatch.setattr(stream_k, "MULTIPROCESSORS", programs)
     ring, ring_pages = ring_length is not None, shape[-1]
     arguments = cache(shape, ring_length if ring else [0] * shape[0], length, 0, jnp.bfloat16)
@@ -46,7 +45,7 @@ def check(monkeypatch, shape, ring_length, length, programs, outside=False):
     @jax.jit
     def call(q, pool, table, length, lengths, new):
         lengths, new = (lengths, new) if ring else (None, None)
-        return form(q, pool, table, length, lengths, ring_pages, new, None, q.dtype)
+        return form(q, pool, table, length, lengths, ring_pages, new, None, None, q.dtype)
 
     *out, _ = call(q, pool, table, length, lengths, new)
     jax.block_until_ready(out)
@@ -55,7 +54,7 @@ def check(monkeypatch, shape, ring_length, length, programs, outside=False):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_races(monkeypatch, case):
+def test_values_are_right_and_nothing_races(monkeypatch, case):
     check(monkeypatch, *CASES[case])
 
 
@@ -72,12 +71,12 @@ def test_a_planted_bug_is_noticed(monkeypatch):
 call = functools.partial(paged_decode, ring_pages=2, implementation="hopper")
 
 
-def of_new(q, pool, table, length, ring_length, k, v):
+def with_new(q, pool, table, length, ring_length, k, v):
     return call(q, pool, table, length, ring_length, new=(k, v))
 
 
 def on_a_mesh(*x):
-    return jax.shard_map(of_new, in_specs=P(), out_specs=P())(*x)
+    return jax.shard_map(with_new, in_specs=P(), out_specs=P())(*x)
 
 
 def in_a_scan(q, pool, table, length, ring_length, k, v):
@@ -105,10 +104,10 @@ def shapes(n, k, t, h, page, dtype=jnp.bfloat16):
 @pytest.mark.parametrize(
     ("function", "case"),
     [
-        (of_new, (32, 2, 8, 64, 16)),
+        (with_new, (32, 2, 8, 64, 16)),
         (on_a_mesh, (8, 2, 1, 128, 64)),
         (in_a_scan, (4, 4, 1, 256, 256)),
-        (of_new, (4, 2, 100, 128, 16)),
+        (with_new, (4, 2, 100, 128, 16)),
     ],
 )
 def test_lowers_for_a_gpu(function, case):
@@ -124,8 +123,8 @@ def test_lowers_for_a_gpu(function, case):
         ((2, 1, 1, 64, 16), "NVIDIA A100-SXM4-40GB", "H100 or H200, not NVIDIA A100"),
     ],
 )
-def test_what_it_does_not_take_is_one_line(case, kind, message):
+def test_unsupported_arguments_are_refused_in_one_line(case, kind, message):
     with pytest.raises(ValueError, match="^paged_decode: implementation 'hopper' takes ") as error:
-        lower_for_cuda(of_new, *shapes(*case), kind=kind)
+        lower_for_cuda(with_new, *shapes(*case), kind=kind)
     assert message in str(error.value)
     assert "\n" not in str(error.value)

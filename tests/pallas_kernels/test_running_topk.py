@@ -18,7 +18,7 @@ from pallas_kernels.running_topk.api import FASTEST, IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
 TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
-"""Implementations, of which all but the TPU's run only in thorough tests."""
+"""Implementations. All but the TPU's run only in thorough tests."""
 FOREVER = jnp.iinfo(jnp.int32).max
 few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 
@@ -39,7 +39,7 @@ def compiled(implementation, window, queries):
 
 
 def permutations(shape, seed):
-    """Return ranks in random order, rising or falling, and which keys compete: all, none or some in each row."""
+    """Return ranks in random, rising or falling order, and a mask of competing keys: all, none or some in each row."""
     b, k, s, _, _ = shape
     rng = np.random.default_rng(seed)
     rows = [rng.permutation(s) for _ in range(b * k)]
@@ -60,8 +60,8 @@ def check(implementation, shape, seed):
 
 
 @pytest.mark.parametrize("shape", ["square", "chunk", "no window"])
-def test_reference_means_what_a_cache_does(shape):
-    """Keys leave the window one by one, and beyond k the worst is dropped: at every query the same keys are left."""
+def test_reference_equals_a_simulated_cache(shape):
+    """In the simulation keys leave the window one by one, and beyond k keys the worst is dropped."""
     b, heads, s, t, window = SHAPES[shape]
     rank, competes = permutations(SHAPES[shape], 0)
     k = 5
@@ -78,19 +78,19 @@ def test_reference_means_what_a_cache_does(shape):
             if index < s - t:
                 continue
             assert int(tau[row][index - s + t]) == (kept[-1] if len(kept) == k else s)
-            out = [j for j in range(max(leaves + 1, 0)) if competes[row][j] and index >= int(end[row][j])]
-            gone = [
+            ended = [j for j in range(max(leaves + 1, 0)) if competes[row][j] and index >= int(end[row][j])]
+            dropped = [
                 j for j in range(max(leaves + 1, 0)) if competes[row][j] and int(rank[row][j]) not in kept
             ]
-            assert out == gone
-    assert np.all(np.diff(tau) <= 0), "what is out stays out"
+            assert ended == dropped
+    assert np.all(np.diff(tau) <= 0), "a dropped key stays dropped"
     assert np.all(end[~competes] == FOREVER)
     assert np.all((end >= np.arange(s) + window) & (end >= s - t))
     assert np.all((end < s) | (end == FOREVER))
 
 
-def test_the_specification_s_example():
-    """There are two sinks, a window of two and two places, and the keys that are left are listed at indices 4 to 9."""
+def test_a_worked_example():
+    """With two sinks, a window of two and k = 2, the keys that are left at indices 4 to 9 are listed."""
     scores = np.float32([[[0, 0, 0.2, 0.9, 0.1, 0.5, 0.7, 0.3, 0.8, 0.6]]])
     competes = jnp.asarray((np.arange(10) >= 2)[None, None])
     _, end = jax.jit(lambda x: running_topk(ranks(x), k=2, window=2, competes=competes))(scores)
@@ -108,20 +108,20 @@ def test_ranks_put_equal_scores_in_order_and_nan_last():
 @pytest.mark.parametrize("shape", SHAPES)
 @few
 @given(seed=st.integers(0, 2**16))
-def test_means_the_reference(implementation, shape, seed):
+def test_implementations_equal_the_reference(implementation, shape, seed):
     check(implementation, SHAPES[shape], seed)
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.thorough
-def test_a_long_row(implementation):
-    """Its length is not a power of two, and it has several blocks of everything."""
+def test_a_long_row_equals_the_reference(implementation):
+    """The length is not a power of two, and every implementation has several blocks."""
     check(implementation, (1, 1, 5000, 4500, 100), 0)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "counts"])
-def test_rows_taken_together_as_on_accelerators(monkeypatch, implementation):
-    """Three of the four rows are taken at once and then the other, and in the second case all are."""
+def test_tiles_of_several_rows_equal_the_reference(monkeypatch, implementation):
+    """Three of the four rows are processed at once and then the other; in the second case all four are."""
     module = importlib.import_module(f"pallas_kernels.running_topk.{implementation}")
     for rows, numbers in (("three", 3 * 128), ("all", 1 << 24)):
         monkeypatch.setattr(module, "logits_at_once", lambda numbers=numbers: numbers)
@@ -131,7 +131,7 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch, implementation):
 
 @pytest.mark.parametrize("shape", ["square", "chunk", "window longer than all"])
 def test_counts_are_carried_from_chunk_to_chunk(monkeypatch, shape):
-    """Chunks have one block each, and in the last one not all are queries."""
+    """Each chunk has one block, and the last one is partly filled."""
     module = importlib.import_module("pallas_kernels.running_topk.counts")
     monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(module, "COUNTS", 1)
@@ -170,7 +170,7 @@ def test_on_a_mesh_inside_a_scan(implementation):
     )
     with jax.set_mesh(mesh):
         args = [jax.device_put(x, spec) for x in (rank, k, competes)]
-        # The interpreter of GPU kernels cannot have the axes checked; their lowering can, below.
+        # The interpreter of GPU kernels does not support checked axes. Their lowering below does.
         call = jax.shard_map(local, out_specs=(spec, P(None, *spec)), check_vma=implementation != "gpu")
         total, ends = jax.device_get(jax.jit(call)(*args))
     tau, end = running_topk(rank, k=k, window=5, competes=competes, implementation="reference")
@@ -189,8 +189,8 @@ def test_memory_stays_far_below_all_pairs(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "counts"])
-def test_memory_grows_as_keys_do(implementation):
-    """8 rows of a million keys take some tens of bytes for each key, about as many as at 128K."""
+def test_memory_is_linear_in_the_number_of_keys(implementation):
+    """8 rows of a million keys take some tens of bytes per key, about as many as 128K keys."""
 
     def temporaries(s):
         call = functools.partial(running_topk, k=s // 4, window=256, implementation=implementation)
@@ -216,7 +216,7 @@ def test_lowers_for_cuda(s):
     assert lower_for_cuda(on_shards, rank).count("xla.gpu.triton") == 1
 
 
-def test_the_fastest_are_there():
+def test_every_platform_has_a_default():
     assert FASTEST.keys() == {"cpu", "tpu", "gpu"}
     assert set(FASTEST.values()) <= IMPLEMENTATIONS.keys()
 
@@ -267,7 +267,7 @@ def test_without_keys_there_is_no_threshold(implementation):
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_arguments_are_one_line(change, message):
+def test_bad_arguments_are_refused_in_one_line(change, message):
     arguments = {"rank": jnp.zeros((1, 2, 8), jnp.int32), "k": 3, "window": 2}
     with pytest.raises(ValueError, match="^running_topk: ") as error:
         running_topk(**arguments | change)

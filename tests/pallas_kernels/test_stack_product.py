@@ -1,4 +1,4 @@
-"""Tests of `stack_product`: the definition, every implementation against it, and a decoder that decodes with it."""
+"""Tests of `stack_product`: every implementation against float64, and a model that decodes with it."""
 
 import functools
 
@@ -18,7 +18,7 @@ from pallas_kernels.stack_product.api import IMPLEMENTATIONS
 from tests.tiny_models import policies_for, sliding_model, tiny_model
 
 SHAPES = [(1, 600, 130), (5, 1100, 64), (33, 40, 200)]
-"""Rows, inputs and outputs, which no tile divides. Several programs each take a part of the second shape's inputs."""
+"""Rows, inputs and outputs that no tile divides. Several programs share the inputs of the second shape."""
 
 
 def arrays(shape, dtype=jnp.float32):
@@ -29,13 +29,13 @@ def arrays(shape, dtype=jnp.float32):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_against_float64(implementation, shape):
+def test_products_equal_float64(implementation, shape):
     x, stack = arrays(shape)
     call = jax.jit(functools.partial(stack_product, implementation=implementation))
     for layer in range(3):
-        found = np.asarray(call(x, stack, jnp.int32(layer)))
-        wanted = np.asarray(x, np.float64) @ np.asarray(stack[layer], np.float64)
-        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+        actual = np.asarray(call(x, stack, jnp.int32(layer)))
+        expected = np.asarray(x, np.float64) @ np.asarray(stack[layer], np.float64)
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -43,28 +43,28 @@ def test_against_float64(implementation, shape):
 @pytest.mark.parametrize("blocks", [1, 5])
 @pytest.mark.parametrize("kind", EIGHT_BITS.values(), ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_weights_of_eight_bits_count_with_their_scales(implementation, kind, blocks, shape, dtype):
+def test_eight_bit_weights_are_multiplied_by_their_scales(implementation, kind, blocks, shape, dtype):
     x, stack = arrays(shape, dtype)
     stack = jnp.round(40 * stack.astype(jnp.float32)).clip(-127, 127).astype(kind)
     scale = jnp.asarray(np.random.default_rng(1).random((3, blocks, shape[2])), jnp.float32)
-    found = stack_product(x, stack, jnp.int32(1), scale, implementation=implementation)
+    actual = stack_product(x, stack, jnp.int32(1), scale, implementation=implementation)
     weights = np.asarray(stack[1], np.float64) * np.repeat(scale[1], shape[1] // blocks, 0)
-    wanted = np.asarray(x, np.float64) @ weights
-    # a block's weights are rounded to the dtype where it is not the kernel that scales them
+    expected = np.asarray(x, np.float64) @ weights
+    # XLA rounds the scaled weights of a block to the dtype; the kernel does not.
     rounds = dtype == jnp.bfloat16 and blocks > 1 and implementation == "xla"
-    np.testing.assert_allclose(found, wanted, atol=(5e-3 if rounds else 1e-5) * np.abs(wanted).max())
+    np.testing.assert_allclose(actual, expected, atol=(5e-3 if rounds else 1e-5) * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("implementation", ["xla", "gpu"])
 def test_sums_of_bfloat16_are_float32(implementation):
     x, stack = arrays(SHAPES[1], jnp.bfloat16)
-    found = stack_product(x, stack, jnp.int32(1), implementation=implementation)
-    wanted = np.asarray(x, np.float64) @ np.asarray(stack[1], np.float64)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    actual = stack_product(x, stack, jnp.int32(1), implementation=implementation)
+    expected = np.asarray(x, np.float64) @ np.asarray(stack[1], np.float64)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_it_is_triton_s_on_a_gpu():
+def test_a_gpu_uses_the_triton_kernel():
     x, stack = arrays(SHAPES[0], jnp.bfloat16)
     assert "stack_product" in lower_for_cuda(stack_product, x, stack, jnp.int32(1))
     for kind in EIGHT_BITS.values():
@@ -73,7 +73,7 @@ def test_it_is_triton_s_on_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"stack": jnp.zeros((3, 40, 8), jnp.bfloat16)}, "does not go with x float32"),
         ({"implementation": "tpu"}, "there is no implementation 'tpu'"),
@@ -85,10 +85,10 @@ def test_it_is_triton_s_on_a_gpu():
         ({"implementation": "gpu", "x": jnp.zeros((MOST_ROWS + 1, 40))}, "at most 64 rows, not 65"),
     ],
 )
-def test_what_does_not_go_together_is_refused(change, says):
-    given = {"x": jnp.zeros((2, 40)), "stack": jnp.zeros((3, 40, 8)), "layer": jnp.int32(1)} | change
-    with pytest.raises(ValueError, match=f"stack_product: .*{says}"):
-        stack_product(given.pop("x"), given.pop("stack"), given.pop("layer"), **given)
+def test_mismatched_arguments_are_refused(change, message):
+    arguments = {"x": jnp.zeros((2, 40)), "stack": jnp.zeros((3, 40, 8)), "layer": jnp.int32(1)} | change
+    with pytest.raises(ValueError, match=f"stack_product: .*{message}"):
+        stack_product(arguments.pop("x"), arguments.pop("stack"), arguments.pop("layer"), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,18 @@ def test_what_does_not_go_together_is_refused(change, says):
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("make", "own", "calls"),
+    ("make", "options", "calls"),
     [
         (tiny_model, {"mlp_bias": True}, 4),
-        # each of three traced layers has three such products, beside those of its experts
+        # Each of three traced layers has three such products besides those of its experts.
         (sliding_model, {"num_experts": 4, "experts_per_token": 2, "expert_bias": True}, 9),
     ],
     ids=["one kind", "two kinds and experts"],
 )
-def test_a_model_decodes_the_same_where_weights_lie(make, own, calls, mesh, monkeypatch):
-    """It decodes as on a GPU, with biases and norms, whose arrays are taken out of their stacks."""
+def test_a_model_decodes_the_same_with_weights_read_in_place(make, options, calls, mesh, monkeypatch):
+    """The model decodes as on a GPU. The arrays of its biases and norms are still sliced out of their stacks."""
     with jax.set_mesh(make_mesh(**mesh)):
-        model = make(attention_bias=True, attention_out_bias=True, **own)
+        model = make(attention_bias=True, attention_out_bias=True, **options)
         policy = policies_for(model, 8)["wgkv"].compile(model)
         sizes = {**sizes_of(model.config), "batch": 2, "tokens": 4, "dtype": jnp.float32}
 
@@ -124,16 +124,16 @@ def test_a_model_decodes_the_same_where_weights_lie(make, own, calls, mesh, monk
                 cache, hidden, _ = forward(model, view, cache, token, jnp.ones(2, jnp.int32))
                 return cache, model.logits(hidden)
 
-            cache, found = empty_cache(policy, **sizes), []
+            cache, actual = empty_cache(policy, **sizes), []
             for token in np.arange(8).reshape(4, 2, 1):
                 cache, new = run(model, policy.decode, cache, put(token, BATCH, None))
-                found.append(np.asarray(new))
-            return np.stack(found)
+                actual.append(np.asarray(new))
+            return np.stack(actual)
 
         monkeypatch.setattr(decoder, "_reads_in_place", lambda *x: False)
-        apart = logits()
+        expected_logits = logits()
         products = []
         monkeypatch.setattr(decoder, "_reads_in_place", lambda *x: True)
         monkeypatch.setattr(matrix, "stack_product", lambda *x: products.append(x) or stack_product(*x))
-        np.testing.assert_allclose(logits(), apart, rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(logits(), expected_logits, rtol=1e-5, atol=2e-5)
         assert len(products) == calls

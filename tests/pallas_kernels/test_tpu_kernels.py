@@ -1,6 +1,6 @@
-"""Tests of the TPU kernels without a TPU, with the real compiler and with an interpreter that sees races.
+"""Tests of the TPU kernels without a TPU, with the real compiler and with an interpreter that detects races.
 
-All run in processes of their own: libtpu would slow and dirty this one, and a bug may hang.
+All run in separate processes, since libtpu slows a process down and prints, and a planted bug may hang.
 """
 
 import importlib
@@ -27,7 +27,7 @@ def raced(op: str, mode: str) -> dict:
 
 
 def noticed(op: str, bug: str) -> bool:
-    """Return whether some mode gives a wrong value, a race, an error or no end."""
+    """Return True if some mode gives a wrong value, a race, an error or no end."""
     for mode in MODES:
         try:
             (report,) = run("race_cases", op, mode, bug, timeout=40)
@@ -40,7 +40,8 @@ def noticed(op: str, bug: str) -> bool:
 
 @pytest.fixture(scope="module")
 def outcome(request):
-    """Return the result of a test's process. The processes of all chosen tests run side by side, one a core."""
+    """Return a function that gives the result of a test's process. The processes of all selected tests run in parallel,
+    one per core."""
     jobs = {
         "test_compiles_for_a_tpu": compiled,
         "test_memory_for_long_prompts": compiled,
@@ -57,7 +58,7 @@ def outcome(request):
 
 
 CHIPS = [("v5e", "bounded"), *((chip, "all" if chip == "v5e" else "bounded") for chip in TPUS)]
-"""Chips, and the cases that are compiled for them: in CI the shapes that people use."""
+"""Chips, and the cases that are compiled for them. Only the first, the shapes in use, runs by default."""
 
 
 @WITH_LIBTPU

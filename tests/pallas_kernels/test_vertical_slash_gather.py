@@ -1,5 +1,4 @@
-"""Tests of the TPU kernel that takes the seen keys out of a list, with the same entries, to the bit, as XLA's
-gather."""
+"""Tests of the TPU kernel that gathers the seen keys of a list. The entries equal those of XLA's gather bit by bit."""
 
 import functools
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.vertical_slash import key_lists
-from pallas_kernels.vertical_slash.tpu_gather import seen
+from pallas_kernels.vertical_slash.tpu_gather import gather_seen
 
 WINDOW = 5
 
@@ -19,14 +18,14 @@ WINDOW = 5
 @functools.cache
 def compiled(block):
     def expected(keys):
-        return key_lists.seen(keys._replace(k=keys.k[1:], v=keys.v[1:]))
+        return key_lists.gather_seen(keys._replace(k=keys.k[1:], v=keys.v[1:]))
 
-    return jax.jit(functools.partial(seen, block=block, row=1)), jax.jit(expected)
+    return jax.jit(functools.partial(gather_seen, block=block, row=1)), jax.jit(expected)
 
 
 def keys(s, head_dim, dtype, gated, counts, seed):
-    """Return a row for each count of seen keys, which are anywhere. NaN is beside them, and another row's keys are
-    before them. The marks of all use all of their bits."""
+    """Return a row for each count of seen keys, which are at random places among NaN. Another row's keys come first.
+    The marks use all of their bits."""
     rng = np.random.default_rng(seed)
     r = len(counts)
     start = np.broadcast_to(np.arange(s) + WINDOW, (r, s))
@@ -44,7 +43,7 @@ def check(block, given_keys):
     for row, count in enumerate(counts):
         for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(x[row, :count], y[row, :count])
-        # what follows in the block is walked over too
+        # The walk also covers the rest of the block.
         walked = slice(count, -(-count // block) * block)
         assert not np.any(actual.k[row, walked])
         assert not np.any(actual.v[row, walked])
@@ -59,7 +58,7 @@ def check(block, given_keys):
 )
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
-def test_the_seen_keys_in_order(s, block, head_dim, dtype, gated, data):
+def test_the_seen_keys_are_gathered_in_order(s, block, head_dim, dtype, gated, data):
     edges = [n + more for n in range(0, s, block) for more in (-1, 0, 1)]
     count = st.sampled_from([x for x in edges if 0 <= x < s]) | st.integers(0, s) | st.just(s)
     counts = data.draw(st.tuples(count, count, count))
@@ -67,5 +66,5 @@ def test_the_seen_keys_in_order(s, block, head_dim, dtype, gated, data):
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (256, jnp.bfloat16)])
-def test_head_dims(head_dim, dtype):
+def test_seen_keys_of_other_head_dims_are_gathered(head_dim, dtype):
     check(128, keys(300, head_dim, dtype, True, (131, 300), 0))

@@ -19,7 +19,7 @@ from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.interpreted import INTERPRETED
 
 FOREVER = jnp.iinfo(jnp.int32).max
-NEW = jax.__version_info__ >= (0, 11)
+JAX_0_11 = jax.__version_info__ >= (0, 11)
 
 pytestmark = pytest.mark.thorough
 
@@ -33,8 +33,8 @@ CASES = {
 
 
 def arguments(n, k, t, s, h, window, gated, ending):
-    """Return inputs whose first quarter of ending keys ends in the middle. Half of the others stay, and some are never
-    seen."""
+    """Return inputs in which the first quarter of the keys ends in the middle of the queries. Half of the others stay,
+    and some are never seen."""
     rng = np.random.default_rng(0)
     q, key, value = (
         jnp.asarray(rng.normal(size=x), jnp.bfloat16) for x in ((1, n, t, h), (1, k, s, h), (1, k, s, h))
@@ -51,9 +51,9 @@ def interpreted(window, dtype, *arguments):
     """Return o of `dtype` and lse, and whether anything raced."""
     q, k, *_ = arguments
     params = InterpretGPUParams(detect_races=True)
-    if not NEW:  # its interpreter has nothing better for what TMA fills with zeros
+    if not JAX_0_11:  # Its interpreter cannot otherwise imitate TMA, which fills with zeros.
         params = dataclasses.replace(params, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
-    band, far = key_lists.gathered(*key_lists.shown_by_row(*arguments[1:]), window=window)
+    band, far = key_lists.gathered(*key_lists.zero_unseen_by_row(*arguments[1:]), window=window)
     first = k.shape[2] - q.shape[2]
     out = hopper.attend(
         q, band, far, dtype, first=first, window=window, interpret=params, machine=INTERPRETED
@@ -69,14 +69,14 @@ def check(case, dtype=jnp.bfloat16):
     if end is not None:
         k, v = (jnp.where((end > jnp.arange(end.shape[-1]))[..., None], x, jnp.nan) for x in (k, v))
     (o, lse), raced = interpreted(window, dtype, q, k, v, end, gate)
-    # probabilities are bfloat16 whatever the output is
+    # Probabilities are bfloat16 for every dtype of the output.
     assert_attention_close((o.astype(q.dtype), lse), reference(*given, window, q.dtype))
     assert not raced
     return np.asarray(o, np.float32)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_races(case):
+def test_values_are_right_and_nothing_races(case):
     check(CASES[case])
 
 
@@ -120,7 +120,7 @@ def test_lowers_for_a_gpu(function, case):
     assert "mosaic_gpu" in lower_for_cuda(function, q, kv, kv, end, gate)
 
 
-def test_gradients_are_summed_over_no_devices():
+def test_gradients_are_not_summed_over_devices():
     def loss(q, k, v):
         split = jax.shard_map(functools.partial(call, end=None, log_gate=None), out_specs=P("chip"))
         return split(q, k, v)[0].astype(jnp.float32).sum()
@@ -142,7 +142,7 @@ def test_gradients_are_summed_over_no_devices():
         (64, jnp.bfloat16, "NVIDIA A100-SXM4-40GB", "H100 or H200, not NVIDIA A100"),
     ],
 )
-def test_what_it_does_not_take_is_one_line(h, dtype, kind, message):
+def test_unsupported_arguments_are_refused_in_one_line(h, dtype, kind, message):
     x = jax.ShapeDtypeStruct((1, 2, 64, h), dtype)
     with pytest.raises(ValueError, match="^vertical_slash: implementation 'hopper' takes ") as error:
         lower_for_cuda(functools.partial(call, end=None, log_gate=None), x, x, x, kind=kind)

@@ -1,4 +1,4 @@
-"""Tests of the TPU kernels where the far list is made a few heads at a time, and where no block divides the keys."""
+"""Tests of the TPU kernels with far lists of a few heads at a time, and with numbers of keys that no block divides."""
 
 import functools
 
@@ -14,8 +14,8 @@ WINDOW = 20
 
 
 def arguments(b, n, k, t, s, h, dtype, seed=0):
-    """Return q, k, v, end and log_gate, of which a tenth is -inf. Padding is before the first keys of each sequence and
-    among the others, with NaN in k and v, and 30% of the keys are kept."""
+    """Return q, k, v, end and log_gate. A tenth of the gates is -inf, and 30% of the keys are kept. There is padding
+    at the beginning of each sequence and among the other keys, with NaN in k and v."""
     rng = np.random.default_rng(seed)
     q, key, value = (
         jnp.asarray(rng.normal(size=x), dtype) for x in ((b, n, t, h), (b, k, s, h), (b, k, s, h))
@@ -33,7 +33,7 @@ def documents(b, s):
     return jnp.asarray(np.arange(s) * 3 // s + np.zeros((b, 1), int), jnp.int32)
 
 
-CASES = {  # b, n, k, t, s, h, dtype; gated; packed. Rows come one at a time; last tiles are their own or moved back
+CASES = {  # b, n, k, t, s, h, dtype; gated; packed. Last tiles are padded copies or moved back.
     "groups of 3": ((1, 6, 2, 70, 90, 64, jnp.float32), False, True),
     "gates": ((2, 2, 2, 300, 700, 128, jnp.float32), True, True),
     "bfloat16": ((2, 8, 4, 300, 650, 256, jnp.bfloat16), True, False),
@@ -41,7 +41,7 @@ CASES = {  # b, n, k, t, s, h, dtype; gated; packed. Rows come one at a time; la
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_few_heads_at_a_time(case, monkeypatch):
+def test_lists_of_a_few_heads_at_a_time_equal_the_reference(case, monkeypatch):
     monkeypatch.setattr(tpu_gather, "SMALL", 0)
     shape, gated, packed = CASES[case]
     q, k, v, end, gate = arguments(*shape)
@@ -58,8 +58,8 @@ def test_a_few_heads_at_a_time(case, monkeypatch):
 
 
 @pytest.mark.parametrize("s", [pytest.param(640, marks=pytest.mark.thorough), 650])
-def test_gradients(s, monkeypatch):
-    """Keys that nobody sees get no gradient, though there is NaN in them."""
+def test_unseen_keys_get_no_gradient(s, monkeypatch):
+    """Keys that no query sees may be NaN."""
     monkeypatch.setattr(tpu_gather, "SMALL", 0)
     shape = 1, 4, 2, 200, s, 64
     *qkv, end, gate = arguments(*shape, jnp.float32)
@@ -72,13 +72,13 @@ def test_gradients(s, monkeypatch):
 
         return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*x)
 
-    shown = [np.nan_to_num(x) for x in qkv]
-    assert_gradients_close(gradients("tpu", *qkv, gate), gradients("reference", *shown, gate))
+    visible = [np.nan_to_num(x) for x in qkv]
+    assert_gradients_close(gradients("tpu", *qkv, gate), gradients("reference", *visible, gate))
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_causal_of_a_length_that_no_block_divides(gated):
-    """Far tiles are of the keys as they are, and the last of them is its own (650) or moved back (640)."""
+def test_causal_attention_over_lengths_that_no_block_divides(gated):
+    """Far tiles are read in place. The last one is a padded copy (650) or moved back (640)."""
     for s in (640, 650):
         q, k, v, _, gate = arguments(1, 4, 2, 150, s, 32, jnp.float32)
         k, v = np.nan_to_num(k), np.nan_to_num(v)

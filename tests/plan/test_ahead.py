@@ -1,4 +1,4 @@
-"""Tests of compiling for chips that are not here, in a process of its own."""
+"""Tests of compiling for chips that are not here, in a separate process."""
 
 import dataclasses
 import importlib.util
@@ -13,7 +13,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.plan import ahead
-from kvjax.plan.ahead import CHIPS, GPU_SHARE, Job, Topology, compiled
+from kvjax.plan.ahead import CHIPS, GPU_SHARE, Job, Topology, compile_job
 from kvjax.plan.programs import TABLES, WEIGHTS, ServeConfig, Serving
 
 pytestmark = pytest.mark.slow
@@ -25,19 +25,19 @@ JOB = Job("decode", ("--mesh", "4", "--batch", "8"), 64, topology="v5e:2x2")
 @pytest.mark.parametrize(
     ("text", "chip", "count"), [("v5e:2x4", "v5e", 8), ("v5p:2x2x1", "v5p", 4), ("h100:8", "h100", 8)]
 )
-def test_a_slice_is_a_chip_and_a_count(text, chip, count):
+def test_a_slice_is_parsed_as_a_chip_and_a_count(text, chip, count):
     topology = Topology.parse(text)
     assert (topology.chip, topology.count) == (chip, count)
     assert topology.platform == ("cuda" if chip == "h100" else "tpu")
 
 
 @pytest.mark.parametrize("text", ["v5e", "v5e:", "v5e:2x4x1", "v5p:8", "h100:2x4", "a100:8", "v5e:0x4"])
-def test_another_is_refused_in_one_line(text):
+def test_an_unknown_slice_is_refused_in_one_line(text):
     with pytest.raises(UserError, match=f"^--topology {text}: .*(expected a chip|slices of)"):
         Topology.parse(text)
 
 
-def test_jax_takes_a_share_of_a_gpu(monkeypatch):
+def test_only_a_share_of_a_gpu_is_usable(monkeypatch):
     monkeypatch.delenv(GPU_SHARE, raising=False)
     assert Topology.parse("h100:8").usable == CHIPS["h100"] * 3 // 4
     monkeypatch.setenv(GPU_SHARE, "0.5")
@@ -45,7 +45,7 @@ def test_jax_takes_a_share_of_a_gpu(monkeypatch):
     assert Topology.parse("v5e:2x4").usable == 15.75 * 2**30
 
 
-def test_a_compiler_that_is_missing_is_named(monkeypatch):
+def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="compiling for a TPU needs libtpu: pip install 'kvjax\\[tpu\\]'"):
         Topology.parse("v5e:2x4").check_compiler()
@@ -61,10 +61,10 @@ def weight_bytes(c):
 @libtpu
 def test_training_on_four_chips(folder, shape):
     arguments = "--model", str(folder), "--mesh", "2x2", "--window", "32", "--lengths", "64", "--shares", "1"
-    found = compiled(Job("train", arguments, 128, topology="v5e:2x2"))
-    assert found.parts[WEIGHTS] == weight_bytes(shape)
-    assert found.parts["batch"] == 4 * 128 + 4, "the job's length, and a step"
-    assert not found.refused
+    memory = compile_job(Job("train", arguments, 128, topology="v5e:2x2"))
+    assert memory.parts[WEIGHTS] == weight_bytes(shape)
+    assert memory.parts["batch"] == 4 * 128 + 4, "the job's length, and a step"
+    assert not memory.refused
 
 
 @libtpu
@@ -72,46 +72,48 @@ def test_training_on_four_chips(folder, shape):
 def test_serving_on_four_chips(folder, shape, stage):
     """Pages hold 64 tokens, as on TPUs."""
     arguments = "--model", str(folder), "--mesh", "4", "--batch", "8", "--context", "64"
-    found = compiled(Job(stage, arguments, 1024, topology="v5e:2x2"))
-    assert found.parts[WEIGHTS] == weight_bytes(shape)
+    memory = compile_job(Job(stage, arguments, 1024, topology="v5e:2x2"))
+    assert memory.parts[WEIGHTS] == weight_bytes(shape)
     mesh = make_mesh(fsdp=4)
     with jax.set_mesh(mesh):
-        told = ServeConfig(context=1024, batch=8)
-        tables = getattr(Serving(told, shape, "bfloat16", mesh), stage)().parts[TABLES]
-    here = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tables))
-    assert found.parts[TABLES] < here, "pages of 16 tokens"
-    assert not found.refused
+        options = ServeConfig(context=1024, batch=8)
+        tables = getattr(Serving(options, shape, "bfloat16", mesh), stage)().parts[TABLES]
+    small_page_bytes = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tables)
+    )
+    assert memory.parts[TABLES] < small_page_bytes, "the planned pages have 64 tokens"
+    assert not memory.refused
 
 
 @pytest.mark.thorough
 @libtpu
-def test_what_the_process_finds_wrong_is_one_line(folder):
+def test_an_error_of_the_process_is_one_line(folder):
     with pytest.raises(UserError, match="^--topology v5e:3x7: the compiler knows no such slice"):
-        compiled(Job("decode", ("--model", str(folder), "--mesh", "21"), 64, topology="v5e:3x7"))
+        compile_job(Job("decode", ("--model", str(folder), "--mesh", "21"), 64, topology="v5e:3x7"))
 
 
-def test_an_exception_s_message_is_the_answer(monkeypatch, capsys):
+def test_the_process_replies_with_the_message_of_an_exception(monkeypatch, capsys):
     def fail(job):
         raise RuntimeError("INTERNAL: the\nkernel")
 
     monkeypatch.setattr("kvjax.plan.programs.mesh_of", fail)
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(dataclasses.asdict(JOB))))
     ahead.main()
-    answer = {"wrong": "decode, 64 tokens, on v5e:2x2: RuntimeError: INTERNAL: the kernel"}
-    assert json.loads(capsys.readouterr().out) == answer
+    reply = {"error": "decode, 64 tokens, on v5e:2x2: RuntimeError: INTERNAL: the kernel"}
+    assert json.loads(capsys.readouterr().out) == reply
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "line"),
+    ("code", "stderr", "line"),
     [
         (-9, "W1124 a warning", r"was killed \(SIGKILL\): this machine may have too little memory"),
-        (-6, "F1124 10:00 Check failed: x\n*** trace\n@ 0x1", "ended with SIGABRT, and said: F1124 .*: x$"),
-        (1, "No module named 'jax'\n\n", "ended with exit code 1, and said: No module named 'jax'$"),
-        (1, "", "ended with exit code 1, and said: nothing$"),
+        (-6, "F1124 10:00 Check failed: x\n*** trace\n@ 0x1", "ended with SIGABRT and printed: F1124 .*: x$"),
+        (1, "No module named 'jax'\n\n", "ended with exit code 1 and printed: No module named 'jax'$"),
+        (1, "", "ended with exit code 1 and printed: nothing$"),
     ],
 )
-def test_a_process_that_gives_no_answer(code, said, line, monkeypatch):
-    ended = subprocess.CompletedProcess([], code, stdout="", stderr=said)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+def test_a_process_that_gives_no_reply_is_described(code, stderr, line, monkeypatch):
+    process = subprocess.CompletedProcess([], code, stdout="", stderr=stderr)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: process)
     with pytest.raises(UserError, match=line):
-        compiled(JOB)
+        compile_job(JOB)

@@ -13,7 +13,7 @@ from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import feed
 from kvjax.inference.prefill import CHUNK
 from kvjax.mesh import AXES, BATCH, HEADS, P, gather, use_mesh
-from kvjax.models.decoder import own_values, scan_layers
+from kvjax.models.decoder import scan_layers, unfused_values
 from tests.policies.published import Captured
 from tests.tiny_models import tiny_model
 
@@ -32,8 +32,8 @@ def unnormed():
 
 @functools.cache
 def two_prompts() -> list[np.ndarray]:
-    """Return two prompts in which no token occurs twice: the first layer's scores would be equal up to their last
-    bit."""
+    """Return two prompts in which no token occurs twice, because repeated tokens would have equal scores in the first
+    layer, up to rounding."""
     random = np.random.default_rng(3)
     return [random.permutation(61)[:length] for length in LENGTHS]
 
@@ -65,7 +65,7 @@ def captured_layers(model, prompt) -> list[Captured]:
     with use_mesh(model):
         found = _captured(model, tokens)
     arrays = [np.asarray(x, np.float64)[:, 0, :, : len(prompt)] for x in found]
-    output = np.asarray(own_values(model)["layers.o.value"], np.float64)
+    output = np.asarray(unfused_values(model)["layers.o.value"], np.float64)
     frequencies = model.config.rotation()[0].astype(np.float64)
     return [
         Captured(arrays[0][layer, 0], *(x[layer] for x in arrays[1:]), output[layer], frequencies[layer])
@@ -74,7 +74,7 @@ def captured_layers(model, prompt) -> list[Captured]:
 
 
 def scored(model, policy, prompts):
-    """Return a prefilled cache's scores `[l b k s]`, aligned with the right end."""
+    """Return the scores `[l b k s]` of a prefilled cache, aligned with the right end."""
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, prompts, 0, PAGE, None)
@@ -103,26 +103,34 @@ def scored(model, policy, prompts):
         return np.asarray(jax.jit(run)(*arguments))
 
 
+def retained_pages(cache, layer, b, head) -> np.ndarray:
+    """Return the indices of the pages of a head's retained entries."""
+    first = caches.ring_pages(cache.window, cache.page_size)
+    count = -(-int(cache.layers.length[layer, b, head]) // cache.page_size)
+    return np.asarray(cache.layers.page_table)[layer, b, head, first : first + count]
+
+
 def entries(cache, layer, b, head) -> np.ndarray:
     """Return the keys of a head's retained entries."""
-    ring = caches.ring_pages(cache.window, cache.page_size)
     length = int(cache.layers.length[layer, b, head])
-    pages = np.asarray(cache.layers.page_table)[layer, b, head, ring : ring - (-length // PAGE)]
-    rows = np.asarray(cache.pages.pool)[pages].reshape(-1, cache.pages.pool.shape[-1])[:length]
+    pages = np.asarray(cache.pages.pool)[retained_pages(cache, layer, b, head)]
+    rows = pages.reshape(-1, pages.shape[-1])[:length]
     return rows[:, : rows.shape[1] // 2]
 
 
 def pages_are_whole(cache):
-    """Check that every page is free or belongs to as many heads as its counter says (one, if no fork shares it). A head
-    has no more pages than it needs, neither for retained entries nor for its local window."""
-    length, ring = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
+    """Check that every page is free or belongs to as many heads as its counter says (one, if no fork shares it), and
+    that a head has no more pages than its retained entries and its local window need."""
+    length, window_pages = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
-    rings = caches.ring_pages(np.minimum(np.asarray(cache.counted) + 1, cache.window), PAGE)
+    used_window_pages = caches.ring_pages(np.minimum(np.asarray(cache.counted) + 1, cache.window), PAGE)
     column, used = np.arange(table.shape[-1]), []
     for row in np.ndindex(length.shape):
-        mine = (column < rings[row[1]]) | ((column >= ring) & (column < ring - (-length[row] // PAGE)))
-        used += table[row][mine].tolist()
-        assert (table[row][~mine] >= pool).all()
+        belongs = (column < used_window_pages[row[1]]) | (
+            (column >= window_pages) & (column < window_pages - (-length[row] // PAGE))
+        )
+        used += table[row][belongs].tolist()
+        assert (table[row][~belongs] >= pool).all()
     free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
     rows = np.bincount(np.array(used, int), minlength=pool)
     assert sorted([*set(used), *free]) == list(range(pool))

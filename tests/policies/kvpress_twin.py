@@ -1,5 +1,5 @@
-"""Compute with kvpress the kept entries of a context and the next logits, and with torch the logits if each head sees
-exactly given entries. Needs torch and kvpress."""
+"""Compute the kept entries of a context and the next logits with kvpress, and the logits of heads that see exactly the
+given entries with torch. Needs torch and kvpress."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ Kept = list[list[set[int]]]
 
 @dataclass(frozen=True)
 class Pressed:
-    """A context under a press: its keys before compression by layer `[k t h]`, which of them are kept, and the cache. A
-    mask per head lives in the torch model until its next prefill."""
+    """A compressed context: its keys before compression by layer `[k t h]`, the kept entries, and the cache. The torch
+    model holds a mask per head until its next prefill."""
 
     keys: list[np.ndarray]
     kept: Kept
@@ -75,17 +75,17 @@ def keys(cache: DynamicCache) -> list[np.ndarray]:
 def masked(twin: Any) -> list[list[tuple[int, int, int]]]:
     """Return by layer the (sequence, head, place) of the entries that the last prefill's press masked instead of
     removing."""
-    found = (layer.self_attn.masked_key_indices for layer in twin.model.layers)
-    return [[] if x is None else list(zip(*(i.tolist() for i in x), strict=True)) for x in found]
+    indices = (layer.self_attn.masked_key_indices for layer in twin.model.layers)
+    return [[] if x is None else list(zip(*(i.tolist() for i in x), strict=True)) for x in indices]
 
 
-def places(some: np.ndarray, every: np.ndarray) -> set[int]:
-    """Return the positions of `some` [s h] of one head's keys among all of them [t h]."""
-    gap = np.abs(some[:, None] - every).max(-1)
-    assert (gap.min(1) < 1e-4).all(), "a key that the context does not have"
-    found = set(gap.argmin(1).tolist())
-    assert len(found) == len(some), "a key is there twice"
-    return found
+def places(kept: np.ndarray, keys: np.ndarray) -> set[int]:
+    """Return the positions of kept keys [s h] among all keys [t h] of one head."""
+    gap = np.abs(kept[:, None] - keys).max(-1)
+    assert (gap.min(1) < 1e-4).all(), "the context does not have this key"
+    positions = set(gap.argmin(1).tolist())
+    assert len(positions) == len(kept), "a key occurs twice"
+    return positions
 
 
 @torch.no_grad()

@@ -119,11 +119,11 @@ def r_kv(c: Captured, observed: int = 8, pool: int = 7, balance: float = 0.07) -
 
 
 def kvzip(
-    c: Captured, tokens: int, end: int, one: Any, queries: slice = slice(None), plus: bool = False
+    c: Captured, tokens: int, end: int, pass_: Any, queries: slice = slice(None), plus: bool = False
 ) -> np.ndarray:
-    """Return the scores of a pass's part `[k s]`, by some of its queries, for a prompt of `tokens` tokens followed by a
-    pass that ends at `end`. plus: KVzip+."""
-    seen = np.r_[: one.first, one.start : one.stop, tokens:end]
+    """Return the scores of a pass's part `[k s]`, from these of its queries. The prompt has `tokens` tokens, and the
+    pass after it ends at `end`. plus: KVzip+."""
+    seen = np.r_[: pass_.first, pass_.start : pass_.stop, tokens:end]
     own = end - tokens
     logits = np.einsum("nth,nsh->nts", c.q[:, tokens:end], np.repeat(c.k[:, seen], c.group, 0))
     visible = np.tril(np.ones((own, len(seen)), bool), len(seen) - own)
@@ -133,7 +133,7 @@ def kvzip(
             np.einsum("nsh,nhd->nsd", np.repeat(c.v[:, seen], c.group, 0), c.output), axis=-1
         )
         p = p * added[:, None] / np.linalg.norm(c.hidden[tokens:end], axis=-1)[:, None]
-    largest = p[:, queries, one.first : one.first + one.stop - one.start].max(1)
+    largest = p[:, queries, pass_.first : pass_.first + pass_.stop - pass_.start].max(1)
     return largest.reshape(len(c.k), c.group, -1).max(1)
 
 
@@ -168,8 +168,9 @@ def triattention(
     frequencies: np.ndarray,
     tokens: int,
 ) -> np.ndarray:
-    """Return TriAttention's scores `[s]` of one kv head's keys `[s h]`, from a group's statistics `[g h/2]`, after so
-    many tokens. Keys are turned back by their positions, and every distance is looked at, as in the authors' code."""
+    """Return TriAttention's scores `[s]` of one kv head's keys `[s h]`, from a group's statistics `[g h/2]`, after
+    `tokens` tokens. Keys are rotated back by their positions, and every distance is evaluated, as in the authors'
+    code."""
     turned = len(frequencies)
     halves = [*np.split(k[:, : 2 * turned], 2, 1), *np.split(k[:, 2 * turned :], 2, 1)]
     omega = np.pad(frequencies, (0, k.shape[1] // 2 - turned))
@@ -195,7 +196,7 @@ def output_norm(c: Captured) -> np.ndarray:
 
 
 def defensive(c: Captured, observed: int, places: np.ndarray, pool: int = 5) -> np.ndarray:
-    """Return DefensiveKV's scores. places: the most entries of each head's first stage `[k]`."""
+    """Return DefensiveKV's scores. places: the largest numbers of entries in each head's first stage `[k]`."""
     p = attention(c)[:, -observed:, :-observed]
     smooth = np.lib.stride_tricks.sliding_window_view(
         np.pad(p, ((0, 0), (0, 0), (pool // 2, pool // 2))), pool, -1
@@ -209,10 +210,10 @@ def defensive(c: Captured, observed: int, places: np.ndarray, pool: int = 5) -> 
     mean = over_group(p.mean(1), c.group)
     beta = mean[:, -observed:].sum(-1).mean()
     first = np.zeros(score.shape, bool)
-    for head, (row, most) in enumerate(zip(mean, places, strict=True)):
+    for head, (row, count) in enumerate(zip(mean, places, strict=True)):
         order = np.argsort(-row)
         reached = np.cumsum(row[order]) / row.sum()
-        first[head, order[: min(np.argmax(reached >= 0.9 - beta), most)]] = True
+        first[head, order[: min(np.argmax(reached >= 0.9 - beta), count)]] = True
     return np.pad(np.where(first, score.max(), score), ((0, 0), (0, observed)))
 
 

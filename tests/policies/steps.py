@@ -26,9 +26,8 @@ def shape_of(step: Step) -> Shape:
     return Shape(batch, heads, step.q.shape[1] // heads, head_dim, step.k.dtype)
 
 
-def whole(step):
-    """Return a method's arguments for sequences that begin with this step: the tokens before it, and how many of it are
-    real."""
+def from_start(step):
+    """Return a method's arguments `seen` and `valid` for sequences that begin with this step."""
     b, t = step.position.shape
     return jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
 

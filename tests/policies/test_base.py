@@ -6,11 +6,11 @@ from kvjax.policies.base import Admission, Eviction
 
 
 @pytest.mark.parametrize(("role", "missing"), [(Admission, "keep, score"), (Eviction, "score")])
-def test_a_method_that_lacks_a_function_is_refused_when_it_is_made(role, missing):
+def test_an_incomplete_method_cannot_be_made(role, missing):
     with pytest.raises(TypeError, match=missing.replace(", ", ".*")):
         type("Half", (role,), {})()
 
 
-def test_a_function_that_nobody_would_call_is_refused():
+def test_a_function_of_a_mixin_needs_the_mixin():
     with pytest.raises(TypeError, match="Half defines observe and must derive from Observer"):
         type("Half", (Eviction,), {"observe": lambda *_: ()})

@@ -8,11 +8,11 @@ from kvjax.policies import Size
 from kvjax.policies.budget import Shares, chunk_pyramid
 
 
-def test_a_last_chunk_below_the_window_is_all_kept_in_every_layer():
+def test_a_chunk_shorter_than_the_window_is_kept_whole_in_every_layer():
     np.testing.assert_array_equal(Shares(pyramid=2.0).chunk_counts([3], [3], [6], 3, 6), [[3], [3], [3]])
 
 
-def test_many_layers_of_a_small_chunk_share_what_there_is():
+def test_many_layers_share_the_budget_of_a_small_chunk():
     """The paper's code rounds the step between layers down, here to nothing: all layers would get the first one's
     budget."""
     budgets = chunk_pyramid(6, 64, 0, 36, 0, 20.0)
@@ -20,14 +20,14 @@ def test_many_layers_of_a_small_chunk_share_what_there_is():
     assert sum(budgets) / 36 == pytest.approx(6, abs=0.5)
 
 
-def test_a_pyramid_leaves_every_layer_what_always_stays():
+def test_a_pyramid_leaves_every_layer_its_protected_entries():
     """Each layer keeps at least 12 of 30. With β 20 the last layer would get 2, and sinks and the newest entries would
     compete."""
     assert Shares(pyramid=20.0).counts([30.0], [60], 3, [12])[:, 0].tolist() == [48, 30, 12]
     assert Shares(pyramid=20.0).counts([30.0], [600], 3, [12])[:, 0].tolist() == [30, 30, 30]
 
 
-def test_layers_of_a_chunk_share_like_the_papers_code():
+def test_chunk_pyramids_match_the_papers_code():
     """The worked example has 32 layers and 32,768 tokens, 30% kept, in the naive and the patched form."""
     kept = int(0.3 * 32768)
     budgets = chunk_pyramid(kept - 64, 32768 - 64, 64, 32, 64, 20.0)
@@ -41,7 +41,7 @@ def test_layers_of_a_chunk_share_like_the_papers_code():
     assert chunk_pyramid(70, 100, 0, 4, 8, 20.0) == [70] * 4
 
 
-def test_what_means_nothing_is_refused_in_one_line():
+def test_an_invalid_size_is_refused_in_one_line():
     with pytest.raises(UserError) as error:
         Size("2GiG")
     assert str(error.value) == "budget: size must be a whole number of at least 1, got '2GiG'"

@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache as caches
 from kvjax import inference
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.chance import text_hash, uniform
-from tests.policies.captured import PAGE, captured_layers, entries
+from tests.policies.captured import PAGE, captured_layers, entries, retained_pages
 from tests.policies.steps import step
 from tests.tiny_models import tiny_model
 
@@ -20,8 +19,8 @@ METHODS = {"random": {"ratio": 0.5, "window": 5}, "random_eviction": {"entries":
 
 
 @pytest.fixture(scope="module")
-def alike():
-    """Return two prompts with the same first tokens."""
+def prompts_with_shared_start():
+    """Return two prompts with the same first `SHARED` tokens."""
     random = np.random.default_rng(3)
     first, second = (random.permutation(61)[:TOKENS] for _ in range(2))
     return [first, np.concatenate([first[:SHARED], second[SHARED:]])]
@@ -38,7 +37,7 @@ def hashed(*parts):
     return x
 
 
-def test_the_hashes_are_the_formulas():
+def test_hashes_match_their_formulas():
     at = step([[7, 8, -1], [0, 1, 2]])
     token = np.asarray(at.token).tolist()
     before = [12345, 2**32 - 1]
@@ -75,27 +74,30 @@ def places(model, cache, row, prompt) -> list[set[int]]:
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x == "random" else pytest.mark.thorough) for x in METHODS]
 )
-def test_sequences_differ_and_are_the_same_in_any_batch_chunking_and_mesh(model, alike, name):
-    together = prefilled(model, name, alike, TOKENS)
-    first, second = (places(model, together, row, prompt) for row, prompt in enumerate(alike))
+def test_kept_tokens_depend_on_the_sequence_and_not_on_batch_chunks_or_mesh(
+    model, prompts_with_shared_start, name
+):
+    together = prefilled(model, name, prompts_with_shared_start, TOKENS)
+    first, second = (
+        places(model, together, row, prompt) for row, prompt in enumerate(prompts_with_shared_start)
+    )
     for one, other in zip(first, second, strict=True):
         assert {x for x in one if x >= SHARED} != {x for x in other if x >= SHARED}
         if name == "random":
             assert {x for x in one if x < SHARED} == {x for x in other if x < SHARED}
-    alone_in_chunks = prefilled(model, name, alike[1:], 8)
-    other_row_token_by_token = prefilled(model, name, alike[::-1], 1)
+    alone_in_chunks = prefilled(model, name, prompts_with_shared_start[1:], 8)
+    other_row_token_by_token = prefilled(model, name, prompts_with_shared_start[::-1], 1)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
-        split = prefilled(tiny_model(qk_norm=False), name, alike[::-1], 16)
+        split = prefilled(tiny_model(qk_norm=False), name, prompts_with_shared_start[::-1], 16)
     for cache in (alone_in_chunks, other_row_token_by_token):
         for layer, head in np.ndindex(3, 4):
             np.testing.assert_allclose(
                 entries(cache, layer, 0, head), entries(together, layer, 1, head), atol=1e-4
             )
-    pool, ring = np.asarray(split.pages.pool), caches.ring_pages(split.window, PAGE)
+    pool = np.asarray(split.pages.pool)
     for layer, row, head in np.ndindex(3, 2, 4):
         # pages are numbered by shard: two shards of sequences, each with two of heads
         shard = pool.reshape(4, -1, *pool.shape[1:])[2 * row + head // 2]
         length = int(np.asarray(split.layers.length)[layer, row, head])
-        own = shard[np.asarray(split.layers.page_table)[layer, row, head, ring : ring - (-length // PAGE)]]
-        want = entries(together, layer, 1 - row, head)
-        np.testing.assert_allclose(own.reshape(-1, 16)[:length, :8], want, atol=1e-4)
+        found = shard[retained_pages(split, layer, row, head)].reshape(-1, 16)[:length, :8]
+        np.testing.assert_allclose(found, entries(together, layer, 1 - row, head), atol=1e-4)

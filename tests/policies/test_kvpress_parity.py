@@ -2,7 +2,7 @@
 the next token's logits. Where kvpress's own logits do not follow from its masks, the reference is torch over exactly
 these entries.
 
-kvpress's compression ratio is the share that goes, ours is the share that stays.
+kvpress's compression ratio is the share of entries that are dropped, ours is the share that stays.
 """
 
 import jax
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache as caches
 from kvjax.inference import prefill
 from kvjax.inference.forward import forward
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
-from kvjax.policies.budget import Ratio, whole
+from kvjax.policies.budget import Ratio, whole_entries
 from tests.models.cases import LLAMA, QWEN3, write_folder
+from tests.policies.captured import entries
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 SKIPPED = "the parity extra is not installed (kvpress needs Python below 3.13)"
@@ -91,23 +91,18 @@ def models(tmp_path_factory):
 
 
 def policy_for(name, model, ratio):
-    told = METHODS[name][1]
-    base = "snapkv" if "observed" in told else name.split(",")[0]
-    return make_policy({base: {"ratio": ratio} | told}, model=model)
+    options = METHODS[name][1]
+    base = "snapkv" if "observed" in options else name.split(",")[0]
+    return make_policy({base: {"ratio": ratio} | options}, model=model)
 
 
 def kept(cache, keys, row=0):
     """Return the positions of our entries, found by their keys."""
-    ring, size = caches.ring_pages(cache.window, cache.page_size), cache.page_size
-    length, table = np.asarray(cache.layers.length)[:, row], np.asarray(cache.layers.page_table)[:, row]
-    pool = np.asarray(cache.pages.pool)
-
-    def positions(layer, head):
-        pages = table[layer, head, ring : ring - (-length[layer, head] // size)]
-        entries = pool[pages].reshape(-1, pool.shape[-1])[: length[layer, head]]
-        return twins.places(entries[:, : pool.shape[-1] // 2], keys[layer][head])
-
-    return [[positions(layer, head) for head in range(length.shape[1])] for layer in range(len(length))]
+    layers, _, heads = cache.layers.length.shape
+    return [
+        [twins.places(entries(cache, layer, row, head), keys[layer][head]) for head in range(heads)]
+        for layer in range(layers)
+    ]
 
 
 run = jax.jit(forward, static_argnames="write")
@@ -127,7 +122,7 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=lambda x: x)
-def test_same_entries_and_same_logits(models, family, name):
+def test_entries_and_logits_are_the_same(models, family, name):
     twin, model = models[family]
     for ratio in (0.5, 0.25):
         theirs = twins.press_context(twin, CONTEXT, METHODS[name][0](ratio))
@@ -139,17 +134,17 @@ def test_same_entries_and_same_logits(models, family, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_oraclekv_with_the_question_for_guidance_is_snapkv_with_it_in_its_window(models, family):
+def test_oraclekv_guided_by_the_question_matches_snapkv_with_the_question(models, family):
     """SnapKV's budget counts the window, which it keeps; OracleKV neither counts nor keeps the guidance."""
     twin, model = models[family]
-    asked, size = np.concatenate([CONTEXT, QUESTION]), len(QUESTION)
-    for entries in (128, 64):
-        gone = 1 - (entries + size + 0.5) / len(asked)
-        theirs = twins.press_context(twin, asked, presses.SnapKVPress(gone, window_size=size))
-        policy = make_policy({"oraclekv": {"entries": entries, "guidance": QUESTION.tolist()}}, model=model)
+    prompt, size = np.concatenate([CONTEXT, QUESTION]), len(QUESTION)
+    for count in (128, 64):
+        dropped = 1 - (count + size + 0.5) / len(prompt)
+        theirs = twins.press_context(twin, prompt, presses.SnapKVPress(dropped, window_size=size))
+        policy = make_policy({"oraclekv": {"entries": count, "guidance": QUESTION.tolist()}}, model=model)
         cache = prefill(model, [CONTEXT], policy=policy, max_new_tokens=1)
         context = [[{x for x in head if x < len(CONTEXT)} for head in layer] for layer in theirs.kept]
-        assert {len(head) for layer in context for head in layer} == {entries}
+        assert {len(head) for layer in context for head in layer} == {count}
         assert kept(cache, theirs.keys) == context
 
 
@@ -170,7 +165,7 @@ def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated, plus)
     tokenizer = byte_tokenizer()
     opening = tokenizer("<|im_start|>user\n")["input_ids"]
     context = np.array([*opening, *(x for x in TOKENS if x not in opening)][: len(CONTEXT)])
-    own = {
+    texts = {
         "resumption": tokenizer("\n\nRepeat the part of the previous context exactly, starting with")[
             "input_ids"
         ],
@@ -183,7 +178,7 @@ def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated, plus)
         theirs = twins.press_context(twin, context, press)
         expected = twins.logits_after(twin, theirs.cache, context, QUESTION[:1])
         policy = make_policy(
-            {"kvzip": {"ratio": ratio, "sink": 4, "repeated": repeated, "plus": plus, **own}},
+            {"kvzip": {"ratio": ratio, "sink": 4, "repeated": repeated, "plus": plus, **texts}},
             model=model,
             tokenizer=tokenizer,
         )
@@ -225,14 +220,14 @@ def test_padding_is_not_counted(models):
         close(ours[row], twins.logits_after(twin, alone.cache, context, QUESTION[:1]))
 
     twins.read_padded(twin, contexts, press)
-    for layer, gone in enumerate(twins.masked(twin)):
-        padding = sum(sequence == 1 and place < 56 for sequence, _, place in gone)
-        real = sum(sequence == 1 and place >= 56 for sequence, _, place in gone)
+    for layer, masked in enumerate(twins.masked(twin)):
+        padding = sum(sequence == 1 and place < 56 for sequence, _, place in masked)
+        real = sum(sequence == 1 and place >= 56 for sequence, _, place in masked)
         assert padding < 4 * 56
         assert 4 * 200 - real != sum(len(head) for head in alone.kept[layer])
 
 
-def test_chunks_of_a_prompt_do_not_matter(models):
+def test_kept_entries_do_not_depend_on_chunks(models):
     """kvpress compresses only the first chunk; with masks per head the second chunk fails."""
     twin, model = models["llama"]
     for name in ("snapkv", "adakv"):
@@ -249,7 +244,7 @@ def test_chunks_of_a_prompt_do_not_matter(models):
         twins.logits_after(twin, first, CONTEXT[:128], CONTEXT[128:])
 
 
-def test_what_h2o_counts_is_kvpress_observed_attention(models):
+def test_h2o_counts_the_observed_attention_of_kvpress(models):
     """Observed attention divides each sum by the number of queries that saw the entry. kvpress has no H2O, which does
     not."""
     twin, model = models["llama"]
@@ -265,13 +260,13 @@ def test_what_h2o_counts_is_kvpress_observed_attention(models):
     ].reshape(4, 4, -1)
     mean = counted[..., :256] / np.arange(256, 0, -1)
     stays = np.argsort(-mean, axis=-1, kind="stable")[..., :128]
-    for ours, some, every in zip(stays, left, whole, strict=True):
-        assert [set(head.tolist()) for head in ours] == [*map(twins.places, some, every)]
+    for ours, left_keys, every in zip(stays, left, whole, strict=True):
+        assert [set(head.tolist()) for head in ours] == [*map(twins.places, left_keys, every)]
 
 
 def test_budgets_are_not_rounded_twice():
     """A tenth of 200 is 20; kvpress computes 1 − 0.9 times 200, which is 19.999… in binary."""
-    assert whole(Ratio(0.1).of(200, 1)) == 20
+    assert whole_entries(Ratio(0.1).of(200, 1)) == 20
     assert presses.utils.compute_n_kept(200, 0.9) == 19
 
 

@@ -1,4 +1,4 @@
-"""Test policy strings and mappings against the objects that they stand for, and the refused ones."""
+"""Test policy strings and mappings against the objects that they stand for, and the errors for invalid ones."""
 
 import jax
 import numpy as np
@@ -52,7 +52,7 @@ class Twice(Wrapper):
 
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
-SAME = {
+POLICIES_BY_TEXT = {
     "full": lambda: Policy(),
     "full:window=9": lambda: Policy(Full(), window=9),
     "streaming_llm:sink=2,window=8": lambda: Policy(StreamingLLM(sink=2), window=8),
@@ -106,9 +106,9 @@ def leaves(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("text", SAME)
-def test_a_string_and_its_mapping_are_the_objects(text):
-    composed = SAME[text]()
+@pytest.mark.parametrize("text", POLICIES_BY_TEXT)
+def test_strings_and_mappings_make_the_same_policies_as_objects(text):
+    composed = POLICIES_BY_TEXT[text]()
     for policy in (make_policy(text), make_policy(parse_policy(text)), make_policy(composed)):
         assert repr(composed) == repr(policy)
         assert (composed.name, composed.schedule) == (policy.name, policy.schedule)
@@ -118,14 +118,14 @@ def test_a_string_and_its_mapping_are_the_objects(text):
 
 
 def test_a_mapping_takes_arrays():
-    told = {"random": {"rates": RATES, "seed": 3, "window": 8}, "head_pattern": {"sink": 1, "window": 3}}
+    arguments = {"random": {"rates": RATES, "seed": 3, "window": 8}, "head_pattern": {"sink": 1, "window": 3}}
     composed = Policy(Random(rates=RATES, seed=3), window=8)
-    named = make_policy({"random": told["random"]})
+    named = make_policy({"random": arguments["random"]})
     np.testing.assert_array_equal(named.admission.rates, composed.admission.rates)
     assert repr(named) == repr(composed)
     composed = Policy(HeadPattern(RATES, sparsity=0.5, sink=1), window=3)
     assert repr(composed) == repr(
-        make_policy({"head_pattern": told["head_pattern"] | {"sparsity": 0.5}}, gates=RATES)
+        make_policy({"head_pattern": arguments["head_pattern"] | {"sparsity": 0.5}}, gates=RATES)
     )
 
 
@@ -133,25 +133,25 @@ def test_values_are_numbers_words_lists_and_quoted_texts():
     text = (
         'x:a=.2,b=2.,c=-1e-3,d=1E+3,e=4,f=true,g=null,h=max,i=1.2.3,j=[1, 2],k=a b,l="a, b+c",m=x=y,n.o=1,p'
     )
-    (found,) = parse_policy(text).values()
-    assert found == {
+    (arguments,) = parse_policy(text).values()
+    assert arguments == {
         "a": 0.2, "b": 2.0, "c": -0.001, "d": 1000.0, "e": 4, "f": True, "g": None, "h": "max", "i": "1.2.3",
         "j": [1, 2], "k": "a b", "l": "a, b+c", "m": "x=y", "n": {"o": 1}, "p": {},
     }  # fmt: skip
-    assert type(found["e"]) is int
-    assert parse_policy(format_policy({"x": found})) == {"x": found}
-    told = {"y": {"a": "1", "b": "true", "c": " z", "d": '"', "e": [], "f": "", "g": "a+b", "h": "1+2"}}
-    assert parse_policy(format_policy(told)) == told
+    assert type(arguments["e"]) is int
+    assert parse_policy(format_policy({"x": arguments})) == {"x": arguments}
+    arguments = {"y": {"a": "1", "b": "true", "c": " z", "d": '"', "e": [], "f": "", "g": "a+b", "h": "1+2"}}
+    assert parse_policy(format_policy(arguments)) == arguments
 
 
 def test_wrappers_of_a_mapping_may_have_no_arguments():
     wanted = repr(make_policy("snapkv:ratio=0.5,adakv"))
-    for none in ({}, None, True):
-        assert repr(make_policy({"snapkv": {"ratio": 0.5, "adakv": none}})) == wanted
+    for empty in ({}, None, True):
+        assert repr(make_policy({"snapkv": {"ratio": 0.5, "adakv": empty}})) == wanted
     assert repr(make_policy({"full": None})) == repr(make_policy({"full": {}})) == repr(Policy())
 
 
-LEAST = {
+REQUIRED = {
     "full": {},
     "streaming_llm": {},
     "wgkv": {"window": 8},
@@ -163,23 +163,23 @@ LEAST = {
     "oraclekv": {"ratio": 0.5, "guidance": [9]},
     "quest": {"tokens": 32},
 }
-"""The least arguments of each policy, besides gates; evictions need a budget."""
+"""The required arguments of each policy, besides gates; other evictions need only a budget."""
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_that_is_made_without_a_model_waits_for_one(model, name):
-    told = LEAST.get(name, {"ratio": 0.5}) | (TRAINED[name](model) if name in TRAINED else {})
-    waiting, made = make_policy({name: told}), make_policy({name: told}, model=model)
-    assert repr(waiting) == repr(made)
-    hosts = [policy.compile(model).host for policy in (waiting, made)]
+def test_a_policy_made_without_a_model_compiles_the_same(model, name):
+    arguments = REQUIRED.get(name, {"ratio": 0.5}) | (TRAINED[name](model) if name in TRAINED else {})
+    without_model, made = make_policy({name: arguments}), make_policy({name: arguments}, model=model)
+    assert repr(without_model) == repr(made)
+    hosts = [policy.compile(model).host for policy in (without_model, made)]
     assert jax.tree.structure(hosts[0]) == jax.tree.structure(hosts[1])
     for one, other in zip(*map(jax.tree.leaves, hosts), strict=True):
         assert one.sharding == other.sharding
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
-    """Without a tokenizer the policy is not checked ahead."""
+def test_methods_that_read_texts_get_the_tokenizer(model):
+    """Without a tokenizer the policy is only parsed."""
     tokenizer = byte_tokenizer()
     model = tiny_model(vocab_size=258)
     for text in ("kvzip:ratio=0.5", "kvzip:ratio=0.5,prefix=3,adakv"):
@@ -198,7 +198,7 @@ def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
     assert repr(make_policy("knorm:ratio=0.5", tokenizer=tokenizer)) == repr(make_policy("knorm:ratio=0.5"))
 
 
-def test_streaming_llm_has_the_paper_s_size():
+def test_streaming_llm_has_the_papers_size():
     """The size is that of Table 1 of arXiv:2309.17453: 4 + 1020."""
     policy = make_policy("streaming_llm")
     assert (
@@ -207,7 +207,7 @@ def test_streaming_llm_has_the_paper_s_size():
     assert make_policy("streaming_llm:window=9").window == 9
 
 
-def test_gates_go_to_the_method_that_has_none(model):
+def test_gates_go_to_the_method_without_gates(model):
     gates, scorers = tiny_gates(model), tiny_scorers(model)
     composed = Policy(WGKV(gates, tau=0.2, window=7), eviction=KNorm(), schedule=Schedule(Entries(30)))
     named = make_policy("wgkv:tau=0.2,window=7+knorm:entries=30", gates=gates)
@@ -226,16 +226,16 @@ def test_gates_go_to_the_method_that_has_none(model):
             UserError, match="^gates: got .*, expected one method that takes gates and has none in"
         ):
             make_policy(text, gates=given)
-    with pytest.raises(UserError, match="^gates: got .* with a policy that is made, expected None"):
+    with pytest.raises(UserError, match="^gates: got .* with a Policy object, expected None"):
         make_policy(named, gates=gates)
 
 
-def test_another_package_s_method_is_a_class_by_its_module_and_name():
+def test_a_class_of_another_package_is_named_by_module_and_name():
     path = "kvjax.policies.eviction.snapkv:SnapKV"
     assert repr(make_policy(f"{path}:pool=3,ratio=0.5")) == repr(make_policy("snapkv:pool=3,ratio=0.5"))
-    beside = make_policy(f"streaming_llm:window=70+{path}:observed=9,entries=80")
-    assert beside.schedule is not None
-    assert beside.schedule.needs.observed == 9
+    policy = make_policy(f"streaming_llm:window=70+{path}:observed=9,entries=80")
+    assert policy.schedule is not None
+    assert policy.schedule.needs.observed == 9
 
 
 BUDGETS = "ratio, entries, size, threshold"
@@ -246,7 +246,7 @@ OF_SNAPKV = (
 
 
 @pytest.mark.parametrize(
-    ("policy", "says"),
+    ("policy", "message"),
     [
         ("snapkv", f"snapkv needs a budget: one of {BUDGETS}"),
         ("snapkv:ratio=0.5,entries=8", f"a budget is one of {BUDGETS}, got {{'entries': 8, 'ratio': 0.5}}"),
@@ -278,13 +278,13 @@ OF_SNAPKV = (
         ("snapkv:ratio=0.5,every=4", "every=4 needs when='every' or 'position'"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(model, policy, says):
+def test_invalid_policies_give_one_line_errors(model, policy, message):
     with pytest.raises(UserError) as error:
         make_policy(policy, model=model)
-    assert str(error.value) == says
+    assert str(error.value) == message
 
 
-def test_a_policy_is_called_by_its_methods_and_wrappers():
+def test_a_policys_name_lists_its_methods_and_wrappers():
     for text, name in {
         "wgkv:gates=builtin+knorm:ratio=0.5": "wgkv+knorm",
         "full+snapkv:ratio=0.5": "snapkv",
@@ -305,7 +305,7 @@ class Bare(KNorm):
 
 
 @pytest.mark.parametrize(
-    ("brought", "says"),
+    ("name", "message"),
     [
         (f"{__name__}:Unfinished", "Unfinished does not define score"),
         (f"{__name__}:Bare", "Bare needs @struct (kvjax.struct) above its class"),
@@ -320,9 +320,9 @@ class Bare(KNorm):
         ),
     ],
 )
-def test_what_another_package_brings_unfinished_is_one_line(brought, says):
+def test_invalid_methods_of_other_packages_give_one_line_errors(name, message):
     with pytest.raises(UserError) as error:
-        make_policy({brought: {"ratio": 0.5}})
-    assert says in str(error.value)
-    assert str(error.value).startswith(f"policy {brought}: ")
+        make_policy({name: {"ratio": 0.5}})
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"policy {name}: ")
     assert "\n" not in str(error.value)

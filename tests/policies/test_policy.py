@@ -63,13 +63,13 @@ RATES = np.linspace(0, 1, 12).reshape(3, 4)
         (Policy(selection=Quest(tokens=64, skip=2)), "Policy(selection=Quest(tokens=64, skip=2))"),
     ],
 )
-def test_a_policy_is_shown_as_it_is_written(policy, written):
+def test_the_repr_is_the_constructor_call(policy, written):
     assert repr(policy) == written
     with use_mesh():
         assert repr(on_mesh(policy, 3, 4)) == written
 
 
-def test_a_method_s_numbers_do_not_fill_the_screen(model):
+def test_the_repr_omits_a_methods_arrays(model):
     gated = Policy(
         WGKV(tiny_gates(model), tau=0.5, window=16),
         eviction=KNorm(),
@@ -81,7 +81,7 @@ def test_a_method_s_numbers_do_not_fill_the_screen(model):
     )
 
 
-def test_schedules_and_who_shares_are_not_compiled():
+def test_policies_with_different_schedules_share_programs():
     """All of these policies share one program: it sees only the method within, without the fields that the host
     reads."""
     policies = [
@@ -95,7 +95,7 @@ def test_schedules_and_who_shares_are_not_compiled():
     ]
     with use_mesh():
         compiled = [compile_policy(policy, 3, 4) for policy in policies]
-    assert len({jax.tree.structure((own.read, own.compact)) for own in compiled}) == 1
+    assert len({jax.tree.structure((views.read, views.compact)) for views in compiled}) == 1
     for one, other in ((H2O(), H2O(recent=0.1)), (RKV(), RKV(sink=4, balance=0.1))):
         assert jax.tree.structure(one.traced) == jax.tree.structure(other.traced)
     schedule = policies[2].schedule
@@ -103,7 +103,7 @@ def test_schedules_and_who_shares_are_not_compiled():
     assert (schedule.needs.last, schedule.needs.first, schedule.shares.pyramid) == (9, 0, 20.0)
 
 
-def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
+def test_evictions_that_observe_no_tokens_share_the_full_caches_program(model):
     """Both share one compiled program; KeyDiff scores the stored entries, while SnapKV must observe queries."""
     full, keydiff, snapkv = (
         make_policy({name: arguments}, model=model).compile(model).read
@@ -113,7 +113,7 @@ def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
     assert jax.tree.structure(snapkv) != jax.tree.structure(full)
 
 
-def test_expected_entries(model):
+def test_expected_entries_count_sinks_and_window(model):
     assert make_policy("full").expected_entries(100, 1).item() == 100
     streaming = make_policy("streaming_llm:window=11,sink=4", model=model).compile(model).host
     np.testing.assert_array_equal(streaming.expected_entries(100, 1), np.full((3, 4), 14))
@@ -121,51 +121,45 @@ def test_expected_entries(model):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
-        (lambda: Policy(eviction=SnapKV()), "snapkv needs a budget: one of ratio, entries, size, threshold"),
         (
             lambda: Policy(schedule=Schedule(Ratio(0.5))),
             "full: schedule=Schedule(Ratio(0.5)) is for an eviction, and there is none",
         ),
         (lambda: Policy(Random(ratio=0.5)), "random needs window: how many of the last tokens are always visible"),
         (
-            lambda: Policy(StreamingLLM(), 9, SnapKV(), Schedule(Ratio(0.5))),
-            "snapkv looks back at the last 64 tokens, which must still be in the window: window must be "
-            "at least 64, got 9",
-        ),
-        (
             lambda: Policy(eviction=Adaptive(KNorm()), schedule=Schedule(Entries(9), Trigger("overflow"))),
-            "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing",
+            "when='overflow' drops a share of every head's own entries, so over, pinned and pyramid have no effect",
         ),
         (
             lambda: Policy(eviction=Adaptive(CriticalKV(KNorm())), schedule=Schedule(Threshold(0.0))),
-            "knorm:critical_kv,adakv shares out the places of a budget, and a threshold has none",
+            "knorm:critical_kv,adakv divides the places of a budget, and a threshold has none",
         ),
     ],
 )  # fmt: skip
-def test_what_means_nothing_is_refused_in_one_line(make, says):
+def test_parts_that_cannot_be_combined_give_one_line_errors(make, message):
     with pytest.raises(UserError) as error:
         make()
-    assert str(error.value) == says
+    assert str(error.value) == message
 
 
-def test_a_window_one_short_of_what_is_observed_is_refused(model):
+def test_a_window_shorter_than_the_observed_tokens_is_refused(model):
     make_policy("streaming_llm:sink=4,window=64+snapkv:ratio=0.5", model=model)
     with pytest.raises(UserError, match="window must be at least 64, got 63"):
         make_policy("streaming_llm:sink=4,window=63+snapkv:ratio=0.5", model=model)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"max_entries": np.float32(8)}, "max_entries must be an array of whole numbers"),
         ({"max_entries": 8}, "max_entries must be an array of whole numbers, got 8"),
         ({"max_entries": np.array(-1)}, "max_entries must be at least 0"),
     ],
 )
-def test_max_entries_is_checked(changes, says):
-    with pytest.raises(UserError, match=says):
+def test_invalid_max_entries_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
         Policy(changed(delayed(window=6, max_entries=8).admission, **changes), window=6)
 
 
@@ -174,7 +168,7 @@ def test_max_entries_is_checked(changes, says):
     [(START, 2.0), (START, 2), (START, np.float32(2)), (START, jnp.int32(2)), (jnp.asarray(START), 2)],
     ids=["float", "int", "NumPy's", "JAX's", "JAX's table"],
 )
-def test_a_method_s_numbers_may_be_python_s_and_jax_s(model, start, more):
+def test_a_methods_numbers_may_be_python_numpy_or_jax_numbers(model, start, more):
     """They are placed as NumPy's are: a number per layer, and a table split with its heads."""
     policy = counting(window=3, start=start, more=more)
     with jax.set_mesh(make_mesh(tensor=4)):
@@ -199,12 +193,12 @@ def test_a_table_of_another_model_is_refused(model):
         prefill(model, [[1]], policy=counting(window=3, start=jnp.asarray(START.T)))
 
 
-def test_gates_on_no_mesh_are_those_of_one(model):
+def test_gates_on_a_single_device_are_moved_to_the_mesh(model):
     gates = tiny_gates(model)
     alone = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), gates)
-    held, own = (
+    expected, found = (
         prefill(model, [np.arange(9)], policy=Policy(WGKV(x, tau=0.5, window=3))).layers.length
         for x in (gates, alone)
     )
-    np.testing.assert_array_equal(own, held)
-    assert 0 < held.min() < held.max()
+    np.testing.assert_array_equal(found, expected)
+    assert 0 < expected.min() < expected.max()

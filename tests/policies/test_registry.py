@@ -1,4 +1,4 @@
-"""Test every method by its registered name: it is made without a model, and a copy is alike."""
+"""Test every method by its registered name: it is made without a model, and a copy has equal arrays."""
 
 import dataclasses
 from pathlib import Path
@@ -46,7 +46,7 @@ def leaves(tree):
 
 
 @pytest.mark.parametrize("name", [*ADMISSIONS, *EVICTIONS, *SELECTIONS])
-def test_every_method_is_made_without_a_model_and_made_again_alike(name):
+def test_every_method_is_made_without_a_model_and_copied(name):
     """Its name is that of the registry, and a copy has equal arrays."""
     kind = (ADMISSIONS | EVICTIONS | SELECTIONS)[name]
     method = kind(**NEEDED.get(name, {}))
@@ -67,7 +67,7 @@ def test_every_method_is_made_without_a_model_and_made_again_alike(name):
         assert small.shape[0] == large.shape[0] == 3
 
 
-def test_the_reference_pages_have_every_method():
+def test_the_api_reference_has_every_method():
     page = (Path(__file__).parents[2] / "docs/api/policies.md").read_text(encoding="utf-8")
     for kind in (ADMISSIONS | EVICTIONS | WRAPPERS | SELECTIONS).values():
         assert f"::: {kind.__module__}.{kind.__name__}\n" in page

@@ -14,7 +14,7 @@ CHUNK = 20
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (
             {"ratio": 0.25},
@@ -22,13 +22,13 @@ CHUNK = 20
         ),
         (
             {"name": "knorm", "admission": {"streaming_llm": {"window": 9}}},
-            "streaming_llm+knorm: a budget of each chunk counts its tokens, which an admission does not all store: "
-            "state entries or size",
+            "streaming_llm+knorm: this budget is a share of each chunk's tokens, and an admission does not store them "
+            "all: give entries or size",
         ),
         (
             {"admission": {"streaming_llm": {"window": 9}}, "when": "chunk", "observers": "prompt"},
-            "streaming_llm+snapkv: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
-            "admission's ring",
+            "streaming_llm+snapkv: observers='prompt' reads tokens after a chunk, which would push the chunk's own "
+            "tokens out of the admission's window",
         ),
         (
             {"when": "sometimes"},
@@ -44,19 +44,19 @@ CHUNK = 20
         ),
     ],
 )
-def test_bad_schedules_are_one_line(model, options, says):
+def test_invalid_schedules_give_one_line_errors(model, options, message):
     options = {"name": "snapkv", "ratio": 0.3, "when": "chunk", "chunk": CHUNK} | options
     if options["name"] == "snapkv":
         options["observed"] = OBSERVED
     policy = options.pop("admission", {}) | {options.pop("name"): options}
     with pytest.raises(UserError) as error:
         make_policy(policy, model=model)
-    assert str(error.value) == says
+    assert str(error.value) == message
 
 
 @pytest.mark.thorough
-def test_a_pool_has_room_for_a_patch(model):
-    """There are 50 chunks of 8 of which 4 stay, plus one more each for rounding, the chunk that is read, and 4
+def test_the_pool_holds_the_observing_tokens_of_a_chunk(model):
+    """The bound counts 50 chunks with 4 of 8 entries and one more for rounding each, the chunk that is read, and 4
     observing tokens."""
     policy = make_policy("snapkv:ratio=0.5,observed=4,when=chunk,observers=prompt,chunk=8", model=model)
     assert policy.expected_entries(400, 1).max() == 50 * 5 + 8 + 4
@@ -64,7 +64,7 @@ def test_a_pool_has_room_for_a_patch(model):
 
 
 @pytest.mark.parametrize("when", ["every", "overflow"])
-def test_a_budget_below_what_stays_is_refused_before_anything_is_read(model, when):
+def test_a_budget_below_the_protected_entries_is_refused_before_prefill(model, when):
     """The budget is refused even if the prompt alone would fit."""
     options = {"every": 8} if when == "every" else {}
     policy = make_policy({"snapkv": {"observed": 6, "entries": 5, "when": when, **options}}, model=model)
@@ -81,7 +81,7 @@ def ranges(schedule, tokens, chunk):
     return [schedule.range(tokens, old, end, 1) for old, end in zip(before, ends, strict=True)]
 
 
-def test_the_ranges_of_a_worked_example():
+def test_ranges_match_a_worked_example():
     """For Fast KVzip with 100,000 tokens at 0.3 and a window of 4,096, r' = .27010, and in all 30,000 entries per kv
     head stay."""
     needs = Needs(ahead=Ahead(4096, 16_000, 0.02))
@@ -92,7 +92,7 @@ def test_the_ranges_of_a_worked_example():
     assert 4096 + sum(x.ratio * x.tokens for x in found) == pytest.approx(30_000)
 
 
-def test_ranges_lie_behind_the_prefix_which_counts_for_nothing():
+def test_ranges_follow_the_prefix_which_is_not_counted():
     schedule = Schedule(Ratio(0.5), Trigger(), Needs(ahead=Ahead(10)), Shares(over="model"))
     assert schedule.range(107, 0, 107, 1, prefix=7) == Range(90, pytest.approx(40 / 90), 10)
 
@@ -100,7 +100,7 @@ def test_ranges_lie_behind_the_prefix_which_counts_for_nothing():
 @pytest.mark.parametrize(
     ("ratio", "tokens", "newest"), [(0.25, 16, 4), (0.29, 100, 29), (0.01, 50, 0), (0.3, 100, 30)]
 )
-def test_a_window_that_takes_all_of_a_budget_leaves_nothing_else(ratio, tokens, newest):
+def test_a_window_that_fills_the_budget_leaves_no_other_entries(ratio, tokens, newest):
     schedule = Schedule(Ratio(ratio), Trigger(), Needs(ahead=Ahead(31)), Shares(over="model"))
     assert schedule.range(tokens, 0, tokens, 1) == Range(tokens - newest, 0.0, newest)
 
@@ -111,14 +111,14 @@ def test_a_short_prompts_window_is_a_share_of_it():
     assert schedule.range(16_000, 0, 16_000, 1).ahead == 4096
 
 
-def test_a_stated_budget_is_shared_out_by_ranges_too():
+def test_a_budget_in_entries_is_divided_among_ranges():
     schedule = Schedule(Entries(40), Trigger("chunk", chunk=32), Needs(ahead=Ahead(10)), Shares(over="model"))
     found = ranges(schedule, 100, 32)
     assert 10 + sum(x.ratio * x.tokens for x in found) == pytest.approx(40)
-    assert schedule.range(39, 0, 39, 1).ratio == 1.0, "of what the budget holds all stays"
+    assert schedule.range(39, 0, 39, 1).ratio == 1.0, "a context within the budget is kept whole"
 
 
-def test_ranges_bound_what_is_held_by_budget_and_chunk():
+def test_ranges_bound_the_peak_by_budget_and_chunk():
     needs = Needs(ahead=Ahead(4096, 16_000, 0.02), prefix=30)
     schedule = Schedule(Ratio(0.3), Trigger("chunk", chunk=16_000), needs, Shares(over="head"))
-    assert schedule.most(100_000, 1) == 0.3 * 100_000 + 30 + 16_000
+    assert schedule.peak_entries(100_000, 1) == 0.3 * 100_000 + 30 + 16_000

@@ -9,7 +9,7 @@ ENTRIES = 24
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"when": "every"}, "eviction: every must be a whole number of at least 1, got 0"),
         ({"every": 8}, "every=8 needs when='every'"),
@@ -22,29 +22,29 @@ ENTRIES = 24
             {"when": "overflow", "entries": None, "ratio": 0.5},
             "when='overflow' needs a budget in entries or size",
         ),
-        ({"when": "overflow", "adakv": {}}, "when='overflow' takes a share of every head's own entries"),
+        ({"when": "overflow", "adakv": {}}, "when='overflow' drops a share of every head's own entries"),
         (
             {"when": "overflow", "protected": {"last": 2}},
-            "when='overflow' looks back at the last 6 tokens again and again, so they must stay: last must be at",
+            "when='overflow' looks back at the last 6 tokens at every compaction, so they must stay: last must be at",
         ),
         ({"pooling": "median"}, "snapkv: pooling is one of average, max, got 'median'"),
         ({"group": "sum"}, "snapkv: group is one of mean, max, got 'sum'"),
         ({"entries": None, "threshold": float("nan")}, "threshold must be a finite number, got nan"),
     ],
 )
-def test_bad_schedules_are_one_line(model, options, says):
+def test_invalid_triggers_and_budgets_give_one_line_errors(model, options, message):
     options = {"entries": ENTRIES, "observed": 6} | options
     with pytest.raises(UserError) as error:
         make_policy({"snapkv": {k: v for k, v in options.items() if v is not None}}, model=model)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "message"),
     [
         ({"observers": [61]}, "snapkv: observers have token id 61, the model's vocabulary is 0 … 60"),
-        ({"observers": []}, "eviction: observers are token ids, at least one, got none"),
+        ({"observers": []}, "eviction: observers must be at least one token id, got none"),
         ({"observers": b"ab"}, "eviction: observers is one of own, got b'ab'"),
         ({"observers": [0.5]}, "eviction: a token id of observers must be a whole number of at least 0"),
         ({"observers": [1], "when": "every", "every": 4}, "observers=.* needs when='prompt' or 'chunk'"),
@@ -54,8 +54,8 @@ def test_bad_schedules_are_one_line(model, options, says):
         ),
     ],
 )
-def test_guidance_is_checked(model, given, says):
-    given = {"ratio": 0.5} | given
-    name = given.pop("name", "snapkv")
-    with pytest.raises(UserError, match=says):
-        make_policy({name: given}, model=model)
+def test_invalid_observers_give_one_line_errors(model, options, message):
+    options = {"ratio": 0.5} | options
+    name = options.pop("name", "snapkv")
+    with pytest.raises(UserError, match=message):
+        make_policy({name: options}, model=model)

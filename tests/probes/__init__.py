@@ -1,2 +1,1 @@
-"""Methods in one file each that change nothing else. They prove that the framework holds, and are templates to start
-from."""
+"""Methods in one file each that change nothing else. They show that the framework suffices, and are templates."""

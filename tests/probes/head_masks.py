@@ -40,7 +40,7 @@ class HeadMasks(Recipe):
     """Learn which kv heads keep everything."""
 
     target: float = 0.5
-    """Share of the heads that end as streaming heads."""
+    """Share of the heads that become streaming heads."""
     sink: int = 4
     """First tokens that a streaming head keeps."""
     window: int = 16
@@ -52,7 +52,7 @@ class HeadMasks(Recipe):
         shape = model.config.num_full_layers, model.config.num_kv_heads
         return {"mask": jnp.full(shape, 2.0), "multiplier": jnp.zeros(2)}
 
-    def _whole(self, params):
+    def _retrieval(self, params):
         """Return the probability that each head is not streaming."""
         return jax.nn.sigmoid(params["mask"] - BETA * jnp.log(-LOW / HIGH))
 
@@ -62,7 +62,7 @@ class HeadMasks(Recipe):
         z = jnp.clip(s * (HIGH - LOW) + LOW, 0, 1)
         hidden, _ = student(Blend(z, self.sink, self.window), frozen, batch, window=self.window)
         error = next_token_loss(frozen, hidden, batch)
-        streaming = 1 - self._whole(params).mean()
+        streaming = 1 - self._retrieval(params).mean()
         gap = streaming - self.target * jnp.minimum(1, step / (0.8 * self.steps))
         first, second = params["multiplier"]
         return error + first * gap + second * gap**2, {"cross_entropy": error, "streaming": streaming}
@@ -73,7 +73,7 @@ class HeadMasks(Recipe):
         return optax.multi_transform(groups, {"mask": "mask", "multiplier": "multiplier"})
 
     def deploy(self, params, model):
-        weights, sizes = np.asarray(self._whole(params)), {"sink": self.sink, "window": self.window}
+        weights, sizes = np.asarray(self._retrieval(params)), {"sink": self.sink, "window": self.window}
         return make_policy(
             {"head_pattern": {"pattern": weights, "sparsity": self.target, **sizes}}, model=model
         )

@@ -1,4 +1,4 @@
-"""A gate on hidden states, trained on a frozen model's layers to predict the most attention that any query pays to a
+"""A gate on hidden states, trained on a frozen model's layers to predict the largest attention that any query pays to a
 key. Its score is stored with each entry and evicts over the whole model while decoding (after Fast KVzip)."""
 
 import dataclasses
@@ -40,7 +40,7 @@ class HiddenGate(TokenMetadata, Eviction):
 
 
 @jax.jit
-def most_paid(q, k, lse):
+def largest_attention(q, k, lse):
     return jnp.log(attention_mass(q, k, over="max", group="max", offset=1, lse=lse) + 1e-4)
 
 
@@ -61,12 +61,12 @@ class HiddenGates(Recipe):
     def batches(self, sequences, model):
         for rows in sequences:
             layers = list(captured_layers(model, Policy(), None, list(rows), ("hidden", "q", "k", "lse")))
-            most = [most_paid(x["q"], x["k"], x["lse"]) for x in layers]
-            yield {"hidden": np.stack([x["hidden"] for x in layers], 1), "most": np.stack(most, 1)}
+            largest = [largest_attention(x["q"], x["k"], x["lse"]) for x in layers]
+            yield {"hidden": np.stack([x["hidden"] for x in layers], 1), "largest": np.stack(largest, 1)}
 
     def loss(self, params, frozen, batch, key, step):
         score = jnp.einsum("bltd,lkd->blkt", batch["hidden"].astype(jnp.float32), params)
-        error = jnp.square(score - batch["most"]).mean()
+        error = jnp.square(score - batch["largest"]).mean()
         return error, {"apart": error}
 
     def optimizer(self):

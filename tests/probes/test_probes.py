@@ -1,4 +1,4 @@
-"""Tests of the probes, methods of three kinds in one file each that change nothing else, run from the command line."""
+"""Test the probes from the command line: methods of three kinds, each in one file that changes nothing else."""
 
 import json
 import os
@@ -18,7 +18,7 @@ TRAINED = {
     "head_masks:HeadMasks": ["--window", "8", "--sink", "2"],
     "hidden_gate:HiddenGates": ["--entries", "24", "--every", "4"],
 }
-FEW = [
+TRAINING = [
     *("--lengths", "64", "--shares", "1", "--batch", "4", "--sequences", "32", "--validation", "2"),
     *("--checkpoint-every", "4", "--report", "none", "--dtype", "float32"),
 ]
@@ -29,7 +29,7 @@ MODEL = builtin_model("test_model")
 
 
 def in_a_process(command, *args, folder, model=MODEL):
-    """Run a command in a process of its own, from a folder where there is nothing, and return its stderr."""
+    """Run a command in its own process, from an empty folder, and return its stderr."""
     done = subprocess.run(
         [sys.executable, "-m", f"kvjax.{command}", "--model", str(model), *args],
         env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
@@ -41,7 +41,7 @@ def in_a_process(command, *args, folder, model=MODEL):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Return a function that does the same in this process, which has imported jax already."""
+    """Return a function that runs a command in this process, which has imported jax already."""
     monkeypatch.chdir(tmp_path)
     commands = {"train": train.main, "generate": generate.main}
 
@@ -52,8 +52,8 @@ def call(tmp_path, monkeypatch, capsys):
     return called
 
 
-def entries_kept(told):
-    return map(int, re.search(r"kept (\d+) of (\d+) entries", told).groups())
+def entries_kept(text):
+    return map(int, re.search(r"kept (\d+) of (\d+) entries", text).groups())
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,17 @@ def entries_kept(told):
         for x in TRAINED
     ],
 )
-def test_it_trains_and_generates(probe, tmp_path, call):
+def test_a_probe_trains_and_generates(probe, tmp_path, call):
     run = in_a_process if "gate" in probe else call
     method, options = f"tests.probes.{probe}", TRAINED[probe]
-    run("train", "--method", method, *options, *FEW, "--out", str(tmp_path / "run"), folder=tmp_path)
+    run("train", "--method", method, *options, *TRAINING, "--out", str(tmp_path / "run"), folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     if "gate" in probe:
         assert losses[-1] < losses[0]
     gates = str(tmp_path / "run" / "parameters")
-    own = tmp_path / "run" / "parameters" / "model"  # this exists if the run trained the model
-    used = {"folder": tmp_path, "model": own if own.is_dir() else MODEL}
+    trained_model = tmp_path / "run" / "parameters" / "model"  # exists if the run trained the model
+    used = {"folder": tmp_path, "model": trained_model if trained_model.is_dir() else MODEL}
     kept, seen = entries_kept(run("generate", "--policy", method, "--gates", gates, *PROMPT, **used))
     if "gate" in probe:
         assert 24 <= kept < 24 + 4
@@ -93,5 +93,5 @@ def test_guidance_generates_by_name(tmp_path, call):
 
 
 @pytest.mark.parametrize("file", sorted(HERE.glob("[a-z]*.py")), ids=lambda file: file.stem)
-def test_it_is_short(file):
+def test_a_probe_is_short(file):
     assert file.name.startswith("test_") or len(file.read_text().splitlines()) <= 80

@@ -1,5 +1,5 @@
-"""Fixtures of SmolLM2-135M-Instruct, if `KVJAX_REAL_MODEL` names its GGUF file, and Gemma 3 270M, if `KVJAX_GEMMA3`
-does. CONTRIBUTING.md says how to get them."""
+"""Fixtures of a real model. `KVJAX_REAL_MODEL` names the GGUF file of SmolLM2-135M-Instruct, and `KVJAX_GEMMA3` that of
+Gemma 3 270M; without them these tests are skipped. CONTRIBUTING.md says how to get the files."""
 
 import os
 from pathlib import Path

@@ -25,14 +25,14 @@ def model():
     return load_model(FILE)
 
 
-def test_the_config_is_that_of_the_published_model():
+def test_config_matches_the_published_model():
     config = read_config(FILE)
     assert (config.num_layers, config.width, config.head_dim, config.num_kv_heads) == (18, 640, 256, 1)
     assert (config.sliding_window, config.full_layers) == (512, (5, 11, 17))
     assert (config.rope.theta, config.sliding_rope.theta, config.query_factor) == (1e6, 1e4, 1.0)
 
 
-def test_logits_and_answers_are_those_of_transformers(model, golden):
+def test_logits_and_answers_match_transformers(model, golden):
     """The text is longer than the windows, and is read in pieces."""
     np.testing.assert_array_equal(load_tokenizer(FILE)(LONG)["input_ids"], golden["tokens"])
     found = logits(model, golden["tokens"][None])[0][np.ix_(golden["positions"], golden["ids"])]
@@ -41,7 +41,7 @@ def test_logits_and_answers_are_those_of_transformers(model, golden):
     np.testing.assert_array_equal(answer, golden["answer"][:16])
 
 
-def test_an_eviction_that_keeps_all_leaves_windows_whole(model, golden):
+def test_eviction_that_keeps_all_does_not_change_windows(model, golden):
     policy = make_policy("snapkv:ratio=1.0", model=model)
     answer = generate(model, [golden["tokens"]], SamplingParams(max_new_tokens=16), policy=policy).tokens[0]
     np.testing.assert_array_equal(answer, golden["answer"][:16])

@@ -30,7 +30,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray):
     assert abs(found - expected).max() <= 1e-4 * abs(expected).max()
 
 
-def test_the_config_is_that_of_the_published_model(file):
+def test_config_matches_the_published_model(file):
     """The values are those of config.json and generation_config.json of HuggingFaceTB/SmolLM2-135M-Instruct."""
     config = read_config(file)
     assert (config.num_layers, config.width, config.mlp_width, config.head_dim) == (30, 576, 1536, 64)
@@ -39,7 +39,7 @@ def test_the_config_is_that_of_the_published_model(file):
     assert (config.max_position, config.bos_id, config.eos_ids) == (8192, 1, (2,))
 
 
-def test_the_tokenizer_is_that_of_the_published_model(tokenizer, golden):
+def test_tokenizer_matches_the_published_model(tokenizer, golden):
     assert len(tokenizer) == 49152
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     assert named == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
@@ -58,32 +58,32 @@ def test_the_tokenizer_is_that_of_the_published_model(tokenizer, golden):
     )
 
 
-def test_gates_that_were_made_before_are_still_for_it(model):
-    """The expected values are older than the current layout of the weights: each weight was then stored by itself."""
+def test_fingerprint_of_earlier_versions_is_unchanged(model):
+    """The expected values were computed when weights were not fused in storage."""
     assert hashlib.sha256(fingerprint(model).encode()).hexdigest()[:16] == "87fc9165758cb3ce"
     assert contents(model) == "b3c29105b2684930"
 
 
-def test_logits_are_those_of_transformers(model, golden):
+def test_logits_match_transformers(model, golden):
     found = logits(model, golden["tokens"])
     assert_close(found[np.ix_(golden["positions"], golden["ids"])], golden["logits"])
 
 
-def test_the_answer_is_that_of_transformers(model, golden):
+def test_answer_matches_transformers(model, golden):
     answer = generate(model, [golden["prompt"]], SamplingParams(max_new_tokens=32)).tokens[0]
-    # our answer contains no stop token
+    # kvjax's answer has no stop token
     assert golden["answer"][-1] in model.config.eos_ids
     np.testing.assert_array_equal(answer, golden["answer"][:-1])
 
 
 @pytest.mark.thorough
-def test_a_mesh_changes_nothing(file, golden):
+def test_mesh_does_not_change_logits(file, golden):
     with jax.set_mesh(make_mesh(tensor=3)):
         found = logits(load_model(file), golden["tokens"])
     assert_close(found[np.ix_(golden["positions"], golden["ids"])], golden["logits"])
 
 
-def test_all_logits_are_those_of_the_torch_model(file, model, golden):
+def test_all_logits_match_the_torch_model(file, model, golden):
     torch = pytest.importorskip("torch", reason="the parity extra is not installed")
     from tests.models.make_goldens import real_model
 

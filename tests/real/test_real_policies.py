@@ -1,4 +1,4 @@
-"""Test the entries that policies keep of a real model's context, and that it still finds a needle in 2,048 tokens."""
+"""Tests of policies with a real model: the entries they keep, and whether it still finds a needle in 2,048 tokens."""
 
 from pathlib import Path
 
@@ -26,11 +26,11 @@ def prompt(tokenizer, example):
     return PromptEncoder(tokenizer)(example)
 
 
-def answered(model, tokenizer, prompt, example, policy, *, known=False) -> tuple[float, caches.Stats]:
-    """Return the answer's score and the cache's sizes; `known`: the question is read with the context."""
+def answered(model, tokenizer, prompt, example, policy, *, with_question=False) -> tuple[float, caches.Stats]:
+    """Return the answer's score and the cache's sizes. `with_question`: the question is read with the context."""
     question = prompt.questions[0].prompt
-    if known:
-        said = generate(
+    if with_question:
+        generation = generate(
             model,
             [np.concatenate([prompt.context, question])],
             SamplingParams(max_new_tokens=16),
@@ -39,8 +39,10 @@ def answered(model, tokenizer, prompt, example, policy, *, known=False) -> tuple
         )
     else:
         cache = prefill(model, [prompt.context], policy=policy, chunk=512)
-        said = generate(model, [question], SamplingParams(max_new_tokens=16), policy=policy, cache=cache)
-    return example.questions[0].score(tokenizer.decode(said.tokens[0])), said.stats
+        generation = generate(
+            model, [question], SamplingParams(max_new_tokens=16), policy=policy, cache=cache
+        )
+    return example.questions[0].score(tokenizer.decode(generation.tokens[0])), generation.stats
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def full(model, tokenizer, prompt, example):
     return answered(model, tokenizer, prompt, example, make_policy("full", model=model))
 
 
-def test_the_full_cache_finds_the_needle(full):
+def test_full_cache_finds_the_needle(full):
     score, stats = full
     assert score == 1
     assert stats.kv_ratio == 1
@@ -57,19 +59,19 @@ def test_the_full_cache_finds_the_needle(full):
 
 
 @pytest.mark.thorough
-def test_an_eviction_that_knows_the_question_finds_it_in_a_quarter_of_the_memory(
+def test_eviction_with_the_question_finds_the_needle_in_a_quarter_of_the_memory(
     model, tokenizer, prompt, example, full
 ):
     # SnapKV keeps only the first digits, which the question attends to; TOVA's last query attends to the whole number
     policy = make_policy("tova:ratio=0.25", model=model)
-    score, stats = answered(model, tokenizer, prompt, example, policy, known=True)
+    score, stats = answered(model, tokenizer, prompt, example, policy, with_question=True)
     assert score == 1
     assert stats.kv_ratio < 0.27  # this includes the entries of the answer
     assert stats.bytes < 0.4 * full[1].bytes  # these are the bytes of the pool, with its margin
 
 
-def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, prompt, example, full):
-    """The gates are those of the repository, at their own τ."""
+def test_trained_gates_keep_the_needle_without_the_question(model, tokenizer, prompt, example, full):
+    """The gates in the repository are used at their τ."""
     gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
     score, stats = answered(model, tokenizer, prompt, example, make_policy("wgkv", model=model, gates=gates))
     assert score == 1
@@ -78,9 +80,8 @@ def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, pro
 
 
 @pytest.mark.thorough
-def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, example, full):
-    """The setting is that of the published table: pages of bits, and layers' weights as integers where a CPU runs
-    them."""
+def test_trained_gates_keep_the_needle_in_bfloat16(file, tokenizer, prompt, example, full):
+    """This is the setting of the published table."""
     model = load_model(file, "bfloat16")
     gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
     score, stats = answered(model, tokenizer, prompt, example, make_policy("wgkv", model=model, gates=gates))
@@ -90,8 +91,8 @@ def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, example, ful
 
 
 @pytest.mark.thorough
-def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, example, full):
-    """The needle stands further back than the window."""
+def test_streaming_llm_loses_the_needle(model, tokenizer, prompt, example, full):
+    """The needle is further back than the window."""
     value = np.array(tokenizer(example.questions[0].expected[0])["input_ids"])
     windows = np.lib.stride_tricks.sliding_window_view(prompt.context, len(value))
     (place,) = np.flatnonzero((windows == value).all(1))
@@ -101,10 +102,10 @@ def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, example, full
     score, stats = answered(model, tokenizer, prompt, example, policy)
     assert score == 0
     assert stats.kv_ratio < 0.31
-    assert stats.bytes < 0.42 * full[1].bytes  # the pool has a margin, and one of few sizes
+    assert stats.bytes < 0.42 * full[1].bytes  # the pool has a margin, and its size is rounded
 
 
-def test_a_saved_model_is_the_same(model, file, tokenizer, tmp_path):
+def test_saved_model_has_the_same_logits(model, file, tokenizer, tmp_path):
     save_model(model, tmp_path / "saved", tokenizer_from=file)
     tokens = tokenizer("The capital of France is")["input_ids"]
     np.testing.assert_array_equal(logits(load_model(tmp_path / "saved"), [tokens]), logits(model, [tokens]))

@@ -1,4 +1,4 @@
-"""A server of the tiny model on loopback, in this process."""
+"""A server of the tiny model on loopback, in this process, and requests to it."""
 
 import contextlib
 import functools
@@ -18,6 +18,10 @@ from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_model
 
 NAME = "tiny"
+ON = {"on": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": ON, "required": ["on"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "light", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "light", "parameters": SCHEMA}}
 
 
 @functools.cache
@@ -34,7 +38,7 @@ class Running:
     """A server with its address."""
 
     def __init__(self, policy="full", *, queue=64, key=None, wait=True, tokenizer=None, **sizes):
-        made = make_policy(policy, model=model())
+        policy = make_policy(policy, model=model())
         sizes = {
             "slots": 3,
             "max_length": 256,
@@ -44,7 +48,7 @@ class Running:
             "capacity": 256,
         } | sizes
         tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
-        self.engine = Engine(model(), made, tokenizer=tokenizer, **sizes)
+        self.engine = Engine(model(), policy, tokenizer=tokenizer, **sizes)
         self.server = Server(self.engine, tokenizer, NAME, queue=queue, key=key, grammar=grammar())
         self._uvicorn = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_level="warning"))
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
@@ -78,8 +82,8 @@ class Running:
         self._uvicorn.should_exit = True
         self._thread.join()
 
-    def settled(self):
-        """Wait until nothing runs, and return what the engine holds then."""
+    def wait_until_idle(self):
+        """Wait until nothing runs, and return the engine's stats."""
         for _ in range(1000):
             if not self.engine.busy and not self.server.worker._answers:
                 break
@@ -94,3 +98,24 @@ def running(*args, **options):
         yield server
     finally:
         server.stop()
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def chat(client, text, **options):
+    return client.chat.completions.create(
+        **{"model": NAME, "messages": user(text), "temperature": 0} | options
+    )
+
+
+def streamed(client, text, **options):
+    """Return the text and the finish reason of a streamed chat."""
+    pieces = [piece for piece in chat(client, text, stream=True, **options) if piece.choices]
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    return text, pieces[-1].choices[0].finish_reason
+
+
+def tool_of(parameters):
+    return {"type": "function", "function": {"name": "light", "parameters": parameters}}

@@ -1,4 +1,4 @@
-"""Test reasoning, content and tool calls against worked examples, in whatever pieces the text arrives."""
+"""Test the parsing of answers into reasoning, content and tool calls, however the text is split into pieces."""
 
 import json
 import subprocess
@@ -29,11 +29,11 @@ def parsed(pieces, tools=TOOLS, thinking=False) -> Delta:
     return Delta("".join(reasoning), "".join(content), [*chain(*calls)])
 
 
-def check(text, reasoning="", content="", calls=(), **how):
+def check(text, reasoning="", content="", calls=(), **options):
     """Check that the answer is parsed like this as one piece and as single characters."""
     expected = Delta(reasoning, content, list(calls))
-    assert parsed([text], **how) == expected
-    assert parsed(text, **how) == expected
+    assert parsed([text], **options) == expected
+    assert parsed(text, **options) == expected
 
 
 def test_plain_answers_are_content():
@@ -59,14 +59,14 @@ def test_reasoning_comes_before_the_content():
     check("<think> a <think> b </think> c </think> d", "a <think> b", "c </think> d")
 
 
-def test_reasoning_that_the_prompt_began():
+def test_reasoning_may_begin_in_the_prompt():
     check("Hm.\n</think>\n\n4", "Hm.", "4", thinking=True)
     check("\n\n</think>\n4", "", "4", thinking=True)
     check("<think>\nHm.</think>4", "Hm.", "4", thinking=True)  # some models open the block again
     check(" \n", thinking=True)
 
 
-def test_reasoning_that_does_not_end():
+def test_unfinished_reasoning_is_reasoning():
     check("<think>\nHm, \n", "Hm,")
     check("Hm. </thin", "Hm. </thin", thinking=True)
     check("<think>")
@@ -77,7 +77,7 @@ def test_think_tags_later_in_an_answer_are_content():
     check("a </think> b", content="a </think> b")
 
 
-def test_qwen_calls():
+def test_qwen_calls_are_parsed():
     check(QWEN_WEATHER, calls=[WEATHER])
     check(f"\n{QWEN_WEATHER}\n{QWEN_TIME}\n", calls=[WEATHER, TIME])
     check(QWEN_WEATHER.replace("\n", ""), calls=[WEATHER])
@@ -102,7 +102,7 @@ def test_without_tools_calls_are_content():
     check(f"<think>a</think>{QWEN_TIME}", "a", QWEN_TIME, tools=None)
 
 
-def test_tags_in_the_strings_of_a_call():
+def test_tags_in_the_strings_of_a_call_do_not_end_it():
     code = 'say("</tool_call>") \\ <tool_call> </think>'
     text = json.dumps({"name": "time", "arguments": {"code": code}})
     check(
@@ -111,7 +111,7 @@ def test_tags_in_the_strings_of_a_call():
     )
 
 
-def test_qwen_calls_without_an_end_tag():
+def test_finished_qwen_calls_need_no_end_tag():
     check(QWEN_WEATHER.removesuffix("</tool_call>"), calls=[WEATHER])
     check(f"{QWEN_WEATHER.removesuffix('</tool_call>')}{QWEN_TIME}", calls=[WEATHER, TIME])
     for text in (
@@ -150,13 +150,13 @@ def test_qwen_calls_without_an_end_tag():
     ],
     ids=lambda block: repr(block[:60]),
 )
-def test_blocks_that_are_no_calls_are_content(block):
+def test_invalid_calls_are_content(block):
     text = f"<tool_call>{block}</tool_call>"
     check(text, content=text)
     check(f"a\n{text}\n{QWEN_TIME}", content=f"a\n{text}", calls=[TIME])
 
 
-def test_a_tag_that_is_only_mentioned_holds_nothing_back():
+def test_a_tag_without_a_call_holds_no_text_back():
     assert AnswerParser(TOOLS).more("A <tool_call> tag").content == "A <tool_call> tag"
     check(f"<tool_call> begins it: {QWEN_TIME}", content="<tool_call> begins it:", calls=[TIME])
     check(f"<tool_call>\n{QWEN_TIME}", content="<tool_call>", calls=[TIME])
@@ -170,7 +170,7 @@ def test_arguments_that_are_a_string_are_passed_on():
 
 
 @pytest.mark.parametrize("tag", ["", "<|python_tag|>"])
-def test_llama_calls(tag):
+def test_llama_calls_are_parsed(tag):
     check(f"\n{tag}{LLAMA_WEATHER}\n", calls=[WEATHER])
     check(f"{tag}{LLAMA_WEATHER}; {tag}{LLAMA_TIME};", calls=[WEATHER, TIME])
     check(f"{tag}{LLAMA_WEATHER}\n{LLAMA_TIME}", calls=[WEATHER, TIME])
@@ -206,11 +206,11 @@ def test_json_and_code_that_are_no_calls_are_content(text):
     check(text, content=text)
 
 
-def test_qwen_calls_after_content_that_begins_like_json():
+def test_qwen_calls_may_follow_content_that_begins_like_json():
     check(f"[1] says so.\n{QWEN_TIME}", content="[1] says so.", calls=[TIME])
 
 
-def test_text_is_returned_as_early_as_it_can_be():
+def test_text_is_returned_as_early_as_possible():
     parser = AnswerParser(TOOLS)
     assert parser.more("<thi") == ("", "", [])
     assert parser.more("nk>\nHm") == ("Hm", "", [])
@@ -239,22 +239,26 @@ TEXTS = st.lists(FRAGMENTS | st.text(max_size=3), max_size=12).map("".join)
 def test_pieces_do_not_change_the_result(text, cuts, offered, thinking):
     places = [0, *sorted(min(place, len(text)) for place in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]
-    how = dict(tools=TOOLS if offered else None, thinking=thinking)
-    assert parsed(pieces, **how) == parsed([text], **how) == parsed(text, **how)
+    options = dict(tools=TOOLS if offered else None, thinking=thinking)
+    assert parsed(pieces, **options) == parsed([text], **options) == parsed(text, **options)
 
 
 @given(TEXTS)
 def test_no_text_is_lost(text):
-    """Without reasoning and calls the content is the text; otherwise only tags, calls and white space are missing."""
-    found = parsed([text])
-    if not text.lstrip().startswith("<think>") and not found.tool_calls:
-        assert found == ("", text, [])
-    shown = parsed([text], tools=None)
-    rest = text.lstrip().removeprefix("<think>").replace("</think>", "", 1) if shown.content != text else text
-    assert "".join((shown.reasoning + shown.content).split()) == "".join(rest.split())
+    """Without reasoning and calls the content is the text. Otherwise only tags, calls and white space are missing."""
+    answer = parsed([text])
+    if not text.lstrip().startswith("<think>") and not answer.tool_calls:
+        assert answer == ("", text, [])
+    without_tools = parsed([text], tools=None)
+    rest = (
+        text.lstrip().removeprefix("<think>").replace("</think>", "", 1)
+        if without_tools.content != text
+        else text
+    )
+    assert "".join((without_tools.reasoning + without_tools.content).split()) == "".join(rest.split())
 
 
-def test_deep_nesting_is_content():
+def test_deeply_nested_text_is_content():
     for depth in (900, 100_000):
         for text in ("[" * depth, "[" * depth + "]" * depth, "<tool_call>{" + "[" * depth + "</tool_call>"):
             assert parsed([text]) == ("", text, [])
@@ -275,8 +279,8 @@ for unit in sys.argv[1:]:
 
 
 def test_time_is_linear_in_the_length():
-    """Each kind of text takes a quarter of a second for 200,000 characters that arrive one at a time, without the
-    tests' type checks at each call."""
+    """Each kind of text takes about 0.25 s for 200,000 characters that arrive one at a time. The process has no type
+    checks, unlike the tests."""
     units = (
         "a",
         " ",

@@ -1,4 +1,4 @@
-"""Test that an engine of two processes, a leader that gets the requests and a follower, gives one process's answers."""
+"""Test that an engine over two processes, a leader and a follower, gives the answers of one process."""
 
 import json
 import os
@@ -40,21 +40,21 @@ else:
     requests += engine.submit("import", plain, context="imports")
     requests += engine.submit("x = ", plain, constraint=grammars.schema(kind | {"required": ["a"]}))
     requests += engine.submit("def f", SamplingParams(max_new_tokens=9, temperature=1.0, seed=4, n=2))
-    (gone,) = engine.submit("y = 2\\n" * 60, SamplingParams(max_new_tokens=200, ignore_eos=True))
+    (cancelled,) = engine.submit("y = 2\\n" * 60, SamplingParams(max_new_tokens=200, ignore_eos=True))
     for turn in range(1000):
         if turn == 4:
-            gone.cancel()
+            cancelled.cancel()
         if engine.busy:
             engine.step()
     longest = engine.longest_answer(20, "imports")
     try:
         engine.submit("x" * 5000, plain)
     except UserError as error:
-        requests.append(gone)
+        requests.append(cancelled)
         refused = str(error)
     assert engine.stats.forks > 0
     engine.forget("imports")
-    print(json.dumps([[one.tokens, one.text, one.finish_reason] for one in requests] + [longest, refused]))
+    print(json.dumps([[x.tokens, x.text, x.finish_reason] for x in requests] + [longest, refused]))
     if several:
         engine.release()
 jax.distributed.shutdown()
@@ -62,15 +62,15 @@ jax.distributed.shutdown()
 
 
 @pytest.mark.slow
-def test_the_process_that_follows_does_what_the_first_is_asked():
+def test_two_processes_give_the_answers_of_one():
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    one = subprocess.run(
+    single = subprocess.run(
         [sys.executable, "-c", SCENARIO], env=env, text=True, stdout=subprocess.PIPE, check=True
     )
-    (told, nothing), _ = run_processes(SCENARIO)
-    assert json.loads(told) == json.loads(one.stdout)
-    assert nothing == ""
-    *answers, longest, refused = json.loads(told)
+    (output, follower_output), _ = run_processes(SCENARIO)
+    assert json.loads(output) == json.loads(single.stdout)
+    assert follower_output == ""
+    *answers, longest, refused = json.loads(output)
     assert answers[-1][2] == "abort"
     assert answers[2][1].startswith('{"a": ')
     assert longest > 1

@@ -1,4 +1,4 @@
-"""Test the output of `python -m kvjax.serve` from its first line to its last."""
+"""Test the command `python -m kvjax.serve`."""
 
 import contextlib
 import http.client
@@ -18,9 +18,9 @@ from kvjax.serve.__main__ import ServeConfig, run
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def ask(port, path, body=None):
@@ -32,7 +32,7 @@ def ask(port, path, body=None):
 
 
 @pytest.mark.slow
-def test_it_says_what_fits_serves_and_drains_at_sigterm():
+def test_the_server_prints_what_fits_and_finishes_answers_at_sigterm():
     port = free_port()
     options = f"--port {port} --policy streaming_llm:sink=4,window=252 --slots 2 --max-length 1024 --chunk 256".split()
     process = subprocess.Popen(
@@ -64,19 +64,19 @@ def test_it_says_what_fits_serves_and_drains_at_sigterm():
     assert "Traceback" not in errors
 
 
-def test_what_is_missing_is_said_in_a_line(monkeypatch):
+def test_missing_packages_are_reported_in_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
     with pytest.raises(UserError, match=r"the server needs uvicorn: pip install 'kvjax\[serve\]'"):
         run(parse_command(ServeConfig, []))
 
 
-def test_what_cannot_be_served_is_refused_before_anything_takes_time():
+def test_invalid_options_are_refused_before_the_model_is_loaded():
     def refused(*options):
         with pytest.raises(UserError) as error:
             run(parse_command(ServeConfig, options))
         return str(error.value)
 
-    assert "a server's mesh may split heads alone" in refused("--mesh", "8")
+    assert "a server can only split heads" in refused("--mesh", "8")
     assert "must be a whole number" in refused("--slots", "0")
     assert "at most 65535" in refused("--port", "99999")
     with socket.socket() as taken:

@@ -158,6 +158,6 @@ def scbench_row(task):
 
 def write(folder, rows):
     """Write one .jsonl file per task, named after it."""
-    for task, own in rows.items():
-        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    for task, task_rows in rows.items():
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task_rows))
     return folder

@@ -135,7 +135,7 @@ def write_records(folder, files=FILES):
     return folder
 
 
-SAID = {
+ANSWERS = {
     "ruler_niah_mk_2": [" {0}.", " 7"],
     "ruler_niah_mk_3": [" none"],
     "ruler_niah_mv": [" {0}, {2}", " {0}{1}{2}{3}"],

@@ -29,7 +29,7 @@ def benchmark(*contexts, asked="Which?", reserved=20, count=1, tokenizer=None):
 
 
 @pytest.mark.parametrize("room", [100, 101])
-def test_what_is_cut_is_the_middle_of_the_prompt(room):
+def test_the_middle_of_the_prompt_is_cut(room):
     """The cut is that of LongBench's code: the first and the last half of the limit stay, one token fewer if the limit
     is odd."""
     whole, limit = np.arange(400 + 6), room + 6
@@ -43,7 +43,7 @@ def test_the_context_is_cut_and_the_question_is_not():
     for length in (150, 426, 425):
         (sample,) = benchmark(TEXT).samples(Split(0, 1), 1, length)
         text = byte_tokenizer().decode(sample.context)
-        assert length - 1 <= len(sample.context) + sample.room <= length
+        assert length - 1 <= len(sample.context) + sample.tokens_after_context <= length
         assert byte_tokenizer().decode(sample.questions[0].prompt) == "Which?"
         half = (length - 20) // 2
         assert text == TEXT if length == 426 else text == TEXT[:half] + TEXT[6 - half :]
@@ -54,19 +54,21 @@ def test_the_context_is_cut_and_the_question_is_not():
         benchmark(TEXT).samples(Split(0, 1), 1, 33)
 
 
-def test_a_conversation_s_room_is_all_of_it():
+def test_a_conversation_reserves_tokens_for_all_its_turns():
     examples = [dataclasses.replace(benchmark(TEXT, count=3).examples[0], conversation=True)]
     (sample,) = dataclasses.replace(benchmark(TEXT), examples=examples).samples(Split(0, 1), 1, 200)
-    assert sample.room == 3 * 26
+    assert sample.tokens_after_context == 3 * 26
     assert 199 <= len(sample.context) + 3 * 26 <= 200
 
 
-def test_the_first_are_compared_and_those_after_them_calibrated_on():
-    own = benchmark("a", "b", "c", count=2)
-    assert own.answers(99) == 2
+def test_calibration_uses_the_samples_after_those_compared():
+    dataset = benchmark("a", "b", "c", count=2)
+    assert dataset.answers(99) == 2
 
     def letters(split, count):
-        return byte_tokenizer().decode([int(sample.context[0]) for sample in own.samples(split, count, 99)])
+        return byte_tokenizer().decode(
+            [int(sample.context[0]) for sample in dataset.samples(split, count, 99)]
+        )
 
     assert letters(Split(0, 2), 2) == "ab"
     assert letters(Split(0, 2, calibration=True), 1) == "c"
@@ -78,27 +80,27 @@ def test_the_first_are_compared_and_those_after_them_calibrated_on():
         benchmark()
 
 
-def test_a_benchmark_s_tasks_are_opened_by_name(tmp_path):
+def test_tasks_of_benchmarks_are_opened_by_name(tmp_path):
     """The tokenizer is the built-in one; with `question_aware` each question is read with its context."""
     turns = [scbench_row("scbench_kv"), scbench_row("scbench_kv")]
     turns[1]["multi_turns"] = turns[1]["multi_turns"][:1]
     write(tmp_path, {"scbench_kv": turns, "qasper": [longbench_row("Who?", ["Berta"], "Berta wrote. " * 99)]})
-    own = inputs(longbench=tmp_path, scbench=tmp_path)
-    kv, qasper = open_task("scbench_kv", own), open_task("longbench_qasper", own)
+    task_inputs = inputs(longbench=tmp_path, scbench=tmp_path)
+    kv, qasper = open_task("scbench_kv", task_inputs), open_task("longbench_qasper", task_inputs)
     assert kv.published
     assert qasper.published
     assert kv.answers(512) == 1
     assert qasper.metric == "F1 of the words"
     (sample,) = qasper.samples(Split(0, 1), 1, 500)
-    assert 499 <= len(sample.context) + sample.room <= 500
+    assert 499 <= len(sample.context) + sample.tokens_after_context <= 500
     assert sample.questions[0].score(sample.questions[0].answer) == 1
-    (known,) = question_aware([sample])
-    assert known.known
+    (aware,) = question_aware([sample])
+    assert aware.question_known
     whole = np.concatenate([sample.context, sample.questions[0].prompt])
-    np.testing.assert_array_equal(np.concatenate([known.context, known.questions[0].prompt]), whole)
+    np.testing.assert_array_equal(np.concatenate([aware.context, aware.questions[0].prompt]), whole)
     assert [len(sample.questions) for sample in kv.samples(Split(0, 2), 2, 512)] == [2, 1]
     assert len(TASKS) == len({name.lower() for name in TASKS})
     with pytest.raises(
         UserError, match="unknown task 'longbench_qaspr'; the nearest known: longbench_qasper"
     ):
-        open_task("longbench_qaspr", own)
+        open_task("longbench_qaspr", task_inputs)

@@ -20,7 +20,7 @@ LENGTHS = (128, 256, 1024)
 
 @pytest.mark.parametrize("kind", [Recall, Needle, Copy, Text], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_samples_repeat_and_keep_their_lengths(kind, length):
+def test_samples_are_deterministic_and_keep_their_lengths(kind, length):
     task = builtin_task(kind)
     first, again, other = task.sample(3, length), task.sample(3, length), task.sample(4, length)
     np.testing.assert_array_equal(first.context, again.context)

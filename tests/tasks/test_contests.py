@@ -121,34 +121,34 @@ def test_a_hub_data_set_has_one_configuration_or_several(tmp_path, monkeypatch):
         ([{"problem": "?", "answer": r"\sqrt 2"}], r"an integer from 0 to 999, got \\sqrt 2"),
     ],
 )
-def test_rows_that_do_not_do_are_named(rows, message, tmp_path):
+def test_errors_name_damaged_rows(rows, message, tmp_path):
     file = write(tmp_path / "aime_2024.jsonl", rows)
     with pytest.raises(UserError, match=message) as error:
         read_problems("aime_2024", file, Integers())
     assert str(error.value).startswith(f"--data contests {file}")
 
 
-def test_where_there_is_nothing(tmp_path, monkeypatch):
+def test_missing_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for data, message in (
         (tmp_path, "there is no aime_2024.jsonl, aime_2024.parquet or folder aime_2024"),
         (tmp_path / "none.jsonl", "expected a .jsonl or .parquet file, a folder of them, or a hub data set"),
         (write(tmp_path / "a.txt", []), "expected a .jsonl or .parquet file"),
-        (Path("no/body"), "no such file or folder, and as a hub data set it cannot be had"),
+        (Path("no/body"), "no such file or folder, and as a hub data set it cannot be loaded"),
     ):
         with pytest.raises(UserError, match=f"--data contests {data}: {message}") as error:
             read_problems("aime_2024", data, Integers())
         assert "\n" not in str(error.value)
 
 
-def test_a_problem_is_the_user_s_turn_and_the_rest_of_the_length_its_answer(tmp_path):
+def test_a_problem_is_the_users_turn_and_its_answer_may_fill_the_length(tmp_path):
     """Each byte is one token, so that the prompt can be spelled out here."""
     write(tmp_path / "aime_2024.jsonl", FORMS["Maxwell-Jia/AIME_2024"])
     tokenizer = byte_tokenizer()
-    said = r"It is \boxed{12}, no: \boxed{204}"
+    answer = r"It is \boxed{12}, no: \boxed{204}"
     for chat in (True, False):
-        own = ContestProblems("aime_2024", tmp_path, tokenizer, chat)
-        samples = own.samples(Split(0, 1), 1, 400)
+        dataset = ContestProblems("aime_2024", tmp_path, tokenizer, chat)
+        samples = dataset.samples(Split(0, 1), 1, 400)
         asked = (
             "Please reason step by step, and put your final answer within \\boxed{}.\nThe answer is an integer "
             f"between 0 and 999 inclusive.\n\n{TEXTS[1]}"
@@ -159,8 +159,8 @@ def test_a_problem_is_the_user_s_turn_and_the_rest_of_the_length_its_answer(tmp_
         for sample, true in zip(samples, (3, 204), strict=True):
             (question,) = sample.questions
             assert question.answer_tokens == 400 - longest
-            assert sample.drawn
-            ids = np.array(tokenizer(said)["input_ids"], np.int32)
+            assert sample.is_contest
+            ids = np.array(tokenizer(answer)["input_ids"], np.int32)
             assert question.concluded(ids) == "204"
             assert question.score(ids) == (true == 204)
             assert question.concluded(ids[:8]) is None
@@ -169,10 +169,10 @@ def test_a_problem_is_the_user_s_turn_and_the_rest_of_the_length_its_answer(tmp_
             UserError,
             match=f"--context {longest + 15}: .* takes {longest} tokens, which leaves fewer than 16",
         ):
-            own.samples(Split(0, 1), 1, longest + 15)
+            dataset.samples(Split(0, 1), 1, longest + 15)
 
 
-def test_hmmt_is_asked_and_graded_in_its_own_way(tmp_path):
+def test_hmmt_has_its_own_instruction_and_grader(tmp_path):
     pytest.importorskip("math_verify")
     rows = [
         {"problem_idx": 1, "problem": "?", "answer": r"\frac{1}{576}", "problem_type": ["Combinatorics"]},
@@ -182,8 +182,8 @@ def test_hmmt_is_asked_and_graded_in_its_own_way(tmp_path):
     tokenizer = byte_tokenizer()
     samples = ContestProblems("hmmt_nov_2025", tmp_path, tokenizer).samples(Split(0, 1), 1, 300)
     assert "within \\boxed{}.\n\n?<|im_end|>" in tokenizer.decode(samples[0].context)
-    for said, scores in ((r"\boxed{1/576}", [1, 0]), (r"\boxed{\{\sqrt{2}, -1\}}", [0, 1])):
-        ids = np.array(tokenizer(said)["input_ids"], np.int32)
+    for answer, scores in ((r"\boxed{1/576}", [1, 0]), (r"\boxed{\{\sqrt{2}, -1\}}", [0, 1])):
+        ids = np.array(tokenizer(answer)["input_ids"], np.int32)
         assert [sample.questions[0].score(ids) for sample in samples] == scores
     write(tmp_path / "hmmt_nov_2025.parquet", [{"problem": "?", "answer": "$$"}])
     with pytest.raises(UserError, match="expected the answer to be an expression in LaTeX, got"):

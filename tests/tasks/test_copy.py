@@ -1,4 +1,4 @@
-"""Test that two tokens identify a passage, and one does not."""
+"""Test that two tokens determine the next one, and a single token does not."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvjax.tasks import (
 )
 
 
-def test_copy_takes_the_last_two_tokens_to_tell_what_comes_next(vocabulary, blank_text):
+def test_the_last_two_tokens_determine_the_next_one(vocabulary, blank_text):
     followers = []
     for seed in range(10):
         sample = Copy(vocabulary, blank_text, families=2, passages=4).sample(seed, 512)

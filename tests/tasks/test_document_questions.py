@@ -16,7 +16,7 @@ from kvjax.tasks.prompt import prompt_size
 from tests.tasks.document_inputs import COMPARED, LENGTH, inputs
 
 
-def test_the_first_distinctive_word_of_a_sentence_is_asked_for():
+def test_the_first_distinctive_word_of_a_sentence_is_the_answer():
     passage = (
         "One two three four five Six7 eight. "  # too few words before the number
         'All of the old guests came into "Room-12" and later into Room-13. '
@@ -38,30 +38,30 @@ def test_the_first_distinctive_word_of_a_sentence_is_asked_for():
         assert len(given.split()) >= FEWEST
 
 
-def test_words_that_do_not_fit_into_an_answer_are_not_asked(folder):
+def test_words_that_do_not_fit_into_an_answer_are_not_used(folder):
     documents = Documents(inputs(documents=folder))
-    own = documents.inputs
+    task_inputs = documents.inputs
 
     def count(texts):
         """Return counts in which terms of every tenth paragraph take one token more than an answer has."""
         return [
             RESERVED + 1 if re.fullmatch(r" Guild\d+x\d*3x\d", text) else n
-            for text, n in zip(texts, own.count(texts), strict=True)
+            for text, n in zip(texts, task_inputs.count(texts), strict=True)
         ]
 
-    samples = document_questions(documents.of(COMPARED), own.encode, count, LENGTH)
+    samples = document_questions(documents.for_split(COMPARED), task_inputs.encode, count, LENGTH)
     asked = [word for sample in samples for q in sample.questions for word in q.expected]
     assert len(asked) >= 12
     assert not [word for word in asked if re.search(r"3x\d$", word)]
 
 
-def test_questions_have_one_answer_which_only_the_context_holds(folder):
+def test_questions_have_one_answer_that_only_the_context_has(folder):
     documents = Documents(inputs(documents=folder))
-    own = documents.inputs
-    samples = document_questions(documents.of(COMPARED), own.encode, own.count, LENGTH)
+    task_inputs = documents.inputs
+    samples = document_questions(documents.for_split(COMPARED), task_inputs.encode, task_inputs.count, LENGTH)
     assert len(samples) >= 6
     for sample in samples:
-        assert 0.7 * LENGTH < prompt_size(sample, own.encode) <= LENGTH
+        assert 0.7 * LENGTH < prompt_size(sample, task_inputs.encode) <= LENGTH
         assert [q.kind for q in sample.questions] == [kind for kind in THIRDS for _ in range(PER_THIRD)]
         assert len({q.expected for q in sample.questions}) == len(sample.questions)
         body = sample.context[sample.context.index("\n\n") :].strip()

@@ -22,7 +22,7 @@ def opened(path):
     return Documents(inputs(documents=path))
 
 
-def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
+def test_contexts_are_deterministic_and_distinct(folder):
     questions = DocumentQuestions(opened(folder))
     samples = questions.samples(COMPARED, 5, LENGTH)
     again = DocumentQuestions(opened(folder)).samples(COMPARED, 5, LENGTH)
@@ -30,7 +30,7 @@ def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
         np.testing.assert_array_equal(one.context, other.context)
         for a, b in zip(one.questions, other.questions, strict=True):
             np.testing.assert_array_equal(a.prompt, b.prompt)
-        assert len(one.context) + one.room <= LENGTH
+        assert len(one.context) + one.tokens_after_context <= LENGTH
         assert len(one.questions) == questions.answers(LENGTH)
     assert len({sample.context.tobytes() for sample in samples}) == 5
     other = questions.samples(Split(8, 5), 5, LENGTH)
@@ -42,15 +42,15 @@ def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
 
 @pytest.mark.parametrize("kind", [DocumentQuestions, DocumentText])
 @pytest.mark.parametrize("files", [1, 3])
-def test_no_text_that_is_compared_is_calibrated_on_whatever_the_lengths(kind, files, tmp_path):
+def test_texts_for_comparison_and_calibration_do_not_overlap_at_any_length(kind, files, tmp_path):
     """Each term occurs in one sentence, which is a paragraph."""
     for index in range(files):
         text = paragraph_text(index, 150 // files).replace(". In", ".\n\nIn")
         (tmp_path / f"{index}.txt").write_text(text)
-    own = kind(opened(tmp_path if files > 1 else tmp_path / "0.txt"))
+    dataset = kind(opened(tmp_path if files > 1 else tmp_path / "0.txt"))
 
     def terms(part, length, count):
-        decode, samples = own.documents.inputs.tokenizer.decode, own.samples(part, count, length)
+        decode, samples = dataset.documents.inputs.tokenizer.decode, dataset.samples(part, count, length)
         return [set(re.findall(r"Guild\d+x\d+x\d+", decode(s.context.tolist()))) for s in samples]
 
     compared = set.union(*terms(COMPARED, LENGTH, 5))
@@ -64,26 +64,26 @@ def test_no_text_that_is_compared_is_calibrated_on_whatever_the_lengths(kind, fi
             assert not one & other
 
 
-def test_a_text_is_a_passage_and_its_end_is_given(folder):
-    own = opened(folder)
-    for sample in DocumentText(own).samples(COMPARED, 3, 600):
+def test_a_text_is_a_passage_with_a_teacher_forced_end(folder):
+    documents = opened(folder)
+    for sample in DocumentText(documents).samples(COMPARED, 3, 600):
         (question,) = sample.questions
         line = np.concatenate([sample.context, question.prompt, question.answer])
         assert 0.9 * 600 - 2 < len(line) <= 600
         assert question.answer_tokens == len(question.answer) == len(line) // 8
-        text = own.inputs.tokenizer.decode(line.tolist(), skip_special_tokens=True)
-        assert any(text in document for document in own.texts)
+        text = documents.inputs.tokenizer.decode(line.tolist(), skip_special_tokens=True)
+        assert any(text in document for document in documents.texts)
         assert question.score(question.answer) == 1
 
 
-def test_chat_templates_are_for_questions_and_not_for_texts(folder):
-    own = opened(folder)
-    tokenizer = own.inputs.tokenizer
+def test_only_questions_use_the_chat_template(folder):
+    documents = opened(folder)
+    tokenizer = documents.inputs.tokenizer
     tokenizer.chat_template = "<|question|>{{ messages[0]['content'] }}<|separator|>"
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     mark = tokenizer.convert_tokens_to_ids("<|question|>")
-    assert mark in DocumentQuestions(own).samples(COMPARED, 1, LENGTH)[0].context
-    assert mark not in DocumentText(own).samples(COMPARED, 1, LENGTH)[0].context
+    assert mark in DocumentQuestions(documents).samples(COMPARED, 1, LENGTH)[0].context
+    assert mark not in DocumentText(documents).samples(COMPARED, 1, LENGTH)[0].context
 
 
 def test_errors_say_what_is_wrong(folder, tmp_path):
@@ -99,27 +99,27 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
     for kind in (DocumentQuestions, DocumentText):
         with pytest.raises(UserError, match="needs --data documents=PATH, a text file or a folder"):
             kind(Documents(inputs())).samples(COMPARED, 1, LENGTH)
-        own = kind(opened(folder))
+        dataset = kind(opened(folder))
         for part, use in (
             (Split(0, 1000), r"compare \(of 75%"),
             (Split(0, 5, calibration=True), r"calibrate on \(of 25%"),
         ):
             wanted = rf"--data documents .* of {LENGTH} tokens.* to {use} of the text\): found \d+, needed 1000; give"
             with pytest.raises(UserError, match=wanted):
-                own.samples(part, 1000, LENGTH)
+                dataset.samples(part, 1000, LENGTH)
         for length in (1, 8, 16):
             with pytest.raises(UserError, match=rf"{length} tokens are too few, "):
-                own.samples(COMPARED, 1, length)
+                dataset.samples(COMPARED, 1, length)
 
 
-def test_a_folder_s_samples_have_one_length(tmp_path):
+def test_the_samples_of_a_folder_have_one_length(tmp_path):
     words = {"input": "some word " * 60 + "\nQuestion: which?\nAnswer:", "outputs": ["word"]}
     write_rows(tmp_path, words, words, file="qa_1.jsonl")
-    own = inputs(ruler=tmp_path)
-    published = open_task("qa_1", own)
-    size = prompt_size(published_examples(tmp_path, "qa_1", 0)[0], own.encode)
+    task_inputs = inputs(ruler=tmp_path)
+    published = open_task("qa_1", task_inputs)
+    size = prompt_size(published_examples(tmp_path, "qa_1", 0)[0], task_inputs.encode)
     (sample,) = published.samples(Split(0, 1), 1, 2 * size)
-    assert len(sample.context) + sample.room == size
+    assert len(sample.context) + sample.tokens_after_context == size
     (tmp_path / "qa_1.jsonl").unlink()
     (other,) = published.samples(Split(0, 1, calibration=True), 1, 2 * size)
     assert other.context.tolist() == sample.context.tolist(), "read once"
@@ -130,13 +130,13 @@ def test_a_folder_s_samples_have_one_length(tmp_path):
     write_rows(tmp_path, words, file="qa_1.jsonl")
     message = f"longest sample of qa_1 takes {size} tokens with its answer, less than half of --context {2 * size + 1}"
     with pytest.raises(UserError, match=message):
-        open_task("qa_1", own).samples(Split(0, 1), 1, 2 * size + 1)
+        open_task("qa_1", task_inputs).samples(Split(0, 1), 1, 2 * size + 1)
 
 
-def test_files_are_opened_before_any_context_is_made_and_once(files, tmp_path):
+def test_files_are_opened_once_before_samples_are_made(files, tmp_path):
     for task, message in (
-        ("qa_1", "give its JSON file as --data squad=FILE"),
-        ("qa_2", "give its JSON file as --data hotpotqa=FILE"),
+        ("qa_1", "qa_1 needs the JSON file of SQuAD, as --data squad=FILE"),
+        ("qa_2", "qa_2 needs the JSON file of HotpotQA, as --data hotpotqa=FILE"),
         ("documents", "needs --data documents=PATH, a text file"),
     ):
         with pytest.raises(UserError, match=message):

@@ -22,11 +22,11 @@ from kvjax.tasks.splits import Split
 from tests.evaluate.whole_run import SMALL, lines
 from tests.tasks.document_inputs import inputs
 from tests.tasks.helmet_inputs import (
+    ANSWERS,
     CHAT_FIGURES,
     DIGESTS,
     FIGURES,
     FILES,
-    SAID,
     texts,
     write_records,
 )
@@ -45,7 +45,7 @@ def first(task, folder, chat=False):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_prompts_are_the_official_ones(task, records, monkeypatch):
+def test_prompts_equal_the_official_ones(task, records, monkeypatch):
     """The prompts have context, question and the answer's beginning; records and demonstrations are sampled as
     officially."""
     monkeypatch.setattr(hub_tasks, "rouge_f1", lambda: any_present)
@@ -61,11 +61,11 @@ def test_prompts_are_the_official_ones(task, records, monkeypatch):
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("task", TASKS)
-def test_answers_score_as_the_official_scorer_has_it(task, chat, records):
+def test_scores_equal_those_of_the_official_scorer(task, chat, records):
     if task == "infbench_qa_eng":
         pytest.importorskip("rouge_score")
     (question,) = first(task, records, chat).questions
-    scores = [question.score(said.format(*question.expected)) for said in SAID[task]]
+    scores = [question.score(answer.format(*question.expected)) for answer in ANSWERS[task]]
     figures = CHAT_FIGURES.get(task, FIGURES[task]) if chat else FIGURES[task]
     assert scores == pytest.approx(figures, abs=1e-6)
 
@@ -88,14 +88,14 @@ def test_a_prompt_is_cut_where_the_context_ends(records):
     assert question.expected == ("The owl 0", "owl no. 0")
 
 
-def test_with_a_chat_template_the_answer_is_not_begun(records):
+def test_a_chat_template_has_no_answer_prefix(records):
     (question,) = first("infbench_choice_eng", records, chat=True).questions
     assert question.answer_prefix == ""
     assert not first("infbench_choice_eng", records).as_is
     assert question.text.endswith("chapter 0?\nOptions:\nA. Slept\nB. Ran\nC. Ate\nD. Left 0")
 
 
-def test_documents_lose_their_end(records):
+def test_long_documents_lose_their_end(records):
     """The cut is that of the official program's `tokenize`. Each byte is one token, so that the prompt can be spelled
     out here."""
     tokenizer = byte_tokenizer()
@@ -103,8 +103,8 @@ def test_documents_lose_their_end(records):
 
     def read(task, length):
         (sample,) = HelmetSamples(task, records, encode).samples(Split(0, 1), 1, length)
-        assert len(sample.context) + sample.room <= length
-        return str(tokenizer.decode(sample.context)), len(sample.context) + sample.room
+        assert len(sample.context) + sample.tokens_after_context <= length
+        return str(tokenizer.decode(sample.context)), len(sample.context) + sample.tokens_after_context
 
     whole, size = read("json_kv", 4096)
     documents = '{"k0": "v0", "k1": "v1", "k2": "v2"}'
@@ -129,7 +129,7 @@ def test_the_longest_files_that_fit_are_read(tmp_path):
             task.samples(Split(0, 1), 1, length)
 
 
-def test_datasets_of_the_hub(tmp_path, monkeypatch):
+def test_datasets_are_read_from_the_hub_without_a_local_copy(tmp_path, monkeypatch):
     """If the folder has no copy, the hub's own .parquet files are read."""
     asked = []
 
@@ -179,16 +179,16 @@ CHOICES = "InfiniteBench/longbook_choice_eng.jsonl"
         ("infbench_choice_eng", CHOICES, {"options": ["Slept"]}, "expected four `options`, with the answer Ran"),
     ],
 )  # fmt: skip
-def test_damaged_records_are_named(task, file, change, message, tmp_path):
+def test_errors_name_damaged_records(task, file, change, message, tmp_path):
     """The file has one record, with the change."""
-    rows = {name: own[:12] for name, own in FILES.items()} | {file: [FILES[file][0] | change]}
+    rows = {name: records[:12] for name, records in FILES.items()} | {file: [FILES[file][0] | change]}
     with pytest.raises(UserError, match=message) as error:
         first(task, write_records(tmp_path, rows))
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data helmet {tmp_path}")
 
 
-def test_where_there_is_nothing(tmp_path):
+def test_missing_data_is_refused(tmp_path):
     with pytest.raises(UserError, match="--data helmet none: expected a folder"):
         open_task("helmet_icl_nlu", inputs(helmet=Path("none")))
     with pytest.raises(UserError, match="a task needs --data helmet=PATH, the unpacked data.tar.gz"):
@@ -200,10 +200,10 @@ def test_where_there_is_nothing(tmp_path):
         first("icl_trec_fine", tmp_path)
 
 
-def test_an_evaluation_s_samples(records, tmp_path):
+def test_an_evaluation_makes_samples(records, tmp_path):
     tasks = ["helmet_ruler_niah_mk_2", "helmet_msmarco_rerank_psg"]
-    own = ["--policies", "full", "--samples", "3", "--context", "4096", "--tasks", *tasks]
-    config = parse([*SMALL, *own, "--data", f"helmet={records}", "--out", str(tmp_path)])
+    options = ["--policies", "full", "--samples", "3", "--context", "4096", "--tasks", *tasks]
+    config = parse([*SMALL, *options, "--data", f"helmet={records}", "--out", str(tmp_path)])
     check_policies(config)
     for task in sized_tasks(config):
         assert (task.published, len(task.samples)) == (True, 3)
@@ -213,8 +213,17 @@ def test_an_evaluation_s_samples(records, tmp_path):
 
 @pytest.mark.slow
 def test_a_whole_evaluation(records, tmp_path):
-    own = ["--policies", "full", "--tasks", "helmet_ruler_niah_mk_2", "--samples", "3", "--context", "512"]
-    main([*SMALL, *own, "--data", f"helmet={records}", "--out", str(tmp_path)])
+    options = [
+        "--policies",
+        "full",
+        "--tasks",
+        "helmet_ruler_niah_mk_2",
+        "--samples",
+        "3",
+        "--context",
+        "512",
+    ]
+    main([*SMALL, *options, "--data", f"helmet={records}", "--out", str(tmp_path)])
     (result,) = lines(tmp_path)
     assert (result["task"], result["samples"]) == ("helmet_ruler_niah_mk_2", 3)
     assert (result["metric"], result["footprint"]) == ("share of the needles found", 1.0)

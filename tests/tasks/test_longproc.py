@@ -131,21 +131,21 @@ def data(tmp_path):
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_answers_score_as_the_official_scorer_has_it(task, data):
+def test_scores_equal_those_of_the_official_scorer(task, data):
     names = [name for name in NAMES if name.startswith(f"longproc_{task}_0.5k")]
     questions = [longproc_examples(name, data)[0].questions[0] for name in names]
     found = [tuple(round(question.score(answer), 6) for question in questions) for answer in ANSWERS[task]]
-    assert found == [own if isinstance(own, tuple) else (own,) for own in FIGURES[task]]
+    assert found == [figures if isinstance(figures, tuple) else (figures,) for figures in FIGURES[task]]
     assert all(question.score(question.expected[0]) == 1 for question in questions)
 
 
-def test_searches_are_the_official_ones():
+def test_search_traces_equal_the_official_ones():
     for (numbers, target), trace in TRACES.items():
         assert digest(countdown_trace(list(numbers), target) or "") == trace
     assert countdown_trace([60, 50, 3, 2], 61) is None
 
 
-def test_no_code_in_an_answer_is_run(data):
+def test_code_in_an_answer_is_not_run(data):
     (example,) = longproc_examples("longproc_countdown_0.5k", data)
     for line in ("print(1) + 2 = 3", "1 / 0 = 3", "9 ** 9 = 3", f"{'9' * 5000} + 1 = 3"):
         assert example.questions[0].score(f"<Solution>\n{line}\n{line}\n{line}\n</Solution>") == 0
@@ -175,7 +175,7 @@ def test_prompts_are_cut_where_the_question_begins(task, context, question, data
     assert example.questions[0].reserved == 1024
 
 
-def test_all_tasks_are_there():
+def test_the_number_of_tasks():
     assert len(NAMES) == 3 + 3 * 3 * 2
     assert {"longproc_html_to_tsv_8k", "longproc_countdown_2k_partial"} < set(NAMES)
     assert "longproc_html_to_tsv_8k_partial" not in NAMES
@@ -202,7 +202,7 @@ def test_all_tasks_are_there():
         ("countdown", {"target": 1999}, "expected `target` to be within reach of [40, 19, 23, 7], got 1999"),
     ],
 )
-def test_damaged_records_are_named(task, change, message, data):
+def test_errors_name_damaged_records(task, change, message, data):
     file = data / task / f"{task}_0.5k.json"
     file.write_text(json.dumps([ROWS[task], ROWS[task] | change]))
     with pytest.raises(UserError) as error:
@@ -231,7 +231,7 @@ def test_damaged_records_are_named(task, change, message, data):
         ),
     ],
 )
-def test_damaged_files_are_named(file, text, message, data):
+def test_errors_name_damaged_files(file, text, message, data):
     (data / "countdown" / file).write_text(text)
     with pytest.raises(UserError) as error:
         longproc_examples("longproc_countdown_0.5k", data)
@@ -243,7 +243,7 @@ def test_damaged_files_are_named(file, text, message, data):
 def published(tmp_path):
     """Return a folder with the published records, in the published layout."""
     if not RECORDS.is_dir():
-        pytest.skip(f"{RECORDS} is not there")
+        pytest.skip(f"{RECORDS} does not exist")
     folder = tmp_path / "countdown"
     folder.mkdir()
     shutil.copy(RECORDS / "countdown.prompts.yaml", folder / "prompts.yaml")
@@ -251,15 +251,15 @@ def published(tmp_path):
     return tmp_path
 
 
-def test_published_records_give_the_official_prompts(published):
+def test_prompts_of_published_records_equal_the_official_ones(published):
     examples = longproc_examples("longproc_countdown_0.5k", published)
     prompts = [example.context + example.questions[0].text for example in examples]
     assert tuple(map(digest, prompts)) == PUBLISHED
 
 
 @pytest.mark.parametrize("name", ["longproc_countdown_0.5k", "longproc_countdown_0.5k_partial"])
-def test_an_evaluation_knows_the_tasks(name, published):
-    own = [
+def test_an_evaluation_makes_samples(name, published):
+    options = [
         "--tasks",
         name,
         "--policies",
@@ -271,8 +271,8 @@ def test_an_evaluation_knows_the_tasks(name, published):
         "--out",
         str(published / "run"),
     ]
-    (found,) = sized_tasks(parse([*TEST_MODEL, *own, "--data", f"longproc={published}"]))
-    assert [len(sample.context) + sample.room for sample in found.samples] == [4096, 4096]
+    (found,) = sized_tasks(parse([*TEST_MODEL, *options, "--data", f"longproc={published}"]))
+    assert [len(sample.context) + sample.tokens_after_context for sample in found.samples] == [4096, 4096]
     assert all(
         question.score(question.answer) == 1 for sample in found.samples for question in sample.questions
     )
@@ -281,8 +281,17 @@ def test_an_evaluation_knows_the_tasks(name, published):
 @pytest.mark.slow
 def test_an_evaluation_reads_the_published_records(published, monkeypatch):
     monkeypatch.setitem(RESERVED, "0.5k", 8)  # writing an answer as long as the published ones takes long
-    own = ["--tasks", "longproc_countdown_0.5k", "--policies", "full", "--samples", "1", "--context", "1024"]
-    main([*TEST_MODEL, *own, "--data", f"longproc={published}", "--out", str(published / "run")])
+    options = [
+        "--tasks",
+        "longproc_countdown_0.5k",
+        "--policies",
+        "full",
+        "--samples",
+        "1",
+        "--context",
+        "1024",
+    ]
+    main([*TEST_MODEL, *options, "--data", f"longproc={published}", "--out", str(published / "run")])
     (result,) = lines(published / "run")
     assert (result["task"], result["samples"]) == ("longproc_countdown_0.5k", 1)
     assert result["metric"] == "answers right"

@@ -14,7 +14,7 @@ from kvjax.tasks import (
 )
 
 
-def test_packed_puts_each_question_after_the_context_and_weighs_its_answer():
+def test_pack_puts_questions_after_the_context_and_weighs_answers():
     def ids(*x):
         return np.array(x, np.int32)
 
@@ -30,7 +30,7 @@ def test_packed_puts_each_question_after_the_context_and_weighs_its_answer():
         pack(Sample(ids(9, 9), questions), 4, end=0)
 
 
-def test_mixture_repeats_fills_its_length_and_weighs_answers_only(vocabulary):
+def test_the_mixture_is_deterministic_and_weighs_only_answers(vocabulary):
     stream = Mixture(vocabulary, builtin_text("train"))
     seen = set()
     for index in range(40):

@@ -9,7 +9,7 @@ from kvjax.tasks import (
 )
 
 
-def test_needle_is_at_its_depth(vocabulary):
+def test_the_needle_is_at_its_depth(vocabulary):
     task = builtin_task(Needle)
     for seed in range(5):
         sample = task.sample(seed, 512)

@@ -12,7 +12,7 @@ def words(texts):
     return [len(text.split()) for text in texts]
 
 
-def test_passages_are_whole_paragraphs_none_twice(folder):
+def test_passages_are_disjoint_runs_of_whole_paragraphs(folder):
     rng = np.random.default_rng(0)
     sizes = [*rng.integers(1, 12, 150), 70, *rng.integers(1, 12, 50)]
     texts = [" ".join([f"p{i}", *["word"] * (size - 1)]) for i, size in enumerate(sizes)]
@@ -22,30 +22,32 @@ def test_passages_are_whole_paragraphs_none_twice(folder):
     taken = []
     for passage in found:
         assert LEAST * 60 <= len(passage.split()) <= 60
-        own = re.split(r"\n ?\n", passage)
-        first = texts.index(own[0])
-        assert own == texts[first : first + len(own)]
+        parts = re.split(r"\n ?\n", passage)
+        first = texts.index(parts[0])
+        assert parts == texts[first : first + len(parts)]
         # the next paragraph, if the document has one, does not fit
-        last = first + len(own)
+        last = first + len(parts)
         assert last in (90, len(texts)) or len(passage.split()) + sizes[last] > 60
-        taken += own
+        taken += parts
     assert len(taken) == len(set(taken))
     assert not any(len(paragraph.split()) > 60 for paragraph in taken)
     assert {int(passage.split()[0][1:]) < 90 for passage in found[:4]} == {True, False}
 
 
-def test_a_quarter_of_the_tokens_is_calibrated_on_and_none_is_lost():
+def test_documents_are_split_with_a_quarter_for_calibration():
     documents = [
         [Paragraph(f"{i}-{j} ", 1 + j % 3) for j in range(size)] for i, size in enumerate((5, 40, 9, 0))
     ]
     compared, calibration = split_documents(documents)
-    own, others = ([p for document in part for p in document] for part in (compared, calibration))
+    first, second = ([p for document in part for p in document] for part in (compared, calibration))
     total = sum(p.tokens for document in documents for p in document)
-    assert 0 <= sum(p.tokens for p in others) - total / 4 < 3
-    assert sorted(p.text for p in own + others) == sorted(p.text for document in documents for p in document)
-    assert not {p.text for p in own} & {p.text for p in others}
+    assert 0 <= sum(p.tokens for p in second) - total / 4 < 3
+    assert sorted(p.text for p in first + second) == sorted(
+        p.text for document in documents for p in document
+    )
+    assert not {p.text for p in first} & {p.text for p in second}
 
 
 @pytest.mark.parametrize("room", [-5, 0, 1])
-def test_passages_end_where_there_is_no_room(room):
+def test_no_passage_exceeds_its_length(room):
     assert passages([[Paragraph("two words", 2)]], room) == []

@@ -47,11 +47,11 @@ def chat(plain):
         ("none", "any", 0.0),
     ],
 )
-def test_an_answer_is_scored_by_the_strings_in_it(answer, scoring, score):
+def test_answers_are_scored_by_the_expected_strings_in_them(answer, scoring, score):
     assert question(scoring=scoring).score(answer) == score
 
 
-def test_a_prompt_is_the_text_from_its_opening_token_to_its_answer_prefix(plain):
+def test_a_prompt_has_opening_token_context_question_and_prefix(plain):
     example = Example("Some text.\n", (question(), question("Why?", "")))
     prompt = PromptEncoder(plain)(example)
     whole = plain.encode("Some text.\nWhat is x?\nIt is").ids
@@ -62,7 +62,7 @@ def test_a_prompt_is_the_text_from_its_opening_token_to_its_answer_prefix(plain)
     assert prompt_size(example, PromptEncoder(plain)) == len(whole) + 7
 
 
-def test_a_chat_template_stands_around_the_user_s_text_and_the_prefix_begins_the_answer(plain, chat):
+def test_the_chat_template_surrounds_the_users_text(plain, chat):
     example = Example("Some text.\n", (question(),))
     encode = PromptEncoder(chat)
     assert encode.chat
@@ -82,7 +82,7 @@ def test_a_chat_template_stands_around_the_user_s_text_and_the_prefix_begins_the
     np.testing.assert_array_equal(one.questions[0].prompt, other.questions[0].prompt)
 
 
-def test_a_text_with_a_template_gets_no_other_and_no_second_opening_token(plain, chat):
+def test_a_text_with_a_template_gets_no_second_template(plain, chat):
     text = "<|begin|><|question|>Some text.\nWhat is x?<|end|>\n<|separator|>\n It is"
     cut = text.index("What is x?")
     asked = question(text[cut : -len(" It is")], " It is")
@@ -95,13 +95,13 @@ def test_a_text_with_a_template_gets_no_other_and_no_second_opening_token(plain,
         assert [*bare.context, *bare.questions[0].prompt] == ids
 
 
-def test_a_template_s_size_is_counted_without_the_user_s_text(plain, chat):
+def test_the_template_size_excludes_the_users_text(plain, chat):
     around = plain.encode("<|begin|><|question|><|end|>\n<|separator|>\n", add_special_tokens=False).ids
     assert PromptEncoder(chat).template_size == len(around)
     assert PromptEncoder(chat, chat=False).template_size == PromptEncoder(plain).template_size == 0
 
 
-def test_a_right_answer_follows_the_prompt(plain):
+def test_the_right_answer_is_encoded_as_a_continuation(plain):
     """The answer has all expected strings, or the first one where any of them is enough."""
     questions = question(), question(scoring="any"), question("Why?\n", "", ("7",))
     prompt = PromptEncoder(plain)(Example("Some text.\n", questions))
@@ -114,7 +114,7 @@ def test_a_right_answer_follows_the_prompt(plain):
     assert [*prompt.context, *prompt.questions[0].prompt, *prompt.questions[0].answer] == whole
 
 
-def test_the_context_s_tokens_know_no_question(plain, chat):
+def test_the_contexts_tokens_do_not_depend_on_the_question(plain, chat):
     """This also holds where a token of the whole text would reach across the cut."""
     for tokenizer in (plain, chat):
         encode = PromptEncoder(tokenizer)
@@ -125,7 +125,7 @@ def test_the_context_s_tokens_know_no_question(plain, chat):
     assert plain.encode("return").ids != [*plain.encode("retur").ids, *plain.encode("n").ids[1:]]
 
 
-def test_the_tasks_cut_between_two_tokens_of_the_whole_text(plain):
+def test_tasks_are_cut_between_tokens_of_the_whole_text(plain):
     encode = PromptEncoder(plain)
     for name in ("niah_single_1", "niah_multivalue", "cwe", "fwe", "vt"):
         example = make_ruler_task(name, plain).example(0, 1500)
@@ -134,7 +134,7 @@ def test_the_tasks_cut_between_two_tokens_of_the_whole_text(plain):
         assert [*prompt.context, *prompt.questions[0].prompt] == whole
 
 
-def test_a_template_without_the_user_s_text_is_refused(plain):
+def test_a_template_without_the_users_text_is_refused(plain):
     silent = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template="hello")
     with pytest.raises(UserError, match="does not show the user's text exactly once"):
         PromptEncoder(silent)
@@ -143,7 +143,7 @@ def test_a_template_without_the_user_s_text_is_refused(plain):
         _ = PromptEncoder(first).next_turn
 
 
-def test_what_stands_between_turns_is_the_template_s(plain, smol):
+def test_the_text_between_turns_comes_from_the_template(plain, smol):
     """The texts are the user's and the model's turns of a conversation."""
     encode, texts = PromptEncoder(smol), ("One?", "Two.", "Three?")
     messages = [
@@ -151,16 +151,21 @@ def test_what_stands_between_turns_is_the_template_s(plain, smol):
         for role, text in zip(("user", "assistant", "user"), texts, strict=True)
     ]
     whole = smol.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert texts[0] + encode.said(texts[1]) + texts[2] in whole
-    assert encode.said("Two.").endswith("Two." + encode.next_turn)
-    assert PromptEncoder(plain).said("Two.") == "Two.\n\n"
+    assert texts[0] + encode.answer_turn(texts[1]) + texts[2] in whole
+    assert encode.answer_turn("Two.").endswith("Two." + encode.next_turn)
+    assert PromptEncoder(plain).answer_turn("Two.") == "Two.\n\n"
 
 
-def test_what_a_model_says_is_scored_as_text(plain, chat):
+def test_answers_are_scored_as_text(plain, chat):
     for tokenizer in (plain, chat):
         sample = PromptEncoder(tokenizer)(Example("Some text.\n", (question(),)))
         (asked,) = sample.questions
-        assert (asked.answer_tokens, asked.kind, asked.stops, asked.given) == (7, "test", True, False)
+        assert (asked.answer_tokens, asked.kind, asked.stops, asked.teacher_forced) == (
+            7,
+            "test",
+            True,
+            False,
+        )
         assert asked.score(asked.answer) == 1
         half = plain.encode(" abc 1", add_special_tokens=False).ids
         assert asked.score(np.array(half, np.int32)) == 0.5
@@ -171,7 +176,7 @@ def test_what_a_model_says_is_scored_as_text(plain, chat):
         assert not PromptEncoder(tokenizer)(Example("", (question(),))).separable
 
 
-def test_a_text_loses_its_last_tokens(plain, chat):
+def test_without_end_drops_the_last_tokens(plain, chat):
     text = "Nine grey owls sit on the branches."
     for encode in (PromptEncoder(plain), PromptEncoder(chat)):
         ids = plain.encode(text, add_special_tokens=False).ids

@@ -33,14 +33,14 @@ def test_record_questions_have_one_answer_in_the_context(kind, length, vocabular
             assert [r[wanted] for r in records if r[at] == key] == question.answer.tolist()
 
 
-def test_recall_asks_no_record_twice_in_the_same_way_and_all_ways_equally(vocabulary):
+def test_recall_uses_all_question_types_equally_without_repetition(vocabulary):
     for seed in range(10):
         sample = Recall(vocabulary, builtin_text("evaluate"), questions=15).sample(seed, 640)
         assert len({tuple(q.prompt.tolist()) for q in sample.questions}) == 15
         assert sorted(q.kind for q in sample.questions) == sorted(5 * TYPES)
 
 
-def test_lookalikes_share_a_token_with_a_record_and_nothing_marks_them(vocabulary, blank_text):
+def test_lookalikes_share_a_token_with_a_record_and_have_no_mark(vocabulary, blank_text):
     sample = Recall(vocabulary, blank_text, lookalikes=1.0).sample(0, 512)
     records = records_in(sample.context, vocabulary)
     unmarked = np.array(sample.context)

@@ -1,4 +1,4 @@
-"""Test a task of one's own suite, added as the documentation describes: with one file and one line."""
+"""Test a new suite, added as the documentation describes, and unknown names of data."""
 
 import json
 import re
@@ -26,12 +26,12 @@ def registered(monkeypatch):
         monkeypatch.setitem(registry.TASKS, name, module["SUITE"])
 
 
-def test_an_evaluation_knows_a_new_suite_s_task(registered, tmp_path):
+def test_an_evaluation_finds_the_task_of_a_new_suite(registered, tmp_path):
     row = {"context": "The owl of house 7 is grey.", "question": "Which owl?", "answers": ["grey", "Grey"]}
     file = tmp_path / "questions.jsonl"
     file.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
-    own = ["--tasks", "my_qa", "--policies", "full", "--samples", "2", "--out", str(tmp_path / "run")]
-    config = parse([*SMALL, *own, "--data", f"my_qa={file}"])
+    options = ["--tasks", "my_qa", "--policies", "full", "--samples", "2", "--out", str(tmp_path / "run")]
+    config = parse([*SMALL, *options, "--data", f"my_qa={file}"])
     check_policies(config)
     (found,) = sized_tasks(config)
     (question,) = found.samples[0].questions
@@ -39,7 +39,7 @@ def test_an_evaluation_knows_a_new_suite_s_task(registered, tmp_path):
     assert question.score(question.answer) == 1
 
 
-def test_data_that_no_suite_reads_is_refused(tmp_path):
+def test_unknown_names_of_data_are_refused(tmp_path):
     for data, message in (
         ("sqad=x", "--data: unknown name 'sqad'; the nearest known: squad"),
         ("squad", "--data squad: expected NAME=PATH"),

@@ -40,14 +40,14 @@ SAME = pytest.approx
         ("Same. Text.", "Same. Text.", 1, 1, 1),
     ],
 )
-def test_texts_score_as_the_published_scorers_have_it(answer, true, words, lines, sentences):
+def test_scores_equal_those_of_the_published_scorers(answer, true, words, lines, sentences):
     """The figures are those of LongBench's qa_f1_score, rouge_score 0.1.2 and rouge 1.0.1."""
     assert words_f1(answer, true) == SAME(words, abs=1e-6)
     assert rouge_l_sum(answer, true) == SAME(lines, abs=1e-6)
     assert rouge_l(answer, true) == SAME(sentences, abs=1e-6)
 
 
-def test_f1_by_hand():
+def test_f1_equals_figures_by_hand():
     """Two of the answer's three characters are right, and the true answer has four."""
     assert f1("abx", "abcd") == SAME(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
     assert f1("aab", "ab") == SAME(2 * 2 / 5), "as often as both have it"
@@ -84,7 +84,7 @@ def test_one_sentence_scores_by_its_longest_common_subsequence():
         ("for i in range(10):", "for i in range(10):", 1),
     ],
 )
-def test_lines_are_as_similar_as_fuzzywuzzy_has_it(answer, true, score):
+def test_similarity_equals_fuzzywuzzys_ratio(answer, true, score):
     assert similarity(answer, true) == score
 
 
@@ -101,5 +101,5 @@ def test_lines_are_as_similar_as_fuzzywuzzy_has_it(answer, true, score):
         ("", "a b", 0),
     ],
 )
-def test_bleu_is_nltk_s_with_smoothing_4(answer, true, score):
+def test_bleu_equals_nltks_with_smoothing_4(answer, true, score):
     assert bleu(answer.split(" "), true.split(" ")) == SAME(score, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Runs that `SIGKILL` ends, each in a process of its own, and runs that resume from what those left."""
+"""Runs that `SIGKILL` ends, each in its own process, and runs that resume them."""
 
 import os
 import signal

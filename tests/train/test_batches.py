@@ -9,7 +9,7 @@ from kvjax.train.batches import Rows, to_mesh
 
 
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}])
-def test_tokens_lie_on_the_mesh_row_by_row(shape):
+def test_rows_are_split_over_the_mesh(shape):
     mesh = make_mesh(**shape)
     rows = Rows.of_this_process(mesh, 8)
     assert rows == Rows(0, 8, 8)
@@ -22,5 +22,5 @@ def test_tokens_lie_on_the_mesh_row_by_row(shape):
     assert isinstance(placed, jax.Array)
 
 
-def test_a_part_of_the_rows_knows_its_group():
+def test_a_part_of_the_rows_has_a_group():
     assert (Rows(4, 6, 8).group, Rows(4, 6, 8).groups, Rows(4, 6, 8).count) == (2, 4, 2)

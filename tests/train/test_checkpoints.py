@@ -23,7 +23,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {}])
-def test_restores_onto_another_mesh(tmp_path, shape):
+def test_a_state_is_restored_onto_another_mesh(tmp_path, shape):
     state = made(make_mesh(fsdp=4, tensor=2))
     saving = Checkpoints(tmp_path / "checkpoints", keep=2)
     saving.save(5, state, {"data": [{"next": 7}], "told": "a: 1"})
@@ -41,22 +41,22 @@ def test_restores_onto_another_mesh(tmp_path, shape):
     assert restored.weights.sharding.spec == P("tensor", "fsdp")
 
 
-def test_keeps_the_last_and_saves_what_the_state_was(tmp_path):
+def test_the_last_checkpoints_hold_the_states_of_their_steps(tmp_path):
     """The next update reuses the state's memory while the previous save is still being written."""
     mesh = make_mesh(fsdp=8)
     with jax.set_mesh(mesh):
         advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
-        state, wanted = made(mesh, size=2048), {}
+        state, states = made(mesh, size=2048), {}
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
         for step in range(1, 6):
-            wanted[step] = jax.tree.map(np.array, state)
+            states[step] = jax.tree.map(np.array, state)
             checkpoints.save(step, state, {})
             state = advance(state)
         checkpoints.close()
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
         for step in (4, 5):
             restored, _ = checkpoints.restore(step, abstract(lambda: make(2048), mesh))
-            assert same(restored, wanted[step])
+            assert same(restored, states[step])
         checkpoints.close()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
 
@@ -75,13 +75,13 @@ def test_another_runs_checkpoint_is_refused_with_both_shapes(tmp_path):
         checkpoints.close()
 
 
-def test_nothing_saved_is_nothing_to_restore(tmp_path):
+def test_without_a_save_there_is_no_latest_step(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     assert checkpoints.latest() is None
     checkpoints.close()
 
 
-def test_a_full_disk_is_one_line_and_leaves_what_was_saved(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_keeps_saved_checkpoints(tmp_path, monkeypatch):
     state = made(make_mesh(fsdp=8))
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.save(1, state, {})

@@ -19,7 +19,7 @@ PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
-def runs_in_a_folder_of_their_own(tmp_path, monkeypatch):
+def isolated_runs_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RUNS", tmp_path / "runs")
 
 
@@ -68,10 +68,13 @@ def refusal(capsys, args):
         (["--resume"], ["--resume", "no run"]),
         (["--out", "long" * 100], ["--out longlong", "cannot be written: File name too long"]),
         (["--out", "{file}"], ["--out", "is a file, expected a folder"]),
-        (["--report", "none", "--tasks", "vt", "cwe"], ["--tasks vt cwe are the report's", "--report none"]),
+        (
+            ["--report", "none", "--tasks", "vt", "cwe"],
+            ["--tasks vt cwe are for the report", "--report none"],
+        ),
     ],
 )
-def test_refused_in_one_line(args, parts, capsys):
+def test_wrong_options_are_errors_of_one_line(args, parts, capsys):
     line = refusal(capsys, [__file__ if arg == "{file}" else arg for arg in args])
     assert all(part in line for part in parts), line
     assert not module.RUNS.exists()
@@ -84,14 +87,14 @@ def test_a_misspelt_key_is_refused_with_the_nearest(tmp_path, capsys):
     assert all(part in line for part in (str(file), "'windw'", "nearest known: window")), line
 
 
-def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
-    empty, folder, taken = tmp_path / "empty.txt", tmp_path / "empty-folder", tmp_path / "taken"
+def test_unusable_files_are_named(tmp_path, capsys):
+    empty, folder, file = tmp_path / "empty.txt", tmp_path / "empty-folder", tmp_path / "taken"
     empty.write_text(" \n")
     folder.mkdir()
-    taken.write_text("a file where a folder should be")
+    file.write_text("a file where a folder should be")
     assert "there is no text in it" in refusal(capsys, ["--data", str(empty)])
     assert "config.json" in refusal(capsys, ["--model", str(folder), "--window", "8"])
-    assert f"--out {taken / 'run'} cannot be written" in refusal(capsys, ["--out", str(taken / "run")])
+    assert f"--out {file / 'run'} cannot be written" in refusal(capsys, ["--out", str(file / "run")])
     (folder / "tokenizer.json").write_text("{}")
     (folder / "config.json").write_text(
         (packaged_configs().parent / "kvjax/builtin/model/config.json").read_text()
@@ -103,7 +106,7 @@ def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", PACKAGED)
-def test_every_packaged_config_can_be_trained_with(name):
+def test_every_packaged_config_parses(name):
     config = parse(["--config", name])
     assert config.model == "builtin" or "/" in config.model
     assert sum(config.shares) > 0
@@ -140,14 +143,14 @@ def test_head_masks_are_trained_with_the_published_numbers(method):
 
 def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_paper():
     assert parse([]).window == 16
-    other = parse(["--model", "some/folder", "--data", "some/data"])
-    assert (other.window, other.lambda_, other.tau, other.lr) == (256, 0.04, 0.1, 1e-3)
-    assert (other.sequences, other.batch, other.steps) == (7500, 1, 7500)
+    config = parse(["--model", "some/folder", "--data", "some/data"])
+    assert (config.window, config.lambda_, config.tau, config.lr) == (256, 0.04, 0.1, 1e-3)
+    assert (config.sequences, config.batch, config.steps) == (7500, 1, 7500)
     assert parse(["--config", "builtin", "--window", "9"]).window == 9
 
 
 @pytest.mark.parametrize(
-    ("told", "found"),
+    ("args", "expected"),
     [
         ([], ((4096, 8192, 16384, 32768), (4000, 2000, 1000, 500), 256)),
         (["--lengths", "512", "1024", "2048"], ((512, 1024, 2048), (4, 2, 1), 256)),
@@ -158,17 +161,17 @@ def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_pa
         (["--config", "{file}"], ((512, 2048), (4, 1), 256)),
     ],
 )
-def test_lengths_that_are_told_alone_bring_their_shares_and_a_window(told, found, tmp_path):
+def test_lengths_alone_determine_shares_and_window(args, expected, tmp_path):
     (tmp_path / "mine.yaml").write_text("lengths: [512, 2048]\n")
-    told = [part.format(file=tmp_path / "mine.yaml") for part in told]
-    config = parse(["--model", "some/folder", "--data", "some/data", *told])
-    assert (config.lengths, config.shares, config.window) == found
-    if told == ["--lengths", "256"]:
-        assert parse(told).shares == (1,), "of the built-in model's two"
+    args = [part.format(file=tmp_path / "mine.yaml") for part in args]
+    config = parse(["--model", "some/folder", "--data", "some/data", *args])
+    assert (config.lengths, config.shares, config.window) == expected
+    if args == ["--lengths", "256"]:
+        assert parse(args).shares == (1,), "of the built-in model's two"
 
 
 @pytest.mark.parametrize("mesh", ["1", "8", "3", "4x2", "tensor=8", "data=4,fsdp=8"])
-def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
+def test_the_number_of_tokens_does_not_depend_on_the_mesh(mesh):
     config = parse(["--config", "llama-3.1-8b", "--mesh", mesh])
     lengths = draw_step_lengths(config.steps, config.lengths, config.shares, config.seed)
     tokens = config.rows * int(lengths.sum())
@@ -178,7 +181,7 @@ def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
         assert (config.steps, tokens) == (7500, 65_536_000)
 
 
-def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
+def test_a_run_is_numbered_saved_and_resumed(tmp_path):
     first = parse(["--mesh", "4x2", "--lambda", "0.7"])
     assert first.out == tmp_path / "runs/train-1"
     prepare_folder(first)
@@ -202,27 +205,27 @@ def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
     assert (first.out / SAVED).is_file()
 
 
-def test_a_config_beside_resume_must_say_what_the_run_was_told(tmp_path):
+def test_a_config_with_resume_must_agree_with_the_run(tmp_path):
     first = parse(["--mesh", "4x2", "--lambda", "0.7"])
     prepare_folder(first)
-    told = (first.out / SAVED).read_text()
-    (tmp_path / "same.yaml").write_text(told)
+    saved = (first.out / SAVED).read_text()
+    (tmp_path / "same.yaml").write_text(saved)
     assert parse(["--resume", "--config", str(tmp_path / "same.yaml")]).lambda_ == 0.7
-    (tmp_path / "other.yaml").write_text(told.replace("lambda: 0.7", "lambda: 9.0"))
+    (tmp_path / "other.yaml").write_text(saved.replace("lambda: 0.7", "lambda: 9.0"))
     with pytest.raises(UserError, match=r"the run's own --lambda 0.7, got 9.0"):
         parse(["--resume", "--config", str(tmp_path / "other.yaml")])
-    (tmp_path / "resume.yaml").write_text(told + "resume: true\n")
+    (tmp_path / "resume.yaml").write_text(saved + "resume: true\n")
     with pytest.raises(UserError, match="resume belongs on the command line"):
         parse(["--config", str(tmp_path / "resume.yaml")])
 
 
-def test_a_run_keeps_its_batch_as_it_was_rounded_up(tmp_path):
+def test_a_run_saves_its_rounded_batch(tmp_path):
     prepare_folder(parse(["--mesh", "8", "--batch", "3", "--out", str(tmp_path / "run")]))
     resumed = parse(["--resume", "--mesh", "1", "--out", str(tmp_path / "run")])
     assert (resumed.batch, resumed.rows) == (8, 8)
 
 
-def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path):
+def test_a_folder_with_exports_is_refused(tmp_path):
     (tmp_path / "mine" / "gates").mkdir(parents=True)
     with pytest.raises(
         UserError, match="--out .*mine has gates in it, which the run would replace: name another"
@@ -232,13 +235,13 @@ def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path):
         parse(["--out", ""])
 
 
-def test_a_home_in_a_file_is_the_users(tmp_path, monkeypatch):
+def test_a_tilde_in_a_file_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.yaml").write_text("out: ~/a run\n")
     assert parse(["--config", str(tmp_path / "mine.yaml")]).out == tmp_path / "a run"
 
 
-def test_lengths_beyond_the_models_are_a_warning():
+def test_lengths_beyond_the_models_limit_give_a_warning():
     with pytest.warns(
         UserWarning,
         match=r"^--lengths 5000: more tokens than the 4,096 that the model declares or was trained for$",
@@ -246,7 +249,7 @@ def test_lengths_beyond_the_models_are_a_warning():
         check(parse(["--lengths", "5000"]))
 
 
-def test_a_file_of_another_method_is_named_as_such():
+def test_the_error_for_a_file_of_another_method_names_the_method():
     method = "tests.train.recipes.whole_model:WholeModel"
     with pytest.raises(UserError, match=f"unknown key 'expand'.*The file is for --method wgkv, not {method}"):
         parse(["--method", method, "--config", "llama-3.1-8b"])

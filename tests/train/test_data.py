@@ -14,9 +14,9 @@ from kvjax.train.batches import Rows
 from kvjax.train.data import (
     FIRST_HELD_OUT,
     Bins,
+    DataRequest,
     DocumentSequences,
     Encoder,
-    Wanted,
     draw_step_lengths,
     hold_out,
     open_data,
@@ -42,9 +42,9 @@ class Chat(Letters):
     )
 
 
-def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
+def open_sequences_and_held_out(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
     """Return the iterator and the held-out sequences."""
-    wanted = Wanted(
+    request = DataRequest(
         source,
         rows=rows,
         step_lengths=np.asarray(step_lengths),
@@ -54,15 +54,15 @@ def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=No
         tokenizer=tokenizer or Letters(),
         instruction="Read:",
     )
-    data = open_data(wanted)
+    data = open_data(request)
     return data.sequences, data.held_out
 
 
-def opened(source, step_lengths, rows=ALL, seed=0, tokenizer=None):
-    return opened_with(source, step_lengths, [], rows, seed, tokenizer)[0]
+def open_sequences(source, step_lengths, rows=ALL, seed=0, tokenizer=None):
+    return open_sequences_and_held_out(source, step_lengths, [], rows, seed, tokenizer)[0]
 
 
-def written(tokens):
+def decode(tokens):
     """Return the text of a sequence of `Letters`."""
     return "".join(map(chr, tokens.tolist()))
 
@@ -78,48 +78,52 @@ def test_every_length_gets_its_share_of_the_steps():
     )
 
 
-def test_builtin_sequences_are_the_mixture_whatever_the_processes():
+def test_builtin_sequences_do_not_depend_on_the_processes():
     step_lengths = [128, 256, 128]
-    whole = list(opened("builtin", step_lengths, seed=9))
-    halves = [list(opened("builtin", step_lengths, Rows(start, start + 2, 4), seed=9)) for start in (0, 2)]
+    steps = list(open_sequences("builtin", step_lengths, seed=9))
+    halves = [
+        list(open_sequences("builtin", step_lengths, Rows(start, start + 2, 4), seed=9)) for start in (0, 2)
+    ]
     for step, length in enumerate(step_lengths):
-        assert whole[step].shape == (4, length)
-        np.testing.assert_array_equal(whole[step][1], mixture(9, 4 * step + 1, length))
-        np.testing.assert_array_equal(whole[step], np.concatenate([half[step] for half in halves]))
+        assert steps[step].shape == (4, length)
+        np.testing.assert_array_equal(steps[step][1], mixture(9, 4 * step + 1, length))
+        np.testing.assert_array_equal(steps[step], np.concatenate([half[step] for half in halves]))
 
 
 @pytest.mark.parametrize("kind", ["builtin", "files"])
-def test_a_position_goes_through_json_and_continues_exactly(kind, tmp_path):
+def test_reading_resumes_exactly_from_a_json_position(kind, tmp_path):
     rng = np.random.default_rng(0)
     documents = ["".join(rng.choice(list("abcdef"), size)) for size in rng.integers(16, 80, 60)]
     source = "builtin" if kind == "builtin" else texts(tmp_path, documents)
     step_lengths = [length * (8 if kind == "builtin" else 1) for length in (16, 32, 16, 16, 32, 16, 32, 16)]
-    whole = list(opened(source, step_lengths))
-    half = opened(source, step_lengths)
+    steps = list(open_sequences(source, step_lengths))
+    stopped = open_sequences(source, step_lengths)
     for _ in range(3):
-        next(half)
-    position = json.loads(json.dumps(half.get_state()))
-    rest = opened(source, step_lengths)
-    next(rest)  # the iterator may stand anywhere
-    rest.set_state(position)
-    rest = list(rest)
-    assert len(rest) == 5
-    for mine, theirs in zip(rest, whole[3:], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        next(stopped)
+    position = json.loads(json.dumps(stopped.get_state()))
+    resumed = open_sequences(source, step_lengths)
+    next(resumed)  # the iterator's position does not matter
+    resumed.set_state(position)
+    resumed = list(resumed)
+    assert len(resumed) == 5
+    for actual, expected in zip(resumed, steps[3:], strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "found"),
+    ("lengths", "letters_by_length"),
     [((8, 16), {8: "bc", 16: "defgh"}), ((8, 64), {8: "bcdef", 64: "gh"}), ((7,), {7: "abcdefgh"})],
 )
-def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp_path, lengths, found):
+def test_a_document_is_cut_to_the_largest_length_that_it_fills(tmp_path, lengths, letters_by_length):
     sizes = {"a": 7, "b": 8, "c": 15, "d": 16, "e": 31, "f": 32, "g": 64, "h": 500}
     source = texts(tmp_path, [letter * size for letter, size in sizes.items()])
-    for length, letters in found.items():
+    for length, letters in letters_by_length.items():
         # one pass over them has each once
         step_lengths = [length] * len(letters) + [other for other in lengths if other != length]
-        own = [written(t[0]) for t in opened(source, step_lengths, Rows(0, 1, 1)) if t.shape[1] == length]
-        assert sorted(own) == [letter * length for letter in letters]
+        sequences = [
+            decode(t[0]) for t in open_sequences(source, step_lengths, Rows(0, 1, 1)) if t.shape[1] == length
+        ]
+        assert sorted(sequences) == [letter * length for letter in letters]
 
 
 @pytest.mark.parametrize(
@@ -136,18 +140,18 @@ def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp
         ([8, 16, *[24] * 100], "of the first 64 documents: 62 cut, which leaves out 33% of the tokens"),
     ],
 )
-def test_what_the_lengths_leave_out_is_counted(sizes, remark):
+def test_left_out_text_is_counted(sizes, remark):
     """The documents are read in this order, for 8 and 16 tokens."""
     documents = iter([*(chr(97 + i) * size for i, size in enumerate(sizes)), None])
     reader = SimpleNamespace(next=lambda: next(documents), get_state=int, set_state=int)
-    found = hold_out(reader, Bins((8, 16), Encoder(Letters(), "", 16)), [], [8, 16], "x")[2]
-    assert found == remark
+    actual = hold_out(reader, Bins((8, 16), Encoder(Letters(), "", 16)), [], [8, 16], "x")[2]
+    assert actual == remark
 
 
-def held_out_of(source, step_lengths, validation, **changes):
+def held_out_and_trained(source, step_lengths, validation, **changes):
     """Return the held-out texts, and those trained on."""
-    sequences, held_out = opened_with(source, step_lengths, validation, **changes)
-    return [written(t) for t in held_out], {written(row) for tokens in sequences for row in tokens}
+    sequences, held_out = open_sequences_and_held_out(source, step_lengths, validation, **changes)
+    return [decode(t) for t in held_out], {decode(row) for tokens in sequences for row in tokens}
 
 
 @pytest.fixture
@@ -160,57 +164,60 @@ def numbered(tmp_path):
 
 def test_held_out_documents_are_never_trained_on(numbered):
     step_lengths = [8] * 40 + [16] * 40
-    held, trained = held_out_of(numbered, step_lengths, [8, 8, 8, 16, 16])
-    assert [len(text) for text in held] == [8, 8, 8, 16, 16]
-    assert len(set(held)) == 5
-    assert not set(held) & trained
-    everything = {f"{i:02}" * (length // 2) for i in range(20) for length in (8, 16)}
-    assert set(held) | trained == everything
+    held_out, trained = held_out_and_trained(numbered, step_lengths, [8, 8, 8, 16, 16])
+    assert [len(text) for text in held_out] == [8, 8, 8, 16, 16]
+    assert len(set(held_out)) == 5
+    assert not set(held_out) & trained
+    all_texts = {f"{i:02}" * (length // 2) for i in range(20) for length in (8, 16)}
+    assert set(held_out) | trained == all_texts
 
 
 def test_held_out_documents_do_not_depend_on_the_processes_or_the_steps(numbered):
     step_lengths, validation = [8, 16] * 20, [8, 8, 16]
-    held, _ = held_out_of(numbered, step_lengths, validation)
+    held_out, _ = held_out_and_trained(numbered, step_lengths, validation)
     for group in (0, 1):
         rows = Rows(2 * group, 2 * group + 2, 4)
-        others, trained = held_out_of(numbered, step_lengths * 3, validation, rows=rows)
-        assert others == held
-        assert not set(held) & trained
-    assert held_out_of(numbered, step_lengths, validation, seed=1)[0] != held
+        others, trained = held_out_and_trained(numbered, step_lengths * 3, validation, rows=rows)
+        assert others == held_out
+        assert not set(held_out) & trained
+    assert held_out_and_trained(numbered, step_lengths, validation, seed=1)[0] != held_out
 
 
-def test_half_of_a_length_at_most_is_held_out(tmp_path):
+def test_at_most_half_of_the_documents_of_a_length_are_held_out(tmp_path):
     source = texts(tmp_path, [f"{i:02}" * 4 for i in range(5)] + ["x" * 16])
-    held, trained = held_out_of(source, [8, 16] * 6, [8] * 10 + [16] * 3)
-    assert len(held) == 2
+    held_out, trained = held_out_and_trained(source, [8, 16] * 6, [8] * 10 + [16] * 3)
+    assert len(held_out) == 2
     assert len(trained) == 4
     assert "x" * 16 in trained
-    alone = texts(tmp_path, ["y" * 8, "y" * 8])
-    with pytest.raises(UserError, match=r"but one document for each of --lengths \[8\]: validation needs"):
-        held_out_of(alone, [8], [8])
+    two_copies = texts(tmp_path, ["y" * 8, "y" * 8])
+    with pytest.raises(UserError, match=r"only one document for each of --lengths \[8\]: validation needs"):
+        held_out_and_trained(two_copies, [8], [8])
 
 
-def test_the_built_in_tasks_are_held_out_on_the_text_of_evaluation():
-    held_out = opened_with("builtin", [128] * 3, [128, 256], seed=4)[1]
+def test_held_out_built_in_tasks_use_the_evaluation_text():
+    held_out = open_sequences_and_held_out("builtin", [128] * 3, [128, 256], seed=4)[1]
     assert [len(tokens) for tokens in held_out] == [128, 256]
-    again = opened_with("builtin", [64], [128, 256], seed=4)[1]
-    for mine, theirs in zip(held_out, again, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    again = open_sequences_and_held_out("builtin", [64], [128, 256], seed=4)[1]
+    for actual, expected in zip(held_out, again, strict=True):
+        np.testing.assert_array_equal(actual, expected)
     held_mixture = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
     np.testing.assert_array_equal(held_out[1], held_mixture(4, FIRST_HELD_OUT + 1, 256)[0])
 
 
-def test_processes_share_the_documents_out(tmp_path):
+def test_processes_read_disjoint_documents(tmp_path):
     source = texts(tmp_path, [f"{i:02}" * 4 for i in range(8)])
-    seen = [{bytes(t[0].tolist()) for t in opened(source, [8] * 8, Rows(g, g + 1, 2))} for g in (0, 1)]
-    assert len(seen[0]) == len(seen[1]) == 4
-    assert not seen[0] & seen[1]
+    documents = [
+        {bytes(t[0].tolist()) for t in open_sequences(source, [8] * 8, Rows(g, g + 1, 2))} for g in (0, 1)
+    ]
+    assert len(documents[0]) == len(documents[1]) == 4
+    assert not documents[0] & documents[1]
 
 
 def test_the_seed_orders_the_documents(tmp_path):
     source = texts(tmp_path, [f"{i:02}" * 4 for i in range(20)])
     orders = [
-        [bytes(t[0].tolist()) for t in opened(source, [8] * 20, Rows(0, 1, 1), seed)] for seed in (0, 0, 1)
+        [bytes(t[0].tolist()) for t in open_sequences(source, [8] * 20, Rows(0, 1, 1), seed)]
+        for seed in (0, 0, 1)
     ]
     assert orders[0] == orders[1] != orders[2]
     assert set(orders[0]) == set(orders[2])
@@ -234,11 +241,11 @@ def test_a_chat_model_reads_a_users_turn():
 def test_data_that_cannot_be_used_is_refused_before_the_first_step(tmp_path, documents, parts):
     source = texts(tmp_path, documents)
     with pytest.raises(UserError) as error:
-        opened(source, [16, 32])
+        open_sequences(source, [16, 32])
     assert all(part in str(error.value) for part in [source, *parts]), error.value
 
 
-def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
+def test_a_streamed_data_set_resumes_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
         return iter(
@@ -246,31 +253,31 @@ def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
         )
 
     step_lengths = np.full(10, 8)  # this is more than one pass
-    whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
-    assert whole == [f"{i % 6:02}" * 4 for i in range(10)]
+    documents = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
+    assert documents == [f"{i % 6:02}" * 4 for i in range(10)]
     first = sequences()
     for _ in range(4):
         next(first)
-    rest = sequences()
-    rest.set_state(json.loads(json.dumps(first.get_state())))
-    assert [bytes(tokens[0].tolist()).decode() for tokens in rest] == whole[4:]
+    resumed = sequences()
+    resumed.set_state(json.loads(json.dumps(first.get_state())))
+    assert [bytes(tokens[0].tolist()).decode() for tokens in resumed] == documents[4:]
 
 
 def test_a_streamed_data_set_holds_documents_out(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "open_hub", lambda name: hub(tmp_path, 8))
-    held, trained = held_out_of("some/set", [8] * 12, [8, 8], rows=Rows(0, 1, 1))
-    assert held == ["01" * 4, "03" * 4]
+    held_out, trained = held_out_and_trained("some/set", [8] * 12, [8, 8], rows=Rows(0, 1, 1))
+    assert held_out == ["01" * 4, "03" * 4]
     assert trained == {f"{i:02}" * 4 for i in (0, 2, 4, 5, 6, 7)}
 
 
-def test_the_largest_remainders_get_the_steps_that_are_left():
+def test_the_largest_remainders_get_the_remaining_steps():
     lengths = draw_step_lengths(10, (1, 2, 3), (5.0, 3.4, 1.6), seed=0)
     assert Counter(lengths.tolist()) == {1: 5, 2: 3, 3: 2}
 
 
-def test_a_document_that_its_turn_fills_up_is_used(tmp_path):
+def test_the_chat_template_counts_towards_a_documents_length(tmp_path):
     source = texts(tmp_path, ["x" * 50])
-    (tokens,) = opened(source, [64], Rows(0, 1, 1), tokenizer=Chat())
+    (tokens,) = open_sequences(source, [64], Rows(0, 1, 1), tokenizer=Chat())
     assert tokens.shape == (1, 64)
 
 
@@ -284,17 +291,17 @@ class Words(Letters):
 def test_tokens_of_many_characters_fill_a_sequence(tmp_path):
     assert len(Encoder(Words(), "", 8)("abcdefgh" * 20)) >= 8
     (tmp_path / "long.txt").write_text("abcdefgh" * 64)
-    (tokens,) = opened(str(tmp_path / "long.txt"), [16], Rows(0, 1, 1), tokenizer=Words())
+    (tokens,) = open_sequences(str(tmp_path / "long.txt"), [16], Rows(0, 1, 1), tokenizer=Words())
     assert tokens.shape == (1, 16)
 
 
-def test_more_processes_than_documents(tmp_path):
+def test_there_may_be_more_processes_than_documents(tmp_path):
     source = texts(tmp_path, ["a" * 8, "b" * 8])
-    assert [len(list(opened(source, [8] * 3, Rows(g, g + 1, 4)))) for g in range(4)] == [3] * 4
+    assert [len(list(open_sequences(source, [8] * 3, Rows(g, g + 1, 4)))) for g in range(4)] == [3] * 4
 
 
-def test_each_length_reads_on_its_own(tmp_path):
+def test_each_length_has_its_own_passes(tmp_path):
     """A pass has every document of a length once, in whatever order the lengths are taken."""
     source = texts(tmp_path, [f"{i:02}" * (size // 2) for size in (8, 16) for i in range(10)])
-    taken = [written(t[0]) for t in opened(source, [8, 16] * 10, Rows(0, 1, 1))]
-    assert len(set(taken)) == 20
+    documents = [decode(t[0]) for t in open_sequences(source, [8, 16] * 10, Rows(0, 1, 1))]
+    assert len(set(documents)) == 20

@@ -16,12 +16,12 @@ from kvjax.train.conversation import chat_check
 from kvjax.train.documents import BLOCK_LINES, Documents
 
 
-def everything(path, piece=1 << 20, seed=0):
+def read_all(path, piece=1 << 20, seed=0):
     documents = Documents(path, seed, piece)
     return [documents[i] for i in range(len(documents))]
 
 
-def test_a_folder_of_all_kinds(tmp_path):
+def test_a_folder_may_hold_files_of_all_kinds(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "one.txt").write_text("a text")
     (tmp_path / "two.jsonl").write_text('{"text": "line 1", "id": 1}\r\n\n{"text": "line 2"}')
@@ -32,27 +32,27 @@ def test_a_folder_of_all_kinds(tmp_path):
     )
     (tmp_path / "notes.md").write_text("not data")
     with pytest.warns(UserWarning, match="2 of 7 documents have no text"):
-        found = everything(tmp_path)
-    assert sorted(text for text in found if text) == ["a text", "line 1", "line 2", "row 1", "row 3"]
+        texts = read_all(tmp_path)
+    assert sorted(text for text in texts if text) == ["a text", "line 1", "line 2", "row 1", "row 3"]
 
 
-def test_a_long_text_is_cut_into_pieces_that_miss_nothing(tmp_path):
+def test_pieces_of_a_long_text_cover_it(tmp_path):
     text = "".join(np.random.default_rng(0).choice(list("abc é\n"), 500))
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    pieces = everything(tmp_path / "long.txt", piece=64)
+    pieces = read_all(tmp_path / "long.txt", piece=64)
     assert len(pieces) == -(-len(text.encode()) // 64)
     # a cut through é loses it
     assert sum(map(len, pieces)) >= len(text) - len(pieces)
     assert all(piece in text for piece in pieces)
 
 
-def test_many_lines_come_once_each_in_an_order_of_the_seed(tmp_path):
+def test_lines_are_read_once_each_in_a_seeded_order(tmp_path):
     lines = [f"line {i}" for i in range(2 * BLOCK_LINES + 5)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    found = [everything(tmp_path / "many.jsonl", seed=seed) for seed in (0, 0, 1)]
-    assert sorted(found[0]) == sorted(lines)
-    assert found[0] == found[1] != found[2]
-    assert found[0] != lines
+    orders = [read_all(tmp_path / "many.jsonl", seed=seed) for seed in (0, 0, 1)]
+    assert sorted(orders[0]) == sorted(lines)
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != lines
 
 
 GOOD = b'{"text": "good"}'
@@ -64,7 +64,7 @@ SURROGATE = rb'{"text": "bad \ud83d half"}'
     ("name", "content", "message"),
     [
         ("x.csv", b"a,b", "expected a .txt, .jsonl, .parquet file"),
-        ("x.parquet", b"not parquet", "is no whole parquet file"),
+        ("x.parquet", b"not parquet", "is not a complete parquet file"),
         ("x.txt", b"", "there is no text in it"),
         ("x.txt", bytes(range(128, 256)) * 4, "is not UTF-8 text: byte 0x80 at offset 0"),
         (
@@ -96,7 +96,7 @@ SURROGATE = rb'{"text": "bad \ud83d half"}'
         ("x.jsonl", b'{"text": null}\n\n', "there is no text in it"),
     ],
 )
-def test_a_wrong_file_is_refused_by_its_name_and_line_before_it_is_read(tmp_path, name, content, message):
+def test_a_wrong_file_is_refused_with_its_name_and_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
         Documents(tmp_path / name, 0, 64)
@@ -107,23 +107,23 @@ def test_documents_without_text_are_counted_and_skipped(tmp_path):
     lines = b'{"text": "one"}\r', b"", b'{"text": null}', b'{"text": " "}', b'{"messages": []}'
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b"\n".join(lines))
     with pytest.warns(UserWarning, match="4 of 5 documents have no text and are skipped"):
-        assert sorted(everything(tmp_path / "a.jsonl")) == ["", "", "", "", "one"]
+        assert sorted(read_all(tmp_path / "a.jsonl")) == ["", "", "", "", "one"]
 
 
-def test_a_line_has_an_end(tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST_LINE", 1 << 20)
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + b"a" * (1 << 20))
     with pytest.raises(UserError, match="line 1 is longer than 1 MiB"):
         Documents(tmp_path / "a.jsonl", 0, 64)
 
 
-def test_what_is_no_file_is_not_opened(tmp_path):
+def test_a_pipe_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match="is a pipe or a device"):
         Documents(tmp_path / "a.jsonl", 0, 64)
 
 
-def test_a_file_that_changes_afterwards_is_one_line(tmp_path):
+def test_a_file_that_changes_later_is_an_error_of_one_line(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(GOOD + b"\n" + GOOD)
     documents = Documents(file, 0, 64)
@@ -144,7 +144,7 @@ def test_a_parquet_column_of_another_kind_is_refused(tmp_path, column):
         Documents(tmp_path / "x.parquet", 0, 100)
 
 
-def test_a_damaged_page_of_a_parquet_file_is_found_at_once(tmp_path):
+def test_a_damaged_page_of_a_parquet_file_is_found_when_opened(tmp_path):
     file = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(
         pyarrow.table({"text": [str(i) * 99 for i in range(999)]}), file, row_group_size=99
@@ -167,7 +167,7 @@ def test_a_folder_without_data_is_refused(tmp_path):
         Documents(tmp_path, 0, 100)
 
 
-def test_a_chat_that_the_template_does_not_take_is_found_at_once(tmp_path):
+def test_a_chat_that_the_template_refuses_is_found_when_opened(tmp_path):
     """The error comes before the update that would read it."""
     tokenizer = SimpleNamespace(
         chat_template="{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
@@ -179,8 +179,8 @@ def test_a_chat_that_the_template_does_not_take_is_found_at_once(tmp_path):
         Documents(file, 0, 64, chat_check(tokenizer))
 
 
-def test_a_resumed_run_finds_each_document_at_its_place(tmp_path):
+def test_the_order_of_documents_does_not_change(tmp_path):
     """A checkpoint depends on a file's order. Lines without text have a place, too."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n{"text": " "}\n{"text": "c"}\n')
     with pytest.warns(UserWarning, match="2 of 5 documents"):
-        assert everything(tmp_path / "a.jsonl") == ["a", "c", "", "b", ""]
+        assert read_all(tmp_path / "a.jsonl") == ["a", "c", "", "b", ""]

@@ -48,14 +48,14 @@ def contents(folder):
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_gives_what_the_run_exported(run, tmp_path, capsys):
+def test_exporting_the_last_checkpoint_repeats_the_runs_export(run, tmp_path, capsys):
     before = contents(run / "gates")
     command.main([str(run), "--out", str(tmp_path / "new" / "gates")])
     assert contents(tmp_path / "new" / "gates") == before
     assert (tmp_path / "new" / "gates" / "orbax").is_dir()
-    said = capsys.readouterr().out
-    assert said.startswith("step 4: held out (2 sequences): ")
-    assert said.endswith(f"gates: {tmp_path}/new/gates\n")
+    output = capsys.readouterr().out
+    assert output.startswith("step 4: held out (2 sequences): ")
+    assert output.endswith(f"gates: {tmp_path}/new/gates\n")
     command.main([str(run), "--mesh", "1"])
     assert contents(run / "gates")["gates.safetensors"] == before["gates.safetensors"]
     assert sorted(path.name for path in run.iterdir()) == [
@@ -65,20 +65,20 @@ def test_the_last_checkpoint_gives_what_the_run_exported(run, tmp_path, capsys):
 
 def test_an_earlier_checkpoint_gives_the_parameters_of_its_step(run, tmp_path, monkeypatch):
     """The exported validation numbers are those of the checkpoint's step."""
-    found, step, folder = export_checkpoint(parse(["--resume", "--out", str(run)]), 2, tmp_path / "gates")
+    exported, step, folder = export_checkpoint(parse(["--resume", "--out", str(run)]), 2, tmp_path / "gates")
     assert (step, folder) == (2, tmp_path / "gates")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (numbers,) = (line["validation"] for line in lines if line["step"] == 1 and "validation" in line)
     assert describe(folder)["validation"] == pytest.approx(numbers, rel=1e-5)
     last, *_ = export_checkpoint(parse(["--resume", "--out", str(run)]), 4, tmp_path / "last")
-    assert not np.array_equal(found.params.w1[...], last.params.w1[...])
+    assert not np.array_equal(exported.params.w1[...], last.params.w1[...])
     with jax.set_mesh(make_mesh()):
         model = load_model(builtin_model("test_model"))
         policy = make_policy("wgkv", gates=folder, model=model)
-    np.testing.assert_array_equal(policy.admission.gates.w1[...], found.params.w1[...])
+    np.testing.assert_array_equal(policy.admission.gates.w1[...], exported.params.w1[...])
 
 
-def test_an_export_that_fails_leaves_the_one_before(run, monkeypatch):
+def test_a_failed_export_keeps_the_previous_one(run, monkeypatch):
     before = contents(run / "gates")
 
     def fails(*_):
@@ -89,7 +89,7 @@ def test_an_export_that_fails_leaves_the_one_before(run, monkeypatch):
     with pytest.raises(UserError, match="the disk is full"):
         command.main([str(run), "--step", "1"])
     assert contents(run / "gates") == before
-    assert sorted(file.name for file in run.iterdir()) == names, "nothing half written is left"
+    assert sorted(file.name for file in run.iterdir()) == names, "no partial files are left"
     assert exported_files(run)[0].parent == run / "gates"
 
 
@@ -98,16 +98,16 @@ def test_a_trained_model_of_an_earlier_phase_is_exported_whole(tmp_path):
     method = "tests.train.recipes.whole_model:WholeModel"
     folder = train(parse(arguments(method, tmp_path / "run"))).folder
     resumed = parse(["--resume", "--method", method, "--out", str(folder)])
-    found, _, into = export_checkpoint(resumed, 2, tmp_path / "first")
-    for mine, theirs in zip(
+    exported, _, into = export_checkpoint(resumed, 2, tmp_path / "first")
+    for actual, expected in zip(
         jax.tree.leaves(load_model(into / "model", dtype="float32")),
-        jax.tree.leaves(found.model),
+        jax.tree.leaves(exported.model),
         strict=True,
     ):
-        np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_array_equal(actual, expected)
 
 
-def test_what_cannot_be_exported_is_one_line(run, tmp_path):
+def test_impossible_exports_are_errors_of_one_line(run, tmp_path):
     config = parse(["--resume", "--out", str(run)])
     with pytest.raises(
         UserError, match=r"has no checkpoint of step 3000; it has those of steps \[1, 2, 3, 4\]"

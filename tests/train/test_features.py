@@ -12,11 +12,11 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.train.batches import Rows
-from kvjax.train.features import HeldOut, Kind, Memory, Shards, batches, check_positions
+from kvjax.train.features import FolderStore, HeldOut, MemoryStore, PositionLayout, batches, check_positions
 from kvjax.train.validation import in_rows
 
 SIZES = 150, 260
-KIND = Kind({"input": ((2, 3), jnp.bfloat16), "score": ((2, 4), jnp.float32)})
+KIND = PositionLayout({"input": ((2, 3), jnp.bfloat16), "score": ((2, 4), jnp.float32)})
 MANIFEST = {
     "data": "texts",
     "contexts": ["a", "b"],
@@ -33,27 +33,27 @@ def fill(store, index):
 
 @pytest.fixture
 def shards(tmp_path):
-    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+    store = FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
     for index in range(2):
         fill(store, index)
     return store
 
 
-def test_the_disk_gives_what_memory_does(shards):
-    memory = Memory(KIND, SIZES)
+def test_disk_and_memory_hold_the_same_features(shards):
+    memory = MemoryStore(KIND, SIZES)
     for index in range(2):
         fill(memory, index)
     assert shards.finished == memory.finished == {0, 1}
     positions = np.array([409, 3, 150, 149, 3])
     for name, x in shards.read().take(positions).items():
         np.testing.assert_array_equal(x, memory.read().take(positions)[name])
-    whole = memory.read().take(np.arange(410))["input"]
-    assert whole.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(memory.read().take(positions)["input"], whole[positions])
+    inputs = memory.read().take(np.arange(410))["input"]
+    assert inputs.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(memory.read().take(positions)["input"], inputs[positions])
 
 
-def test_a_context_counts_once_it_is_whole(tmp_path):
-    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+def test_an_incomplete_context_does_not_count(tmp_path):
+    store = FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
 
     def failing():
         with store.writing(0) as arrays:
@@ -67,7 +67,7 @@ def test_a_context_counts_once_it_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"made_for": {"model": "other", "fingerprint": "00000000" + "f0" * 4}},
@@ -78,14 +78,15 @@ def test_a_context_counts_once_it_is_whole(tmp_path):
         ({"version": 2}, "of version 1, not 2"),
     ],
 )
-def test_foreign_targets_are_refused_in_one_line(shards, changes, said):
+def test_foreign_targets_are_refused_in_one_line(shards, changes, message):
     with pytest.raises(
         UserError,
-        match=rf"^{shards.folder}: these targets are {said}.*name another folder \(--out, --targets\), or remove it$",
+        match=rf"^{shards.folder}: these targets are {message}.*name another folder \(--out, --targets\), or "
+        "remove it$",
     ):
-        Shards(shards.folder, KIND, SIZES, MANIFEST | changes)
+        FolderStore(shards.folder, KIND, SIZES, MANIFEST | changes)
     with pytest.raises(UserError, match="of other arrays"):
-        Shards(shards.folder, Kind({"input": ((2, 5), jnp.bfloat16)}), SIZES, MANIFEST)
+        FolderStore(shards.folder, PositionLayout({"input": ((2, 5), jnp.bfloat16)}), SIZES, MANIFEST)
 
 
 def test_a_damaged_folder_is_refused_in_one_line(shards):
@@ -97,37 +98,37 @@ def test_a_damaged_folder_is_refused_in_one_line(shards):
         shards.read()
     (shards.folder / "manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"manifest.json: is damaged: name another folder"):
-        Shards(shards.folder, KIND, SIZES, MANIFEST)
+        FolderStore(shards.folder, KIND, SIZES, MANIFEST)
 
 
-def test_two_runs_may_compute_a_context_at_once(shards, tmp_path):
-    """The files are those of the run that finishes first."""
-    one, other = (Shards(tmp_path / "shared", KIND, SIZES, MANIFEST) for _ in range(2))
-    with one.writing(0):
-        fill(other, 0)
-    fill(one, 1)
-    every = np.arange(410)
-    for name, x in shards.read().take(every).items():
-        np.testing.assert_array_equal(one.read().take(every)[name], x)
-    assert sorted(path.name for path in one.folder.iterdir()) == ["00000", "00001", "manifest.json"]
+def test_two_runs_may_compute_a_context_at_the_same_time(shards, tmp_path):
+    """The run that finishes first keeps its files."""
+    first, second = (FolderStore(tmp_path / "shared", KIND, SIZES, MANIFEST) for _ in range(2))
+    with first.writing(0):
+        fill(second, 0)
+    fill(first, 1)
+    positions = np.arange(410)
+    for name, x in shards.read().take(positions).items():
+        np.testing.assert_array_equal(first.read().take(positions)[name], x)
+    assert sorted(path.name for path in first.folder.iterdir()) == ["00000", "00001", "manifest.json"]
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_disk_without_space_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     with pytest.raises(
         UserError, match=r"^the targets of 410 positions take 0.0 MiB in .*, whose disk has 1.0 MiB free"
     ):
-        Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+        FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
     assert not (tmp_path / "targets").exists()
 
 
-def test_what_is_finished_needs_no_room(shards, monkeypatch):
+def test_finished_contexts_need_no_space(shards, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    assert Shards(shards.folder, KIND, SIZES, MANIFEST).finished == {0, 1}
+    assert FolderStore(shards.folder, KIND, SIZES, MANIFEST).finished == {0, 1}
 
 
-def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
-    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+def test_finished_results_survive_a_full_disk(tmp_path, monkeypatch):
+    store = FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
     fill(store, 1)
 
     def full(*_):
@@ -140,7 +141,7 @@ def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
         fill(store, 0)
     monkeypatch.undo()
     before = (store.folder / "00001" / "score.npy").stat()
-    again = Shards(store.folder, KIND, SIZES, MANIFEST)
+    again = FolderStore(store.folder, KIND, SIZES, MANIFEST)
     assert again.finished == {1}
     fill(again, 0)
     assert again.finished == {0, 1}
@@ -148,16 +149,17 @@ def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
+def test_an_epoch_has_each_training_position_once(shards):
     features = shards.read()
     assert features.held_out.tolist() == [0, 100, 200, 300, 400]
     assert len(features.training) == 405
     scores = features.take(np.arange(len(features)))["score"]
-    rows, each = 50, 8
-    read = [batch["score"] for batch in batches(features, Rows(0, rows, rows), 2 * each, seed=1)]
-    place = {tuple(x.ravel()): index for index, x in enumerate(scores)}
+    rows, updates = 50, 8
+    batch_scores = [batch["score"] for batch in batches(features, Rows(0, rows, rows), 2 * updates, seed=1)]
+    position_of = {tuple(x.ravel()): index for index, x in enumerate(scores)}
     epochs = [
-        [place[tuple(x.ravel())] for batch in part for x in batch] for part in (read[:each], read[each:])
+        [position_of[tuple(x.ravel())] for batch in part for x in batch]
+        for part in (batch_scores[:updates], batch_scores[updates:])
     ]
     for epoch in epochs:
         assert len(epoch) == len(set(epoch)) == 400
@@ -170,20 +172,20 @@ def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
         check_positions(len(features), 406)
 
 
-def test_batches_go_on_where_they_stood(shards):
+def test_batches_resume_from_their_position(shards):
     reading = batches(shards.read(), Rows(0, 50, 50), 10, seed=1)
     for _ in range(3):
         next(reading)
     state, after = json.loads(json.dumps(reading.get_state())), next(reading)
-    again = batches(shards.read(), Rows(0, 50, 50), 10, seed=1)
-    again.set_state(state)
-    np.testing.assert_array_equal(next(again)["input"], after["input"])
+    resumed = batches(shards.read(), Rows(0, 50, 50), 10, seed=1)
+    resumed.set_state(state)
+    np.testing.assert_array_equal(next(resumed)["input"], after["input"])
 
 
-def test_held_out_rows_in_batches(shards):
-    held = HeldOut(shards.read())
-    found = list(in_rows(held, 2))
-    assert [count for count, _ in found] == [2, 2, 1]
-    np.testing.assert_array_equal(found[-1][1]["score"][1], found[-1][1]["score"][0])
-    joined = np.concatenate([batch["score"][:count] for count, batch in found])
-    np.testing.assert_array_equal(joined, held[0:5]["score"])
+def test_held_out_rows_are_read_in_batches(shards):
+    rows = HeldOut(shards.read())
+    parts = list(in_rows(rows, 2))
+    assert [count for count, _ in parts] == [2, 2, 1]
+    np.testing.assert_array_equal(parts[-1][1]["score"][1], parts[-1][1]["score"][0])
+    joined = np.concatenate([batch["score"][:count] for count, batch in parts])
+    np.testing.assert_array_equal(joined, rows[0:5]["score"])

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.train.hard_concrete import probability_of_zero, sample
 
-DRAWS = 1 << 20
+SAMPLES = 1 << 20
 FIGURES = {
     4.0: (0.0037, 0.9169, 0.9764),
     4.5: (0.0022, 0.9479, 0.9855),
@@ -17,19 +17,19 @@ FIGURES = {
 """For each log α: P(z = 0), P(z = 1) and the mean of z."""
 
 
-drawn = jax.jit(sample)
+sample_masks = jax.jit(sample)
 
 
 @pytest.mark.parametrize("log_alpha", FIGURES)
-def test_its_probabilities(log_alpha):
-    z = np.asarray(drawn(jax.random.key(0), np.full(DRAWS, log_alpha, np.float32)))
+def test_probabilities_match_figures_computed_separately(log_alpha):
+    z = np.asarray(sample_masks(jax.random.key(0), np.full(SAMPLES, log_alpha, np.float32)))
     assert z.min() == 0
     assert z.max() == 1
-    zero, one, mean = FIGURES[log_alpha]
-    assert np.mean(z == 0) == pytest.approx(zero, abs=2e-3)
-    assert np.mean(z == 1) == pytest.approx(one, abs=2e-3)
+    p_zero, p_one, mean = FIGURES[log_alpha]
+    assert np.mean(z == 0) == pytest.approx(p_zero, abs=2e-3)
+    assert np.mean(z == 1) == pytest.approx(p_one, abs=2e-3)
     assert z.mean(dtype=np.float64) == pytest.approx(mean, abs=2e-3)
-    assert probability_of_zero(jnp.float32(log_alpha)) == pytest.approx(zero, abs=1e-4)
+    assert probability_of_zero(jnp.float32(log_alpha)) == pytest.approx(p_zero, abs=1e-4)
 
 
 def test_a_mask_grows_with_its_log_alpha_and_has_no_gradient_where_it_is_clipped():
@@ -44,7 +44,7 @@ def test_a_mask_grows_with_its_log_alpha_and_has_no_gradient_where_it_is_clipped
         assert inside.any()
 
 
-def test_far_from_0_nothing_is_left_to_chance():
+def test_masks_of_extreme_log_alphas_are_certain():
     for seed in range(20):
-        z = drawn(jax.random.key(seed), np.float32([-30.0, 30.0]))
+        z = sample_masks(jax.random.key(seed), np.float32([-30.0, 30.0]))
         np.testing.assert_array_equal(z, [0, 1])

@@ -60,13 +60,13 @@ class Stopped(BaseException):
 
 
 @pytest.mark.thorough
-def test_a_run_begins_with_them_and_needs_them_no_more(published, tmp_path, monkeypatch):
-    """The first update has rate 0, so the gates after it are the file's. A run of two updates that is stopped there and
-    resumed without the file ends like an uninterrupted one."""
+def test_a_run_starts_from_gates_and_resumes_without_their_file(published, tmp_path, monkeypatch):
+    """The first update has rate 0, so the gates after it are the initial ones. A run of two updates that is stopped
+    there and resumed without the file ends like an uninterrupted one."""
     file, save = published, Checkpoints.save
-    wanted = jax.device_get(load_gates(file)[0])
+    expected = jax.device_get(load_gates(file)[0])
     run = [*ARGS, "--init", str(file), "--sequences", "16", "--out"]
-    whole, folder = train(parse([*run, str(tmp_path / "whole")])), tmp_path / "stopped"
+    uninterrupted, folder = train(parse([*run, str(tmp_path / "whole")])), tmp_path / "stopped"
 
     def stopped_after_the_first(self, step, *args):
         save(self, step, *args)
@@ -78,25 +78,25 @@ def test_a_run_begins_with_them_and_needs_them_no_more(published, tmp_path, monk
         train(parse([*run, str(folder)]))
     monkeypatch.setattr(Checkpoints, "save", save)
     file.unlink()
-    begun = parse(["--resume", "--out", str(folder)])
-    assert (begun.init_, begun.expand) == (str(file), 1.5)
-    export_checkpoint(begun, 1, tmp_path / "first")
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(load_gates(tmp_path / "first")[0]), wanted)
+    resume_config = parse(["--resume", "--out", str(folder)])
+    assert (resume_config.init_, resume_config.expand) == (str(file), 1.5)
+    export_checkpoint(resume_config, 1, tmp_path / "first")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(load_gates(tmp_path / "first")[0]), expected)
     assert describe(tmp_path / "first")["init"] == str(file)
-    again = train(begun)
-    assert losses(folder) == losses(whole.folder)
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again.params, whole.params)))
-    assert not np.array_equal(whole.params.w1[...], wanted.w1[...])
+    resumed = train(resume_config)
+    assert losses(folder) == losses(uninterrupted.folder)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((resumed.params, uninterrupted.params)))
+    assert not np.array_equal(uninterrupted.params.w1[...], expected.w1[...])
 
 
-def test_a_run_that_has_no_checkpoint_needs_them(published, tmp_path):
+def test_a_resume_without_a_checkpoint_needs_the_initial_gates(published, tmp_path):
     prepare_folder(parse([*ARGS, "--init", str(published), "--out", str(tmp_path / "run")]))
     published.unlink()
     with pytest.raises(UserError, match=r"--init .*gates.pt: cannot be read \(No such file"):
         train(parse(["--resume", "--out", str(tmp_path / "run")]))
 
 
-def test_the_width_is_theirs_where_none_is_told(published, tmp_path):
+def test_the_width_comes_from_the_initial_gates_by_default(published, tmp_path):
     """They also override the built-in config; its own gates have its width."""
     check(parse(["--init", "builtin"]))
     assert parse([*ARGS, "--init", str(published)]).expand == 1.5
@@ -117,7 +117,7 @@ def refusal(*args):
     return str(caught.value)
 
 
-def test_other_gates_are_refused_before_a_run_starts(published, tmp_path):
+def test_gates_of_another_shape_are_refused_before_a_run_starts(published, tmp_path):
     assert "has gates of (layers, kv heads, head_dim, hidden width) = " in refusal(
         "--init", str(published), "--expand", "4"
     )

@@ -16,8 +16,8 @@ from kvjax.models import load_tokenizer
 from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
-from kvjax.train.data import FIRST_HELD_OUT, Wanted
-from kvjax.train.labelled import ASKED
+from kvjax.train.data import FIRST_HELD_OUT, DataRequest
+from kvjax.train.labelled import ANSWER_SHARES
 from kvjax.train.loop import train
 from kvjax.train.memory import batch_of
 from kvjax.train.run import TokenCount
@@ -37,7 +37,7 @@ PASSKEYS = ["--data-kind", "passkeys", "--passkeys", "1", "--words", "2", "--len
 
 
 @pytest.fixture
-def two(tmp_path):
+def two_sources(tmp_path):
     """Return a source of short documents and one of long ones."""
     for name in ("short", "long"):
         (tmp_path / name).mkdir()
@@ -50,12 +50,12 @@ def steps_of(folder):
     return [line for line in lines if "loss" in line], [x["validation"] for x in lines if "validation" in x]
 
 
-def opened(data="builtin", rows=ALL, lengths=(64, 128, 64), validation=(64, 128), **told):
+def open_recipe_data(data="builtin", rows=ALL, lengths=(64, 128, 64), validation=(64, 128), **options):
     """Open and return a run's data."""
-    recipe = Scale(data=data, **told)
+    recipe = Scale(data=data, **options)
     tokenizer = None if data == "builtin" else load_tokenizer(MODEL)
     return recipe.open_data(
-        Wanted(data, rows, np.array(lengths), sorted(set(lengths)), np.array(validation), 5, tokenizer)
+        DataRequest(data, rows, np.array(lengths), sorted(set(lengths)), np.array(validation), 5, tokenizer)
     )
 
 
@@ -64,8 +64,8 @@ def opened(data="builtin", rows=ALL, lengths=(64, 128, 64), validation=(64, 128)
 def test_a_run_on_the_built_in_tasks(kind, tmp_path):
     """The run has three updates, in parts, on a mesh, and the loss of the labelled tokens."""
     out = tmp_path / "run"
-    told = [*ARGS, "--data-kind", kind, "--out", str(out)]
-    ended = train(parse([*told, "--mesh", "2", "--accumulate", "2"]))
+    args = [*ARGS, "--data-kind", kind, "--out", str(out)]
+    ended = train(parse([*args, "--mesh", "2", "--accumulate", "2"]))
     steps, validations = steps_of(out)
     assert [line["step"] for line in steps] == [0, 1, 2]
     assert [line["documents"] for line in steps] == [1, 1, 1]
@@ -77,12 +77,12 @@ def test_a_run_on_the_built_in_tasks(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [[], PASSKEYS])
-def test_a_run_on_two_sources(kind, two, tmp_path):
-    told = [
+def test_a_run_on_two_sources(kind, two_sources, tmp_path):
+    args = [
         "--data",
-        two[0],
+        two_sources[0],
         "--also",
-        two[1],
+        two_sources[1],
         "--mix",
         "0.25",
         "0.75",
@@ -90,32 +90,44 @@ def test_a_run_on_two_sources(kind, two, tmp_path):
         "--out",
         str(tmp_path / "run"),
     ]
-    train(parse([*ARGS, *told, "--mesh", "2"]))
+    train(parse([*ARGS, *args, "--mesh", "2"]))
     steps, _ = steps_of(tmp_path / "run")
     assert len(steps) == 3
-    several = [line["documents"] > 1 for line in steps]
-    assert any(several) != bool(kind), "packs of short documents, or one with what is hidden in them"
-    for line, apart in zip(steps, several, strict=True):
+    packed = [line["documents"] > 1 for line in steps]
+    assert any(packed) != bool(kind), "packs have several documents, sequences with passkeys have one"
+    for line, has_borders in zip(steps, packed, strict=True):
         assert 0 < line["labelled"] <= 1
-        assert (line["labelled"] < 1) == (apart or bool(kind))
+        assert (line["labelled"] < 1) == (has_borders or bool(kind))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.thorough), PASSKEYS])
-def test_a_killed_run_ends_like_one_that_was_not(kind, two, tmp_path):
-    told = [*ARGS, "--data", two[0], "--also", two[1], "--mix", "1", "2", *kind, "--mesh", "1"]
-    again = go_on(run_until_killed(told, tmp_path / "run"), "2")
-    whole = train(parse([*told, "--out", str(tmp_path / "whole")]))
-    for mine, theirs in zip(steps_of(tmp_path / "run")[0], steps_of(tmp_path / "whole")[0], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert (mine["documents"], mine["labelled"]) == pytest.approx(
-            (theirs["documents"], theirs["labelled"])
+def test_a_killed_run_ends_like_an_uninterrupted_one(kind, two_sources, tmp_path):
+    args = [
+        *ARGS,
+        "--data",
+        two_sources[0],
+        "--also",
+        two_sources[1],
+        "--mix",
+        "1",
+        "2",
+        *kind,
+        "--mesh",
+        "1",
+    ]
+    resumed = go_on(run_until_killed(args, tmp_path / "run"), "2")
+    uninterrupted = train(parse([*args, "--out", str(tmp_path / "whole")]))
+    for actual, expected in zip(steps_of(tmp_path / "run")[0], steps_of(tmp_path / "whole")[0], strict=True):
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert (actual["documents"], actual["labelled"]) == pytest.approx(
+            (expected["documents"], expected["labelled"])
         )
-    assert again.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-5)
+    assert resumed.validation.numbers == pytest.approx(uninterrupted.validation.numbers, rel=1e-5)
 
 
-def test_the_built_in_tasks_are_a_document_each():
-    data = opened()
+def test_each_built_in_task_is_one_document():
+    data = open_recipe_data()
     steps = list(data.sequences)
     for index, step in enumerate(steps):
         length = (64, 128, 64)[index]
@@ -123,42 +135,50 @@ def test_the_built_in_tasks_are_a_document_each():
         assert not step["document"].any()
         assert step["labelled"][:, 1:].all()
         assert not step["labelled"][:, 0].any()
-    held = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
-    np.testing.assert_array_equal(data.held_out[1]["tokens"], held(5, FIRST_HELD_OUT + 1, 128)[0])
+    held_out_mixture = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
+    np.testing.assert_array_equal(data.held_out[1]["tokens"], held_out_mixture(5, FIRST_HELD_OUT + 1, 128)[0])
 
 
-def test_of_the_built_in_tasks_the_answers_are_learned():
+def test_only_the_answers_of_the_built_in_tasks_are_learned():
     """The labelled tokens are the answers to each sample's questions, one after another, as far as they fit."""
-    data = opened(data_kind="passkeys", lengths=(128,) * 12, validation=(128,) * 4)
+    data = open_recipe_data(data_kind="passkeys", lengths=(128,) * 12, validation=(128,) * 4)
     rows = [row for step in data.sequences for row in zip(step["tokens"], step["labelled"], strict=True)]
-    for split, found, first in (
+    for split, sequences, first in (
         ("train", rows, 0),
         ("evaluate", [(x["tokens"], x["labelled"]) for x in data.held_out], FIRST_HELD_OUT),
     ):
-        own = Mixture(builtin_vocabulary(), builtin_text(split), ASKED)
-        for index, (tokens, learned) in enumerate(found, first):
-            sample = own.sample(5, index, 128)
+        sampler = Mixture(builtin_vocabulary(), builtin_text(split), ANSWER_SHARES)
+        for index, (tokens, learned) in enumerate(sequences, first):
+            sample = sampler.sample(5, index, 128)
             answers = np.concatenate([question.answer for question in sample.questions])
-            said = tokens[learned]
-            assert len(said) >= len(sample.questions[0].answer) >= 1, "no sequence without a question"
-            np.testing.assert_array_equal(said, answers[: len(said)])
+            learned_tokens = tokens[learned]
+            assert len(learned_tokens) >= len(sample.questions[0].answer) >= 1, (
+                "no sequence without a question"
+            )
+            np.testing.assert_array_equal(learned_tokens, answers[: len(learned_tokens)])
             start = len(sample.context) + len(sample.questions[0].prompt)
             assert np.flatnonzero(learned)[0] == start
 
 
 @pytest.mark.parametrize("kind", ["natural", "passkeys"])
-def test_built_in_rows_are_the_same_whatever_the_processes(kind):
-    whole = list(opened(data_kind=kind).sequences)
-    halves = [list(opened(data_kind=kind, rows=Rows(a, a + 2, 4)).sequences) for a in (0, 2)]
-    for step, *parts in zip(whole, *halves, strict=True):
+def test_built_in_rows_do_not_depend_on_the_processes(kind):
+    steps = list(open_recipe_data(data_kind=kind).sequences)
+    halves = [list(open_recipe_data(data_kind=kind, rows=Rows(a, a + 2, 4)).sequences) for a in (0, 2)]
+    for step, *parts in zip(steps, *halves, strict=True):
         for name, x in step.items():
             np.testing.assert_array_equal(x, np.concatenate([part[name] for part in parts]))
 
 
-def test_passkeys_of_a_row_do_not_depend_on_the_processes(two):
+def test_passkeys_of_a_row_do_not_depend_on_the_processes(two_sources):
     """The passkeys' words are the same; each process has its own text around them."""
-    told = {"data": two[1], "data_kind": "passkeys", "passkeys": 2, "words": 3, "lengths": (256,) * 3}
-    told |= {"validation": (256,)}
+    options = {
+        "data": two_sources[1],
+        "data_kind": "passkeys",
+        "passkeys": 2,
+        "words": 3,
+        "lengths": (256,) * 3,
+    }
+    options |= {"validation": (256,)}
 
     def answers(steps):
         return [
@@ -166,35 +186,35 @@ def test_passkeys_of_a_row_do_not_depend_on_the_processes(two):
             for x in steps
         ]
 
-    whole = answers(opened(**told).sequences)
-    first, second = (answers(opened(**told, rows=Rows(a, a + 2, 4)).sequences) for a in (0, 2))
-    assert [a + b for a, b in zip(first, second, strict=True)] == whole
-    assert len({str(row) for step in whole for row in step}) == 12
+    all_answers = answers(open_recipe_data(**options).sequences)
+    first, second = (answers(open_recipe_data(**options, rows=Rows(a, a + 2, 4)).sequences) for a in (0, 2))
+    assert [a + b for a, b in zip(first, second, strict=True)] == all_answers
+    assert len({str(row) for step in all_answers for row in step}) == 12
 
 
-def test_what_a_plan_takes_for_a_batch_is_what_a_run_gets(two):
+def test_planned_batches_match_the_runs_batches(two_sources):
     mesh = make_mesh(fsdp=2)
     with jax.set_mesh(mesh):
         planned = batch_of(Scale(mesh=MeshShape(fsdp=2), batch=4), mesh, 64, tiny_model())
-        for told in ({}, {"data": two[0]}, {"data_kind": "passkeys"}):
-            got = to_mesh(mesh, Rows(0, 4, 4), next(opened(**told).sequences))
-            assert got.keys() == planned.keys()
+        for options in ({}, {"data": two_sources[0]}, {"data_kind": "passkeys"}):
+            batch = to_mesh(mesh, Rows(0, 4, 4), next(open_recipe_data(**options).sequences))
+            assert batch.keys() == planned.keys()
             for name, x in planned.items():
                 assert (x.shape, x.dtype, x.sharding) == (
-                    got[name].shape,
-                    got[name].dtype,
-                    got[name].sharding,
+                    batch[name].shape,
+                    batch[name].dtype,
+                    batch[name].sharding,
                 )
 
 
-def test_tokens_are_counted_whatever_belongs_to_them():
-    count = TokenCount(opened().sequences, rows=4, tokens=True)
+def test_tokens_of_labelled_rows_are_counted():
+    count = TokenCount(open_recipe_data().sequences, rows=4, tokens=True)
     assert [len(step) for step in count] == [3] * 3
     assert count.take() == 4 * (64 + 128 + 64)
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("args", "message"),
     [
         (
             ["--data", "a", "--also", "b", "--mix", "1"],
@@ -218,17 +238,24 @@ def test_tokens_are_counted_whatever_belongs_to_them():
         (["--data-kind", "passkeys", "--words", "8"], r"--words must be left out where .* got 8"),
     ],
 )
-def test_options_that_cannot_be_are_one_line(told, said):
-    with pytest.raises(UserError, match=said) as error:
-        parse([*ARGS, *told])
+def test_wrong_options_are_errors_of_one_line(args, message):
+    with pytest.raises(UserError, match=message) as error:
+        parse([*ARGS, *args])
     assert "\n" not in str(error.value)
 
 
-def test_sequences_too_short_for_passkeys_are_refused_before_anything_compiles(two, tmp_path):
-    told = ["--data", two[1], "--data-kind", "passkeys", "--out", str(tmp_path / "run")]
+def test_sequences_too_short_for_passkeys_are_refused_before_anything_compiles(two_sources, tmp_path):
+    args = ["--data", two_sources[1], "--data-kind", "passkeys", "--out", str(tmp_path / "run")]
     with pytest.raises(UserError, match=r"--lengths 64: 10 passkeys of 32 words .* take \d+ tokens"):
-        train(parse([*ARGS, *told, "--mesh", "1"]))
+        train(parse([*ARGS, *args, "--mesh", "1"]))
     assert not (tmp_path / "run").exists()
-    # the error may name any length: of the documents held out here none is too short
+    # 64 tokens are too few even though no held-out sequence has this length
     with pytest.raises(UserError, match="--lengths 64: 1 passkeys of 2 words"):
-        opened(data=two[1], data_kind="passkeys", passkeys=1, words=2, lengths=(64, 256), validation=(256,))
+        open_recipe_data(
+            data=two_sources[1],
+            data_kind="passkeys",
+            passkeys=1,
+            words=2,
+            lengths=(64, 256),
+            validation=(256,),
+        )

@@ -29,9 +29,9 @@ def commands(text):
 
 @pytest.mark.parametrize("file", [*SCRIPTS, *sorted(LAUNCH.glob("*.yaml")), PAGE], ids=lambda x: x.name)
 def test_every_command_parses(file):
-    found = list(commands(file.read_text()))
-    assert found
-    for module, arguments in found:
+    found_commands = list(commands(file.read_text()))
+    assert found_commands
+    for module, arguments in found_commands:
         if module == "evaluate":
             assert parse_evaluate(arguments)
         elif "--resume" not in arguments:
@@ -41,14 +41,14 @@ def test_every_command_parses(file):
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda x: x.name)
-def test_scripts_are_of_bash(file):
+def test_scripts_are_valid_bash(file):
     subprocess.run(["bash", "-n", file], check=True)
 
 
 def test_slurm_starts_a_process_for_each_device_of_its_mesh():
     text = (LAUNCH / "slurm.sh").read_text()
-    told = dict(re.findall(r"#SBATCH --(\S+)=(\d+)$", text, re.M))
-    nodes, tasks, gpus = (int(told[name]) for name in ("nodes", "ntasks-per-node", "gpus-per-node"))
+    options = dict(re.findall(r"#SBATCH --(\S+)=(\d+)$", text, re.M))
+    nodes, tasks, gpus = (int(options[name]) for name in ("nodes", "ntasks-per-node", "gpus-per-node"))
     assert tasks == gpus
     assert MeshShape.parse(re.search(r"--mesh (\S+)", text)[1]).count == nodes * gpus
 
@@ -68,15 +68,17 @@ def test_the_jobset_has_the_chips_of_its_mesh():
     )
 
 
-def test_skypilot_tells_jax_of_its_machines():
-    told = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    subprocess.run(["bash", "-n"], input=told["run"], text=True, check=True)
-    script = told["run"].partition("if [")[0] + "env"
+def test_skypilot_passes_its_machines_to_jax():
+    job = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    subprocess.run(["bash", "-n"], input=job["run"], text=True, check=True)
+    script = job["run"].partition("if [")[0] + "env"
     env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
     env |= {"PATH": "/usr/bin:/bin"}
-    said = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-    found = dict(line.split("=", 1) for line in said.splitlines() if line.startswith("JAX_"))
-    assert found == {
+    output = subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    variables = dict(line.split("=", 1) for line in output.splitlines() if line.startswith("JAX_"))
+    assert variables == {
         "JAX_COORDINATOR_ADDRESS": "10.0.0.1:8476",
         "JAX_NUM_PROCESSES": "2",
         "JAX_PROCESS_ID": "1",

@@ -44,12 +44,12 @@ def logged(validation):
 
 @pytest.fixture(scope="module")
 def saves():
-    """Return the steps that were on disk when each checkpoint of the run `whole` was saved; that run fills it."""
+    """Return the steps that were on disk when each checkpoint of the run `full_run` was saved; that run fills it."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, saves):
+def full_run(tmp_path_factory, saves):
     folder, save = tmp_path_factory.mktemp("whole") / "run", Checkpoints.save
 
     def noted(self, step, *args):
@@ -73,21 +73,21 @@ def resumed(killed, tmp_path, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
-def test_gates_train_on_a_model_in_eight_bits(weights, whole, tmp_path):
+def test_gates_train_on_a_model_in_eight_bits(weights, full_run, tmp_path):
     """The losses are close to those on the model itself; the first is measured before any update."""
     train(parse([*ARGS, "--weights", weights, "--mesh", "1", "--out", str(tmp_path / "run")]))
-    found, wanted = np.array(losses(tmp_path / "run")), np.array(losses(whole.folder))
-    assert found[0] != wanted[0]
-    np.testing.assert_allclose(found, wanted, rtol=0.05)
+    actual, expected = np.array(losses(tmp_path / "run")), np.array(losses(full_run.folder))
+    assert actual[0] != expected[0]
+    np.testing.assert_allclose(actual, expected, rtol=0.05)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_comes_after_the_metrics_of_its_steps(whole, saves):
+def test_a_checkpoint_comes_after_the_metrics_of_its_steps(full_run, saves):
     assert saves == {step: list(range(step)) for step in (2, 4, 6)}
 
 
 @pytest.mark.thorough
-def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypatch):
+def test_a_run_killed_after_a_checkpoint_has_every_step(full_run, tmp_path, monkeypatch):
     """The run is killed between the complete checkpoint of step 4 and the next update."""
     folder, save = tmp_path / "run", Checkpoints.save
 
@@ -104,55 +104,57 @@ def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypa
     with pytest.raises(Killed):
         train(parse([*ARGS, "--mesh", "1", "--out", str(folder)]))
     monkeypatch.setattr(Checkpoints, "save", save)
-    again = train(parse(["--resume", "--out", str(folder), "--mesh", "1"]))
-    assert losses(folder) == losses(whole.folder)
-    assert written(folder)[1] == written(whole.folder)[1]
-    np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
+    resumed_run = train(parse(["--resume", "--out", str(folder), "--mesh", "1"]))
+    assert losses(folder) == losses(full_run.folder)
+    assert written(folder)[1] == written(full_run.folder)[1]
+    np.testing.assert_array_equal(resumed_run.params.w1[...], full_run.params.w1[...])
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
+def test_a_killed_run_ends_like_an_uninterrupted_one(full_run, killed, tmp_path):
     assert (killed / "checkpoints" / "2").is_dir()
     assert [line["step"] for line in written(killed)[0]] == [0, 1, 2, 3], "as far as the checkpoint under way"
-    again = resumed(killed, tmp_path, "1")
-    assert losses(again.folder) == losses(whole.folder)
-    for mine, theirs in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    resumed_run = resumed(killed, tmp_path, "1")
+    assert losses(resumed_run.folder) == losses(full_run.folder)
+    for actual, expected in zip(
+        jax.tree.leaves(resumed_run.params), jax.tree.leaves(full_run.params), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.thorough
-def test_a_killed_run_goes_on_on_another_mesh(whole, killed, tmp_path):
-    again = resumed(killed, tmp_path, "4x2")
-    assert dict(again.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1}
-    assert losses(again.folder) == pytest.approx(losses(whole.folder), rel=1e-5)
+def test_a_killed_run_resumes_on_another_mesh(full_run, killed, tmp_path):
+    resumed_run = resumed(killed, tmp_path, "4x2")
+    assert dict(resumed_run.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1}
+    assert losses(resumed_run.folder) == pytest.approx(losses(full_run.folder), rel=1e-5)
 
 
-def test_a_run_leaves_gates_that_make_policy_loads(whole):
+def test_a_run_exports_gates_that_make_policy_loads(full_run):
     mesh = make_mesh(tensor=2)
     with jax.set_mesh(mesh):
         model = load_model(builtin_model("test_model"))
-        policy = make_policy("wgkv", model=model, gates=whole.folder / "gates")
+        policy = make_policy("wgkv", model=model, gates=full_run.folder / "gates")
     assert policy.window == 8
-    for mine, theirs in zip(
-        jax.tree.leaves(policy.admission.gates), jax.tree.leaves(whole.params), strict=True
+    for actual, expected in zip(
+        jax.tree.leaves(policy.admission.gates), jax.tree.leaves(full_run.params), strict=True
     ):
-        np.testing.assert_array_equal(mine, theirs)
-    described = json.loads((whole.folder / "gates" / "config.json").read_text())
+        np.testing.assert_array_equal(actual, expected)
+    described = json.loads((full_run.folder / "gates" / "config.json").read_text())
     assert (described["lambda"], described["tau"], described["window"]) == (0.3, 0.1, 8)
     assert (described["sequences"], described["batch"], described["lengths"]) == (48, 8, [64])
-    rates = whole.validation.by_sequence["rates"]
+    rates = full_run.validation.by_sequence["rates"]
     np.testing.assert_allclose(described["rate"], rates.mean(0), atol=1e-4)
     np.testing.assert_allclose(described["peak_rate"], rates.max(0), atol=1e-4)
     np.testing.assert_allclose(policy.admission.rate, rates.max(0), atol=1e-4)
-    assert rates.shape == (8, *whole.params.b2.shape)
-    assert (whole.folder / "gates" / "orbax").is_dir()
+    assert rates.shape == (8, *full_run.params.b2.shape)
+    assert (full_run.folder / "gates" / "orbax").is_dir()
 
 
-def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(whole, capsys):
-    _, validations = written(whole.folder)
+def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(full_run, capsys):
+    _, validations = written(full_run.folder)
     assert list(validations) == [1, 3, 5]
-    described = json.loads((whole.folder / "gates" / "config.json").read_text())["validation"]
-    assert described == validations[5] == logged(whole.validation)
+    described = json.loads((full_run.folder / "gates" / "config.json").read_text())["validation"]
+    assert described == validations[5] == logged(full_run.validation)
     assert set(described) == {
         *("distillation", "hard_distillation", "gate", "admitted", "kv_size", "sequences")
     }
@@ -160,37 +162,40 @@ def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(whole, capsys):
 
 
 @pytest.mark.thorough
-def test_validations_as_often_as_told(whole, tmp_path):
+def test_validate_every_sets_the_interval_of_validations(full_run, tmp_path):
     args = ["--validate-every", "3", "--validation", "3", "--mesh", "4x2", "--out", str(tmp_path / "run")]
-    other = train(parse([*ARGS, *args]))
-    _, validations = written(other.folder)
+    run = train(parse([*ARGS, *args]))
+    _, validations = written(run.folder)
     assert list(validations) == [2, 5]
-    assert other.validation.sequences == 3
+    assert run.validation.sequences == 3
     # these are the first three of the same sequences, on another mesh
-    rates, first = (run.validation.by_sequence["rates"] for run in (other, whole))
+    rates, first = (x.validation.by_sequence["rates"] for x in (run, full_run))
     assert rates == pytest.approx(first[:3], abs=0.05)
 
 
-def test_the_end_of_a_run_says_what_it_left(whole):
-    config = parse(["--resume", "--out", str(whole.folder), "--mesh", "1"])
-    text, found = summary(config, whole, config.deploy(whole.params, whole.model)), whole.validation.numbers
+def test_the_summary_names_the_export_and_its_use(full_run):
+    config = parse(["--resume", "--out", str(full_run.folder), "--mesh", "1"])
+    text, numbers = (
+        summary(config, full_run, config.deploy(full_run.params, full_run.model)),
+        full_run.validation.numbers,
+    )
     for part in (
-        f"gates: {whole.folder}/gates", "held out (8 sequences): ",
-        *(f"{name} {value:.4g}" for name, value in found.items()),
-        f"at τ 0.1 they admit {100 * found['admitted']:.1f}% of the tokens", f"--model {config.model}",
-        "kvjax.generate", f"--policy wgkv --gates {whole.folder}/gates",
+        f"gates: {full_run.folder}/gates", "held out (8 sequences): ",
+        *(f"{name} {value:.4g}" for name, value in numbers.items()),
+        f"at τ 0.1 they admit {100 * numbers['admitted']:.1f}% of the tokens", f"--model {config.model}",
+        "kvjax.generate", f"--policy wgkv --gates {full_run.folder}/gates",
     ):  # fmt: skip
         assert part in text, part
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient", "gates"])
 def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tmp_path, monkeypatch):
-    folder, made = tmp_path / "run", []
+    folder, updates = tmp_path / "run", []
 
     def make_update(*args, **options):
         def update(state, model, batch, step):
-            made.append(1)
-            bad = len(made) == 4
+            updates.append(1)
+            bad = len(updates) == 4
             if bad and broken == "gates":
                 state.params.b2[...] = state.params.b2[...] * jnp.nan
             loss = jnp.float32(jnp.nan if bad and broken == "loss" else 1.0)
@@ -198,12 +203,12 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
 
         return update
 
-    found = Validation({"distillation": 1.0}, {"rates": np.zeros((1, 2, 4))}, 1)
+    validation = Validation({"distillation": 1.0}, {"rates": np.zeros((1, 2, 4))}, 1)
     monkeypatch.setattr(loop, "make_update", make_update)
     monkeypatch.setattr(loop.memory, "check", lambda *_: [0])  # the replaced update cannot be compiled
-    monkeypatch.setattr(loop, "make_validate", lambda *args: lambda state, model: found)
-    said = {"loss": "loss is nan", "gradient": "the gradient is not finite"}
-    problem = said.get(broken, "the parameters are no longer finite")
+    monkeypatch.setattr(loop, "make_validate", lambda *args: lambda state, model: validation)
+    problems = {"loss": "loss is nan", "gradient": "the gradient is not finite"}
+    problem = problems.get(broken, "the parameters are no longer finite")
     with pytest.raises(
         UserError,
         match=f"^step 4 of 6: {problem}: the run is stopped and exports nothing; the last good checkpoint is of step "
@@ -217,7 +222,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
 
 @pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
-    """The error is a real one: the weights of the gates grow until nothing is finite."""
+    """The error is not simulated: the weights of the gates grow until they are not finite."""
     folder = tmp_path / "run"
     with pytest.raises(
         UserError, match=r"^step \d of 6: .*no checkpoint before it.* smaller --lr than 1e\+36$"
@@ -247,8 +252,8 @@ def test_a_launch_that_fails_does_not_block_the_next(wrong, message, tmp_path, m
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     find_spec = importlib.util.find_spec
-    found = lambda name, *rest: None if name == "tensorboardX" else find_spec(name, *rest)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", found)
+    find_other_spec = lambda name, *args_: None if name == "tensorboardX" else find_spec(name, *args_)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", find_other_spec)
     monkeypatch.setattr(datasets, "load_dataset", missing)
     args = [*ARGS, "--mesh", "1", "--out", str(folder)]
     with pytest.raises(UserError, match=message):
@@ -261,9 +266,9 @@ def missing(*_, **__):
     raise FileNotFoundError
 
 
-def test_a_report_that_the_method_cannot_have_is_refused_before_the_start(tmp_path, capsys):
-    method, told = "tests.probes.hidden_gate:HiddenGates", ARGS[: ARGS.index("--window")]
-    args = ["--method", method, *told, "--sequences", "8", "--mesh", "1", "--out", str(tmp_path / "run")]
+def test_an_impossible_report_is_refused_before_the_start(tmp_path, capsys):
+    method, common = "tests.probes.hidden_gate:HiddenGates", ARGS[: ARGS.index("--window")]
+    args = ["--method", method, *common, "--sequences", "8", "--mesh", "1", "--out", str(tmp_path / "run")]
     with pytest.raises(
         UserError, match="--report full: there can be no report .hidden_gate compacts while it"
     ):
@@ -293,66 +298,66 @@ def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("updates", "said"),
+    ("updates", "message"),
     [
-        (1, "there is no checkpoint yet: {use} begins again with the same options"),
-        (3, "the last checkpoint is of step 2: {use} goes on from there"),
+        (1, "there is no checkpoint yet: {command} begins again with the same options"),
+        (3, "the last checkpoint is of step 2: {command} goes on from there"),
     ],
 )
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, pytest.param(Termination, marks=pytest.mark.thorough)])
-def test_a_run_that_is_stopped_says_how_to_go_on(stop, updates, said, tmp_path, monkeypatch):
-    folder, made, make_update = tmp_path / "a run", [], loop.make_update
+def test_a_run_that_is_stopped_says_how_to_go_on(stop, updates, message, tmp_path, monkeypatch):
+    folder, updates_done, make_update = tmp_path / "a run", [], loop.make_update
 
     def stopping(*args, **options):
         update = make_update(*args, **options)
 
         def stopped(*args):
-            if len(made) == updates:
+            if len(updates_done) == updates:
                 raise stop
-            made.append(1)
+            updates_done.append(1)
             return update(*args)
 
         stopped.lower = update.lower
         return stopped
 
     monkeypatch.setattr(loop, "make_update", stopping)
-    use = f"python -m kvjax.train --resume --out '{folder}'"
-    with pytest.raises(stop, match=f"^{re.escape(said.format(use=use))}$"):
+    command = f"python -m kvjax.train --resume --out '{folder}'"
+    with pytest.raises(stop, match=f"^{re.escape(message.format(command=command))}$"):
         train(parse([*ARGS, "--mesh", "1", "--out", str(folder)]))
-    assert parse(shlex.split(use)[3:]).resume
+    assert parse(shlex.split(command)[3:]).resume
 
 
-def test_a_finished_run_is_left_as_it_is(whole):
-    before = (whole.folder / "metrics.jsonl").read_text()
-    again = train(parse(["--resume", "--out", str(whole.folder), "--mesh", "1"]))
-    assert (whole.folder / "metrics.jsonl").read_text() == before
-    np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
+def test_resuming_a_finished_run_changes_nothing(full_run):
+    before = (full_run.folder / "metrics.jsonl").read_text()
+    resumed_run = train(parse(["--resume", "--out", str(full_run.folder), "--mesh", "1"]))
+    assert (full_run.folder / "metrics.jsonl").read_text() == before
+    np.testing.assert_array_equal(resumed_run.params.w1[...], full_run.params.w1[...])
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(whole, tmp_path):
+def test_two_processes_train_like_one(full_run, tmp_path):
     """Each process has half the rows."""
-    told = [part for part in ARGS if part not in ("--report", "none")]
-    _, said = run_processes(TRAIN, *told, "--mesh", "2", "--out", str(tmp_path / "run"))
-    without = "there will be no report: one process makes it, and this run has 2"
-    assert without in said[0].split("step 1/6")[0]
-    assert without not in said[1]
-    assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
+    args = [part for part in ARGS if part not in ("--report", "none")]
+    _, outputs = run_processes(TRAIN, *args, "--mesh", "2", "--out", str(tmp_path / "run"))
+    no_report = "there will be no report: one process makes it, and this run has 2"
+    assert no_report in outputs[0].split("step 1/6")[0]
+    assert no_report not in outputs[1]
+    assert losses(tmp_path / "run") == pytest.approx(losses(full_run.folder), rel=1e-5)
     assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
 
 
 @pytest.mark.thorough
-def test_four_processes_train_like_one(whole, tmp_path):
+def test_four_processes_train_like_one(full_run, tmp_path):
     """Two processes have the same rows, and each of them half of the heads."""
     run_processes(TRAIN, *ARGS, "--mesh", "fsdp=2,tensor=2", "--out", str(tmp_path / "run"), count=4)
-    assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(full_run.folder), rel=1e-5)
 
 
 @pytest.mark.thorough
-def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
-    told = [*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run")]
-    _, said = run_processes(TRAIN, *told, ends=2)
-    lines = [text.splitlines()[-1] for text in said]
+def test_two_processes_stop_together_if_a_number_is_not_finite(tmp_path):
+    args = [*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run")]
+    _, outputs = run_processes(TRAIN, *args, exit_code=2)
+    lines = [text.splitlines()[-1] for text in outputs]
     assert lines[0] == lines[1]
     assert re.match(r"error: step \d of 6: .* the run is stopped and exports nothing", lines[0])
     assert not (tmp_path / "run" / "gates").exists()
@@ -365,23 +370,23 @@ def test_two_processes_save_a_model_that_they_trained(tmp_path):
     args = ["--method", method, *ARGS[: ARGS.index("--window")], "--sequences", "8", "--report", "none"]
     run_processes(TRAIN, *args, "--mesh", "2", "--out", str(tmp_path / "run"))
     trained = train(parse([*args, "--mesh", "2", "--out", str(tmp_path / "whole")]))
-    for mine, theirs in zip(
+    for actual, expected in zip(
         jax.tree.leaves(load_model(tmp_path / "run" / "parameters" / "model")),
         jax.tree.leaves(trained.model),
         strict=True,
     ):
-        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path, capsys):
+def test_the_last_update_is_always_validated_and_saved(tmp_path, capsys):
     args = [*ARGS, "--mesh", "1", "--checkpoint-every", "4", "--validate-every", "5", "--validation", "2"]
-    found = train(parse([*args, "--out", str(tmp_path / "run")]))
+    run = train(parse([*args, "--out", str(tmp_path / "run")]))
     before, _ = capsys.readouterr().err.split("step 1/6")
     assert "\na device holds " in before
-    _, validations = written(found.folder)
+    _, validations = written(run.folder)
     assert list(validations) == [4, 5]
-    assert logged(found.validation) == validations[5]
-    assert sorted(file.name for file in (found.folder / "checkpoints").iterdir()) == ["4", "6"]
+    assert logged(run.validation) == validations[5]
+    assert sorted(file.name for file in (run.folder / "checkpoints").iterdir()) == ["4", "6"]
 
 
 @pytest.mark.thorough
@@ -399,7 +404,7 @@ def test_a_checkpoint_without_a_validation_comes_after_its_metrics(tmp_path, mon
 
 
 def resuming(notes, group, groups):
-    """Return where a run resumes whose checkpoint has these notes."""
+    """Return the position at which a run resumes from a checkpoint with these notes."""
     places, mesh, state = [], make_mesh(), TrainState(None, None)
     config = WriteGates(resume=True, window=4, expand=4.0)
     checkpoints = SimpleNamespace(latest=lambda: 3, restore=lambda step, like: (state, {"data": notes}))
@@ -420,14 +425,14 @@ def resuming(notes, group, groups):
     return places
 
 
-def test_processes_go_on_where_each_stood_or_not_at_all():
+def test_each_process_resumes_from_its_own_position():
     assert resuming(["a", "b"], 1, 2) == ["b"]
     assert resuming(["a", "a"], 0, 1) == ["a"]
     with pytest.raises(UserError, match="was read in 2 parts, one for each process; now there are 1"):
         resuming(["a", "b"], 0, 1)
 
 
-def test_positions_are_by_group(monkeypatch):
+def test_positions_are_ordered_by_group(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     other = np.frombuffer(json.dumps([0, {"next": 12}]).encode(), np.uint8)
 
@@ -443,7 +448,7 @@ def test_positions_are_by_group(monkeypatch):
     assert Run.positions(SimpleNamespace(rows=rows, data=data)) == [{"next": 12}, {"next": 7}]
 
 
-def test_a_run_says_what_its_mesh_makes_of_the_batch():
+def test_the_plan_says_if_the_mesh_rounds_the_batch_up():
     config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
     assert plan(config, 0, 65_536_000, 1234) == (
         "1,234 parameters, 7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch "

@@ -35,7 +35,7 @@ def test_help_imports_little_and_names_every_option():
 
 
 @pytest.mark.parametrize(("when", "measured"), [({}, True), ({"when": "every", "every": 8}, False)])
-def test_what_compacts_while_it_decodes_is_neither_reported_nor_compared(when, measured, tmp_path):
+def test_a_policy_that_compacts_while_decoding_is_not_compared(when, measured, tmp_path):
     trained = SimpleNamespace(validation=Validation({"admitted": 0.5}, {}, 1), folder=tmp_path)
     text = summary(WriteGates(), trained, make_policy({"h2o": {"entries": 64, **when}}))
     assert ("compare them: " in text) == measured
@@ -43,31 +43,29 @@ def test_what_compacts_while_it_decodes_is_neither_reported_nor_compared(when, m
 
 
 @pytest.mark.parametrize(
-    ("told", "option"), [({"report": "full"}, "--report full"), ({"tasks": ("vt",)}, "--tasks vt")]
+    ("options", "option"), [({"report": "full"}, "--report full"), ({"tasks": ("vt",)}, "--tasks vt")]
 )
 @pytest.mark.parametrize(
-    ("processes", "when", "why"),
+    ("processes", "when", "reason"),
     [
         (2, None, "one process makes it, and this run has 2"),
         (1, "every", "h2o compacts while it decodes, which is not measured"),
     ],
 )
-def test_a_report_that_cannot_be_made_is_refused_where_it_is_asked_for(
-    told, option, processes, when, why, monkeypatch
-):
+def test_an_impossible_report_is_refused_if_requested(options, option, processes, when, reason, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     policy = make_policy({"h2o": {"entries": 64, "when": when, "every": 8}}) if when else None
-    with pytest.raises(UserError, match=f"^{option}: there can be no report .{why}.: leave it out$"):
-        check_report(WriteGates(**told), policy)
-    assert check_report(WriteGates(), policy) == f"there will be no report: {why}"
+    with pytest.raises(UserError, match=f"^{option}: there can be no report .{reason}.: leave it out$"):
+        check_report(WriteGates(**options), policy)
+    assert check_report(WriteGates(), policy) == f"there will be no report: {reason}"
     assert check_report(WriteGates(report="none"), policy) == ""
 
 
-def test_a_report_that_can_be_made_is():
+def test_a_possible_report_is_not_refused():
     assert check_report(WriteGates(report="full"), make_policy("h2o:entries=64")) == ""
 
 
-def test_a_report_that_is_stopped_says_how_it_is_made(monkeypatch, tmp_path):
+def test_a_stopped_report_says_how_to_make_it(monkeypatch, tmp_path):
     output = SimpleNamespace(
         validation=Validation({"admitted": 0.5}, {}, 1),
         folder=tmp_path,
@@ -82,6 +80,8 @@ def test_a_report_that_is_stopped_says_how_it_is_made(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "report", stopped)
-    use = f"python -m kvjax.train --resume --out {tmp_path}"
-    with pytest.raises(KeyboardInterrupt, match=f"^all but the report is there: {use} makes it$"):
+    command = f"python -m kvjax.train --resume --out {tmp_path}"
+    with pytest.raises(
+        KeyboardInterrupt, match=f"^the run is complete except for its report: {command} makes it$"
+    ):
         main(["--out", str(tmp_path / "run")])

@@ -27,7 +27,7 @@ def on_one(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
+def test_the_check_compiles_the_runs_own_program(mesh, monkeypatch):
     """It is not compiled twice, and its temporaries are those that the run reports for its longest update."""
     monkeypatch.setattr(memory, "device_bytes", lambda: 1 << 40)
     compiles = []
@@ -35,39 +35,42 @@ def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
         model = tiny_model()
         state = jax.jit(lambda model: initial_state(RUN, model))(model)
         batch = to_mesh(mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, 64), np.int32))
-        own = make_update(RUN)
+        update = make_update(RUN)
         holds = {"weights": model, "trained parameters": state.params, "optimizer": state.opt}
         holds = {name: shown_bytes(on_one(tree)) for name, tree in holds.items()}
         total = shown_bytes(on_one((model, state)))
         assert on_one(state.params) < sum(x.nbytes for x in jax.tree.leaves(state.params)) / 2
 
-        def heard(event, *_, **__):
+        def on_event(event, *_, **__):
             if event.endswith("backend_compile_duration"):
                 compiles.append(event)
 
-        monitoring.register_event_duration_secs_listener(heard)
+        monitoring.register_event_duration_secs_listener(on_event)
         try:
-            (beside,) = memory.check((RUN,), (own,), param_dtypes((RUN,), model), mesh, model)
+            (extra,) = memory.check((RUN,), (update,), param_dtypes((RUN,), model), mesh, model)
             checked = len(compiles)
-            said = memory.describe(RUN, state, model, beside)
-            least = memory.describe(RUN, state, model, 0)
-            found = own.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
-            own(state, model, batch, np.int32(0))
+            description = memory.describe(RUN, state, model, extra)
+            without_extra = memory.describe(RUN, state, model, 0)
+            analysis = update.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+            update(state, model, batch, np.int32(0))
             assert checked > 0
             assert len(compiles) == checked
         finally:
             monitoring.clear_event_listeners()
-    more = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    more += found.generated_code_size_in_bytes
-    assert 0 < more <= beside <= more + batch.nbytes
-    assert least == f"a device holds {total}: {', '.join(f'{name} {own}' for name, own in holds.items())}"
-    assert said == f"{least}; an update of 2 × 64 tokens takes {shown_bytes(beside)} more"
+    expected = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    expected += analysis.generated_code_size_in_bytes
+    assert 0 < expected <= extra <= expected + batch.nbytes
+    assert (
+        without_extra
+        == f"a device holds {total}: {', '.join(f'{name} {size}' for name, size in holds.items())}"
+    )
+    assert description == f"{without_extra}; an update of 2 × 64 tokens takes {shown_bytes(extra)} more"
 
 
-def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
+def test_lengths_that_do_not_fit_are_refused_with_one_that_does(mesh, monkeypatch):
     """Devices have exactly the bytes that the longer or the shorter sequences need, or one byte less."""
     with jax.set_mesh(mesh):
-        model, own, dtypes = (
+        model, update, dtypes = (
             tiny_model(tied=False),
             make_update(RUN),
             (None,),
@@ -78,12 +81,12 @@ def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
             batch = to_mesh(
                 mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, length), np.int32)
             )
-            analysis = own.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
-            beside = (
+            analysis = update.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+            temporaries = (
                 analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             )
-            given = jax.tree.leaves((state, model, batch))
-            needs[length] = beside + sum(leaf.addressable_shards[0].data.nbytes for leaf in given)
+            inputs = jax.tree.leaves((state, model, batch))
+            needs[length] = temporaries + sum(leaf.addressable_shards[0].data.nbytes for leaf in inputs)
             needs[length] += analysis.generated_code_size_in_bytes
         assert needs[32] < needs[64]
         for usable, instead in [
@@ -94,10 +97,10 @@ def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
         ]:
             monkeypatch.setattr(memory, "device_bytes", lambda usable=usable: usable)
             if instead is None:
-                memory.check((RUN,), (own,), dtypes, mesh, model)
+                memory.check((RUN,), (update,), dtypes, mesh, model)
                 continue
             with pytest.raises(UserError, match="^an update of 2 × 64 tokens takes ") as refused:
-                memory.check((RUN,), (own,), dtypes, mesh, model)
+                memory.check((RUN,), (update,), dtypes, mesh, model)
             assert instead in str(refused.value)
             assert "\n" not in str(refused.value)
 
@@ -114,7 +117,7 @@ def test_virtual_cpu_devices_share_the_host_s_memory(mesh, monkeypatch):
         memory.check((RUN,), (make_update(RUN),), (None,), mesh, tiny_model())
 
 
-def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
+def test_a_compilers_refusal_is_an_error_of_one_line(mesh, monkeypatch):
     """A TPU's compiler refuses programs that do not fit, and may not say how much they need."""
 
     def update(state, model, batch, step):
@@ -141,5 +144,5 @@ def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
         ("INVALID_ARGUMENT: something else", None),
     ],
 )
-def test_a_refusal_says_what_is_needed(message, needed):
+def test_needed_bytes_are_read_from_a_refusal(message, needed):
     assert memory.refused_bytes(message) == needed

@@ -20,7 +20,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_step_is_kept_and_the_first_and_last_are_shown(tmp_path, capsys):
+def test_every_step_is_written_and_the_first_and_last_are_shown(tmp_path, capsys):
     run(tmp_path)
     assert [(line["step"], line["loss"], line["other"]) for line in lines(tmp_path)] == [
         (0, 0, 1),
@@ -32,7 +32,7 @@ def test_every_step_is_kept_and_the_first_and_last_are_shown(tmp_path, capsys):
     assert "\x1b" not in "".join(shown)
 
 
-def test_values_are_looked_at_when_the_next_step_is_under_way(tmp_path):
+def test_values_are_read_once_the_next_step_is_queued(tmp_path):
     with Metrics(tmp_path, total=3, first=0, shown={}) as metrics:
         metrics.step(0, {"loss": jnp.float32(0)}, tokens=1)
         assert lines(tmp_path) == []
@@ -41,7 +41,7 @@ def test_values_are_looked_at_when_the_next_step_is_under_way(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [0, 1]
 
 
-def test_a_flush_leaves_nothing_behind(tmp_path):
+def test_a_flush_writes_the_pending_step_once(tmp_path):
     with Metrics(tmp_path, total=3, first=0, shown={}) as metrics:
         metrics.step(0, {"loss": jnp.float32(0)}, tokens=1)
         metrics.flush()
@@ -50,7 +50,7 @@ def test_a_flush_leaves_nothing_behind(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [0]
 
 
-def test_a_note_has_a_line_of_its_own_after_its_step(tmp_path):
+def test_a_note_has_its_own_line_after_its_step(tmp_path):
     with Metrics(tmp_path, total=3, first=0, shown={}) as metrics:
         metrics.step(0, {"loss": jnp.float32(0.5)}, tokens=1)
         metrics.note(0, "validation", {"distillation": 0.25})
@@ -63,7 +63,7 @@ def test_a_note_has_a_line_of_its_own_after_its_step(tmp_path):
 
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_stops_every_process(tmp_path, value, quiet):
+def test_a_loss_that_is_not_finite_stops_every_process(tmp_path, value, quiet):
     with Metrics(tmp_path, total=3, first=0, shown={}, quiet=quiet) as metrics:
         metrics.step(0, {"loss": jnp.float32(1)}, tokens=1)
         metrics.step(1, {"loss": jnp.float32(value)}, tokens=1)
@@ -73,7 +73,7 @@ def test_a_loss_that_is_no_number_stops_every_process(tmp_path, value, quiet):
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_gradient_that_is_no_number_stops_every_process_though_the_loss_is_one(tmp_path, quiet):
+def test_a_gradient_that_is_not_finite_stops_every_process(tmp_path, quiet):
     with Metrics(tmp_path, total=3, first=0, shown={}, quiet=quiet) as metrics:
         metrics.step(0, {"loss": jnp.float32(1), FINITE: jnp.bool_(True)}, tokens=1)
         metrics.step(1, {"loss": jnp.float32(1), FINITE: jnp.bool_(False)}, tokens=1)
@@ -82,7 +82,7 @@ def test_a_gradient_that_is_no_number_stops_every_process_though_the_loss_is_one
     assert quiet or [line.keys() & {"loss", FINITE} for line in lines(tmp_path)] == [{"loss"}]
 
 
-def test_a_resumed_run_drops_what_the_killed_one_wrote_too_far(tmp_path):
+def test_a_resumed_run_drops_later_lines_of_the_killed_run(tmp_path):
     run(tmp_path, steps=range(5), total=8)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # the line in which the run was killed
@@ -90,7 +90,7 @@ def test_a_resumed_run_drops_what_the_killed_one_wrote_too_far(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == list(range(8))
 
 
-def test_speed_and_time_left(tmp_path, monkeypatch, capsys):
+def test_lines_have_speed_and_time_left(tmp_path, monkeypatch, capsys):
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(module, "LINE_SECONDS", 0)
@@ -99,17 +99,17 @@ def test_speed_and_time_left(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "step 3/40  loss 1.00  5 tokens/s  1:14 left"
 
 
-@pytest.mark.parametrize(("first", "total", "told"), [(0, 12, 1), (5, 16, 1), (0, 10, 0), (0, 9, 0)])
-def test_after_ten_steps_a_run_says_when_it_ends(first, total, told, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("first", "total", "count"), [(0, 12, 1), (5, 16, 1), (0, 10, 0), (0, 9, 0)])
+def test_after_ten_steps_a_run_says_when_it_ends(first, total, count, tmp_path, monkeypatch, capsys):
     """Each step takes two seconds, and is timed when the next one has begun."""
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(module.time, "time", lambda: 1e9)
     run(tmp_path, steps=range(first, total), total=total, first=first)
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("after")]
+    estimates = [line for line in capsys.readouterr().err.splitlines() if line.startswith("after")]
     left = 2 * (total - first - 10)
     end = time.strftime("%Y-%m-%d %H:%M", time.localtime(1e9 + left))
-    assert said == told * [f"after 10 steps: 0:{left:02} left, it ends about {end}"]
+    assert estimates == count * [f"after 10 steps: 0:{left:02} left, it ends about {end}"]
 
 
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):

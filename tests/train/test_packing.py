@@ -10,7 +10,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.train.batches import Rows
 from kvjax.train.conversation import Conversation
-from kvjax.train.data import Wanted
+from kvjax.train.data import DataRequest
 from kvjax.train.documents import Documents
 from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream, open_stream
 from kvjax.train.readers import FileReader
@@ -32,18 +32,18 @@ def path(tmp_path):
 def in_order(path, encode, held_out=()):
     """Return a pass over the documents as one stream."""
     documents = Documents(path, 0, 10_000)
-    found = [encode(documents[i]) for i in range(len(documents)) if documents[i] not in held_out]
-    return np.concatenate(found)
+    tokens = [encode(documents[i]) for i in range(len(documents)) if documents[i] not in held_out]
+    return np.concatenate(tokens)
 
 
-def test_sequences_are_the_stream_cut_where_they_are_full(path):
+def test_sequences_are_consecutive_parts_of_the_stream(path):
     encode = StreamEncoder(byte_tokenizer())
     stream = in_order(path, encode)
     lengths = np.array([16, 16, 8, 16])
     steps = list(PackedSequences(readers(path), encode, 2, lengths))
     assert [x.shape for x in steps] == [(2, length) for length in lengths]
-    found = np.concatenate([x.reshape(-1) for x in steps])
-    np.testing.assert_array_equal(found, stream[: len(found)])
+    actual = np.concatenate([x.reshape(-1) for x in steps])
+    np.testing.assert_array_equal(actual, stream[: len(actual)])
     end = byte_tokenizer().eos_token_id
     assert np.count_nonzero(stream == end) == len(TEXTS), "each document ends"
 
@@ -52,57 +52,57 @@ def test_a_second_pass_follows_the_first(path):
     encode = StreamEncoder(byte_tokenizer())
     stream = in_order(path, encode)
     size = len(stream) + 5
-    (found,) = PackedSequences(readers(path), encode, 1, np.array([size]))
-    np.testing.assert_array_equal(found[0], np.concatenate([stream, stream[:5]]))
+    (sequence,) = PackedSequences(readers(path), encode, 1, np.array([size]))
+    np.testing.assert_array_equal(sequence[0], np.concatenate([stream, stream[:5]]))
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 6])
-def test_a_position_goes_through_json_and_continues_exactly(path, stop):
+def test_reading_resumes_exactly_from_a_json_position(path, stop):
     encode = StreamEncoder(byte_tokenizer())
     dataset = PackedSequences(readers(path), encode, 2, np.full(8, 13))
-    whole, running = list(dataset), iter(dataset)
+    steps, running = list(dataset), iter(dataset)
     for _ in range(stop):
         next(running)
     resumed = iter(dataset)
     resumed.set_state(json.loads(json.dumps(running.get_state())))
-    for mine, theirs in zip(resumed, whole[stop:], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for actual, expected in zip(resumed, steps[stop:], strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
-def test_what_is_held_out_is_never_trained_on(path):
+def test_held_out_documents_are_never_trained_on(path):
     rows = Rows(0, 2, 2)
-    told = {"lengths": (16,), "step_lengths": np.full(30, 16), "validation": np.full(3, 16), "seed": 0}
-    data = open_stream(Wanted(str(path), rows=rows, **told, tokenizer=byte_tokenizer()))
+    options = {"lengths": (16,), "step_lengths": np.full(30, 16), "validation": np.full(3, 16), "seed": 0}
+    data = open_stream(DataRequest(str(path), rows=rows, **options, tokenizer=byte_tokenizer()))
     assert [len(x) for x in data.held_out] == [16] * 3
     decode = byte_tokenizer().decode
-    held = decode(np.concatenate(data.held_out)).split("<|im_end|>")
+    held_out = decode(np.concatenate(data.held_out)).split("<|im_end|>")
     trained = decode(np.concatenate([x.reshape(-1) for x in data.sequences])).split("<|im_end|>")
     assert len(set(trained)) > 20
-    assert not {x for x in held[:-1] if x} & set(trained)
+    assert not {x for x in held_out[:-1] if x} & set(trained)
     documents = Documents(path, 0, 16 * 16)
-    assert held[:2] == [documents[1], documents[3]], "every second one"
+    assert held_out[:2] == [documents[1], documents[3]], "every second one"
 
 
-def test_processes_share_the_documents_out(path):
+def test_processes_read_disjoint_documents(path):
     encode = StreamEncoder(byte_tokenizer())
-    found = [
+    decoded = [
         byte_tokenizer().decode(
             next(iter(PackedSequences(readers(path, g, 2), encode, 1, np.array([90]))))[0]
         )
         for g in range(2)
     ]
-    own = [set(x.split("<|im_end|>")[:-1]) for x in found]
-    assert own[0]
-    assert not own[0] & own[1]
+    documents = [set(x.split("<|im_end|>")[:-1]) for x in decoded]
+    assert documents[0]
+    assert not documents[0] & documents[1]
 
 
 @pytest.mark.parametrize(
-    ("documents", "what"), [(TEXTS, "to train on,"), (["x" * 900], "to hold out, every second document,")]
+    ("documents", "purpose"), [(TEXTS, "to train on,"), (["x" * 900], "to hold out, every second document,")]
 )
-def test_too_little_text_is_one_line(tmp_path, documents, what):
+def test_too_little_text_is_an_error_of_one_line(tmp_path, documents, purpose):
     reader = readers(Path(texts(tmp_path, documents)))()
     with pytest.raises(
-        UserError, match=rf"there are \d+ tokens {what} which fill no sequence of --lengths 800"
+        UserError, match=rf"there are \d+ tokens {purpose} which fill no sequence of --lengths 800"
     ):
         hold_out_of_stream(reader, StreamEncoder(byte_tokenizer()), [800], "texts.jsonl")
 
@@ -138,17 +138,17 @@ def test_chats_are_read_as_the_template_writes_them(tmp_path, kind):
     )
 
 
-def test_a_template_that_has_a_place_for_reasoning_is_given_it():
+def test_a_template_with_reasoning_content_gets_the_reasoning():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
     chat = Conversation.of([{"role": "assistant", "content": "b", "reasoning_content": "a"}])
     assert tokenizer.decode(chat.tokens(tokenizer)) == "[a|b]"
 
 
-def test_chats_that_cannot_be_read_are_one_line(tmp_path):
+def test_unreadable_chats_are_errors_of_one_line(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has chats, for which the model's tokenizer has no chat template"):
+    with pytest.raises(UserError, match="has chats, but the model's tokenizer has no chat template"):
         Conversation.of(RECORD["messages"]).tokens(tokenizer)
     file = tmp_path / "a.jsonl"
     chats = [], [{"content": "x"}], [{"role": "user", "content": 1}], "x"

@@ -41,8 +41,8 @@ loop.make_update = making
 
 
 @pytest.mark.slow
-def test_a_signal_saves_the_step_that_it_came_in(tmp_path, monkeypatch):
-    whole = train(parse([*ARGS, "--mesh", "1", "--out", str(tmp_path / "whole")]))
+def test_sigterm_saves_the_current_step(tmp_path, monkeypatch):
+    uninterrupted = train(parse([*ARGS, "--mesh", "1", "--out", str(tmp_path / "whole")]))
     monkeypatch.setattr(loop, "make_update", loop.make_update)
     exec(SIGNALLED, {})
     before, folder = signal.getsignal(signal.SIGTERM), tmp_path / "run"
@@ -52,11 +52,11 @@ def test_a_signal_saves_the_step_that_it_came_in(tmp_path, monkeypatch):
     assert saved_steps(folder / "checkpoints") == [3]
     monkeypatch.undo()
     go_on(folder, "1")
-    assert losses(folder) == losses(whole.folder)
+    assert losses(folder) == losses(uninterrupted.folder)
 
 
 @pytest.mark.slow
-def test_two_processes_save_the_same_step_and_one_goes_on(tmp_path):
+def test_two_processes_save_the_same_step_and_one_resumes(tmp_path):
     args = [
         *ARGS[: ARGS.index("--sequences")],
         "--sequences",
@@ -65,14 +65,17 @@ def test_two_processes_save_the_same_step_and_one_goes_on(tmp_path):
         "1000",
         *ARGS[-4:],
     ]
-    folder, whole = tmp_path / "run", train(parse([*args, "--mesh", "1", "--out", str(tmp_path / "whole")]))
-    _, said = run_processes(SIGNALLED + TRAIN, *args, "--mesh", "2", "--out", str(folder), ends=143)
+    folder, uninterrupted = (
+        tmp_path / "run",
+        train(parse([*args, "--mesh", "1", "--out", str(tmp_path / "whole")])),
+    )
+    _, outputs = run_processes(SIGNALLED + TRAIN, *args, "--mesh", "2", "--out", str(folder), exit_code=143)
     (step,) = saved_steps(folder / "checkpoints")
-    for text in said:
+    for text in outputs:
         assert re.search(
             rf"stopped by SIGTERM: the last checkpoint is of step {step}: .* goes on from there", text
         )
     assert 3 <= len(written(folder)[0]) == step < 100
     go_on(folder, "1")
-    for one, other in zip(written(folder)[0], written(whole.folder)[0], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    for actual, expected in zip(written(folder)[0], written(uninterrupted.folder)[0], strict=True):
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-4)

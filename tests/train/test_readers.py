@@ -1,4 +1,4 @@
-"""Test where documents come from."""
+"""Test readers of documents from local files and hub data sets."""
 
 import datasets
 import huggingface_hub
@@ -10,12 +10,12 @@ from kvjax.train.readers import FileReader, HubReader, Records, local_path, open
 from tests.train.texts import hub
 
 
-def test_an_unknown_source_is_taken_for_a_hub_data_set():
+def test_the_error_for_an_unknown_source_mentions_the_hub():
     with pytest.raises(UserError, match="--data no/such-set: no such file or folder, and as a hub data set"):
         open_hub("no/such-set")
 
 
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
+def test_an_unreachable_hub_is_asked_once(monkeypatch):
     """The client that retries for half a minute, and prints messages, is not used."""
 
     def unreachable(*_, timeout):
@@ -35,8 +35,8 @@ def test_a_path_is_not_looked_for_on_the_hub(path, monkeypatch):
         open_hub(path)
 
 
-def test_readers_tell_when_a_pass_is_over(tmp_path):
-    documents = Documents(tmp_path_of(tmp_path, 3), 0, 100)
+def test_next_returns_none_at_the_end_of_a_pass(tmp_path):
+    documents = Documents(write_texts(tmp_path, 3), 0, 100)
     reader = FileReader(documents, 0, 1)
     pass_ = [reader.next() for _ in range(4)]
     assert pass_[3] is None
@@ -45,7 +45,7 @@ def test_readers_tell_when_a_pass_is_over(tmp_path):
     assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
 
 
-def tmp_path_of(folder, count):
+def write_texts(folder, count):
     for i in range(count):
         (folder / f"{i}.txt").write_text(f"text {i}")
     return folder
@@ -53,19 +53,19 @@ def tmp_path_of(folder, count):
 
 def test_bad_records_are_skipped_up_to_a_share_of_each_pass():
     bad, good = {"text": "\ud83d"}, {"text": "a"}
-    said = "^--data my/set: records that are no documents are skipped"
-    with pytest.warns(UserWarning, match=said):
-        passed = [text for text, _ in Records(iter([good, bad, {"text": None}, good]), "my/set")]
-    assert passed == ["a", "", "", "a"]
+    message = "^--data my/set: records that are not documents are skipped"
+    with pytest.warns(UserWarning, match=message):
+        texts = [text for text, _ in Records(iter([good, bad, {"text": None}, good]), "my/set")]
+    assert texts == ["a", "", "", "a"]
     many = Records(iter([good] * 5 + [bad] * 11), "my/set")
     with (
-        pytest.warns(UserWarning, match=said),
-        pytest.raises(UserError, match="11 of its first 16 records are no"),
+        pytest.warns(UserWarning, match=message),
+        pytest.raises(UserError, match="11 of its first 16 records are not"),
     ):
         list(many)
 
 
-def test_a_stream_that_breaks_off_is_one_line():
+def test_a_broken_stream_is_an_error_of_one_line():
     def records():
         yield {"text": "a"}
         raise OSError("JSON parse error:\n\x1b[31m")
@@ -76,7 +76,7 @@ def test_a_stream_that_breaks_off_is_one_line():
         list(Records(records(), "my/set"))
 
 
-def test_a_name_that_no_file_can_have_is_one_line():
+def test_a_name_that_no_file_can_have_is_an_error_of_one_line():
     with pytest.raises(UserError, match="File name too long"):
         local_path("x" * 5000)
     assert local_path("~nobody-of-that-name/x") is None

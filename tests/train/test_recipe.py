@@ -34,5 +34,5 @@ def test_the_loop_names_no_method():
     for file in Path(recipe.__file__).parent.glob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text())))
         words = [getattr(node, part, None) for node in nodes for part in ("id", "name", "value")]
-        found = names.intersection(word for word in words if isinstance(word, str))
-        assert not found, file.name
+        method_names = names.intersection(word for word in words if isinstance(word, str))
+        assert not method_names, file.name

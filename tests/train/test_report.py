@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import stats
-from kvjax.evaluate.calibrated import Rivals
+from kvjax.evaluate.calibrated import PatternSearch
 from kvjax.evaluate.config import UNTRAINED
 from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.inference import prefill
@@ -22,7 +22,7 @@ def test_rivals_have_the_gates_size():
     model = tiny_model()
     rates = np.linspace(0, 0.6, 12).reshape(3, 4)
     kv_ratio = float((7 + rates.mean() * 293) / 300)
-    static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
+    static = PatternSearch(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
     rivals = same_size(model, static, UNTRAINED, kv_ratio=kv_ratio, rates=rates, window=8, seed=0)
     assert {"keydiff", "h2o", "expected_attention"} <= {policy.name for policy, _ in rivals.values()}
     assert rivals["head pattern"][0].name == "head_pattern"
@@ -33,10 +33,10 @@ def test_rivals_have_the_gates_size():
             assert rival.schedule is not None
             assert rival.schedule.budget.ratio == pytest.approx(kv_ratio)
             continue
-        found = stats(prefill(model, context, policy=rival))
-        assert abs(found.kv_ratio - kv_ratio) < (0.03 if "random" in name else 2 / 300), name
+        cache_stats = stats(prefill(model, context, policy=rival))
+        assert abs(cache_stats.kv_ratio - kv_ratio) < (0.03 if "random" in name else 2 / 300), name
         if "rates" in name:
-            assert np.abs((found.entries - 7).mean(1) / 293 - rates).max() < 0.12
+            assert np.abs((cache_stats.entries - 7).mean(1) / 293 - rates).max() < 0.12
 
 
 def test_the_report_is_written(tmp_path):
@@ -57,27 +57,29 @@ def test_the_report_is_written(tmp_path):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("how", "least"), [("default", 192), ("full", 500)])
-def test_the_report_asks_enough_and_chooses_on_other_contexts(how, least, monkeypatch, tmp_path):
-    taken = {}
+@pytest.mark.parametrize(("report", "minimum"), [("default", 192), ("full", 500)])
+def test_the_report_has_enough_answers_and_separate_calibration_contexts(
+    report, minimum, monkeypatch, tmp_path
+):
+    tasks_compared = {}
 
     def compare(model, trained, tasks, **_):
-        taken.update(tasks)
+        tasks_compared.update(tasks)
         return [], np.zeros((1, 1))
 
     monkeypatch.setattr(report_module, "compare", compare)
     monkeypatch.setattr(report_module, "write", lambda *_: None)
     model = tiny_model()
-    report_module.report(model, tiny_gates(model), WriteGates(report=how), tmp_path, print)
-    for samples, calibration in taken.values():
-        assert sum(len(s.questions) for s in samples) >= least
+    report_module.report(model, tiny_gates(model), WriteGates(report=report), tmp_path, print)
+    for samples, calibration in tasks_compared.values():
+        assert sum(len(s.questions) for s in samples) >= minimum
         assert not {s.context.tobytes() for s in samples} & {s.context.tobytes() for s in calibration}
 
 
 def test_random_rivals_and_evictions_of_the_gates_size():
     """The configured rates and ratios are compared, not the random results."""
     model, rates = tiny_model(), np.linspace(0, 0.6, 12).reshape(3, 4)
-    static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
+    static = PatternSearch(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
     rivals = same_size(model, static, UNTRAINED, kv_ratio=0.32, rates=rates, window=8, seed=0)
     np.testing.assert_allclose(rivals["random"][0].admission.rates, (96 - 7) / (300 - 7), rtol=1e-6)
     assert {rivals[name][0].schedule.budget.ratio for name in UNTRAINED} == {0.32}

@@ -30,11 +30,11 @@ MESHES = {
     "2x2x2": {"fsdp": 2, "tensor": 2, "sequence": 2},
     "replicas": {"fsdp": 2, "tensor": 2, "replica": 2},
 }
-each = pytest.mark.parametrize(
+each_mesh = pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(own, marks=() if name == "2x2x2" else pytest.mark.thorough)
-        for name, own in MESHES.items()
+        pytest.param(axes, marks=() if name == "2x2x2" else pytest.mark.thorough)
+        for name, axes in MESHES.items()
     ],
     ids=MESHES,
 )
@@ -50,8 +50,8 @@ PACKED = "prulong", "duo_attention"
 """Recipes that distinguish documents."""
 
 
-def drawn(mesh, length, rows=8, *, packed=False):
-    """Return tokens. If packed, one document begins where a device's tokens do, and one lies across a border."""
+def sample_batch(mesh, length, rows=8, *, packed=False):
+    """Return tokens. If packed, one document begins at the border between two devices, and one crosses it."""
     tokens = np.random.default_rng(0).integers(0, 61, (rows, length)).astype(np.int32)
     document = np.searchsorted([7, 16, 29], np.arange(length), "right")[None].repeat(rows, 0)
     labelled = np.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
@@ -59,13 +59,13 @@ def drawn(mesh, length, rows=8, *, packed=False):
     return to_mesh(mesh, Rows(0, rows, rows), batch if packed else tokens)
 
 
-def assert_close(found, wanted):
+def assert_close(actual_tree, expected_tree):
     """Compare gradients, each relative to its largest number; some are 0 except for rounding."""
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5 * np.abs(theirs).max() + 1e-8)
+    for actual, expected in zip(jax.tree.leaves(actual_tree), jax.tree.leaves(expected_tree), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max() + 1e-8)
 
 
-def begun(name, model):
+def initial_params(name, model):
     """Return the first parameters of a recipe. PruLong's multipliers and DuoAttention's α are replaced: at 0 the
     constraint has no gradient, and at 1 there is nothing to distil."""
     params = RECIPES[name].init(model)
@@ -82,49 +82,52 @@ def gradient(name, **shape):
     recipe, mesh = RECIPES[name], make_mesh(**shape)
     with jax.set_mesh(mesh):
         model = tiny_model()
-        params = jax.jit(lambda model: begun(name, model))(model)
+        params = jax.jit(lambda model: initial_params(name, model))(model)
 
         @jax.jit
         def run(params, model, tokens):
             loss = functools.partial(recipe.loss, batch=tokens, key=jax.random.key(0), step=jnp.int32(5))
             return jax.value_and_grad(lambda params: loss(params, model), has_aux=True)(params)
 
-        return jax.device_get(run(params, model, drawn(mesh, 32, packed=name in PACKED)))
+        return jax.device_get(run(params, model, sample_batch(mesh, 32, packed=name in PACKED)))
 
 
-@each
+@each_mesh
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=() if x == "sparsify" else pytest.mark.thorough) for x in RECIPES],
 )
-def test_losses_and_gradients_are_one_device_s(name, mesh, monkeypatch):
-    """The loss goes over parts of a sequence, of which each device has its own."""
+def test_losses_and_gradients_match_one_device(name, mesh, monkeypatch):
+    """Each device computes the loss for parts of its own tokens."""
     monkeypatch.setattr("kvjax.train.objective.TOKENS_AT_ONCE", 6)
-    ((loss, figures), found), ((alone, same), wanted) = gradient(name, **mesh), gradient(name)
-    assert loss == pytest.approx(alone, rel=1e-5)
-    assert {name: float(x) for name, x in figures.items()} == pytest.approx(
-        {name: float(x) for name, x in same.items()}, rel=1e-5
+    ((loss, figures), gradients), ((expected_loss, expected_figures), expected_gradients) = (
+        gradient(name, **mesh),
+        gradient(name),
     )
-    assert_close(found, wanted)
-    assert max(np.abs(x).max() for x in jax.tree.leaves(wanted)) > 1e-3
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert {name: float(x) for name, x in figures.items()} == pytest.approx(
+        {name: float(x) for name, x in expected_figures.items()}, rel=1e-5
+    )
+    assert_close(gradients, expected_gradients)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(expected_gradients)) > 1e-3
 
 
 def temporaries(name, length, **shape):
-    """Return the bytes of temporaries of a device in an update of one sequence, besides inputs and outputs."""
+    """Return the bytes of temporaries per device in an update of one sequence, without inputs and outputs."""
     recipe, mesh = RECIPES[name], make_mesh(**shape)
     with jax.set_mesh(mesh):
         model = tiny_model()
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
-        read = None if recipe.takes_model else model
+        loaded = None if recipe.takes_model else model
         update = make_update(recipe).lower(
-            state, read, drawn(mesh, length, 1, packed=name in PACKED), np.int32(0)
+            state, loaded, sample_batch(mesh, length, 1, packed=name in PACKED), np.int32(0)
         )
         return update.compile().memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "most"),
+    ("name", "limit"),
     [
         ("wgkv", 0.28),
         ("uptrain", 0.3),
@@ -133,10 +136,10 @@ def temporaries(name, length, **shape):
         ("duo_attention", 0.28),
     ],
 )
-def test_four_devices_take_about_a_quarter_of_the_memory_each(name, most):
+def test_four_devices_take_about_a_quarter_of_the_memory_each(name, limit):
     """The shares are 0.251, 0.284, 0.364, 0.260 and 0.261. KVPOP's score loss goes head by head, and each device then
     has one of the four heads, which takes as much."""
-    assert temporaries(name, 2048, sequence=4) < most * temporaries(name, 2048)
+    assert temporaries(name, 2048, sequence=4) < limit * temporaries(name, 2048)
 
 
 ARGS = [
@@ -153,29 +156,29 @@ def logged(run):
 
 
 @pytest.mark.thorough
-def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
+def test_a_run_ends_as_on_one_device_and_resumes_on_another_mesh(tmp_path):
     runs = {
         mesh: train(parse([*ARGS, "--mesh", mesh, "--out", str(tmp_path / mesh)]))
         for mesh in ("1", "sequence=2")
     }
-    alone, split = (logged(run) for run in runs.values())
-    assert len(alone[0]) == 6
-    assert split[0] == pytest.approx(alone[0], rel=1e-5)
-    assert split[1] == pytest.approx(alone[1], rel=1e-4)
+    on_one_device, split = (logged(run) for run in runs.values())
+    assert len(on_one_device[0]) == 6
+    assert split[0] == pytest.approx(on_one_device[0], rel=1e-5)
+    assert split[1] == pytest.approx(on_one_device[1], rel=1e-4)
     folder = runs["sequence=2"].folder
     shutil.rmtree(folder / "checkpoints" / "6")
-    again = train(parse(["--resume", "--out", str(folder), "--mesh", "fsdp=2,tensor=2,sequence=2"]))
-    assert dict(again.mesh.shape) == {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2, "replica": 1}
-    losses, validation = logged(again)
-    assert losses == pytest.approx(alone[0], rel=1e-5)
-    assert validation == pytest.approx(alone[1], rel=1e-4)
+    resumed = train(parse(["--resume", "--out", str(folder), "--mesh", "fsdp=2,tensor=2,sequence=2"]))
+    assert dict(resumed.mesh.shape) == {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2, "replica": 1}
+    losses, validation = logged(resumed)
+    assert losses == pytest.approx(on_one_device[0], rel=1e-5)
+    assert validation == pytest.approx(on_one_device[1], rel=1e-4)
 
 
 @pytest.mark.thorough
-def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
+def test_features_and_gates_match_one_device(tmp_path):
     """The method is Fast KVzip: the split model reads and repeats contexts, and reads questions with answers after
     them. The gates then train on positions, split by heads."""
-    told = [
+    args = [
         *("--method", "fast_kvzip", *ARGS[:4], "--dtype", "float32", "--lengths", "64", "--shares", "1"),
         *(
             "--contexts",
@@ -191,17 +194,17 @@ def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
         ),
         *("--report", "none", "--targets", "memory", "--target", "both"),
     ]
-    alone, split = (
-        logged(train(parse([*told, "--mesh", mesh, "--out", str(tmp_path / mesh)])))
+    on_one_device, split = (
+        logged(train(parse([*args, "--mesh", mesh, "--out", str(tmp_path / mesh)])))
         for mesh in ("1", "fsdp=2,sequence=2")
     )
-    assert len(alone[0]) == 4
-    assert split[0] == pytest.approx(alone[0], rel=1e-5)
-    assert split[1] == pytest.approx(alone[1], rel=1e-4)
+    assert len(on_one_device[0]) == 4
+    assert split[0] == pytest.approx(on_one_device[0], rel=1e-5)
+    assert split[1] == pytest.approx(on_one_device[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("args", "message"),
     [
         (
             ["--mesh", "sequence=4", "--lengths", "62", "64"],
@@ -217,10 +220,10 @@ def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
         ),
     ],
 )
-def test_a_mesh_that_does_not_go_with_the_run_is_one_line(told, said, tmp_path, monkeypatch):
+def test_a_mesh_that_does_not_fit_the_run_is_an_error_of_one_line(args, message, tmp_path, monkeypatch):
     """The error comes before weights are read."""
     monkeypatch.setattr("kvjax.train.loop.load_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UserError) as error:
-        train(parse([*ARGS, "--out", str(tmp_path / "run"), *told]))
-    assert said in str(error.value)
+        train(parse([*ARGS, "--out", str(tmp_path / "run"), *args]))
+    assert message in str(error.value)
     assert "\n" not in str(error.value)

@@ -41,12 +41,14 @@ def updated():
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["8", "4x2", "2x4"])
 def test_five_steps_are_equal_on_every_mesh(updated, name):
-    (alone, state), (numbers, other) = updated("1"), updated(name)
-    for mine, theirs in zip(numbers, alone, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
+    (expected_numbers, state), (numbers, mesh_state) = updated("1"), updated(name)
+    for actual, expected in zip(numbers, expected_numbers, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)
     # Adam divides by the gradient's own size, which amplifies rounding where a gradient is nearly 0
-    for mine, theirs in zip(jax.tree.leaves(other.params), jax.tree.leaves(state.params), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=5e-4)
+    for actual, expected in zip(
+        jax.tree.leaves(mesh_state.params), jax.tree.leaves(state.params), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, atol=5e-4)
 
 
 def test_training_lowers_the_loss(updated):
@@ -58,14 +60,16 @@ def test_training_lowers_the_loss(updated):
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in ("1", "4x2") else pytest.mark.thorough) for x in MESHES]
 )
-def test_each_device_holds_its_part_of_what_is_sharded(updated, name):
+def test_each_device_holds_its_part_of_sharded_arrays(updated, name):
     fsdp, tensor = MESHES[name].get("fsdp", 1), MESHES[name].get("tensor", 1)
     _, state = updated(name)
     sharded = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         parts = {axis: axis in jax.tree.leaves(tuple(leaf.sharding.spec)) for axis in ("fsdp", "tensor")}
-        held = leaf.addressable_shards[0].data.nbytes
-        assert held * (fsdp if parts["fsdp"] else 1) * (tensor if parts["tensor"] else 1) == leaf.nbytes, path
+        first_device = leaf.addressable_shards[0].data.nbytes
+        assert (
+            first_device * (fsdp if parts["fsdp"] else 1) * (tensor if parts["tensor"] else 1) == leaf.nbytes
+        ), path
         sharded += leaf.nbytes * parts["fsdp"]
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert sharded > 0.95 * total, "nearly all of the state is split over fsdp"
@@ -81,7 +85,7 @@ def test_the_logged_loss_is_that_of_the_first_parameters(updated):
 
 @dataclasses.dataclass(frozen=True)
 class TwoGroups(Recipe):
-    """A recipe with steep slopes where one group takes steps of length 1 and another of length 1/100, on every mesh."""
+    """A recipe with large gradients, in which one group takes steps of length 1 and the other of length 1/100."""
 
     def init(self, model):
         spread = jnp.arange(1.0, 17).reshape(4, 4)
@@ -102,7 +106,7 @@ class TwoGroups(Recipe):
 
 
 @pytest.mark.parametrize("name", ["1", "4x2"])
-def test_groups_have_their_own_rates_and_are_clipped_apart(name):
+def test_groups_have_their_own_rates_and_are_clipped_separately(name):
     recipe, mesh = TwoGroups(), make_mesh(**MESHES[name])
     with jax.set_mesh(mesh):
         model = tiny_model()
@@ -116,7 +120,7 @@ def test_groups_have_their_own_rates_and_are_clipped_apart(name):
 
 @dataclasses.dataclass(frozen=True)
 class Steep(TwoGroups):
-    """A loss of zero everywhere, whose slope at `at` = 0 is that of a square root."""
+    """A loss with a finite gradient if `at` is 1. At 0 it is the gradient of a square root, which is not finite."""
 
     at: float = 1.0
 

@@ -8,7 +8,7 @@ from tests.train.write_gates import held_out, validated
 
 
 @pytest.fixture(scope="module")
-def alone():
+def on_one_device():
     return validated(MeshShape())
 
 
@@ -18,22 +18,22 @@ def alone():
     [MeshShape(fsdp=8), MeshShape(fsdp=2, tensor=4)],
     ids=str,
 )
-def test_every_mesh_finds_the_same(alone, shape):
-    (*_, mine), (*_, theirs) = validated(shape), alone
-    np.testing.assert_allclose(mine.by_sequence["rates"], theirs.by_sequence["rates"], atol=1e-6)
-    assert mine.numbers == pytest.approx(theirs.numbers, rel=1e-4)
+def test_figures_do_not_depend_on_the_mesh(on_one_device, shape):
+    (*_, actual), (*_, expected) = validated(shape), on_one_device
+    np.testing.assert_allclose(actual.by_sequence["rates"], expected.by_sequence["rates"], atol=1e-6)
+    assert actual.numbers == pytest.approx(expected.numbers, rel=1e-4)
 
 
 @pytest.mark.parametrize("shape", [MeshShape(), MeshShape(fsdp=8)], ids=str)
 def test_every_sequence_counts_once(shape):
-    *_, found = validated(shape)
-    assert found.sequences == len(held_out())
-    assert found.by_sequence["rates"].shape == (len(held_out()), 3, 4)
-    assert found.by_sequence.keys() == {"rates"}
+    *_, validation = validated(shape)
+    assert validation.sequences == len(held_out())
+    assert validation.by_sequence["rates"].shape == (len(held_out()), 3, 4)
+    assert validation.by_sequence.keys() == {"rates"}
 
 
-def test_a_validation_is_said_with_every_mean(alone):
-    *_, found = alone
-    means = ", ".join(f"{name} {value:.4g}" for name, value in found.numbers.items())
-    assert str(found) == f"held out (5 sequences): {means}"
-    assert len(found.numbers) == 5
+def test_a_validation_prints_every_mean(on_one_device):
+    *_, validation = on_one_device
+    means = ", ".join(f"{name} {value:.4g}" for name, value in validation.numbers.items())
+    assert str(validation) == f"held out (5 sequences): {means}"
+    assert len(validation.numbers) == 5

@@ -3,18 +3,18 @@
 import numpy as np
 
 
-def walked(target, k, window, sink):
+def walk_pairs(target, k, window, sink):
     """Return for each token that leaves the window when the cache is full the worst by target of the `k` cached
     tokens."""
-    pairs, held = {}, []
+    pairs, cached = {}, []
     for query in range(len(target)):
         new = query - window
         if new < sink:
             continue
-        if len(held) == k and k:
-            worst = min(held, key=lambda u: (target[u], -u))
+        if len(cached) == k and k:
+            worst = min(cached, key=lambda u: (target[u], -u))
             pairs[new] = worst
-        held = sorted([*held, new], key=lambda u: (-target[u], u))[:k]
+        cached = sorted([*cached, new], key=lambda u: (-target[u], u))[:k]
     return pairs
 
 
@@ -22,6 +22,8 @@ def loss_of_pairs(score, target, pairs, temperature):
     """Return the mean of softplus(−y Δscore / τ) · min(1, |Δtarget|), with y the sign of Δtarget, in float64, and how
     often both have one sign."""
     score, target = (np.asarray(x, np.float64) for x in (score, target))
-    found, wanted = (np.array([x[u] - x[b] for u, b in pairs.items()]) for x in (score, target))
-    errors = np.logaddexp(0, -np.sign(wanted) * found / temperature) * np.minimum(1, np.abs(wanted))
-    return errors.mean(), np.mean(np.sign(wanted) == np.sign(found))
+    score_gap, target_gap = (np.array([x[u] - x[b] for u, b in pairs.items()]) for x in (score, target))
+    errors = np.logaddexp(0, -np.sign(target_gap) * score_gap / temperature) * np.minimum(
+        1, np.abs(target_gap)
+    )
+    return errors.mean(), np.mean(np.sign(target_gap) == np.sign(score_gap))

@@ -28,7 +28,14 @@ from train.builtin.__main__ import (
 )
 from train.builtin.scores import best_single_head, score
 from train.builtin.text import VOCABULARY, hold_out, train_tokenizer
-from train.builtin.weights import SMALLEST, initial_weights, margins, record_matchers, settle_margins, trained
+from train.builtin.weights import (
+    MIN_MARGIN,
+    initial_weights,
+    margins,
+    record_matchers,
+    settle_margins,
+    trained,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +68,7 @@ def test_the_first_layers_heads_start_looking_none_to_three_places_back():
         assert (behind[8:] == offset).all()
 
 
-def test_what_is_set_stays_and_the_rest_is_trained(small):
+def test_fixed_weights_stay_and_the_rest_is_trained(small):
     recipe = recipes(builtin_vocabulary())["model"]
     initial = initial_weights(recipe.config, recipe.matchers, builtin_vocabulary(), seed=0)
     weights = {name: jnp.asarray(array) for name, array in initial.items()}
@@ -72,15 +79,15 @@ def test_what_is_set_stays_and_the_rest_is_trained(small):
     tx = optimizer(recipe)
     _, state = tx.update(gradient, tx.init(weights), weights)
     change, _ = tx.update(gradient, state, weights)  # the first update's learning rate is 0
-    set_apart = trained(recipe.config, recipe.matchers)
+    masks = trained(recipe.config, recipe.matchers)
     for name, array in change.items():
-        moves = np.broadcast_to(set_apart.get(name, 1), array.shape) > 0
+        moves = np.broadcast_to(masks.get(name, 1), array.shape) > 0
         np.testing.assert_array_equal(np.asarray(array) != 0, moves, err_msg=name)
     for m in recipe.matchers:
         moved = np.asarray(change["k"])[m.layer, :, m.head]
         fast = moved.reshape(len(moved), 2, 2, -1)[:, :, 0]
         assert not fast.any()
-        assert moved.any() == (m.way is None)
+        assert moved.any() == (m.question_type is None)
 
 
 def test_margins_are_settled_where_gates_can_learn():
@@ -90,14 +97,14 @@ def test_margins_are_settled_where_gates_can_learn():
     weights = initial_weights(recipe.config, recipe.matchers, vocabulary, seed=0)
     task, make = Recall(vocabulary, builtin_text("train")), partial(as_model, template_of(recipe))
     settled = settle_margins(weights, make, recipe.matchers, task, length=256, samples=2)
-    for found in margins(make(settled), recipe.matchers, task, 256, 2):
-        assert abs(np.quantile(found, 0.1) - SMALLEST) < 0.1
+    for values in margins(make(settled), recipe.matchers, task, 256, 2):
+        assert abs(np.quantile(values, 0.1) - MIN_MARGIN) < 0.1
 
 
 @pytest.mark.thorough
-def test_a_stopped_run_goes_on_to_the_same_weights(small, tmp_path):
+def test_a_stopped_run_resumes_to_the_same_weights(small, tmp_path):
     stream = Mixture(builtin_vocabulary(), builtin_text("train"))
-    whole = train(small, stream, tmp_path / "whole.npz", save_every=2)
+    uninterrupted = train(small, stream, tmp_path / "whole.npz", save_every=2)
 
     class Stopped(Exception):
         pass
@@ -109,7 +116,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(small, tmp_path):
     with pytest.raises(Stopped):
         train(small, stream, tmp_path / "stopped.npz", save_every=2, report=stop)
     resumed = []
-    again = train(
+    resumed_model = train(
         small,
         stream,
         tmp_path / "stopped.npz",
@@ -117,11 +124,11 @@ def test_a_stopped_run_goes_on_to_the_same_weights(small, tmp_path):
         report=lambda step, losses: resumed.append(step),
     )
     assert resumed == [2, 3, 4, 5]
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(a, b)
+    for actual, expected in zip(jax.tree.leaves(uninterrupted), jax.tree.leaves(resumed_model), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
-def test_training_and_heldout_files_are_apart_and_the_tokenizer_loses_nothing(tmp_path, small):
+def test_training_and_held_out_files_are_disjoint_and_the_tokenizer_is_lossless(tmp_path, small):
     files = {f"module_{i}.py": f"def f{i}(x):\n    return x + {i}  # é\n" * 300 for i in range(80)}
     sources, packaged = hold_out(files)
     heldout = split_files(packaged)
@@ -135,7 +142,7 @@ def test_training_and_heldout_files_are_apart_and_the_tokenizer_loses_nothing(tm
     assert tokenizer.decode(text.tolist(), skip_special_tokens=True) == "".join(heldout.values())
 
 
-def test_a_made_folder_loads_with_its_card_and_replaces_the_old_one(small, tmp_path):
+def test_a_written_folder_loads_with_its_card_and_replaces_the_old_one(small, tmp_path):
     from tokenizers import Tokenizer
 
     vocabulary = builtin_vocabulary()
@@ -168,19 +175,19 @@ def test_packaged_folders_are_small_and_complete(name, most_bytes):
     assert tokenizer.decode(ids) == source
 
 
-def test_the_packaged_text_is_small_and_says_whose_it_is():
+def test_the_packaged_text_is_small_and_names_its_owner():
     file = Path(builtin_model()).parent / "heldout.txt"
     assert file.stat().st_size <= 300_000
     assert "Python Software Foundation" in file.read_text(encoding="utf-8").splitlines()[0]
 
 
 @pytest.mark.thorough
-def test_the_packaged_model_scores_what_is_wanted_and_not_with_one_head():
+def test_the_packaged_model_answers_and_no_single_head_suffices():
     model = load_model(builtin_model())
     task = builtin_task(Recall)
-    found = score(model, task, 1024, 16)
-    assert min(found.values()) >= 0.93
-    assert found["all"] >= 0.95
+    scores = score(model, task, 1024, 16)
+    assert min(scores.values()) >= 0.93
+    assert scores["all"] >= 0.95
     assert best_single_head(model, task, 256, 4)[1] <= 0.5
     assert score(model, builtin_task(Needle), 1024, 8)["all"] >= 0.93
     assert score(model, builtin_task(Copy), 1024, 8)["all"] >= 0.9

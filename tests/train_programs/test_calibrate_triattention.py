@@ -1,4 +1,4 @@
-"""Test the calibration of TriAttention: its statistics are those of the queries, and the policy reads them."""
+"""Test the calibration of TriAttention: the statistics describe the queries, and the policy reads them."""
 
 import numpy as np
 import pytest
@@ -24,11 +24,11 @@ def test_statistics_are_those_of_the_queries(share):
     first, second = ([0, 1, 2, 3], [4, 5, 6, 7]) if share == 1.0 else ([0, 1, 2, 6], [3, 4, 5, 7])
     for layer, c in enumerate(captured_layers(model, prompt)):
         q = c.q_pre[..., first] + 1j * c.q_pre[..., second]
-        found = (
+        actual_arrays = (
             np.asarray(x[...])[layer] for x in (statistics.real, statistics.imaginary, statistics.length)
         )
-        for one, other in zip(found, (q.real, q.imag, np.abs(q)), strict=True):
-            np.testing.assert_allclose(one, other.mean(1), atol=1e-5)
+        for actual, expected in zip(actual_arrays, (q.real, q.imag, np.abs(q)), strict=True):
+            np.testing.assert_allclose(actual, expected.mean(1), atol=1e-5)
 
 
 def test_one_command_calibrates(tmp_path, capsys):

@@ -70,15 +70,15 @@ def test_a_table_has_means_over_seeds_with_the_smallest_and_the_largest(write, c
 
 
 def test_results_that_make_no_table_are_refused(write, tmp_path):
-    one = write("one", ("full", "nothing", 1.0, "recall", 0, 1.0))
-    two = write("two", ("full", "nothing", 1.0, "recall", 0, 1.0))
+    folder = write("one", ("full", "nothing", 1.0, "recall", 0, 1.0))
+    same_results = write("two", ("full", "nothing", 1.0, "recall", 0, 1.0))
     for args, message in (
-        ([one, two], "full on recall with seed 0 is in another folder, too"),
+        ([folder, same_results], "full on recall with seed 0 is in another folder, too"),
         ([], "got no folder"),
         ([str(tmp_path)], "got no results.jsonl"),
-        ([one, "--relative-to", "dense"], "got 0 rows of this label, expected 1"),
+        ([folder, "--relative-to", "dense"], "got 0 rows of this label, expected 1"),
         (
-            [one, write("three", ("wgkv", "λ", 0.1, "recall", 1, 1.0)), "--relative-to", "full"],
+            [folder, write("three", ("wgkv", "λ", 0.1, "recall", 1, 1.0)), "--relative-to", "full"],
             "no score, or 0",
         ),
     ):

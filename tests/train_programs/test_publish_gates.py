@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.checkpoints.fingerprint import MadeFor
-from kvjax.checkpoints.folder import describe, sign
+from kvjax.checkpoints.folder import describe, write_made_for
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import WriteGate, load_gates, save_gates
@@ -24,7 +24,7 @@ def test_published_gates_are_those_of_the_run_in_half_the_bytes(tmp_path):
         "peak_rate": [[1.0, 0.5]] * 2,
     }
     save_gates(tmp_path / "run" / "gates", gates, described | {"model": "/some/path", "data": "/other"})
-    sign(tmp_path / "run" / "gates", MadeFor("/some/path", "00"))
+    write_made_for(tmp_path / "run" / "gates", MadeFor("/some/path", "00"))
     out = tmp_path / "published"
     main(["--run", str(tmp_path / "run"), "--out", str(out), "--model", "some/model", "--data", "text"])
     sizes = [(folder / "gates.safetensors").stat().st_size for folder in (tmp_path / "run" / "gates", out)]
@@ -32,7 +32,7 @@ def test_published_gates_are_those_of_the_run_in_half_the_bytes(tmp_path):
     assert describe(out).items() >= (described | {"model": "some/model", "data": "text"}).items()
     assert MadeFor.described(describe(out)) == MadeFor("some/model", "00")
     published, _ = load_gates(out)
-    for one, other in zip(jax.tree.leaves(gates), jax.tree.leaves(published), strict=True):
-        assert other.dtype == jnp.float32
-        np.testing.assert_allclose(other, one, rtol=2**-8)
+    for original, published_array in zip(jax.tree.leaves(gates), jax.tree.leaves(published), strict=True):
+        assert published_array.dtype == jnp.float32
+        np.testing.assert_allclose(published_array, original, rtol=2**-8)
     assert make_policy("wgkv", gates=out).window == 8

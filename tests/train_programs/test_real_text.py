@@ -20,21 +20,25 @@ def test_pieces_are_whole_paragraphs_of_sizes_in_turn():
     paragraphs = [
         f"{number:03} " + "x" * 96 for number in range(40)
     ]  # 100 characters each, and a break of two
-    found = list(pieces("\n\n".join(paragraphs), (250, 450)))
+    actual = list(pieces("\n\n".join(paragraphs), (250, 450)))
     # at least 250 characters are three paragraphs, at least 450 five
-    assert [piece.count("\n\n") + 1 for piece in found] == [3, 5] * 5
-    assert "\n\n".join(piece.strip() for piece in found) == "\n\n".join(paragraphs)
+    assert [piece.count("\n\n") + 1 for piece in actual] == [3, 5] * 5
+    assert "\n\n".join(piece.strip() for piece in actual) == "\n\n".join(paragraphs)
     assert len(list(pieces("\n\n".join(paragraphs[:39]), (250, 450)))) == 9
 
 
-def test_no_package_s_file_is_trained_on_and_held_out():
+def test_no_file_is_both_trained_on_and_held_out():
     trained, heldout = ([work for work in WORKS.values() if work.heldout is part] for part in (False, True))
     assert heldout
-    for one, other in itertools.product(trained, heldout):
-        assert (one.package, one.pattern, one.novel) != (other.package, other.pattern, other.novel)
+    for trained_work, heldout_work in itertools.product(trained, heldout):
+        assert (trained_work.package, trained_work.pattern, trained_work.novel) != (
+            heldout_work.package,
+            heldout_work.pattern,
+            heldout_work.novel,
+        )
 
 
-def test_files_are_read_in_order_packed_or_not(tmp_path):
+def test_files_are_read_in_order_compressed_or_not(tmp_path):
     (tmp_path / "doc").mkdir()
     (tmp_path / "doc" / "b.txt").write_text("second")
     (tmp_path / "doc" / "a.txt.gz").write_bytes(gzip.compress(b"first"))
@@ -45,7 +49,7 @@ def test_files_are_read_in_order_packed_or_not(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Return arguments with which every package is there, and no program is found."""
+    """Return arguments with which every package is found, but no program."""
     for package in {work.package for work in WORKS.values()}:
         (tmp_path / f"{package}_1_all.deb").write_bytes(b"no package")
     (tmp_path / "bin").mkdir()
@@ -60,7 +64,7 @@ def test_without_the_package_that_reads_novels_nothing_is_unpacked(command, monk
         main(command)
 
 
-def test_without_dpkg_deb(command):
+def test_a_missing_dpkg_deb_is_an_error(command):
     with pytest.raises(UserError, match="unpacked with dpkg-deb, which this machine lacks"):
         main(command)
 
@@ -101,23 +105,23 @@ def module(functions: int) -> str:
 
 
 def test_a_module_s_functions_lose_their_docstrings():
-    found = units(module(1) + "\n\n@property\ndef described(self):\n    return 1\n")
+    module_units = units(module(1) + "\n\n@property\ndef described(self):\n    return 1\n")
     code = "def rank0(values):\n    result = sorted(values)\n    # a comment\n    return result[0]"
-    assert [unit.code for unit in found] == [code, "@property\ndef described(self):\n    return 1"]
-    assert found[0].function == Function(
+    assert [unit.code for unit in module_units] == [code, "@property\ndef described(self):\n    return 1"]
+    assert module_units[0].function == Function(
         "rank0", code, "Return the rank0 of some values, counted from the smallest."
     )
-    assert found[1].function is None
+    assert module_units[1].function is None
 
 
-def test_records_of_code_are_examples_of_the_suite(tmp_path):
+def test_records_of_code_load_as_scbench_examples(tmp_path):
     pytest.importorskip("tree_sitter_python")
-    own = list(code_records([module(12), module(QUESTIONS - 1)], "some", characters=700))
-    contexts = [json.loads(record)["context"] for record in own]
+    records = list(code_records([module(12), module(QUESTIONS - 1)], "some", characters=700))
+    contexts = [json.loads(record)["context"] for record in records]
     # a function has 84 characters or more, so that seven fit; too few are left of each module
     assert len(contexts) == 1
     assert len(contexts[0]) <= 700
-    (tmp_path / "scbench_repoqa.jsonl").write_text("\n".join(own))
+    (tmp_path / "scbench_repoqa.jsonl").write_text("\n".join(records))
     (example,) = scbench_examples("scbench_repoqa", tmp_path, "each", PromptEncoder(byte_tokenizer()))
     assert [question.kind for question in example.questions] == ["scbench_repoqa"] * QUESTIONS
     for question in example.questions:

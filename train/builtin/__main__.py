@@ -1,7 +1,7 @@
 """Make the built-in model, its test-size sibling and the held-out text: `python -m train.builtin`.
 
-Nothing is downloaded. The text is the Python standard library's source; the tasks are those of `kvjax.tasks`. A run
-that was stopped resumes from its last checkpoint. The same machine gives the same model.
+Nothing is downloaded. The text is the Python standard library's source; the tasks are those of `kvjax.tasks`. A stopped
+run resumes from its last checkpoint. The same machine makes the same model.
 """
 
 import os
@@ -136,14 +136,16 @@ def recipes(vocabulary: Vocabulary) -> dict[str, Recipe]:
 
 def as_model(template: Decoder, weights: dict[str, Any]) -> Decoder:
     """Return a decoder of the template's shapes with the given arrays, each sharded as the decoder shards it."""
-    own = {f"{'' if name in TOP else 'layers.'}{name}.value": jnp.asarray(x) for name, x in weights.items()}
+    arrays = {
+        f"{'' if name in TOP else 'layers.'}{name}.value": jnp.asarray(x) for name, x in weights.items()
+    }
 
     def place(leaf: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
         # the vocabulary is padded in storage
         padding = [(0, stored - size) for stored, size in zip(leaf.shape, array.shape, strict=True)]
         return reshard(jnp.pad(array, padding).astype(leaf.dtype), leaf.sharding.spec)
 
-    return jax.tree.map(place, template, template.with_own(own))
+    return jax.tree.map(place, template, template.with_unfused(arrays))
 
 
 def template_of(recipe: Recipe, dtype: str = "float32") -> Decoder:
@@ -153,7 +155,7 @@ def template_of(recipe: Recipe, dtype: str = "float32") -> Decoder:
 def objective(
     model: Decoder, tokens: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the cross-entropy of the tokens outside answers plus that of the answers, and each of the two alone."""
+    """Return the cross-entropy of tokens outside answers plus the cross-entropy of answers, and the two separately."""
     loss, _ = cross_entropy(model, tokens)
     answers = weights[:, 1:]
     text = jnp.mean(loss * (1 - answers))
@@ -176,7 +178,8 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     mask = trained(recipe.config, recipe.matchers)
 
     def matrices(weights: Any) -> Any:
-        """The dimension numbers of the mlp's matrices, [layer, in, out]. None for the rest, which Adam takes."""
+        """Return the dimension numbers of the mlp's matrices, [layer, in, out], and None for the rest, which Adam
+        updates."""
         return {
             name: optax.contrib.MuonDimensionNumbers(1, 2) if name in ("gate", "up", "down") else None
             for name in weights
@@ -230,16 +233,16 @@ def train(
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(weights, state, tokens, answers):
-        (_, parts), gradient = jax.value_and_grad(loss, has_aux=True)(weights, tokens, answers)
+        (_, losses), gradient = jax.value_and_grad(loss, has_aux=True)(weights, tokens, answers)
         change, state = tx.update(gradient, state, weights)
-        return optax.apply_updates(weights, change), state, parts
+        return optax.apply_updates(weights, change), state, losses
 
     initial = initial_weights(recipe.config, recipe.matchers, stream.vocabulary, seed)
     weights = {name: jax.device_put(array, P()) for name, array in initial.items()}
-    carried, first_step = (weights, tx.init(weights)), 0
+    checkpoint_state, first_step = (weights, tx.init(weights)), 0
     if checkpoint.exists():
-        carried, first_step = load_checkpoint(checkpoint, carried)
-    weights, state = carried
+        checkpoint_state, first_step = load_checkpoint(checkpoint, checkpoint_state)
+    weights, state = checkpoint_state
     for step, tokens, answers in batches(stream, recipe, seed, first_step):
         weights, state, (text, answer) = update(weights, state, tokens, answers)
         report(step, {"text": float(text), "answers": float(answer)})
@@ -296,15 +299,15 @@ def show_progress(recipe: Recipe, name: str) -> Callable[[int, dict[str, float]]
 def write_model(
     model: Decoder, tokenizer: Tokenizer, vocabulary: Vocabulary, card: str, folder: Path
 ) -> None:
-    """Write the whole Hugging Face folder. An existing one is replaced."""
+    """Write the Hugging Face folder. An existing one is replaced."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        extras, made = Path(scratch) / "extras", Path(scratch) / "made"
+        extras, finished = Path(scratch) / "extras", Path(scratch) / "made"
         extras.mkdir()
         save_tokenizer(tokenizer, vocabulary, extras)
-        save_model(model, made, tokenizer_from=extras)
-        (made / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+        save_model(model, finished, tokenizer_from=extras)
+        (finished / "MODEL_CARD.md").write_text(card, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
+        finished.rename(folder)
 
 
 def main() -> None:
@@ -320,11 +323,11 @@ def main() -> None:
         for name, recipe in recipes(vocabulary).items():
             if options.only in ("all", name):
                 checkpoint = options.work / f"{name}-{options.seed}.npz"
-                began, resumed = time.process_time(), checkpoint.exists()
+                started, resumed = time.process_time(), checkpoint.exists()
                 model = train(
                     recipe, stream, checkpoint, seed=options.seed, report=show_progress(recipe, name)
                 )
-                seconds = time.process_time() - began
+                seconds = time.process_time() - started
                 card = model_card(model, vocabulary, text, recipe.summary(seconds, resumed))
                 write_model(model, tokenizer, vocabulary, card, options.out / name)
                 checkpoint.unlink()

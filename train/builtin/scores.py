@@ -37,47 +37,48 @@ def score(
     samples: int,
     judge: Callable[..., Judged] | None = None,
 ) -> dict[str, float]:
-    """Return the share of answer tokens that are the likeliest, by kind of question and in all; for text bits per byte.
+    """Return the share of answer tokens that are the likeliest, by kind of question and in all. For text return bits
+    per byte.
 
-    The questions of a sample follow its context of `length` tokens one after another.
+    A sample is a context of `length` tokens, followed by its questions one after another.
     """
     judge = judge or jax.jit(cross_entropy)
     right: dict[str, list[bool]] = {}
     nats, n_bytes = 0.0, 0
     for first in range(10_000, 10_000 + samples, 4):
         group = [task.sample(seed, length) for seed in range(first, first + 4)]
-        room = sum(len(question) for question in group[0].questions[1:])
-        rows = [pack(sample, length + room, task.vocabulary.end) for sample in group]
+        question_tokens = sum(len(question) for question in group[0].questions[1:])
+        rows = [pack(sample, length + question_tokens, task.vocabulary.end) for sample in group]
         tokens, weights = np.stack([row for row, _ in rows]), np.stack([row for _, row in rows])
         loss, likeliest = map(np.asarray, judge(model, tokens))
         nats += float(loss.sum())
         n_bytes += task.vocabulary.bytes_of(tokens)
         for row, sample in enumerate(group):
             kinds = [question.kind for question in sample.questions for _ in question.answer]
-            for kind, ok in zip(kinds, likeliest[row][weights[row, 1:] > 0], strict=True):
-                right.setdefault(kind, []).append(bool(ok))
+            for kind, is_right in zip(kinds, likeliest[row][weights[row, 1:] > 0], strict=True):
+                right.setdefault(kind, []).append(bool(is_right))
     if isinstance(task, Text):
         return {"bits per byte": nats / math.log(2) / n_bytes}
     by_kind = (
         {kind: float(np.mean(answers)) for kind, answers in sorted(right.items())} if len(right) > 1 else {}
     )
-    return by_kind | {"all": float(np.mean([ok for answers in right.values() for ok in answers]))}
+    return by_kind | {"all": float(np.mean([is_right for answers in right.values() for is_right in answers]))}
 
 
 def one_full_head(
     model: Decoder, tokens: jax.Array, full: jax.Array, sink: int = 4, window: int = 16
 ) -> Judged:
-    """Return the `cross_entropy` if only kv heads that are True in `full` [l k] see beyond sink and window."""
+    """Return the `cross_entropy` if only the kv heads that are True in `full` [l k] see more than sink and window."""
 
     def local(q, k, v, full):
-        place = jnp.arange(q.shape[2])
-        behind = place[:, None] - place
-        near = (behind < window) | (place < sink)
-        seen = (behind >= 0) & (near | full[:, None, None])
+        position = jnp.arange(q.shape[2])
+        distance = position[:, None] - position
+        near = (distance < window) | (position < sink)
+        seen = (distance >= 0) & (near | full[:, None, None])
         grouped = rearrange(q, "b (k g) t h -> b k g t h", k=k.shape[1])
         logits = jnp.einsum("bkgth,bksh->bkgts", grouped, k) / math.sqrt(q.shape[-1])
-        chances = jax.nn.softmax(jnp.where(seen[:, None], logits, -1e30), -1)
-        return rearrange(jnp.einsum("bkgts,bksh->bkgth", chances, v), "b k g t h -> b (k g) t h")
+        probabilities = jax.nn.softmax(jnp.where(seen[:, None], logits, -1e30), -1)
+        return rearrange(jnp.einsum("bkgts,bksh->bkgth", probabilities, v), "b k g t h -> b (k g) t h")
 
     def attend(step, carry, full):
         return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, full), carry, None
@@ -94,14 +95,14 @@ def one_full_head(
 
 
 def best_single_head(model: Decoder, task: BuiltInTask, length: int, samples: int) -> tuple[str, float]:
-    """Return the kv head that, alone with full attention, answers most of a task, and the share that it answers."""
+    """Return the kv head that answers most of a task if only this head has full attention, and its share of answers."""
     judge = jax.jit(one_full_head)
     shape = model.config.num_layers, model.config.num_kv_heads
     shares = {}
     for layer, head in np.ndindex(shape):
-        full = np.zeros(shape, bool)
-        full[layer, head] = True
-        only = partial(judge, full=full)
+        only_this_head = np.zeros(shape, bool)
+        only_this_head[layer, head] = True
+        only = partial(judge, full=only_this_head)
         shares[f"layer {layer} head {head}"] = score(model, task, length, samples, only)["all"]
     return max(shares.items(), key=lambda item: item[1])
 
@@ -137,7 +138,7 @@ CARD = """\
 # The built-in model
 
 {kind}, RoPE base 1e7, QK-norm, tied embeddings, a vocabulary of {vocabulary}.
-It exists so that methods for the KV cache can be trained and compared anywhere in minutes. It is no assistant:
+It exists so that methods for the KV cache can be trained and compared anywhere in minutes. It is not an assistant:
 it knows Python source and a few tasks.
 
 ## How it was made
@@ -147,25 +148,24 @@ it knows Python source and a few tasks.
 The tokenizer is a byte-level BPE trained on the same text.
 
 **Structured initial weights.** The architecture is a plain Qwen3, but some heads do not start from random weights
-(`train/builtin/weights.py`). In layer 0 the kv heads start as views of the tokens 0 to 3 places back, written to parts
-of the residual stream that nothing else writes to. Later kv heads start as matchers: one for each type of question
-about a record, which looks at its own place unless it is asked, and (not in the test-size model) two for going on with
-a passage, which look at their own place when a question about a record is asked. Where the heads for records look
-stays as it was set, but for the margin by which a right key wins: that is set after training
-(`settle_margins` there). What they hand on, and all else, is trained. Without that start, lookup does not form at
-this size. How retrieval is spread over the heads is therefore a choice and not a finding: no single head answers a
-task.
+(`train/builtin/weights.py`). In layer 0 the kv heads start as copies of the tokens 0 to 3 places back, in parts of the
+residual stream to which nothing else writes. Later kv heads start as matchers. One matcher serves each type of question
+about a record; for other tokens it attends to the current token. In the full-size model two more matchers continue
+passages; at questions about records they attend to the current token. The queries and keys of the record matchers
+are fixed, except for the margin by which the right key wins, which is set after training (`settle_margins` in that
+file). Their values and outputs, and all other weights, are trained. Without this start, lookup does not form at this
+size. How retrieval is spread over the heads is therefore a choice and not a finding: no single head answers a task.
 
 ## What it scores
 
-On held-out files of the standard library, after {length} tokens of context, with full attention: the share of answer
-tokens that are right, by type of question (recall) or depth (needle), and bits per byte of plain text.
+The table has the share of answer tokens that are right, by type of question (recall) or depth (needle), and bits per
+byte of plain text. Contexts are {length} tokens of held-out files of the standard library, read with full attention.
 
 | task | score |
 |---|---|
 {scores}
 
-With one kv head left whole and all others at 4 sinks and a window of 16, the best single head answers:
+If only one kv head has full attention and all others have 4 sinks and a window of 16, the best single head answers:
 
 | task | share right | which |
 |---|---|---|

@@ -36,14 +36,14 @@ def standard_library() -> dict[str, str]:
 
 def hold_out(files: dict[str, str], seed: int = 0) -> tuple[list[str], str]:
     """Return the sources to train on, and a packaged text of the held-out files."""
-    names, held, size = list(files), [], 0
+    names, held_out, size = list(files), [], 0
     for i in np.random.default_rng(seed).permutation(len(names)):
         n_bytes = len(files[names[i]].encode())
         if 4_000 < n_bytes < 30_000 and size + n_bytes < HELDOUT_BYTES:
-            held.append(names[i])
+            held_out.append(names[i])
             size += n_bytes
-    packaged = LICENCE_LINE + "".join(f"\n{FILE_HEADING}{name}\n{files[name]}" for name in sorted(held))
-    return [source for name, source in files.items() if name not in set(held)], packaged
+    packaged = LICENCE_LINE + "".join(f"\n{FILE_HEADING}{name}\n{files[name]}" for name in sorted(held_out))
+    return [source for name, source in files.items() if name not in set(held_out)], packaged
 
 
 def train_tokenizer(sources: list[str]) -> Tokenizer:

@@ -18,5 +18,5 @@ if __name__ == "__main__":
         topology="4x4",
         accelerator_type="TPU-V6E",
     )
-    told = {"args": sys.argv[1:]}
-    JaxTrainer(lambda told: main(told["args"]), train_loop_config=told, scaling_config=slice_of_16).fit()
+    config = {"args": sys.argv[1:]}
+    JaxTrainer(lambda loop: main(loop["args"]), train_loop_config=config, scaling_config=slice_of_16).fit()

@@ -9,8 +9,8 @@
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 
-# JAX takes one GPU for each of Slurm's tasks. SIGTERM, five minutes before the end, saves the run; the same command
-# goes on with it.
+# JAX takes one GPU for each of Slurm's tasks. SIGTERM, five minutes before the end, saves the run. The same command
+# resumes it.
 OUT=runs/llama
 . .venv/bin/activate
 if [ -e "$OUT/config.yaml" ]; then

@@ -1,4 +1,4 @@
-"""The families of models that kvjax runs, a file each."""
+"""The families of models that kvjax runs, one per file."""
 
 from kvjax.models.families.family import Family
 from kvjax.models.families.gemma3 import Gemma3
@@ -28,6 +28,6 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by Hugging Face's `model_type`."""
 MULTIMODAL = {family.multimodal: family for family in FAMILIES.values() if family.multimodal is not None}
-"""Families by the `model_type` of models that have one of them inside."""
+"""Families by the `model_type` of multimodal models whose text model is of the family."""
 GGUF = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
-"""Families by their names in GGUF files."""
+"""Families by their architecture in GGUF files."""

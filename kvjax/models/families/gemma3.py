@@ -1,5 +1,5 @@
-"""Gemma 3 (arXiv:2503.19786): five layers with a sliding window for each with full attention, whose RoPE is another;
-norms also behind attention and MLP."""
+"""Gemma 3 (arXiv:2503.19786): five sliding-window layers for each full-attention layer, with different RoPE; norms also
+after attention and MLP."""
 
 import math
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ class Gemma3(Family):
         "mlp_norm.scale": "pre_feedforward_layernorm.weight",
         "mlp_post_norm.scale": "post_feedforward_layernorm.weight",
     }
-    # published files leave out most of what the 4B model has
+    # published files leave out keys whose values are those of the 4B model
     defaults: ClassVar = {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -68,21 +68,21 @@ class Gemma3(Family):
             "post_norms": True,
             "embed_factor": math.sqrt(max(keys.get("hidden_size", int), 0)),
             "query_factor": math.sqrt(max(keys.get("head_dim", int), 0) / scalar),
-            "sliding_rope": read_rope(_of_kind(keys, SLIDING), None),
+            "sliding_rope": read_rope(_rope_keys(keys, SLIDING), None),
         }
 
     def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
-        return read_rope(_of_kind(keys, FULL), max_length, theta=self.default_theta)
+        return read_rope(_rope_keys(keys, FULL), max_length, theta=self.default_theta)
 
     def windows(self, keys: JsonObject) -> Windows:
-        every = keys.get("sliding_window_pattern", int)
-        if every < 1:
-            raise keys.error(f"sliding_window_pattern must be at least 1, got {every}")
-        layers = [layer for layer in all_layers(keys) if (layer + 1) % every]
+        period = keys.get("sliding_window_pattern", int)
+        if period < 1:
+            raise keys.error(f"sliding_window_pattern must be at least 1, got {period}")
+        layers = [layer for layer in all_layers(keys) if (layer + 1) % period]
         return window_of(keys, None), listed_layers(keys, layers)
 
     def keys(self, config: Any) -> dict[str, Any]:
-        # transformers has other defaults for the last
+        # transformers' default for pad_token_id is not null
         return {
             "attention_bias": config.attention_bias,
             "hidden_activation": config.activation,
@@ -93,7 +93,7 @@ class Gemma3(Family):
 
     def gguf_keys(self, file: Any) -> dict[str, Any]:
         scalar = file.get("attention.key_length", int, 256)
-        # as in llama.cpp, which knows the 27B model by its layers
+        # as in llama.cpp, which recognises the 27B model by its number of layers
         if file.get("block_count", int) == 62:
             scalar = file.get("embedding_length", int) // max(file.get("attention.head_count", int), 1)
         return {
@@ -102,16 +102,16 @@ class Gemma3(Family):
         }
 
 
-def _of_kind(keys: JsonObject, kind: str) -> JsonObject:
-    """Return the keys of the rotary embeddings of one kind of layers, in either spelling of transformers."""
+def _rope_keys(keys: JsonObject, kind: str) -> JsonObject:
+    """Return the RoPE keys of one kind of layers, from either spelling of transformers."""
     theta = "rope_theta" if kind == FULL else "rope_local_base_freq"
-    own = keys.get("rope_parameters", dict, {})
-    if own.keys() & {FULL, SLIDING}:
-        own = JsonObject(own, f"{keys.where}: rope_parameters").get(kind, dict, {})
+    rope = keys.get("rope_parameters", dict, {})
+    if rope.keys() & {FULL, SLIDING}:
+        rope = JsonObject(rope, f"{keys.where}: rope_parameters").get(kind, dict, {})
     elif kind == SLIDING:
-        own = {}
+        rope = {}
     if kind == FULL:
-        own = own | keys.get("rope_scaling", dict, {})
-    own = {"rope_theta": keys.data.get(theta)} | own
+        rope = rope | keys.get("rope_scaling", dict, {})
+    rope = {"rope_theta": keys.data.get(theta)} | rope
     context = {"max_position_embeddings": keys.get("max_position_embeddings", int)}
-    return JsonObject(context | {"rope_parameters": own}, keys.where)
+    return JsonObject(context | {"rope_parameters": rope}, keys.where)

@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv:2508.10925): layers with a sliding window in turn with full attention, attention sinks without keys,
-and mixtures of experts, whose files hold all of a layer's in one tensor, often in MXFP4."""
+"""gpt-oss (arXiv:2508.10925): sliding-window layers alternating with full attention, attention sinks without keys, and
+mixtures of experts. Files hold all experts of a layer in one tensor, often in MXFP4."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from kvjax.models.families.windows import Windows, all_layers, listed_layers, wi
 from kvjax.models.json_file import JsonObject
 from kvjax.models.mxfp4 import ExpertOfTensor
 
-FUSED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+EXPERT_TENSORS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 class GptOss(Family):
@@ -44,7 +44,7 @@ class GptOss(Family):
             "attention_sinks": True,
             "num_experts": count,
             "experts_per_token": keys.get("num_experts_per_tok", int),
-            # a softmax over the chosen alone
+            # the model takes a softmax over the chosen experts alone
             "norm_expert_weights": True,
             "expert_bias": True,
             "swiglu": (keys.get("swiglu_alpha", float), keys.get("swiglu_limit", float)),
@@ -57,29 +57,30 @@ class GptOss(Family):
         raise UserError("models of the form gpt_oss are read, but not written")
 
     def text_tensors(self, stored: dict[str, Any]) -> dict[str, Any]:
-        found = {}
+        tensors = {}
         for name, tensor in stored.items():
-            base, _, form = (
+            base, _, suffix = (
                 name.rpartition("_") if name.endswith(("_blocks", "_scales", "_bias")) else (name, "", "")
             )
-            if not base.endswith(FUSED):
-                found[name] = tensor
-            elif form != "scales":
-                found |= _experts(base, form, tensor, stored.get(f"{base}_scales"))
-        return found
+            if not base.endswith(EXPERT_TENSORS):
+                tensors[name] = tensor
+            elif suffix != "scales":
+                tensors |= _experts(base, suffix, tensor, stored.get(f"{base}_scales"))
+        return tensors
 
 
-def _experts(base: str, form: str, tensor: Any, scales: Any) -> Iterator[tuple[str, ExpertOfTensor]]:
-    """Yield the tensors of the experts of one layer, given the one that holds them all and, of blocks, their scales."""
-    if form == "blocks" and scales is None:
+def _experts(base: str, suffix: str, tensor: Any, scales: Any) -> Iterator[tuple[str, ExpertOfTensor]]:
+    """Yield the tensors of single experts, given the tensor that holds all experts of a layer, and the scales of its
+    blocks if it is in MXFP4."""
+    if suffix == "blocks" and scales is None:
         raise UserError(f"{tensor.file}: {tensor.name} is there without its scales")
     before, _, part = base.rpartition(".")
     parts = ("gate", "up") if part == "gate_up_proj" else ("down",)
-    kind = "bias" if form == "bias" else "weight"
-    # a tensor without numbers could name any number of experts
+    kind = "bias" if suffix == "bias" else "weight"
+    # an empty tensor could have any number of experts
     for expert in range(tensor.shape[0] if math.prod(tensor.shape) and len(tensor.shape) in (2, 3, 4) else 0):
-        for first, own in enumerate(parts):
+        for first, part_name in enumerate(parts):
             yield (
-                f"{before}.{expert}.{own}_proj.{kind}",
-                ExpertOfTensor.of(tensor, scales if form == "blocks" else None, expert, first, len(parts)),
+                f"{before}.{expert}.{part_name}_proj.{kind}",
+                ExpertOfTensor.of(tensor, scales if suffix == "blocks" else None, expert, first, len(parts)),
             )

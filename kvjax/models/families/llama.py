@@ -1,4 +1,4 @@
-"""Llama 2 to 3.2, and the many models of their form, such as SmolLM2."""
+"""Llama 2 to 3.2, and the many models with the same architecture, such as SmolLM2."""
 
 from typing import Any
 

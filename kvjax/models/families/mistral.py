@@ -1,5 +1,5 @@
-"""Mistral 7B (arXiv:2310.06825), whose layers have a sliding window in version 0.1 alone, and Ministral, where some
-have."""
+"""Mistral 7B (arXiv:2310.06825), in whose version 0.1 alone all layers have a sliding window, and Ministral, where some
+layers have one."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4 (arXiv:2404.14219, 2412.08905): only a head's first dimensions are rotated, and files hold
-queries, keys and values as one tensor, and gate and up as another."""
+"""Phi-3, Phi-3.5 and Phi-4 (arXiv:2404.14219, 2412.08905): RoPE rotates only the first dimensions of a head, and files
+hold queries, keys and values in one tensor, and gate and up in another."""
 
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ class Phi3(Family):
         return read_rope(keys, max_length, rope_share(keys), self.default_theta)
 
     def keys(self, config: Any) -> dict[str, Any]:
-        # transformers has other defaults for the last two
+        # transformers' defaults for the last two differ
         return {
             "partial_rotary_factor": config.rope.share,
             "sliding_window": config.sliding_window or None,

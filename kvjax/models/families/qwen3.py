@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys are normalised before they are rotated."""
+"""Qwen3: queries and keys are normalised before RoPE."""
 
 from typing import Any
 

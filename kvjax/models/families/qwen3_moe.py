@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts (arXiv:2505.09388), such as Qwen3-30B-A3B."""
+"""Mixtures of experts of Qwen3 (arXiv:2505.09388), such as Qwen3-30B-A3B."""
 
 from typing import Any, ClassVar
 
@@ -51,6 +51,6 @@ class Qwen3Moe(Qwen3):
             "moe_intermediate_size": file.get("expert_feed_forward_length", int),
             "num_experts": file.get("expert_count", int),
             "num_experts_per_tok": file.get("expert_used_count", int),
-            # as llama.cpp has it
+            # as in llama.cpp
             "norm_topk_prob": True,
         }

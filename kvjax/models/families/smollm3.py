@@ -17,20 +17,21 @@ class SmolLM3(Llama):
     def fields(self, keys: JsonObject) -> dict[str, Any]:
         if keys.get("use_sliding_window", bool, False) and keys.get("sliding_window", int, None) is not None:
             raise keys.error("use_sliding_window is true, but sliding-window attention is not supported")
-        layers, every = keys.get("num_hidden_layers", int), keys.get("no_rope_layer_interval", int, 4)
+        layers, period = keys.get("num_hidden_layers", int), keys.get("no_rope_layer_interval", int, 4)
         listed = keys.get("no_rope_layers", list, None)
-        # the name says the opposite: 1 is for a layer with RoPE
-        if listed is not None and (len(listed) < layers or any(one not in (0, 1) for one in listed)):
+        # despite the name, 1 stands for a layer with RoPE
+        if listed is not None and (len(listed) < layers or any(value not in (0, 1) for value in listed)):
             raise keys.error(
                 f"no_rope_layers must have a 0 or 1 for each of {layers} layers, got {shown(listed)}"
             )
-        if every < 1:
-            raise keys.error(f"no_rope_layer_interval must be at least 1, got {every}")
-        own = range(every - 1, layers, every)
-        own = own if listed is None else (layer for layer in range(layers) if not listed[layer])
-        return super().fields(keys) | {"no_rope": tuple(own)}
+        if period < 1:
+            raise keys.error(f"no_rope_layer_interval must be at least 1, got {period}")
+        no_rope = range(period - 1, layers, period)
+        if listed is not None:
+            no_rope = (layer for layer in range(layers) if not listed[layer])
+        return super().fields(keys) | {"no_rope": tuple(no_rope)}
 
     def keys(self, config: Any) -> dict[str, Any]:
-        turned = [int(layer not in config.no_rope) for layer in range(config.num_layers)]
-        # transformers has another default for the last
-        return super().keys(config) | {"no_rope_layers": turned, "pad_token_id": None}
+        with_rope = [int(layer not in config.no_rope) for layer in range(config.num_layers)]
+        # transformers' default for pad_token_id is not null
+        return super().keys(config) | {"no_rope_layers": with_rope, "pad_token_id": None}

@@ -1,4 +1,4 @@
-"""Sliding windows in `config.json`: which layers have one, as transformers reads it."""
+"""Sliding windows in `config.json`, read as in transformers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,16 +7,17 @@ from kvjax.models.json_file import JsonObject
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Windows = tuple[int | None, Sequence[int]]
-"""The tokens that a sliding-window layer sees, and the indices of these layers. None: all layers see all tokens."""
+"""The number of tokens that a sliding-window layer sees, and the indices of these layers. None: all layers see all
+tokens."""
 
 
 def window_of(keys: JsonObject, default: int | None) -> int | None:
-    """Return `sliding_window`, for which null is a value of its own. `default`: the value of a missing key."""
+    """Return `sliding_window`, or `default` if the key is missing. A null is returned as None."""
     return keys.get("sliding_window", int, None) if "sliding_window" in keys.data else default
 
 
 def listed_layers(keys: JsonObject, default: Sequence[int]) -> Sequence[int]:
-    """Return the sliding-window layers by `layer_types`. `default`: those of a missing key."""
+    """Return the sliding-window layers that `layer_types` lists, or `default` if the key is missing."""
     kinds = keys.get("layer_types", list, None)
     return default if kinds is None else [layer for layer, kind in enumerate(kinds) if kind == SLIDING]
 
@@ -27,7 +28,8 @@ def all_layers(keys: JsonObject) -> range:
 
 
 def upper_layers(keys: JsonObject) -> Windows:
-    """Return the windows of a family that has them from layer `max_window_layers` on, if it uses any."""
+    """Return the windows of a family that has them from layer `max_window_layers` on, if `use_sliding_window` is
+    set."""
     if not keys.get("use_sliding_window", bool, False):
         return None, ()
     upper = all_layers(keys)[max(keys.get("max_window_layers", int, 28), 0) :]

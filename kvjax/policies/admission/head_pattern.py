@@ -26,13 +26,13 @@ class HeadPattern(Admission):
     """Admission by kv head: a retrieval head admits every token, a streaming head only the first `sink` positions.
 
     `pattern` is a pattern folder, or a table with a weight for each layer and kv head. `sparsity`, `sink` and `window`
-    are the folder's own by default. The window counts the query's own token, and a folder's `recent_size` is the
+    come from the folder by default. The window counts the query's own token, and a folder's `recent_size` is the
     window.
 
     Raises:
         UserError: if `pattern` is neither a pattern folder nor a table of finite numbers, if a table comes without
-            `sink`, if weights are outside 0 … 1 and there is no sparsity, or if a table of 0 and 1 gets another
-            sparsity than its own.
+            `sink`, if weights are outside 0 … 1 and there is no sparsity, or if a table of 0 and 1 gets a sparsity
+            that differs from its own.
     """
 
     pattern: Any
@@ -54,10 +54,10 @@ class HeadPattern(Admission):
             return
         weights, sparsity, sink, window = self.pattern, self.sparsity, self.sink, self.window
         if isinstance(weights, str | Path):
-            weights, own_sink, recent, own_sparsity, made_for = read_pattern(weights)
+            weights, folder_sink, recent, folder_sparsity, made_for = read_pattern(weights)
             assign(self, made_for=made_for)
-            sparsity = own_sparsity if sparsity is None else sparsity
-            sink = own_sink if sink is None else sink
+            sparsity = folder_sparsity if sparsity is None else sparsity
+            sink = folder_sink if sink is None else sink
             window = recent if window is None else window
         elif sink is None:
             raise UserError(
@@ -83,21 +83,20 @@ class HeadPattern(Admission):
 
 
 def heads_for(weights: Float[np.ndarray, "l k"], sparsity: float | None) -> Bool[np.ndarray, "l k"]:
-    """Return the mask of the heads that keep everything: those of the `int(l · k · (1 − sparsity))` highest weights, or
-    without a sparsity those of weight 0.5 or more. Raises UserError if the weights do not determine them."""
+    """Return the mask of the heads that keep everything: the `int(l · k · (1 − sparsity))` heads of highest weight, or
+    without a sparsity the heads of weight 0.5 or more. Raises UserError if the weights do not determine them."""
     if sparsity is None:
         if weights.min() < 0 or weights.max() > 1:
             raise UserError(
-                f"head_pattern: without a sparsity weights are shares from 0 to 1, got {weights.min():g} to "
-                f"{weights.max():g}: say which share of the heads streams, sparsity=…"
+                f"head_pattern: without a sparsity weights must be from 0 to 1, got {weights.min():g} to "
+                f"{weights.max():g}: give the share of heads that stream, sparsity=…"
             )
         return weights >= 0.5
     count = whole_count(weights.size, sparsity)
     if np.isin(weights, (0, 1)).all() and weights.sum() != count:
         raise UserError(
-            f"head_pattern: a pattern of 0 and 1 has its own sparsity, here {1 - weights.mean():g} "
-            f"({weights.sum():g} of {weights.size} heads keep everything), and no order for another, "
-            f"got sparsity={sparsity:g}"
+            f"head_pattern: a pattern of 0 and 1 has a fixed sparsity, here {1 - weights.mean():g} "
+            f"({weights.sum():g} of {weights.size} heads keep everything), got sparsity={sparsity:g}"
         )
     return choose_heads(weights, count)
 

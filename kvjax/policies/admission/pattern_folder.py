@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from kvjax.builtin import GATES, builtin_gates
 from kvjax.checkpoints.fingerprint import MadeFor
-from kvjax.checkpoints.folder import DESCRIPTION, LARGEST, TABLE, of_run, read_description
+from kvjax.checkpoints.folder import DESCRIPTION, LARGEST, TABLE, export_folder, read_description
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.files import read_text, write_text
 
@@ -29,7 +29,7 @@ class PatternFolder(NamedTuple):
     sparsity: float | None
     """The share of streaming heads that the pattern is for; None: it does not say."""
     made_for: MadeFor | None
-    """The model that the pattern was made for; None: it is not stated, as in folders of other programs."""
+    """The model that the pattern was made for; None: it does not say, as in folders of other programs."""
 
 
 def read_pattern(folder: str | Path) -> PatternFolder:
@@ -39,8 +39,8 @@ def read_pattern(folder: str | Path) -> PatternFolder:
     `full_attention_heads.tsv` has a row for each layer and a column for each kv head; `config.json` has `sink_size`,
     `recent_size` and, if the pattern is for one, `sparsity`. Raises UserError naming the faulty file and the fault.
     """
-    named = builtin_gates(str(folder)) if str(folder) in GATES else of_run(Path(folder))
-    files = named / TABLE, named / DESCRIPTION
+    path = builtin_gates(str(folder)) if str(folder) in GATES else export_folder(Path(folder))
+    files = path / TABLE, path / DESCRIPTION
     for file in files:
         if not file.is_file():
             raise UserError(f"{folder} is no head pattern: it has no {file.name}")
@@ -49,21 +49,21 @@ def read_pattern(folder: str | Path) -> PatternFolder:
     try:
         weights = np.array([[float(cell) for cell in line.split("\t")] for line in lines])
         if weights.ndim != 2 or not np.isfinite(weights).all():
-            raise ValueError("not finite, or none")
+            raise ValueError("empty or not finite")
     except ValueError as error:
         raise UserError(f"{table}: expected a table of numbers, layers × kv heads ({error})") from None
-    said = read_description(config)
+    description = read_description(config)
     sink, recent = (
-        whole_number(str(config), name, said.get(name), 0) for name in ("sink_size", "recent_size")
+        whole_number(str(config), name, description.get(name), 0) for name in ("sink_size", "recent_size")
     )
-    sparsity = said.get("sparsity")
+    sparsity = description.get("sparsity")
     if sparsity is not None:
         sparsity = real_number(str(config), "sparsity", sparsity, 0.0, 1.0)
-    return PatternFolder(weights, sink, recent, sparsity, MadeFor.described(said))
+    return PatternFolder(weights, sink, recent, sparsity, MadeFor.described(description))
 
 
 def pattern_digest(folder: str | Path) -> str:
-    """Return a hash of a pattern folder's weights: other weights in the same folder give another one."""
+    """Return a hash of a pattern folder's weights."""
     return hashlib.sha256(read_pattern(folder).weights.tobytes()).hexdigest()[:16]
 
 
@@ -77,12 +77,13 @@ def write_pattern(
     described: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write a pattern folder that `read_pattern` reads. `sparsity` is the share of streaming heads, for weights that
-    0.5 does not divide into streaming and retrieval heads. `described` holds further entries of config.json."""
+    do not separate streaming and retrieval heads at 0.5. `described` holds further entries of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     np.savetxt(folder / TABLE, weights, delimiter="\t")
-    said = dict(described) | {"sink_size": sink, "recent_size": recent}
-    said |= {} if sparsity is None else {"sparsity": sparsity}
+    description = dict(described) | {"sink_size": sink, "recent_size": recent}
+    description |= {} if sparsity is None else {"sparsity": sparsity}
     # written last: a folder with this file is complete
     write_text(
-        folder / DESCRIPTION, json.dumps(said | ({} if made_for is None else made_for.description)) + "\n"
+        folder / DESCRIPTION,
+        json.dumps(description | ({} if made_for is None else made_for.description)) + "\n",
     )

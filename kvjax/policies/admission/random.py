@@ -22,7 +22,7 @@ class Random(Admission):
     """
 
     ratio: float | None = static(default=None)
-    """The rate of every head, given instead of `rates`, which then holds it."""
+    """The rate of every head, given instead of `rates` and stored there."""
     rates: Any = None
     """The rates by layer and kv head, such as those measured for another policy."""
     seed: Number = 0

@@ -15,7 +15,7 @@ class StreamingLLM(HeadPattern):
     """Admission of the first `sink` tokens alone: every head keeps them and the local window. `sink=0` is plain local
     attention.
 
-    A policy that names no window has the paper's 1020 tokens (Table 1): with its 4 sinks these are 1024 entries.
+    The default window is the paper's 1020 tokens (Table 1). With 4 sinks this makes 1024 entries.
     """
 
     pattern: Any = dataclasses.field(default_factory=lambda: np.zeros((1, 1), bool), init=False, repr=False)

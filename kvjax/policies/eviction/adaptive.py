@@ -12,9 +12,9 @@ from kvjax.struct import assign, host, struct
 class Adaptive(Wrapper):
     """A budget for which heads compete (AdaKV, Feng et al., 2024, arXiv:2407.11550).
 
-    With `over` "layer" the heads of a layer compete, with "model" those of all layers (KVzip); "head" leaves each head
-    its own budget. `pinned` is the share of its average that every head keeps of its own best entries, whatever others
-    have (AdaKV's α).
+    With `over` "layer" the heads of a layer compete, with "model" the heads of all layers (KVzip). With "head" each
+    head has its own budget. `pinned` is the share of its average that every head keeps of its own best entries,
+    whatever others have (AdaKV's α).
     """
 
     over: str = host(default="layer")
@@ -35,7 +35,7 @@ class Adaptive(Wrapper):
 @struct
 class Pyramid(Wrapper):
     """Budgets that fall linearly with depth (PyramidKV, Cai et al., 2024, arXiv:2406.02069): the last layer gets
-    1/`beta` of the average. All layers get the average if that part is below what must stay."""
+    1/`beta` of the average. If that is fewer entries than must stay, all layers get the average."""
 
     beta: float = host(default=20.0)
     """β, above 1."""

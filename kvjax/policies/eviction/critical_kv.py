@@ -1,4 +1,4 @@
-"""CriticalKV (Feng et al., 2025, arXiv:2502.03805): what an entry would add to the output, not attention alone."""
+"""CriticalKV (Feng et al., 2025, arXiv:2502.03805): the score counts what an entry adds to the output, too."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ from kvjax.topk import top
 @struct
 class CriticalKV(Wrapper):
     """A wrapper whose score also counts what values add to the output (Alg. 1). The share `first_stage` of the places
-    goes to the best entries by the other method's score. The other places go by
-    (score + ε) · mean over the group of ‖W_O v‖₁. Values count only once: the other method is taken without them
+    goes to the entries with the best scores of the wrapped method. The other places go to the entries with the highest
+    (score + ε) · mean over the group of ‖W_O v‖₁. Values count only once: the wrapped method scores without them
     (`ValueWeighted`)."""
 
     first_stage: float = static(default=0.5)
-    """The share of the places that go by the other method's scores alone, from 0 to 1."""
+    """The share of the places that go by the wrapped method's scores alone, from 0 to 1."""
     epsilon: float = static(default=1e-4)
     """ε, which keeps a score of 0 from hiding the values."""
     name = "critical_kv"
@@ -36,7 +36,7 @@ class CriticalKV(Wrapper):
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
         if isinstance(schedule.budget, Threshold):
-            return "shares out the places of a budget, and a threshold has none"
+            return "divides the places of a budget, and a threshold has none"
         return super().refuses(schedule, stores_all)
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
@@ -61,9 +61,9 @@ def output_norm(v: Float[Array, "b k s h"], output: Float[Array, "n h d"]) -> Fl
     weights = rearrange(output, "(k g) h d -> g k h d", k=v.shape[1])
 
     def head(weight):
-        # float32 factors: on a CPU, XLA has no such product of bfloat16 numbers
+        # float32 factors, because XLA cannot compute this product of bfloat16 numbers on a CPU
         out = jnp.einsum("bksh,khd->bksd", v.astype(jnp.float32), weight.astype(jnp.float32))
         return jnp.abs(out).sum(-1)
 
-    # one head of a group at a time: the outputs of all of them at once would take too much memory
+    # one head of a group at a time, because the outputs of all heads would take too much memory
     return jax.lax.map(head, weights).mean(0)

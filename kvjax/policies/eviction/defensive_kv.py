@@ -27,27 +27,27 @@ TINY = jnp.finfo(jnp.float32).tiny
 @struct
 class DefensiveKV(queries.LastQueries, ValueWeighted):
     """The score is risk · n / Σ n, and the entries that get most of the attention stay before all others. The heads of
-    a layer share the budget. `adakv.over=model,adakv.pinned=0.0` makes it Layer-DefensiveKV, where all layers do.
+    a layer share the budget. With `adakv.over=model,adakv.pinned=0.0` all layers do, which is Layer-DefensiveKV.
 
     1. The attention of each of the last queries to the older entries is averaged over `pool` neighbouring keys, with
        zeros beyond the edges, and scaled back to its sum.
     2. The risk is the largest of it over these queries and over a group's query heads, and at least the mean of these
        maxima over the head's entries (the worst case, and the correction for the queries that were not observed).
     3. n is the mean over the group of ‖W_O v‖₁, and Σ n its sum over all kv heads for the same token.
-    4. First stage: of each head, the entries with the highest mean attention whose sum stays below the share 0.9 − β
-       of it, but at most r · m − `observed` of its m older entries, where r is the share of a head's entries that stay
-       on average. They get the layer's largest score. β is the mean over heads and queries of the attention to the last
-       `observed` of the older entries.
+    4. First stage: each head's entries with the highest mean attention get the layer's largest score. They are as many
+       as together get less than the share 0.9 − β of it, but at most r · m − `observed` of the head's m older entries,
+       where r is the share of a head's entries that stay on average. β is the mean over heads and queries of the
+       attention to the last `observed` of the older entries.
 
-    This is the authors' code (kvpress/presses/efficient_defensivekv_press.py and efficient_layer_defensivekv_press.py).
-    They describe it as CriticalKV and AdaKV with another aggregation, which is `defensive_kv:critical_kv,adakv` and has
-    neither Σ n nor β. β looks like a slip: the code takes it after it has cut off the observed tokens, whose own
-    attention would make sense there. Two things are not copied: the code takes β and the largest score over a batch,
-    and its Layer- form may drop observed tokens, which always stay here.
+    These steps follow the authors' code (kvpress/presses/efficient_defensivekv_press.py and
+    efficient_layer_defensivekv_press.py). The paper describes CriticalKV and AdaKV with another aggregation. That is
+    `defensive_kv:critical_kv,adakv`, and has neither Σ n nor β. β may be a mistake: the code computes it after it has
+    cut off the observed tokens, and their own attention would make more sense. Two things are not copied: the code
+    computes β and the largest score over a batch, and its Layer- form may drop observed tokens.
     """
 
     observed: int = static(default=32)
-    """The number of last tokens whose queries are used, and which stay."""
+    """The number of last tokens whose queries are used. These tokens stay."""
     pool: int = static(default=5)
     """The number of neighbouring keys over which attention is averaged."""
     values: bool = static(default=True)
@@ -112,14 +112,14 @@ class DefensiveKV(queries.LastQueries, ValueWeighted):
 def _first_stage(
     mean: Float[Array, "b k s"], stored: Stored, older: Bool[Array, "b k s"], share: Float[Array, "b 1 1"]
 ) -> Bool[Array, "b k s"]:
-    """Return a mask of each head's entries of highest mean attention that together get less than `share` of it, at most
-    as many as older entries have places on average, less those that are taken anyway."""
+    """Return a mask of each head's entries of highest mean attention that together get less than `share` of it. They
+    are at most the average number of places of older entries, minus the forced entries."""
     part = mean / jnp.maximum(mean.sum(-1, keepdims=True), TINY)
     reached = jnp.cumsum(-jnp.sort(-part, -1), -1)
     count = (reached < share).sum(-1, dtype=jnp.int32)
-    all_, observed = (x.sum(-1, dtype=jnp.int32) for x in (stored.eligible, stored.eligible & ~older))
+    eligible, observed = (x.sum(-1, dtype=jnp.int32) for x in (stored.eligible, stored.eligible & ~older))
     # the floor of count · (all − observed) / all: the product of the first two could exceed an int32
-    of_older = stored.count + (-stored.count * observed) // jnp.maximum(all_, 1)
+    of_older = stored.count + (-stored.count * observed) // jnp.maximum(eligible, 1)
     free = of_older - stored.forced.sum(-1, dtype=jnp.int32)
     places = jnp.clip(count, 0, jnp.maximum(free, 0))
     return top(part[None], (older & stored.eligible & ~stored.forced)[None], places[None], "head")[0]

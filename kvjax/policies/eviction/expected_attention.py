@@ -39,7 +39,7 @@ class ExpectedAttention(Observer, ValueWeighted, Eviction):
     """
 
     future: int = static(default=512)
-    """The number of next positions over which queries are expected."""
+    """The number of next positions at which queries are expected."""
     sink: int = static(default=4)
     """The number of entries at the start that are not scored and always stay."""
     epsilon: Number = 0.0
@@ -87,9 +87,9 @@ class ExpectedAttention(Observer, ValueWeighted, Eviction):
         count = jnp.maximum(state.number, 1)[:, None, None]
         mean = state.total / count
         covariance = state.products / count[..., None] - mean[..., None] * mean[..., None, :]
-        turn = self._turn(stored)
-        mean = jnp.einsum("bij,bnj->bni", turn, mean)
-        covariance = jnp.einsum("bij,bnjk,blk->bnil", turn, covariance, turn)
+        rotation = self._mean_rotation(stored)
+        mean = jnp.einsum("bij,bnj->bni", rotation, mean)
+        covariance = jnp.einsum("bij,bnjk,blk->bnil", rotation, covariance, rotation)
         k = stored.k.astype(jnp.float32)
         grouped = lambda x: rearrange(x, "b (k g) ... -> g b k ...", k=heads)  # noqa: E731
         scored = stored.scored & (stored.place >= self.sink)
@@ -105,12 +105,12 @@ class ExpectedAttention(Observer, ValueWeighted, Eviction):
             return weight
         return (weight + self.epsilon) * jnp.linalg.norm(stored.v.astype(jnp.float32), axis=-1)
 
-    def _turn(self, stored: Stored) -> Float[Array, "b h h"]:
+    def _mean_rotation(self, stored: Stored) -> Float[Array, "b h h"]:
         """Return the mean of RoPE's rotations to positions seen … seen + future − 1."""
         position = stored.seen[:, None] + jnp.arange(self.future)
         angle = position[..., None].astype(jnp.float32) * stored.frequencies
         cos, sin = (jax.vmap(jnp.diag)((f(angle) * stored.rope_scale).mean(1)) for f in (jnp.cos, jnp.sin))
-        turned = jnp.concatenate([jnp.concatenate([cos, -sin], 2), jnp.concatenate([sin, cos], 2)], 1)
-        batch, size, _ = turned.shape
-        whole = jnp.broadcast_to(jnp.eye(stored.k.shape[-1]), (batch, *stored.k.shape[-1:] * 2))
-        return whole.at[:, :size, :size].set(turned)
+        rotated = jnp.concatenate([jnp.concatenate([cos, -sin], 2), jnp.concatenate([sin, cos], 2)], 1)
+        batch, size, _ = rotated.shape
+        identity = jnp.broadcast_to(jnp.eye(stored.k.shape[-1]), (batch, *stored.k.shape[-1:] * 2))
+        return identity.at[:, :size, :size].set(rotated)

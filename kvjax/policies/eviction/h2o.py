@@ -43,21 +43,21 @@ class H2O(TokenMetadata, Eviction):
         if stores_all:
             return ""
         return (
-            "counts the attention that an entry gets from its first query on, which nobody counts while it is in an "
-            "admission's window"
+            "counts the attention that an entry gets from its first query on, and an admission's window does not "
+            "count it"
         )
 
     def numbers(self, state: tuple[()], step: Step, readout: Readout) -> Numbers:
         """Return the attention that a call's tokens pay to each other."""
-        q, paid = _paying(step, readout)
+        q, options = _attention_options(step, readout)
         real = jnp.arange(q.shape[2]) < readout.valid[:, None]
-        known = jnp.broadcast_to(real[:, None], step.k.shape[:3])
-        return {"attention": attention_mass(q, step.k.astype(q.dtype), valid=known, **paid)}
+        valid = jnp.broadcast_to(real[:, None], step.k.shape[:3])
+        return {"attention": attention_mass(q, step.k.astype(q.dtype), valid=valid, **options)}
 
     def update(self, state: tuple[()], metadata: Metadata, step: Step, readout: Readout) -> Metadata:
         """Return the metadata with the attention that a call's tokens pay to the entries stored before the call.
         Entries are processed a block of pages at a time."""
-        q, paid = _paying(step, readout)
+        q, options = _attention_options(step, readout)
         q = scaled_queries(q, readout.key_scale)
         capacity, page_size, _ = readout.pool.shape
         table, columns = readout.page_table, readout.page_table.shape[-1]
@@ -67,8 +67,8 @@ class H2O(TokenMetadata, Eviction):
 
         def block(i, sums):
             pages = lax.dynamic_slice_in_dim(table, i * width, width, 2)
-            held = readout.length - i * width * page_size
-            mass = paged_attention_mass(q, readout.pool, pages, held, scale=readout.scale, **paid)
+            length = readout.length - i * width * page_size
+            mass = paged_attention_mass(q, readout.pool, pages, length, scale=readout.scale, **options)
             return sums.at[pages].add(mass.reshape(*pages.shape, page_size), mode="drop")
 
         blocks = -(-readout.length.max() // (width * page_size))
@@ -78,8 +78,8 @@ class H2O(TokenMetadata, Eviction):
         return stored.metadata["attention"]
 
 
-def _paying(step: Step, readout: Readout) -> tuple[Float[Array, "b n t h"], dict[str, Any]]:
-    """Return the queries, and the options by which their attention is counted. Padding pays none."""
+def _attention_options(step: Step, readout: Readout) -> tuple[Float[Array, "b n t h"], dict[str, Any]]:
+    """Return the queries, and the options of `attention_mass` to count their attention. Padding pays no attention."""
     real = jnp.arange(step.q.shape[2]) < readout.valid[:, None]
     lse = jnp.where(real[:, None], readout.lse, -jnp.inf)
     return step.q.astype(readout.dtype), {"over": "sum", "group": "mean", "lse": lse}

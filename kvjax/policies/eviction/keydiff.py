@@ -1,4 +1,4 @@
-"""KeyDiff (Park et al., 2025, arXiv:2504.15364): the keys that differ most from the others are those that matter."""
+"""KeyDiff (Park et al., 2025, arXiv:2504.15364): the keys that differ most from the others matter most."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

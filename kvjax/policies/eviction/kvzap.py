@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.policies.admission.kvzap.files import check_made_for
-from kvjax.policies.admission.kvzap.policy import WINDOW, opened
+from kvjax.policies.admission.kvzap.policy import WINDOW, resolve_gates
 from kvjax.policies.base import Eviction, Numbers, State, TokenMetadata
 from kvjax.policies.budget import Shares
 from kvjax.policies.schedule import Needs
@@ -31,7 +31,7 @@ class KVzapEviction(TokenMetadata, Eviction):
     name = "kvzap_eviction"
 
     def __post_init__(self):
-        gates, description = opened(self.name, self.gates)
+        gates, description = resolve_gates(self.name, self.gates)
         assign(self, gates=gates, made_for=MadeFor.described(description))
 
     def check(self, model: Any) -> None:

@@ -1,5 +1,5 @@
 """KVzip (Kim et al., 2025, arXiv:2505.23416): the model needs the entries that it looks at while it repeats the
-context. KVzip+ (Jégou and Jeblick, 2026, arXiv:2601.07891) weighs attention by what it adds to the residual stream."""
+context. KVzip+ (Jégou and Jeblick, 2026, arXiv:2601.07891) weighs attention by its effect on the residual stream."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,31 +31,32 @@ TEXTS = "instruction", "resumption", "tail", "opening"
 @struct
 class KVzip(Reconstruction, Eviction):
     """The largest attention that any query pays to an entry while the model repeats the context, over queries and a
-    group's query heads (eq. 2 and 3). After the prompt, the model is asked for each part of `repeated` tokens, and the
-    part is read once more. A query's attention is over the prompt's prefix, this part's entries and the input's own
-    tokens alone. All layers and heads share the budget, unless a wrapper's `over` says otherwise.
+    group's query heads (eq. 2 and 3). After the prompt, each part of `repeated` tokens is read once more, after a
+    request to repeat it. A query's attention is over the prompt's prefix, this part's entries and the pass's own tokens
+    alone. All layers and heads share the budget, unless a wrapper's `over` says otherwise.
 
     The prefix (the chat template's own tokens, a system prompt) always stays, in addition to the budget, as in the
     authors' code: a ratio is a share of the context's entries.
     """
 
     tokenizer: Any = host(default=None, repr=False)
-    """The model's tokenizer, which turns the texts into token ids. Only these are kept."""
+    """The model's tokenizer, which turns the texts into token ids. It is not kept."""
     instruction: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids that ask for the first part. Empty, here and below: those of the published text."""
+    """Token ids that ask for the first part. By default, here and below, those of the published text."""
     resumption: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids that ask for a later part. The last 8 tokens of the part before follow, to say where it begins."""
+    """Token ids that ask for a later part. The last 8 tokens of the part before it follow them, to say where it
+    begins."""
     tail: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids between the request and what is repeated, where the user's turn ends and the answer begins."""
+    """Token ids between the request and the repeated part, where the user's turn ends and the answer begins."""
     opening: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids that come before a user's text. A prompt's prefix is what it has in common with their beginning."""
+    """Token ids that come before a user's text. A prompt's prefix is the beginning that it has in common with them."""
     prefix: int | None = host(default=None)
     """The number of tokens in every prompt's prefix; None: those in common with `opening`."""
     repeated: int = host(default=2000)
     """The number of tokens in a part."""
     sink: int | None = host(default=None)
-    """The number of first entries that always stay and are looked at with each part, as in kvpress. They take places of
-    the budget, and the rest of the prefix is dropped first. None: the whole prefix stays."""
+    """The number of first entries that always stay and are looked at with each part, as in kvpress. They count in the
+    budget, and the rest of the prefix is dropped first. None: the whole prefix stays."""
     plus: bool = static(default=False)
     """True for KVzip+: an attention a_ij counts as a_ij · ‖W_O v_j‖ / ‖h_i‖, with the layer's normed input h and the
     part of W_O that belongs to a query head (kvpress/presses/kvzip_press.py)."""
@@ -66,12 +67,12 @@ class KVzip(Reconstruction, Eviction):
             if (number := getattr(self, name)) is not None or name == "repeated":
                 assign(self, **{name: whole_number(self.name, name, number, least)})
         one_of(self.name, "plus", self.plus, (True, False))
-        written: dict[str, tuple[int, ...]] = {}
+        defaults: dict[str, tuple[int, ...]] = {}
         if self.tokenizer is not None:
             check_tokenizer(self.name, self.tokenizer)
-            written = _texts(self.tokenizer)
+            defaults = _default_ids(self.tokenizer)
         for name in TEXTS:
-            assign(self, **{name: token_ids(self.name, name, getattr(self, name)) or written.get(name, ())})
+            assign(self, **{name: token_ids(self.name, name, getattr(self, name)) or defaults.get(name, ())})
         assign(self, tokenizer=None)
         if not (self.instruction and self.resumption):
             raise UserError(
@@ -89,12 +90,11 @@ class KVzip(Reconstruction, Eviction):
 
     @property
     def needs(self) -> Needs:
-        return self._beginning if self.sink is None else Needs(first=self.sink)
+        return self._prefix_needs if self.sink is None else Needs(first=self.sink)
 
     @property
-    def _beginning(self) -> Needs:
-        """The requirements under which a prompt's prefix stays: its first tokens, which the model is not asked to
-        repeat."""
+    def _prefix_needs(self) -> Needs:
+        """The requirements that keep a prompt's prefix, which the model is not asked to repeat."""
         return Needs(opening=self.opening) if self.prefix is None else Needs(prefix=self.prefix)
 
     @property
@@ -106,14 +106,14 @@ class KVzip(Reconstruction, Eviction):
         return {"score": "float32"}
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
-        found, begin = [], min(self._beginning.prefix_of(row), row.size)
-        for start in range(begin, row.size, self.repeated):
+        passes, prefix = [], min(self._prefix_needs.prefix_of(row), row.size)
+        for start in range(prefix, row.size, self.repeated):
             part, lead = row[start : start + self.repeated], row[start - min(LEAD, self.repeated) : start]
-            asks = self.instruction if start == begin else (*self.resumption, *lead)
+            asks = self.instruction if start == prefix else (*self.resumption, *lead)
             tokens = np.array([*asks, *self.tail, *part], np.int32)
-            first = begin if self.sink is None else min(self.sink, start)
-            found.append(Pass(tokens, start, start + part.size, first))
-        return found
+            first = prefix if self.sink is None else min(self.sink, start)
+            passes.append(Pass(tokens, start, start + part.size, first))
+        return passes
 
     def reconstruct(self, step: Step, passage: Passage) -> Numbers:
         entries, tokens = passage.k.shape[2], step.q.shape[2]
@@ -122,11 +122,11 @@ class KVzip(Reconstruction, Eviction):
         # and more, so it pays none of them more than before.
         q = jnp.where(real[:, None, :, None], step.q, step.q[:, :, :1]).astype(passage.k.dtype)
         k = jnp.concatenate([passage.k, step.k.astype(passage.k.dtype)], 2)
-        known = jnp.concatenate([passage.exists, real], 1)[:, None]
-        valid = jnp.broadcast_to(known, k.shape[:3])
-        of_query, of_key = _factors(step, passage, real) if self.plus else (None, None)
+        exists = jnp.concatenate([passage.exists, real], 1)[:, None]
+        valid = jnp.broadcast_to(exists, k.shape[:3])
+        query_factor, key_factor = _factors(step, passage, real) if self.plus else (None, None)
         score = attention_mass(
-            q, k, over="max", group="max", valid=valid, query_factor=of_query, key_factor=of_key
+            q, k, over="max", group="max", valid=valid, query_factor=query_factor, key_factor=key_factor
         )[..., :entries]
         return {"score": jnp.where(jnp.arange(entries) < passage.first, jnp.inf, score)}
 
@@ -137,27 +137,27 @@ class KVzip(Reconstruction, Eviction):
 def _factors(
     step: Step, passage: Passage, real: Bool[Array, "b t"]
 ) -> tuple[Float[Array, "b n t"], Float[Array, "b n s"]]:
-    """Return the factors of KVzip+: 1/‖h_i‖ of the queries, and ‖W_O v_j‖ of the entries. The pass's own keys, whose
-    scores nobody reads, have 1."""
+    """Return the factors of KVzip+: 1/‖h_i‖ of the queries, and ‖W_O v_j‖ of the entries. The factor of the pass's own
+    keys is 1, because their scores are not used."""
     batch, heads, tokens = step.q.shape[:3]
     norm = jnp.linalg.norm(step.hidden.astype(jnp.float32), axis=-1)
     norm = jnp.where(real, norm, norm[:, :1])
     kv_heads = passage.v.shape[1]
     weight = rearrange(passage.output.astype(jnp.float32), "(k g) h d -> k g h d", k=kv_heads)
-    # ‖W v‖² = v · (W Wᵀ) v, which is far less work than W v, as a head is narrow and the model is wide
+    # ‖W v‖² = v · (W Wᵀ) v is far less work than W v, because a head is narrow and the model is wide
     square = jnp.einsum("kghd,kgid->kghi", weight, weight, **EXACT)
     v = jnp.where(passage.exists[:, None, :, None], passage.v, 0).astype(jnp.float32)
     added = jnp.einsum("bkgsi,bksi->bkgs", jnp.einsum("bksh,kghi->bkgsi", v, square, **EXACT), v, **EXACT)
     added = jnp.sqrt(jnp.maximum(added, 0)).reshape(batch, heads, -1)
-    of_query = jnp.broadcast_to(1 / norm[:, None], (batch, heads, tokens))
-    return of_query, jnp.concatenate([added, jnp.ones((batch, heads, tokens))], 2)
+    query_factor = jnp.broadcast_to(1 / norm[:, None], (batch, heads, tokens))
+    return query_factor, jnp.concatenate([added, jnp.ones((batch, heads, tokens))], 2)
 
 
-def _texts(tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """Return the published texts and the chat template's as token ids. Without a template a line break ends the
+def _default_ids(tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    """Return the token ids of the published texts and of the chat template's. Without a template a line break ends the
     request, as in kvpress."""
     after = around(tokenizer, enable_thinking=False)[1] if getattr(tokenizer, "chat_template", None) else "\n"
     texts = {"instruction": INSTRUCTION, "resumption": RESUMPTION, "tail": after}
-    bare = {"add_special_tokens": False, "verbose": False}
-    ids = {name: tuple(tokenizer(text, **bare)["input_ids"]) for name, text in texts.items()}
+    options = {"add_special_tokens": False, "verbose": False}
+    ids = {name: tuple(tokenizer(text, **options)["input_ids"]) for name, text in texts.items()}
     return ids | {"opening": opening(tokenizer)}

@@ -1,5 +1,5 @@
-"""OracleKV (LCFM workshop at ICML 2025): the entries that a text about the coming questions looks at, before there is
-one."""
+"""OracleKV (LCFM workshop at ICML 2025): the entries that a text about the coming questions looks at, before they are
+asked."""
 
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ class OracleKV(SnapKV):
     """
 
     allocation: str = host(default="uniform")
-    """The sharing of the budget, one of `ALLOCATIONS`."""
+    """The way of sharing the budget, one of `ALLOCATIONS`."""
     name = "oraclekv"
     guidance: ClassVar[str] = "G1"
 
@@ -42,5 +42,5 @@ class OracleKV(SnapKV):
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
         if not schedule.trigger.guidance:
-            return "needs guidance: a text or token ids that are read behind a prompt to look at it"
+            return "needs guidance: a text or token ids that are read after a prompt to look at it"
         return super().refuses(schedule, stores_all)

@@ -24,11 +24,11 @@ class Protected(Wrapper):
                 assign(self, **{name: whole_number("eviction", name, number, 0)})
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
-        for name, of_prompts in (("first", "prefix"), ("last", "window")):
+        for name, for_prompts in (("first", "prefix"), ("last", "window")):
             if getattr(self, name) is not None and schedule.in_ranges:
                 return (
-                    f"takes {name} where it compacts while decoding, got when={schedule.trigger.when!r}: of a prompt "
-                    f"{of_prompts} says what stays"
+                    f"takes {name} only while decoding, got when={schedule.trigger.when!r}: for prompts the argument "
+                    f"is {for_prompts}"
                 )
         return super().refuses(schedule, stores_all)
 

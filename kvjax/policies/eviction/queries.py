@@ -26,10 +26,10 @@ class LastQueries(Guided, Observer, Eviction):
         return Needs(last=self.observed, observed=self.observed)
 
     def guided(self, tokens: int) -> Eviction:
-        """Return a copy that observes all tokens of guidance, or the eviction itself if `observed` is not an argument
-        of it."""
-        told = "observed" in (field.name for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
-        return changed(self, observed=tokens) if told else self
+        """Return a copy that observes all tokens of guidance, or the eviction itself if it has no argument
+        `observed`."""
+        names = [field.name for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
+        return changed(self, observed=tokens) if "observed" in names else self
 
     def observations(self, shape: Shape) -> Float[Array, "b w n h"]:
         heads = shape.kv_heads * shape.group
@@ -47,6 +47,7 @@ def attention(stored: Stored) -> Float[Array, "b k s"]:
 
 
 REDUCE = {"sum": (0.0, jnp.add, jnp.sum), "max": (-jnp.inf, jnp.maximum, jnp.max)}
+"""The initial value of a reduction, its function of two numbers, and its function of an axis."""
 
 
 def over_queries(
@@ -55,37 +56,38 @@ def over_queries(
     reduce: str = "sum",
     block: int = 8,
 ) -> Float[Array, "b k s"]:
-    """Return the sum over the last queries of what `weigh` makes of their logits, which are −inf where a query sees
-    nothing; with "max" the largest of it. For methods that combine a group's query heads query by query; `block`
-    queries are processed at a time."""
+    """Return the sum, or with "max" the maximum, over the last queries of `weigh(logits)`. A logit is −inf where the
+    query does not see the entry. This is for methods that combine a group's query heads query by query. `block` queries
+    are processed at a time."""
     q = rearrange(stored.observations.astype(stored.k.dtype), "b (k g) w h -> w b k g h", k=stored.k.shape[1])
     window, entries = len(q), stored.k.shape[2]
     block = math.gcd(window, block)
     index = jnp.arange(entries)
-    start, merge, within = REDUCE[reduce]
+    initial, merge, within = REDUCE[reduce]
 
-    def some(found, inputs):
+    def add_block(total, inputs):
         q, newest = inputs
         logits = jnp.einsum("wbkgh,bksh->bkgws", q, stored.k, preferred_element_type=jnp.float32)
         visible = stored.scored[:, :, None, None]
         if stored.causal:
             visible &= index <= newest[:, None]
         logits = jnp.where(visible, logits * q.shape[-1] ** -0.5, -jnp.inf)
-        return merge(found, within(weigh(logits), axis=2)), None
+        return merge(total, within(weigh(logits), axis=2)), None
 
     newest = entries - window + jnp.arange(window)
     blocks = q.reshape(-1, block, *q.shape[1:]), newest.reshape(-1, block)
-    return lax.scan(some, jnp.full_like(stored.k[..., 0], start, jnp.float32), blocks)[0]
+    return lax.scan(add_block, jnp.full_like(stored.k[..., 0], initial, jnp.float32), blocks)[0]
 
 
 POOLING = {"average": (0.0, lax.add), "max": (-jnp.inf, lax.max)}
+"""The initial value of a pooling, and its function of two numbers."""
 
 
 def pooled(x: Float[Array, "*r s"], size: int, how: str = "average") -> Float[Array, "*r s"]:
     """Return the average over `size` neighbours, with zeros beyond the edges, or with "max" the largest of them."""
-    start, reduce = POOLING[how]
-    around = (size - 1) // 2, size // 2
+    initial, reduce = POOLING[how]
+    edges = (size - 1) // 2, size // 2
     others = (1,) * (x.ndim - 1)
-    padding = (*((0, 0) for _ in others), around)
-    found = lax.reduce_window(x, start, reduce, (*others, size), (*others, 1), padding)
-    return found / size if how == "average" else found
+    padding = (*((0, 0) for _ in others), edges)
+    total = lax.reduce_window(x, initial, reduce, (*others, size), (*others, 1), padding)
+    return total / size if how == "average" else total

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from kvjax.errors import whole_number
 from kvjax.policies.base import Number
@@ -24,16 +24,16 @@ class RKV(queries.LastQueries):
     Importance (eq. 2 and 3) is the largest logit of a group's query heads, its softmax over the keys before the last
     `observed`, the mean over these tokens' queries, and the maximum over `pool` neighbours. Redundancy (eq. 4) is the
     softmax over the keys of the mean cosine with the others. A key is left out of the mean of the last key whose cosine
-    with it is above `alike`, so that of repeated content the newest stays. The last `observed` and the first `sink`
-    entries stay.
+    with it is above `alike`, so that the newest of several similar keys stays. The last `observed` and the first
+    `sink` entries stay.
 
-    The defaults are those of the authors' code (rkv/compression/r1_kv.py). The form in Fast KVzip's code is
-    `balance=0.1, sink=4`. One thing is not copied: in the authors' code, a key with no similar key is left out of the
-    mean of the very first key, which eq. 4 does not say.
+    The defaults come from the authors' code (rkv/compression/r1_kv.py). Fast KVzip's code uses `balance=0.1, sink=4`.
+    One thing is not copied: in the authors' code, a key with no similar key is left out of the mean of the very first
+    key, which eq. 4 does not say.
     """
 
     observed: int = static(default=8)
-    """The number of last tokens whose queries are used, and which stay."""
+    """The number of last tokens whose queries are used. These tokens stay."""
     pool: int = static(default=7)
     """The number of neighbours over which the maximum is taken."""
     balance: Number = 0.07
@@ -59,17 +59,16 @@ class RKV(queries.LastQueries):
         return super().needs._replace(first=self.sink)
 
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
-        seen = stored.scored
+        older = stored.scored
         if stored.causal:
-            seen &= jnp.arange(seen.shape[-1]) < seen.shape[-1] - self.observed
+            older &= jnp.arange(older.shape[-1]) < older.shape[-1] - self.observed
 
-        def importance(logits):
-            return jax.nn.softmax(jnp.where(seen[:, :, None], logits.max(2), -jnp.inf), -1)
+        def attention(logits):
+            return jax.nn.softmax(jnp.where(older[:, :, None], logits.max(2), -jnp.inf), -1)
 
-        mean = queries.over_queries(stored, importance) / self.observed
-        return self.balance * queries.pooled(mean, self.pool, "max") - (1 - self.balance) * self._redundancy(
-            stored
-        )
+        mean = queries.over_queries(stored, attention) / self.observed
+        importance = queries.pooled(mean, self.pool, "max")
+        return self.balance * importance - (1 - self.balance) * self._redundancy(stored)
 
     @jax.default_matmul_precision("highest")
     def _redundancy(self, stored: Stored) -> Float[Array, "b k s"]:
@@ -79,17 +78,13 @@ class RKV(queries.LastQueries):
         index = jnp.arange(entries)
 
         def rows(total, first):
-            own = first + jnp.arange(ROWS)
-            part = jnp.take(k, own, axis=2, mode="fill", fill_value=0)
+            row = first + jnp.arange(ROWS)
+            part = jnp.take(k, row, axis=2, mode="fill", fill_value=0)
             cosine = jnp.einsum("bkrh,bksh->bkrs", part, k)
-            cosine = jnp.where(own[:, None] == index, 0, cosine)
+            cosine = jnp.where(row[:, None] == index, 0, cosine)
             last = jnp.where(cosine > self.alike, index, -1).max(-1, keepdims=True)
             return total + jnp.where(index == last, 0, cosine).sum(2), None
 
         total, _ = lax.scan(rows, jnp.zeros_like(k[..., 0]), jnp.arange(0, entries, ROWS))
         mean = total / jnp.maximum(exists.sum(-1, keepdims=True), 1)
-        return _softmax(mean, exists)
-
-
-def _softmax(x: Float[Array, "b k s"], exists: Bool[Array, "b k s"]) -> Float[Array, "b k s"]:
-    return jax.nn.softmax(jnp.where(exists, x, -jnp.inf), -1)
+        return jax.nn.softmax(jnp.where(exists, mean, -jnp.inf), -1)

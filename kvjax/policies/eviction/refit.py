@@ -1,5 +1,5 @@
 """Refit after eviction (Attention Matching: Zweiger et al., 2026, arXiv:2602.16284): the entries that stay get new
-values and biases, with which they stand in for those that were dropped."""
+values and biases, so that they replace the dropped ones."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -24,32 +24,31 @@ LARGEST = 3.0
 STEPS = 2
 """The number of gradient steps after the clipped least squares, as in the authors' configurations."""
 RIDGE = 0.01
-"""The weight of an entry's distance to its own value, and to no bias, relative to the mean squared norm of a query's
-row of the matrix. The authors need none, as they have up to 50,000 queries. Here there are often more entries than
-queries, and float32 could not solve the equations without it."""
+"""The weight of the squared distance to the entry's own value, and to no bias, relative to the mean squared norm of the
+matrix's rows. The authors use none, with up to 50,000 queries. Here there are often more entries than queries, and
+float32 cannot solve the equations without it."""
 POWER_STEPS = 8
-"""The number of power iterations for the largest eigenvalue. They begin with a vector of ones, which needs no seed and
-has a part in the eigenvector, as no number of the matrix is negative."""
+"""The number of power iterations for the largest eigenvalue. They begin with a vector of ones. It is never orthogonal
+to the eigenvector, since no number of the matrix is negative."""
 BLOCK = 128
 """The number of queries whose attention to all entries is computed at a time."""
 
 
 @struct
 class Refit(Wrapper):
-    """A wrapper that changes the entries that a compaction leaves. Each gets a bias, so that together they have the
-    attention mass that all entries had (`bias`), and a value, so that their attention output is that of all entries
-    (`values`). Both are least squares over reference queries, for each kv head by itself. Keys stay as they are.
+    """A wrapper that refits the entries that a compaction leaves. Each gets a bias, so that the entries together have
+    the attention mass of all entries before (`bias`), and a new value, so that their attention output is that of all
+    entries (`fit`). Both are least squares over reference queries, for each kv head alone. Keys do not change.
 
-    The reference queries are those of the tokens of KVzip's reconstruction passes, in which the model repeats the
-    context (the paper's repeat-prefill), taken evenly from all passes. Only the prompt's entries count: whatever is
-    attended to in addition adds its own mass and output to either. Unlike in the authors' code, entries that always
-    stay are fitted, too.
+    The reference queries come from the tokens of KVzip's reconstruction passes, in which the model repeats the context
+    (the paper's repeat-prefill), spread evenly over all passes. Attention to anything but the prompt's entries does not
+    count. Unlike in the authors' code, entries that always stay are fitted, too.
     """
 
     tokenizer: Any = host(default=None, repr=False)
     """The model's tokenizer, for the texts of the passes. Only their token ids are kept."""
     reader: Any = host(default=None, repr=False)
-    """The method whose reconstruction passes are read; None: the wrapped one if it has passes, else
+    """The method whose reconstruction passes are read; None: the wrapped eviction if it has passes, else
     `KVzip(tokenizer)`."""
     queries: int = host(default=1024)
     """The number of reference queries of each kv head, over all query heads of its group."""
@@ -82,16 +81,18 @@ class Refit(Wrapper):
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
         when = schedule.trigger.when
         if when != "prompt":
-            return f"fits what stays to the whole prompt, once: when must be 'prompt', got {when!r}"
+            return f"fits the remaining entries to the whole prompt once: when must be 'prompt', got {when!r}"
         if not stores_all:
-            return "fits what stays to the whole prompt, of which an admission does not store every token"
+            return (
+                "fits the remaining entries to the whole prompt, and an admission does not store every token"
+            )
         if BIAS in super().entry_fields:
-            return "gives entries biases, and the eviction that it wraps gives them others"
+            return "gives entries biases, and so does the eviction that it wraps"
         return super().refuses(schedule, stores_all)
 
 
 def refitting(eviction: Eviction | None) -> Refit | None:
-    """Return the refit among an eviction's wrappers; None: there is none."""
+    """Return the refit among an eviction's wrappers, or None."""
     while isinstance(eviction, Wrapper) and not isinstance(eviction, Refit):
         eviction = eviction.eviction
     return eviction if isinstance(eviction, Refit) else None
@@ -115,7 +116,7 @@ def target(
     causal mask: reference queries come after the prompt."""
     k, v = (jnp.where(exists[:, None], x, 0).astype(jnp.float32) for x in (k, v))
 
-    def some(q: Float[Array, "n h"]) -> Target:
+    def of_block(q: Float[Array, "n h"]) -> Target:
         x = jnp.where(exists, logits(q, k), -jnp.inf)
         largest = jnp.where(exists.any(), x.max(-1), 0)
         weight = jnp.exp(x - largest[:, None])
@@ -125,46 +126,49 @@ def target(
 
     count, width = q.shape
     q = jnp.pad(q.astype(jnp.float32), ((0, -count % BLOCK), (0, 0)))
-    found = lax.map(some, q.reshape(-1, BLOCK, width))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], found)
+    blocks = lax.map(of_block, q.reshape(-1, BLOCK, width))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], blocks)
 
 
 def fit(
     q: Float[Array, "n h"],
     real: Bool[Array, " n"],
-    wanted: Target,
+    full: Target,
     k: Float[Array, "s h"],
     v: Float[Array, "s h"],
     exists: Bool[Array, " s"],
 ) -> tuple[Float[Array, "s h"], Float[Array, " s"]]:
-    """Return new values and biases of the entries of one head cache that stayed, in float32, from those of its queries
-    that are `real`. Without one of these, or for a place without an entry, they are the own value and 0.
+    """Return new values and biases of the remaining entries of one head cache, in float32, given the attention of its
+    queries to all entries (`full`). Queries that are not `real` do not count. If none is, or where no entry exists, the
+    value stays and the bias is 0.
 
     The bias comes first (`bias`). With X = softmax(q · K / √h + bias) over these entries, the values are
     v + argmin_D ‖X (v + D) − output‖² + λ ‖D‖² with λ = `RIDGE` · ‖X‖² / n (the authors' `_compute_C2`, with λ)."""
     k, v = (jnp.where(exists[:, None], x, 0).astype(jnp.float32) for x in (k, v))
     seen = real[:, None] & exists
     x = jnp.where(seen, logits(q.astype(jnp.float32), k), -jnp.inf)
-    own = bias(jnp.exp(x - wanted.largest[:, None]), jnp.where(real, wanted.mass, 0))
-    attention = jnp.where(seen, jax.nn.softmax(jnp.where(seen, x + own, -1e30), -1), 0)
-    missing = jnp.where(real[:, None], wanted.output, 0) - jnp.einsum("ns,sh->nh", attention, v, **EXACT)
-    return v + ridge(attention, missing), own
+    biases = bias(jnp.exp(x - full.largest[:, None]), jnp.where(real, full.mass, 0))
+    attention = jnp.where(seen, jax.nn.softmax(jnp.where(seen, x + biases, -1e30), -1), 0)
+    missing = jnp.where(real[:, None], full.output, 0) - jnp.einsum("ns,sh->nh", attention, v, **EXACT)
+    return v + ridge(attention, missing), biases
 
 
 def bias(weight: Float[Array, "n s"], mass: Float[Array, " n"]) -> Float[Array, " s"]:
-    """Return the logarithm of the factors w of entries with which Σ_j weight_ij · w_j comes close to mass_i, as least
-    squares with |log w| ≤ `LARGEST` (the authors' `_nnls_pg`). The least squares with a ridge towards w = 1 are
-    clipped, and improved by `STEPS` of projected gradient descent, with 1 / ‖weight‖² as the step."""
-    least, most = jnp.exp(-LARGEST), jnp.exp(LARGEST)
+    """Return log w of the entries, where w minimises Σ_i (Σ_j weight_ij · w_j − mass_i)² with |log w| ≤ `LARGEST` (the
+    authors' `_nnls_pg`). The least squares solution with a ridge towards w = 1 is clipped, then improved by `STEPS`
+    steps of projected gradient descent of size 1 / ‖weight‖²."""
+    smallest_factor, largest_factor = jnp.exp(-LARGEST), jnp.exp(LARGEST)
 
-    def lacking(w: Float[Array, " s"]) -> Float[Array, " n"]:
+    def residual(w: Float[Array, " s"]) -> Float[Array, " n"]:
         return mass - jnp.einsum("ns,s->n", weight, w, **EXACT)
 
     w = jnp.ones_like(weight[0])
-    w = jnp.clip(w + ridge(weight, lacking(w)[:, None])[:, 0], least, most)
+    w = jnp.clip(w + ridge(weight, residual(w)[:, None])[:, 0], smallest_factor, largest_factor)
     step = 1 / _positive(largest_eigenvalue(gram(weight)))
     for _ in range(STEPS):
-        w = jnp.clip(w + step * jnp.einsum("ns,n->s", weight, lacking(w), **EXACT), least, most)
+        w = jnp.clip(
+            w + step * jnp.einsum("ns,n->s", weight, residual(w), **EXACT), smallest_factor, largest_factor
+        )
     return jnp.log(w)
 
 
@@ -187,14 +191,14 @@ def gram(x: Float[Array, "n s"]) -> Float[Array, "m m"]:
 
 def largest_eigenvalue(x: Float[Array, "m m"]) -> Float[Array, ""]:
     """Return the largest eigenvalue of a symmetric matrix without negative numbers, by power iteration."""
-    vector, found = jnp.ones_like(x[0]), jnp.zeros_like(x[0, 0])
+    vector, eigenvalue = jnp.ones_like(x[0]), jnp.zeros_like(x[0, 0])
     for _ in range(POWER_STEPS):
         vector = vector / _positive(jnp.linalg.norm(vector))
         vector, before = jnp.einsum("ij,j->i", x, vector, **EXACT), vector
-        found = jnp.dot(before, vector, **EXACT)
-    return found
+        eigenvalue = jnp.dot(before, vector, **EXACT)
+    return eigenvalue
 
 
 def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
-    """Return a number that is not negative, or 1 in place of 0."""
+    """Return a non-negative number, or 1 in place of 0."""
     return jnp.where(x > 0, x, 1)

@@ -1,4 +1,4 @@
-"""SnapKV (Li et al., 2024, arXiv:2404.14469): what the last queries looked at, later queries will look at too."""
+"""SnapKV (Li et al., 2024, arXiv:2404.14469): later queries look at the same entries as the last queries."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ class SnapKV(queries.LastQueries):
     maxima instead: over the group for each query, and over the neighbours. The last `observed` entries stay."""
 
     observed: int = static(default=64)
-    """The number of last tokens whose queries are used, and which stay."""
+    """The number of last tokens whose queries are used. These tokens stay."""
     pool: int = static(default=5)
     """The number of neighbouring keys over which attention is pooled."""
     pooling: str = static(default="average")

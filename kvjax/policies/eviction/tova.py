@@ -1,4 +1,4 @@
-"""TOVA (Oren et al., 2024, arXiv:2401.06104): what the last query of a layer looked at, over all heads together."""
+"""TOVA (Oren et al., 2024, arXiv:2401.06104): the entries that a layer's last query looked at, over all its heads."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.folder import read_sizes, save_exported
-from kvjax.checkpoints.gates import Found, open_gates
+from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError, one_of, shown
@@ -26,7 +26,7 @@ from kvjax.policies.views import Stored
 from kvjax.struct import assign, remembered, static, struct
 
 OFFSETS = 2.0 ** np.arange(17)
-"""The distances behind the next token at which a key is scored, 1 to 65,536."""
+"""The distances of future queries at which a key is scored, 1 to 65,536."""
 LEAST_DEVIATION = 1e-6
 """The least standard deviation by which scores are divided."""
 LAYERS = "mean", "own"
@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
 
 def pairs(x: Float[Array, "... h"], turned: int) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
-    """Return the real and imaginary parts of a vector's h/2 pairs. The first `turned` pairs are those that RoPE turns,
+    """Return the real and imaginary parts of a vector's h/2 pairs. RoPE turns the first `turned` pairs,
     (i, i + turned) of the first 2 · turned dimensions. The other dimensions are paired in the same way."""
     parts = x[..., :turned], x[..., turned : 2 * turned], *jnp.split(x[..., 2 * turned :], 2, -1)
     return jnp.concatenate(parts[::2], -1), jnp.concatenate(parts[1::2], -1)
@@ -89,7 +89,7 @@ class TriAttention(Eviction):
     E_f = mean_d exp(i ω_f (t + d)), and needs no position.
 
     These are the modes "per head" and "per layer and head" of the authors' code, without its noise that breaks ties.
-    Their code keeps a prompt whole unless told otherwise.
+    By default their code keeps a prompt whole.
     """
 
     statistics: Any = dataclasses.field(repr=False)
@@ -125,9 +125,9 @@ class TriAttention(Eviction):
         if self.layers == "own":
             return ""
         if not stores_all:
-            return "averages scores over layers, and an admission has each store others: layers must be 'own'"
+            return "averages scores over layers, and under an admission their tokens differ: layers must be 'own'"
         if schedule.shares.over == "model" or schedule.shares.pyramid is not None:
-            return "averages scores over layers, and this budget differs between them: layers must be 'own'"
+            return "averages scores over layers, and their budgets differ: layers must be 'own'"
         return ""
 
     @property
@@ -143,9 +143,9 @@ class TriAttention(Eviction):
             x[...][head] for x in (self.statistics.real, self.statistics.imaginary, self.statistics.length)
         )
         k_real, k_imaginary = pairs(stored.k.astype(jnp.float32), turned)
-        beyond = (0, k_real.shape[-1] - turned)  # pairs that RoPE leaves as they are
-        frequency = jnp.pad(stored.frequencies, beyond)
-        factor = jnp.pad(jnp.full(turned, stored.rope_scale), beyond, constant_values=1.0)
+        padding = (0, k_real.shape[-1] - turned)  # pairs that RoPE leaves as they are
+        frequency = jnp.pad(stored.frequencies, padding)
+        factor = jnp.pad(jnp.full(turned, stored.rope_scale), padding, constant_values=1.0)
         # an offset is a power of two, so its angle is exact; only the angle of `seen` is rounded
         now, ahead = stored.seen[:, None] * frequency, OFFSETS[:, None] * frequency
         cos_ahead, sin_ahead = jnp.cos(ahead).mean(0), jnp.sin(ahead).mean(0)
@@ -196,11 +196,11 @@ def load_statistics(path: str | Path, model: Any = None) -> tuple[QueryStatistic
 def check_made_for(sizes: Sizes, model: Any) -> None:
     """Raise UserError if there is a `model` and the statistics are for another configuration."""
     if model is not None:
-        wanted = model.num_full_layers, model.num_heads, model.head_dim
-        if sizes != wanted:
+        expected = model.num_full_layers, model.num_heads, model.head_dim
+        if sizes != expected:
             raise UserError(
                 f"triattention: these statistics are for (layers, query heads, head_dim) = {tuple(sizes)}, the model "
-                f"has {wanted}"
+                f"has {expected}"
             )
 
 
@@ -215,10 +215,10 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
         ) from None
 
 
-def _published(opened: TorchFile) -> Found[Sizes]:
+def _published(opened: TorchFile) -> OpenGates[Sizes]:
     """Return the statistics in an authors' file, which has three vectors for every layer and query head."""
     match opened.content:
-        case {"metadata": dict() as metadata, "stats": dict() as found} if found:
+        case {"metadata": dict() as metadata, "stats": dict() as stats} if stats:
             pass
         case _:
             raise UserError(
@@ -228,11 +228,11 @@ def _published(opened: TorchFile) -> Found[Sizes]:
         raise UserError(f"{opened.file}: rope_style should be 'half', found {shown(style)}")
     layers: dict[int, dict[str, Any]] = {}
     heads = 0
-    for name, vectors in found.items():
-        place = HEAD.fullmatch(str(name))
-        if place is None or not isinstance(vectors, dict):
+    for name, vectors in stats.items():
+        match = HEAD.fullmatch(str(name))
+        if match is None or not isinstance(vectors, dict):
             raise UserError(f"{opened.file}: stats has {shown(name)}, expected layer00_head00 and so on")
-        layer, head = map(int, place.groups())
+        layer, head = map(int, match.groups())
         layers.setdefault(layer, {}).update({f"head {head}, {key}": x for key, x in vectors.items()})
         heads = max(heads, head + 1)
     match shape_of(layers.get(0, {}), "head 0, q_mean_real"):
@@ -243,15 +243,15 @@ def _published(opened: TorchFile) -> Found[Sizes]:
                 f"{opened.file}: layer 0: head 0, q_mean_real should have half of head_dim "
                 f"{shown(metadata.get('head_dim'))} numbers, found {other}"
             )
-    stacked = [layers.get(index, {}) for index in range(sizes.layers)]
+    arrays_of_layers = [layers.get(index, {}) for index in range(sizes.layers)]
     shapes = {f"head {head}, {key}": (count,) for key in PUBLISHED.values() for head in range(heads)}
-    opened.check(stacked, shapes)
+    opened.check(arrays_of_layers, shapes)
 
     def arrays() -> dict[str, np.ndarray]:
-        whole = opened.stack(stacked, shapes)
+        stacked = opened.stack(arrays_of_layers, shapes)
         return {
-            name: np.stack([whole[f"head {head}, {key}"] for head in range(heads)], 1)
+            name: np.stack([stacked[f"head {head}, {key}"] for head in range(heads)], 1)
             for name, key in PUBLISHED.items()
         }
 
-    return Found(sizes, {"method": TriAttention.name} | sizes._asdict(), arrays)
+    return OpenGates(sizes, {"method": TriAttention.name} | sizes._asdict(), arrays)

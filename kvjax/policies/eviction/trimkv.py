@@ -49,9 +49,9 @@ FORMS = {
     },
 }
 """The forms of the gate, as config.json names them, and the authors' names of their arrays. rg: an MLP of two layers on
-hidden states. rg2: the same on the keys and values of all kv heads. rg3: SwiGLU on those. rg10 (DBTrimKV): an MLP of
-three layers on hidden states, the last of which was trained as one for all layers."""
-OF_KEYS = "rg2", "rg3"
+hidden states. rg2: the same on the keys and values of all kv heads. rg3: SwiGLU on these. rg10 (DBTrimKV): an MLP of
+three layers on hidden states. Its last layer was trained as one for all layers of the model."""
+KEY_VALUE_FORMS = "rg2", "rg3"
 """The forms whose input is the keys, after RoPE, and values of all kv heads."""
 PREFIX = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.retention_gate\.(.+)")
 """The pattern of names in the authors' files: the layer, and an array of its gate."""
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a layer's arrays by our names: linear maps [out, in]."""
         k, d, m = self.kv_heads, self.width, self.hidden
-        known = {
+        shapes = {
             "w_in": (m, d),
             "b_in": (m,),
             "w_gate": (m, d),
@@ -81,8 +81,8 @@ class Sizes(NamedTuple):
             "w_mid": (m, m),
             "b_mid": (m,),
         }
-        known |= {"w_out": (k, m), "b_out": (k,)}
-        return {name: known[name] for name in FORMS[self.form]}
+        shapes |= {"w_out": (k, m), "b_out": (k,)}
+        return {name: shapes[name] for name in FORMS[self.form]}
 
 
 class RetentionGate(nnx.Module):
@@ -122,15 +122,15 @@ def _project(x: Float[Array, "b t d"], w: nnx.Param) -> Float[Array, "b t m"]:
 
 @struct
 class TrimKV(TokenMetadata, Eviction):
-    """log β^(t + 1 − p) for an entry of position p when t tokens were read, where a gate gave β in (0, 1) when its
-    token came. The order of two entries may change with their age.
+    """The score log β^(t + 1 − p) for an entry of position p when t tokens were read. A gate computes β in (0, 1) when
+    the token comes. The order of two entries may change with their age.
 
     The age counts from t + 1, as in the authors' code. Gates of the form rg10 are DBTrimKV's: entries of all layers and
     heads then compete for one budget. A `threshold` is the least log β^(t + 1 − p).
     """
 
     gates: Any = dataclasses.field(repr=False)
-    """The gates, or the authors' trimkv_weights.pth, beside which their config.json is, or the folder of both."""
+    """The gates, or the authors' folder of trimkv_weights.pth and config.json, or the first of these files."""
     name = "trimkv"
 
     def __post_init__(self):
@@ -159,12 +159,12 @@ class TrimKV(TokenMetadata, Eviction):
         return {"log_beta": "float32", "position": "int32"}
 
     def numbers(self, state: Any, step: Step, readout: Readout) -> Numbers:
-        if self.gates.sizes.form not in OF_KEYS:
+        if self.gates.sizes.form not in KEY_VALUE_FORMS:
             return {"log_beta": self.gates(step.hidden, step.head)}
         if step.k.shape[1] < self.gates.sizes.kv_heads:
             raise UserError(
-                f"{self.name}: gates of the form {self.gates.sizes.form} look at all kv heads of a token, which a mesh "
-                "with tensor=1 does not split"
+                f"{self.name}: gates of the form {self.gates.sizes.form} look at all kv heads of a token: the mesh "
+                "must have tensor=1"
             )
         x = rearrange(jnp.concatenate([step.k, step.v], -1), "b k t h -> b t (k h)")
         return {"log_beta": self.gates(x, step.head)}
@@ -176,7 +176,7 @@ class TrimKV(TokenMetadata, Eviction):
 
 def load_gates(path: str | Path, model: Any = None) -> RetentionGate:
     """Return the gates in the authors' trimkv_weights.pth, which is read without torch. `path` is this file, or its
-    folder. config.json beside it names the form.
+    folder. config.json in the same folder names the form.
 
     Raises UserError naming the faulty file, or if the gates are not for `model`.
     """
@@ -193,19 +193,19 @@ def load_gates(path: str | Path, model: Any = None) -> RetentionGate:
 def check_made_for(sizes: Sizes, model: Any) -> None:
     """Raise UserError if there is a `model` and the gates are for another configuration."""
     if model is not None:
-        width = 2 * model.head_dim * model.num_kv_heads if sizes.form in OF_KEYS else model.width
-        wanted = model.num_full_layers, model.num_kv_heads, width
-        if sizes[1:4] != wanted:
+        width = 2 * model.head_dim * model.num_kv_heads if sizes.form in KEY_VALUE_FORMS else model.width
+        expected = model.num_full_layers, model.num_kv_heads, width
+        if sizes[1:4] != expected:
             raise UserError(
                 f"trimkv: these gates are for (layers, kv heads, width of the input) = {sizes[1:4]}, the model has "
-                f"{wanted}"
+                f"{expected}"
             )
 
 
 def _form(file: Path) -> str:
-    """Return the form that the authors' config.json names. Raises UserError for another, or another activation."""
-    said = read_description(file)
-    form, activation = said.get("retention_gate"), said.get("hidden_act", "silu")
+    """Return the form that the authors' config.json names. Raises UserError for an unknown form or activation."""
+    config = read_description(file)
+    form, activation = config.get("retention_gate"), config.get("hidden_act", "silu")
     if not isinstance(form, str) or form not in FORMS:
         raise UserError(f"{file}: retention_gate is one of {', '.join(FORMS)}, got {shown(form)}")
     if activation != "silu":
@@ -215,13 +215,13 @@ def _form(file: Path) -> str:
 
 def _layers(opened: TorchFile, form: str) -> tuple[Sizes, list[dict[str, Any]]]:
     """Return the sizes that the first layer has, and the arrays of each layer by name."""
-    found: dict[int, dict[str, Any]] = {}
+    by_layer: dict[int, dict[str, Any]] = {}
     for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
         parts = PREFIX.fullmatch(str(name))
         if parts is None:
             raise UserError(f"{opened.file}: these are no gates of TrimKV, which have no {shown(name)}")
-        found.setdefault(int(parts[1]), {})[parts[2]] = value
-    layers = [found.get(index, {}) for index in range(max(found, default=-1) + 1)]
+        by_layer.setdefault(int(parts[1]), {})[parts[2]] = value
+    layers = [by_layer.get(index, {}) for index in range(max(by_layer, default=-1) + 1)]
     first, last = FORMS[form]["w_gate" if form == "rg3" else "w_in"], FORMS[form]["w_out"]
     shapes = [shape_of(layers[0], name) for name in (first, last)] if layers else []
     match shapes:

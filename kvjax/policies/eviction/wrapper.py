@@ -1,4 +1,4 @@
-"""Evictions that hold another one and change its budget, or its scores."""
+"""Evictions that wrap another one and change its budget or its scores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +16,9 @@ from kvjax.struct import bare, changed, struct
 
 @struct
 class Wrapper(Eviction):
-    """An eviction around another one. A subclass changes what is defined here. The other eviction itself is asked what
-    it observes and which metadata it keeps (`innermost`); a wrapper may keep more (`entry_fields`)."""
+    """An eviction around another one. A subclass overrides functions that are defined here. The innermost
+    eviction decides which tokens are observed and which metadata it has (`innermost`); a wrapper may add metadata
+    (`entry_fields`)."""
 
     eviction: Eviction
     """The wrapped eviction."""
@@ -25,12 +26,11 @@ class Wrapper(Eviction):
     def __post_init__(self):
         if not isinstance(self.eviction, Eviction):
             raise UserError(
-                f"{type(self).__name__} is around an eviction such as SnapKV(), got {shown(self.eviction)}"
+                f"{type(self).__name__} wraps an eviction such as SnapKV(), got {shown(self.eviction)}"
             )
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise TypeError if a subclass also derives from another class of `kvjax.policies.base`, whose functions
-        nobody would call."""
+        """Raise TypeError if a subclass also derives from one of `MIXINS`, whose functions would never be called."""
         super().__init_subclass__(**options)
         if issubclass(cls, MIXINS):
             raise TypeError(f"{cls.__name__} must derive from Wrapper alone")

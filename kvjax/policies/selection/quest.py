@@ -1,12 +1,11 @@
 """Quest (Tang et al., 2024, arXiv:2406.10774): a query reads the pages in which some key may matter to it.
 
-A page's keys lie in a box, from the smallest to the largest of each component. No key of it can have a larger product
-with the query than the box's best corner, so the pages with the best corners are read.
+A page's keys lie in a box, from the smallest to the largest value of each component. No key of the page can have a
+larger product with the query than the box's best corner, so the pages with the best corners are read.
 """
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
@@ -15,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kvjax.errors import UserError, shown, whole_number
 from kvjax.policies.base import Selection
-from kvjax.policies.numbers import is_placed, real_array, whole_array
+from kvjax.policies.numbers import EXACT, is_placed, real_array, whole_array
 from kvjax.struct import assign, changed, short, struct
 from kvjax.topk import top
 
@@ -29,7 +28,7 @@ class Quest(Selection):
     other is then 0."""
 
     tokens: Any = None
-    """The number of entries of each kv head that a query reads. It includes those of the local window, which are always
+    """The number of entries of each kv head that a query reads. This includes the local window, which is always
     read."""
     ratio: Any = None
     """The share of the tokens so far that a query reads, given instead of `tokens`."""
@@ -43,7 +42,7 @@ class Quest(Selection):
             return
         if (tokens is None) == (ratio is None):
             given = "got none" if tokens is None else f"got tokens={shown(tokens)} and ratio={shown(ratio)}"
-            raise UserError(f"quest: what a query reads is one of tokens and ratio, {given}")
+            raise UserError(f"quest: expected one of tokens and ratio, {given}")
         assign(
             self,
             tokens=np.array(0, np.int32)
@@ -77,9 +76,9 @@ class Quest(Selection):
         seen: Int[Array, " b"],
         page_size: int,
     ) -> Bool[Array, "b k p"]:
-        """Return the mask of the ⌈max(T − local, 0) / page_size⌉ pages with the best scores, of equal ones the earlier;
-        T is the number of entries that a query reads. A last page that is not full takes the first of these places
-        whatever its score. Without places no page is read (WG-KV's code)."""
+        """Return the mask of the ⌈max(T − local, 0) / page_size⌉ pages with the best scores. T is the number of entries
+        that a query reads. Of equal scores, the earlier page wins. A last page that is not full takes the first of
+        these places whatever its score. Without places no page is read (WG-KV's code)."""
         budget = self.tokens + jnp.round(self.ratio * seen).astype(jnp.int32)
         budget = jnp.where(layer < self.skip, EVERYTHING, budget)
         places = -(-jnp.maximum(budget - local, 0) // page_size)
@@ -95,5 +94,4 @@ def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -
     # min(q, 0) · k_min + min(−q, 0) · (−k_max): one product over the page's row as it is stored
     corner = jnp.minimum(jnp.concatenate([q, -q], -1), 0)
     corner = rearrange(corner, "b (k g) 1 h -> b k g h", k=bounds.shape[1])
-    exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    return jnp.einsum("bkgh,bkph->bkgp", corner, bounds, **exact).max(2)
+    return jnp.einsum("bkgh,bkph->bkgp", corner, bounds, **EXACT).max(2)

@@ -1,14 +1,14 @@
 """HELMET (Yen et al., ICLR 2025, arXiv:2410.02694) in its published form: its recall, RAG, re-ranking, ICL and LongQA
 tasks whose metrics need no model as a judge, with the official prompts, demonstrations, answer lengths and metrics.
 
-The records are those of the largest published length up to the context's. The first of them are those that the
-official run evaluates. Documents that are too long lose their end, as in the official program. Two things differ.
-InfiniteBench's novels are cut with the model's own tokenizer, to fill the context, whereas the official program cuts
-them with Llama 2's to 210 tokens less. And a text is cut further if the rest takes more tokens than before, so that no
-prompt exceeds `--context`. Answers do not stop at line breaks: the official configurations ask for that with a name
-(`stop_new_line`) that the official program does not read.
+The records are those of the largest published length that fits the context, in an order that starts with the records of
+the official run. Documents that are too long lose their end, as in the official program. Two things differ.
+InfiniteBench's novels are cut with the model's own tokenizer, to fill the context; the official program cuts them with
+Llama 2's tokenizer, to 210 tokens less. And documents are cut again until no prompt exceeds `--context`. Answers do not
+stop at line breaks: the official configurations ask for it with an option (`stop_new_line`) that the official program
+does not read.
 
-records, draws: prompts and random draws that the tasks share; retrieval, hub_tasks: the tasks; scores: the metrics.
+records, sampling: prompts and random choices for all tasks; retrieval, hub_tasks: the tasks; scores: the metrics.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,14 @@ PREFIX = "helmet_"
 
 @dataclass(frozen=True)
 class HelmetTask:
-    """A task: the reader of its records, the most tokens of an answer, and the name of its score."""
+    """A task of HELMET."""
 
     prompts: Callable[[Files], Prompts]
+    """Reads its records."""
     reserved: int
+    """The most tokens of an answer."""
     metric: str
+    """Description of the score."""
 
 
 RECALL, SUBSTRING, EXACT = "share of the needles found", "substring exact match", "exact match"
@@ -45,14 +48,14 @@ def _retrieval(test: str, demos: str, rare: bool = False) -> HelmetTask:
     return HelmetTask(partial(kilt, test=test, demos=demos, rare=rare), 20, SUBSTRING)
 
 
-def _classification(*arguments: Any, **more: Any) -> HelmetTask:
-    return HelmetTask(partial(icl, texts=Texts(*arguments, **more)), 20, EXACT)
+def _classification(*args: Any, **kwargs: Any) -> HelmetTask:
+    return HelmetTask(partial(icl, texts=Texts(*args, **kwargs)), 20, EXACT)
 
 
 TASKS = {
     "ruler_niah_mk_2": HelmetTask(partial(ruler, folder="niah_multikey_2"), 50, RECALL),
     "ruler_niah_mk_3": HelmetTask(partial(ruler, folder="niah_multikey_3"), 100, RECALL),
-    "ruler_niah_mv": HelmetTask(partial(ruler, folder="niah_multivalue", several=True), 50, RECALL),
+    "ruler_niah_mv": HelmetTask(partial(ruler, folder="niah_multivalue", multiple_values=True), 50, RECALL),
     "json_kv": HelmetTask(json_kv, 100, SUBSTRING),
     "kilt_nq": _retrieval("nq-dev-multikilt_1000_k{}_dep6", "nq-train-multikilt_1000_k3_dep6"),
     "kilt_triviaqa": _retrieval(
@@ -88,7 +91,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class HelmetSamples:
-    """The records of one task, read anew for every length."""
+    """The samples of a task. The records are read for every length, since each has its own files."""
 
     name: str
     """The task's name."""
@@ -105,28 +108,30 @@ class HelmetSamples:
         return 1
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """Return the first samples to compare, or those after them to calibrate on. Raises UserError for a damaged
-        record, too few records, or a length that leaves no documents."""
-        size = max((size for size, own in enumerate(LENGTHS) if own <= length), default=0)
-        prompts = TASKS[self.name].prompts(Files(self.folder, size))
+        """Return the first samples to compare, or the next ones to calibrate on.
+
+        Raises UserError for a damaged record, too few records, or a length that leaves no documents.
+        """
+        index = max((index for index, published in enumerate(LENGTHS) if published <= length), default=0)
+        prompts = TASKS[self.name].prompts(Files(self.folder, index))
         where = f"{OPTION} {self.folder or 'on the hub'}"
-        chosen = split.of_published(prompts, count, where, f"samples of {PREFIX}{self.name}")
+        chosen = split.take_published(prompts, count, where, f"samples of {PREFIX}{self.name}")
         return [self._sample(prompt(), length) for prompt in chosen]
 
     def _sample(self, prompt: Prompt, length: int) -> Sample:
-        def sample(documents: str) -> Sample:
-            own = TASKS[self.name]
-            return self.encode(prompt.example(documents, PREFIX + self.name, own.reserved, self.encode.chat))
+        def encode(documents: str) -> Sample:
+            reserved = TASKS[self.name].reserved
+            return self.encode(prompt.example(documents, PREFIX + self.name, reserved, self.encode.chat))
 
-        found, left = sample(prompt.documents), prompt.documents
-        while (excess := len(found.context) + found.room - length) > 0:
-            left = self.encode.without_end(left, excess)
-            if not left:
+        sample, documents = encode(prompt.documents), prompt.documents
+        while (excess := len(sample.context) + sample.tokens_after_context - length) > 0:
+            documents = self.encode.without_end(documents, excess)
+            if not documents:
                 raise UserError(
                     f"--context {length}: a sample of {PREFIX}{self.name} needs more tokens without its documents"
                 )
-            found = sample(left + prompt.omitted)
-        return found
+            sample = encode(documents + prompt.omitted)
+        return sample
 
 
 def _open(name: str, inputs: Inputs) -> Dataset:

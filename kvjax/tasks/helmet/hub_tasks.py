@@ -1,7 +1,7 @@
-"""HELMET's tasks from datasets on the hub: labels of texts, after many demonstrations (TREC, BANKING77, CLINC150, NLU),
+"""HELMET's tasks from datasets on the hub: classification after many demonstrations (TREC, BANKING77, CLINC150, NLU),
 and questions about novels (InfiniteBench).
 
-The prompts are the published ones, with the demonstrations in their contexts.
+The prompts are the published ones. Their contexts contain the demonstrations.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from functools import partial
 
 from kvjax.errors import UserError, whole_number
 from kvjax.tasks.datasets import Row, row_field, row_text, row_texts
-from kvjax.tasks.helmet.draws import (
+from kvjax.tasks.helmet.records import OPTION, Files, Prompt, Prompts
+from kvjax.tasks.helmet.sampling import (
     SEED,
     SHOTS,
     TEXTS,
@@ -21,7 +22,6 @@ from kvjax.tasks.helmet.draws import (
     split_off_tenth,
     text_seed,
 )
-from kvjax.tasks.helmet.records import OPTION, Files, Prompt, Prompts
 from kvjax.tasks.helmet.scores import choice_match, label_match, rouge_f1
 from kvjax.tasks.prompt import Scoring
 
@@ -40,9 +40,9 @@ class Texts:
     labels: int
     """Number of labels."""
     shots: tuple[int, ...]
-    """The number of demonstrations, by length."""
+    """The number of demonstrations for each length in `LENGTHS`."""
     test: str = "test"
-    """The split whose texts are asked about. For `train` it is a tenth of that split."""
+    """The split of the questions' texts. If it is `train`, a tenth of that split is used."""
     configuration: str = "default"
 
     def read(self, files: Files, split: str) -> list[tuple[str, int]]:
@@ -66,21 +66,21 @@ def icl(files: Files, texts: Texts) -> Prompts:
     train, test = split_off_tenth(train) if texts.test == "train" else (train, texts.read(files, texts.test))
     if len(test) > TEXTS:
         test = shuffled(test)
-        drawn = balanced([label for _, label in test], TEXTS, SEED)
-        others = sorted(set(range(len(test))) - set(drawn))
-        test = [test[place] for place in (*drawn, *others)]
-    return [partial(_icl_prompt, one, train, texts.labels, texts.shots[files.size]) for one in test]
+        sampled = balanced([label for _, label in test], TEXTS, SEED)
+        others = sorted(set(range(len(test))) - set(sampled))
+        test = [test[index] for index in (*sampled, *others)]
+    shots = texts.shots[files.length_index]
+    return [partial(_icl_prompt, text, label, train, texts.labels, shots) for text, label in test]
 
 
-def _icl_prompt(one: tuple[str, int], train: Sequence[tuple[str, int]], labels: int, shots: int) -> Prompt:
-    text, label = one
+def _icl_prompt(text: str, label: int, train: Sequence[tuple[str, int]], labels: int, shots: int) -> Prompt:
     seed = text_seed(text, SEED)
     numbers = shuffled_numbers(labels, seed)
-    shown = (train[place] for place in balanced([label for _, label in train], shots, seed))
+    demos = (train[index] for index in balanced([label for _, label in train], shots, seed))
     return Prompt(
         "Use the provided mapping from the text to label to assign a label to the text. Only output "
         '"label: {label}" and nothing else. \n\n',
-        "\n\n".join(f"{example}\nlabel: {numbers[its]}" for example, its in shown),
+        "\n\n".join(f"{demo}\nlabel: {numbers[demo_label]}" for demo, demo_label in demos),
         "\n\n",
         text,
         "\nlabel:",
@@ -90,7 +90,7 @@ def _icl_prompt(one: tuple[str, int], train: Sequence[tuple[str, int]], labels: 
 
 
 def infbench(files: Files, choice: bool) -> Prompts:
-    """Return the prompts that ask questions about novels. The official loader also drops novels of less than 65536
+    """Return the prompts that ask questions about novels. The official loader also drops novels of fewer than 65536
     tokens, but there are none."""
     name = "longbook_choice_eng" if choice else "longbook_qa_eng"
     rows = files.hub_rows("xinrongzhang2022/InfiniteBench", name, f"{name}.jsonl")
@@ -100,12 +100,12 @@ def infbench(files: Files, choice: bool) -> Prompts:
 
 def _infbench_prompt(row: Row, rows: Sequence[Row], choice: bool, scoring: Scoring) -> Prompt:
     at, fields = row
-    own = row_key(row, "id")
-    others = shuffled([one for one in rows if row_key(one, "id") != own])[:SHOTS]
-    asked, expected = _asked(row, choice)
+    key = row_key(row, "id")
+    others = shuffled([other for other in rows if row_key(other, "id") != key])[:SHOTS]
+    asked, expected = _question(row, choice)
     demos = "\n\n".join(
         f"[story text]\n{question}\nAnswer: {answers[0]}"
-        for question, answers in (_asked(one, choice) for one in others)
+        for question, answers in (_question(other, choice) for other in others)
     )
     task = (
         "You are given a story and a question with multiple choices. Choose the best answer from the options provided. "
@@ -128,9 +128,9 @@ def _infbench_prompt(row: Row, rows: Sequence[Row], choice: bool, scoring: Scori
     )
 
 
-def _asked(row: Row, choice: bool) -> tuple[str, tuple[str, ...]]:
-    """Return a question about a novel and its answers. A choice's answers are the letter, and the letter with the
-    option."""
+def _question(row: Row, choice: bool) -> tuple[str, tuple[str, ...]]:
+    """Return a question about a novel and its answers. With multiple choice, these are the letter, and the letter with
+    the option."""
     at, fields = row
     question, answers = f"Question: {row_text(fields, 'input', at)}", row_texts(fields, "answer", at)
     if not choice:

@@ -1,6 +1,6 @@
 """HELMET's metrics (its utils.py and the `post_process` functions of its data.py), each from 0 to 1.
 
-Every function scores the answer together with the words that begin it in the prompt, such as "Answer:".
+Every function scores the answer together with the words that begin it, such as "Answer:".
 """
 
 import importlib
@@ -13,15 +13,15 @@ from kvjax.tasks.prompt import Scoring
 from kvjax.tasks.text_scores import bare_words
 
 CUT = 10
-"""The number of documents that NDCG@10 looks at."""
+"""The number of documents that NDCG@10 counts."""
 DECIMALS = 5
 """Decimals to which the official scorer rounds NDCG."""
 
 
 def substring_match(text: str, expected: Sequence[str]) -> float:
-    """Return 1 if the text has one of the expected strings, both in lower case, without punctuation and articles.
+    """Return 1 if the text contains an expected string, both in lower case, without punctuation and articles.
 
-    The official scorer also looks at the parsed answer, which is a part of the text and can add nothing.
+    The official scorer also tries the parsed answer, which changes nothing, since it is a part of the text.
     """
     bare = _bare(text)
     return float(any(_bare(true) in bare for true in expected))
@@ -33,16 +33,16 @@ def label_match(text: str, expected: Sequence[str]) -> float:
 
 
 def choice_match(text: str, expected: Sequence[str]) -> float:
-    """Return 1 if the text or its parsed answer is an expected string, or if the text has the second one ("A. …")."""
+    """Return 1 if the text or its parsed answer is an expected string, or the text contains the second ("A. …")."""
     parts = text, _parsed(text, "Answer:")
     return float(any(_exact(part, expected) for part in parts) or expected[1].lower() in text.lower())
 
 
 def rouge_f1() -> Scoring:
-    """Return the scoring of the package rouge_score: ROUGE-L's F1 of stemmed words, the best that the text or its
-    parsed answer gets with any expected string.
+    """Return the scoring by ROUGE-L's F1 of stemmed words, with the package rouge_score.
 
-    Raises UserError if the package is not installed.
+    It is the best score of the text and its parsed answer with any expected string. Raises UserError if the package is
+    not installed.
     """
     try:
         rouge_scorer = importlib.import_module("rouge_score.rouge_scorer")
@@ -58,8 +58,10 @@ def rouge_f1() -> Scoring:
 
 
 def ranking_gain(labels: Mapping[str, int]) -> Scoring:
-    """Return the scoring by NDCG@10 of the ranking in a text, by the documents' labels. As in trec_eval, it is 0 if all
-    labels are."""
+    """Return the scoring by NDCG@10 of the ranking in a text. labels: the relevance of each document.
+
+    As in trec_eval, the score is 0 if all labels are 0.
+    """
     ideal = _gain(sorted(labels.values(), reverse=True))
 
     def score(text: str, expected: Sequence[str]) -> float:
@@ -71,20 +73,20 @@ def ranking_gain(labels: Mapping[str, int]) -> Scoring:
 
 
 def _gain(labels: Sequence[int]) -> float:
-    return sum(label / math.log2(place) for place, label in enumerate(labels[:CUT], 2))
+    return sum(label / math.log2(rank) for rank, label in enumerate(labels[:CUT], 2))
 
 
 def _ranking(text: str) -> list[str]:
-    """Return the different numbers of the longest "3 > 1 > 2" in a text, in their order."""
+    """Return the distinct numbers of the longest "3 > 1 > 2" in a text, in order."""
     text = re.sub(r"[\[\]:]", "", text).lower().replace("id", "")
     longest = max(re.findall(r"\d+(?:\s*>\s*\d+)*", text), key=len, default="")
     return list(dict.fromkeys(number.strip() for number in longest.split(">")))
 
 
 def _parsed(text: str, prefix: str) -> str:
-    """Return the rest of the line after the first `prefix`, or the first line. A second prefix is left out, too."""
-    at = re.search(prefix, text, re.IGNORECASE)
-    line = text[at.end() if at else 0 :].partition("\n")[0].strip()
+    """Return the rest of the line after the first `prefix`, or else the first line, without a second prefix."""
+    match = re.search(prefix, text, re.IGNORECASE)
+    line = text[match.end() if match else 0 :].partition("\n")[0].strip()
     return re.sub(f"^{prefix}", "", line, flags=re.IGNORECASE).strip()
 
 

@@ -13,10 +13,10 @@ PREFIX = "longbench_"
 
 
 def _open(name: str, inputs: Inputs) -> Dataset:
-    own, data = name.removeprefix(PREFIX), inputs.data.get(DATA)
-    examples = longbench_examples(own, data)
+    task, data = name.removeprefix(PREFIX), inputs.data.get(DATA)
+    examples = longbench_examples(task, data)
     where = f"{OPTION} {data or 'on the hub'}"
-    return BenchmarkSamples(own, where, examples, inputs.encode, longbench_task(own).metric.name)
+    return BenchmarkSamples(task, where, examples, inputs.encode, longbench_task(task).metric.name)
 
 
 SUITE = Suite(tuple(PREFIX + name for name in NAMES), _open, data=(DATA,))

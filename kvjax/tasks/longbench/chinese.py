@@ -1,4 +1,4 @@
-"""LongBench's scores of Chinese (its qa_f1_zh_score and rouge_zh_score), whose words jieba finds."""
+"""LongBench's scores of Chinese (its qa_f1_zh_score and rouge_zh_score), with jieba's word segmentation."""
 
 import functools
 import importlib
@@ -14,29 +14,29 @@ Score = Callable[[str, str], float]
 
 @functools.cache
 def words() -> Callable[[str], list[str]]:
-    """Return a function that finds the words of a text. Raises UserError if jieba is not installed."""
+    """Return a function that splits a text into words. Raises UserError if jieba is not installed."""
     try:
         with warnings.catch_warnings():
-            # jieba's regular expressions make newer versions of Python warn
+            # newer versions of Python warn of jieba's regular expressions
             warnings.simplefilter("ignore")
             jieba = importlib.import_module("jieba")
     except ImportError:
-        raise UserError("Chinese words are found by jieba: pip install 'kvjax[chinese]'") from None
+        raise UserError("Chinese scores need jieba: pip install 'kvjax[chinese]'") from None
     jieba.setLogLevel(logging.WARNING)
     return jieba.lcut
 
 
 def chinese_f1() -> Score:
     """Return F1 of the words, in lower case, without punctuation. Raises UserError if jieba is not installed."""
-    find = words()
+    split = words()
 
     def bare(text: str) -> list[str]:
-        return [letters for word in find(text) if (letters := bare_characters(word))]
+        return [letters for word in split(text) if (letters := bare_characters(word))]
 
     return lambda answer, true: f1(bare(answer), bare(true))
 
 
 def chinese_rouge() -> Score:
     """Return ROUGE-L of the words. Raises UserError if jieba is not installed."""
-    find = words()
-    return lambda answer, true: rouge_l(" ".join(find(answer)), " ".join(find(true)))
+    split = words()
+    return lambda answer, true: rouge_l(" ".join(split(answer)), " ".join(split(true)))

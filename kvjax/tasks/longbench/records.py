@@ -1,7 +1,7 @@
 """LongBench's rows as examples: `input`, `context`, `answers`, and `all_classes` of the classifications.
 
-They are published as data.zip in the data set THUDM/LongBench, with a file TASK.jsonl for each task. LongBench-E
-reports three lengths, by a row's `length` in words. They are the kinds of its questions.
+They are published as data.zip in the dataset THUDM/LongBench, with a file TASK.jsonl for each task. LongBench-E reports
+three ranges of a row's `length` in words, which are the kinds of its questions.
 """
 
 import zipfile
@@ -29,12 +29,12 @@ DATA = "longbench"
 """The name of its data in --data."""
 OPTION = f"--data {DATA}"
 LARGEST = 1 << 30
-"""The most bytes of an archive's file, unpacked. The published files have less than a tenth of it."""
+"""The most bytes of a file in an archive, unpacked. The published files have less than a tenth of it."""
 HUB, ARCHIVE = "THUDM/LongBench", "data.zip"
 BOUNDS = {"0-4k": 4000, "4-8k": 8000}
-"""LongBench-E's first two lengths, each with the number of words that its rows stay below."""
+"""LongBench-E's first two ranges of lengths, each with its exclusive upper bound in words."""
 LONGEST = "8k+"
-"""LongBench-E's third length."""
+"""LongBench-E's third range."""
 
 
 def longbench_examples(name: str, data: Path | None) -> list[Example]:
@@ -43,10 +43,10 @@ def longbench_examples(name: str, data: Path | None) -> list[Example]:
     Args:
         name: one of `NAMES`.
         data: a folder with TASK.jsonl, TASK.parquet or a folder TASK of such files; data.zip as it is published; or a
-            hub data set, OWNER/NAME, with a configuration TASK. None: the published data.zip from the hub.
+            hub data set, OWNER/NAME, with a configuration TASK. None stands for the published data.zip on the hub.
 
     Raises:
-        UserError: nothing there, a file that cannot be read, a field that is missing or of another kind.
+        UserError: the data is missing, a file cannot be read, or a field is missing or invalid.
     """
     return [_example(row, name, at) for at, row in _rows(name, data)]
 
@@ -66,16 +66,16 @@ def _archive_rows(archive: Path, name: str) -> Iterator[Row]:
     check_regular(archive, OPTION)
     try:
         with zipfile.ZipFile(archive) as opened:
-            # macOS keeps a file's attributes under its name in __MACOSX
+            # macOS stores a file's attributes under the same name in __MACOSX
             members = [
                 member
                 for member in opened.infolist()
                 if member.filename.split("/")[-1] == f"{name}.jsonl" and "__MACOSX" not in member.filename
             ]
             if len(members) != 1:
-                found = f"are {len(members)}" if members else "is no"
-                raise UserError(f"{OPTION} {archive}: there {found} {name}.jsonl in it")
-            # no more than the size that is stated here is unpacked
+                number = len(members) or "no"
+                raise UserError(f"{OPTION} {archive}: expected one {name}.jsonl in it, got {number}")
+            # zipfile unpacks no more than this stated size
             if members[0].file_size > LARGEST:
                 raise ValueError(f"{members[0].file_size:,} bytes, more than {LARGEST:,}")
             text = opened.read(members[0]).decode("utf-8-sig")
@@ -88,19 +88,19 @@ def _archive_rows(archive: Path, name: str) -> Iterator[Row]:
 
 def _example(row: Mapping[str, Any], name: str, at: str) -> Example:
     task = longbench_task(name)
-    context, asked = row_text(row, "context", at), row_text(row, "input", at)
+    context, question_text = row_text(row, "context", at), row_text(row, "input", at)
     classes = row_texts(row, "all_classes", at) if task.metric.classes else ()
     question = ExampleQuestion(
-        task.question.format(input=asked),
+        task.question.format(input=question_text),
         "",
         row_texts(row, "answers", at),
         task.metric.scoring(classes),
         task.reserved,
-        _length(row, at) if name.endswith(EVEN) else name,
+        _length_range(row, at) if name.endswith(EVEN) else name,
     )
     return Example(task.context.format(context=context), (question,), as_is=not task.chat)
 
 
-def _length(row: Mapping[str, Any], at: str) -> str:
+def _length_range(row: Mapping[str, Any], at: str) -> str:
     words = whole_number(at, "`length`", row_field(row, "length", at))
     return next((kind for kind, bound in BOUNDS.items() if words < bound), LONGEST)

@@ -1,7 +1,7 @@
-"""LongBench's tasks: their prompts, cut where the context ends, the tokens of an answer and the metric of each.
+"""LongBench's tasks: their prompts, answer lengths and metrics.
 
-The prompts are the published ones (config/dataset2prompt.json and dataset2maxlen.json), word for word, typing errors
-("asconcisely") included. All of them have the question after the context, so each can be cut there.
+The prompts are the published ones (config/dataset2prompt.json and dataset2maxlen.json), word for word, including typos
+("asconcisely"). In all of them the question follows the context, and they are cut there.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +30,10 @@ QASPER = (
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: its name in reports, and the scoring of a row's answers."""
+    """A metric."""
 
     name: str
+    """The description in reports."""
     scoring: Callable[[Sequence[str]], Scoring]
     """Makes the scoring of a row from its classes."""
     classes: bool = False
@@ -57,7 +58,7 @@ CODE = Metric("similarity of the first line of code", lambda classes: best(simil
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """A task: its prompt in two parts, of which the first is read before the second is known."""
+    """A task, with its prompt in two parts: the context, and the question after it."""
 
     context: str
     """The first part, with the field `{context}`."""
@@ -67,9 +68,9 @@ class LongBenchTask:
     """The most tokens of an answer."""
     metric: Metric
     chat: bool = True
-    """True if it is asked through a chat template. The few-shot and code tasks are not."""
+    """True if the chat template is used. The few-shot and code tasks do not use it."""
     even: bool = False
-    """True if it is also a task of LongBench-E, whose lengths have even shares."""
+    """True if it is also a task of LongBench-E, with its even distribution of lengths."""
 
 
 def _passages() -> LongBenchTask:

@@ -1,13 +1,13 @@
 """RULER's thirteen tasks (Hsieh et al., COLM 2024, arXiv:2404.06654), generated locally in our own wording, and its
-published data through an adapter.
+published data.
 
-`make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `Sample` and whose `example` is its
-text; `published_examples` reads RULER's own data. Local and published results are not comparable: the wording, the
+`make_ruler_task(name, tokenizer)` returns a task whose `sample(seed, length)` is a `Sample` and whose `example` is its
+text. `published_examples` reads RULER's own data. Local and published results are not comparable: the wording, the
 words and by default the essays differ.
 
-writer: a task before a tokenizer and a length are known; task: fitting it to both. needles, needle_by_depth,
-variables, frequent, questions: the writers; haystack, draw, words: the parts that they write with. question_files:
-SQuAD and HotpotQA. published: RULER's own samples. A task is a line in `RULER_TASKS`.
+writer: the interface of a task without a tokenizer and a length; task: fitting it to both. needles, needle_by_depth,
+variables, frequent, questions: the writers; haystack, random_strings, words: their building blocks. question_files:
+SQuAD and HotpotQA. published: RULER's own samples. A new task is an entry in `RULER_TASKS`.
 """
 
 import difflib
@@ -32,24 +32,23 @@ from kvjax.tasks.ruler.variables import VariableTracking
 from kvjax.tasks.ruler.writer import ExampleWriter
 from kvjax.tasks.suite import HOLDS, Dataset, FromSeeds, Inputs, Suite
 
-RecipeOf = Callable[[int, int], ExampleWriter]
-"""A function that returns the writer for a length and the number of tokens of the chat template."""
-
+WriterFactory = Callable[[int, int], ExampleWriter]
+"""Returns the writer for a length and the number of tokens of the chat template."""
 
 Files = Mapping[str, Path]
-"""Files by name: `essays`, the needles' haystack (by default the packaged text); `squad` and `hotpotqa`, the datasets'
-JSON files, which qa_1 and qa_2 need."""
+"""Files by name: `essays` is the needles' haystack (by default the packaged text); `squad` and `hotpotqa` are the
+datasets' JSON files for qa_1 and qa_2."""
 NO_FILES: Files = {}
 
 
 @dataclass(frozen=True)
 class RulerEntry:
-    """A task before its files, a tokenizer and a length are known."""
+    """A task without its files, a tokenizer and a length."""
 
     reserved: int
     """The most tokens of an answer."""
-    open: Callable[[str, Files], RecipeOf]
-    """Makes the task from its name and its files."""
+    open: Callable[[str, Files], WriterFactory]
+    """Returns the writers of a task from its name and files."""
     scoring: str = "all"
     """The scoring of published samples: `all` of the expected strings, or `any` of them."""
 
@@ -66,23 +65,23 @@ def _among_needles(**arguments: Any) -> RulerEntry:
 
 
 def _questions(data: str, title: str, read: Callable[[Path, str], QuestionAnswering]) -> RulerEntry:
-    def opened(name: str, files: Files) -> RecipeOf:
+    def opened(name: str, files: Files) -> WriterFactory:
         if data not in files:
-            raise UserError(f"{name} asks questions of {title}: give its JSON file as --data {data}=FILE")
+            raise UserError(f"{name} needs the JSON file of {title}, as --data {data}=FILE")
         return _any_length(read(files[data], name))
 
     return RulerEntry(questions.RESERVED, opened, scoring="any")
 
 
-def _any_length(recipe: ExampleWriter) -> RecipeOf:
-    return lambda length, template: recipe
+def _any_length(writer: ExampleWriter) -> WriterFactory:
+    return lambda length, template: writer
 
 
-def _common_words(name: str, files: Files) -> RecipeOf:
+def _common_words(name: str, files: Files) -> WriterFactory:
     return lambda length, template: CommonWords(length, name)
 
 
-def _coded_words(name: str, files: Files) -> RecipeOf:
+def _coded_words(name: str, files: Files) -> WriterFactory:
     return lambda length, template: CodedWords(length - frequent.CODED_RESERVED - template, name)
 
 
@@ -104,29 +103,29 @@ RULER_TASKS = {
 
 
 def make_ruler_task(name: str, tokenizer: Any, files: Files = NO_FILES, *, chat: bool = True) -> RulerTask:
-    """Return the task called `name`, sized by a tokenizer of transformers or of tokenizers.
+    """Return the task called `name`, for a tokenizer of transformers or of tokenizers.
 
     Args:
-        chat: True if lengths count the tokenizer's chat template, if it has one.
+        chat: True to use the tokenizer's chat template, if it has one. Lengths include it.
 
     Raises:
-        UserError: a name that is none of the thirteen, or a file that is missing or invalid.
+        UserError: an unknown name, or a missing or invalid file.
     """
     return RulerTask(name, _entry(name).open(name, files), PromptEncoder(tokenizer, chat))
 
 
 def make_needle_task(tokenizer: Any, files: Files = NO_FILES, *, chat: bool = True) -> RulerTask:
-    """Return a task like those of `make_ruler_task`, but none of the thirteen: a needle by depth in essays."""
-    recipe = needle_by_depth(read_essays(files.get("essays")))
-    return RulerTask(recipe.name, _any_length(recipe), PromptEncoder(tokenizer, chat))
+    """Return a task of a needle by depth in essays, which is not part of RULER. The arguments are those of
+    `make_ruler_task`."""
+    writer = needle_by_depth(read_essays(files.get("essays")))
+    return RulerTask(writer.name, _any_length(writer), PromptEncoder(tokenizer, chat))
 
 
 def published_examples(data: Path, name: str, length: int) -> list[Example]:
-    """Return the examples of RULER's own samples of the task called `name`, from a folder or a hub data set (see
-    `published`).
+    """Return RULER's own samples of the task called `name`, from a folder or a hub dataset (see `published`).
 
     Raises:
-        UserError: a name that is none of the thirteen; no samples of it, or an invalid row.
+        UserError: an unknown name, no samples of the task, or an invalid row.
     """
     entry = _entry(name)
     return [
@@ -153,7 +152,7 @@ SUITE = Suite(
     tuple(RULER_TASKS),
     _open,
     data=(DATA, "essays", "squad", "hotpotqa"),
-    note="RULER's own data: {tasks}. Not comparable with RULER's tasks made here.",
+    note="RULER's own data: {tasks}. The results are not comparable with those of generated RULER tasks.",
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The two counting tasks. They ask for the most common words of a list, or of a coded text."""
+"""The two counting tasks, which ask for the most common words of a list or of a coded text."""
 
 import string
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvjax.tasks.prompt import Example, ExampleQuestion
-from kvjax.tasks.ruler.draw import distinct, letters, single_words
+from kvjax.tasks.ruler.random_strings import distinct, letters, single_words
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
 from kvjax.tasks.ruler.writer import Supply, generator
 
@@ -28,26 +28,25 @@ ZETA_2 = np.pi**2 / 6
 
 @dataclass(frozen=True)
 class CommonWords:
-    """Ten words occur often in a numbered list, the others (the units) seldom; a short worked example comes first.
+    """Ten words occur often in a numbered list, the others (the units) rarely. A short worked example comes first.
 
-    Below 4096 tokens words occur less often, so that there is room for the others. All words are single ones.
-    They are English; once these run out (from 16K to 32K tokens on), invented ones are among the common and the other
-    words.
+    Below 4096 tokens all words occur less often, so that there are enough other words. Words are English. When they run
+    out (at 16K to 32K tokens), some common and some other words are invented.
     """
 
     length: int
-    """Tokens of a context. They decide the number of times that words occur."""
+    """Tokens of a context, which determine how often words occur."""
     name: str = "cwe"
     fewest = 1
 
     @property
     def repeats(self) -> tuple[int, int]:
-        """The number of times that a common word occurs, and that any other word does."""
+        """How often a common word and any other word occur."""
         return (6, 1) if self.length < 4096 else (30, 3)
 
     @property
     def example(self) -> tuple[int, int, int]:
-        """The number of words in the worked example, and the number of times that a common one and any other occurs."""
+        """The number of words in the worked example, and how often a common word and any other word occur in it."""
         return (20, 3, 1) if self.length < 4096 else (40, 10, 3)
 
     @property
@@ -59,17 +58,17 @@ class CommonWords:
         rng = generator(self, seed)
         n_example, *example_repeats = self.example
         words = single_words(rng, n_example + COMMON + units)
-        shown, wanted = words[:COMMON], words[n_example : n_example + COMMON]
+        example_answer, answer = words[:COMMON], words[n_example : n_example + COMMON]
         example = self._list(rng, words[:n_example], *example_repeats)
         last = self._list(rng, words[n_example:], *self.repeats)
         question, prefix = (part.format(count=COMMON) for part in (LIST_QUESTION, LIST_PREFIX))
-        context = f"{example}{question}{prefix} {number_words(shown)}\n\n{last}"
+        context = f"{example}{question}{prefix} {number_words(example_answer)}\n\n{last}"
         return Example(
-            context, (ExampleQuestion(question, prefix, tuple(wanted), "all", LIST_RESERVED, self.name),)
+            context, (ExampleQuestion(question, prefix, tuple(answer), "all", LIST_RESERVED, self.name),)
         )
 
-    def _list(self, rng: np.random.Generator, words: list[str], often: int, seldom: int) -> str:
-        items = words[:COMMON] * often + words[COMMON:] * seldom
+    def _list(self, rng: np.random.Generator, words: list[str], often: int, rarely: int) -> str:
+        items = words[:COMMON] * often + words[COMMON:] * rarely
         return f"{LIST_OPENING}{number_words([items[i] for i in rng.permutation(len(items))])}\n"
 
 
@@ -80,16 +79,15 @@ def number_words(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class CodedWords:
-    """Random words of six letters, of which the k-th occurs ⌊units · k⁻² / ζ(2)⌋ times, shuffled. The first
-    one is noise (dots).
+    """A shuffled text of `tokens` / 50 random words of six letters. The first one is replaced by noise (dots).
 
-    There are `tokens` / 50 of them, without those that would not occur.
+    The k-th word occurs ⌊units · k⁻² / ζ(2)⌋ times, which may be 0.
     """
 
     tokens: int
-    """The length without the tokens reserved for the answer and those of the chat template."""
+    """The length without the tokens reserved for the answer and the tokens of the chat template."""
     name: str = "fwe"
-    fewest = 73  # from here on the fourth word occurs more often than the fifth
+    fewest = 73  # from here on, the fourth word occurs more often than the fifth
     supply = None
 
     def write(self, seed: int, units: int) -> Example:

@@ -1,4 +1,4 @@
-"""Haystacks of text that hide sentences."""
+"""Haystacks: texts that hide needles (sentences)."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ PASSAGE = "The river is wide. The hills are low. The boat is slow. We left at da
 DEPTHS = tuple(np.linspace(0, 100, 40).round().astype(int).tolist())
 """Depths in percent."""
 LONGEST = 400
-"""A sentence with more characters is cut at line ends, since lists, verse and program text have no stops."""
+"""Sentences with more characters are cut at line ends, since lists, verse and code have no full stops."""
 
 PARAGRAPH = "\n\n"
 """The separator between a text's end and its next repetition."""
@@ -36,13 +36,13 @@ class Haystack(Protocol):
         ...
 
     def hide(self, rng: np.random.Generator, units: int, needles: Sequence[str]) -> str:
-        """Return `units` units of haystack in which the needles are hidden, in their order."""
+        """Return `units` units of haystack that hide the needles, in order."""
         ...
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The filler passage, repeated on each line. Needles are lines of their own, each before another of these lines."""
+    """The filler passage on every line. Needles are separate lines, each before a different line of filler."""
 
     text = PASSAGE
 
@@ -54,11 +54,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class Essays:
-    """The first words of a text, which is repeated if it is too short. Needles stand between its sentences, at depths
-    drawn without repetition from `depths`.
+    """The first words of a text, which is repeated if it is too short, with needles between its sentences.
 
-    A depth is the percentage of the text before the needle: of its sentences, rounded down to whole ones, or of its
-    characters, rounded to the nearest end of a sentence.
+    The needles' depths are sampled without repetition from `depths`. A depth is the percentage of the text before the
+    needle: of its sentences, rounded down, or of its characters, rounded to the nearest end of a sentence.
     """
 
     text: str
@@ -96,14 +95,14 @@ class Essays:
             if border == units:
                 words.insert(border, f" {needle}")
             else:
-                # a needle is followed by the white space that was found at its place
+                # a needle is followed by the white space before it
                 before = words[border - 1] if border else " "
                 words.insert(border, needle + before[len(before.rstrip()) :])
         return "".join(words)
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the text's sentences, each with the white space after it. Joined they are the text without outer space."""
+    """Return the text's sentences, each with the white space after it. Joined, they are the stripped text."""
     sentences = []
     for sentence in _cut(text.strip(), SENTENCE_END):
         sentences += _cut(sentence, LINE_END) if len(sentence) > LONGEST else [sentence]
@@ -119,7 +118,7 @@ def read_essays(file: Path | None) -> Essays:
     """Return a text file as a haystack, by default the packaged text.
 
     Raises:
-        UserError: a file that cannot be read as UTF-8 text, or is empty.
+        UserError: a file that is empty or cannot be read as UTF-8 text.
     """
     if file is None:
         return Essays("\n\n".join(heldout_files().values()), "the packaged text")

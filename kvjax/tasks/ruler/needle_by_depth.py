@@ -1,4 +1,4 @@
-"""A needle in a haystack by depth (Kamradt's test), in the words of RULER's niah_single_2."""
+"""A needle in a haystack by depth (Kamradt's test), with the wording of RULER's niah_single_2."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ DEPTHS = tuple(range(0, 101, 10))
 
 @dataclass(frozen=True)
 class NeedleByDepth:
-    """The needle of seed i is at depth `DEPTHS[i % 11]` of the haystack, 0 being its start and 100 its end.
+    """The needle of seed i is at depth `DEPTHS[i % 11]` of the haystack, from 0 (its start) to 100 (its end).
 
-    A question's kind is its depth as a share.
+    The kind of a question is the depth, from 0 to 1.
     """
 
     haystacks: tuple[Essays, ...]
@@ -34,7 +34,7 @@ class NeedleByDepth:
 
 
 def needle_by_depth(essays: Essays) -> NeedleByDepth:
-    """Return the writer of needles in such a text."""
+    """Return the writer of needles in a text."""
     return NeedleByDepth(
         tuple(dataclasses.replace(essays, depths=(depth,), depth_of="characters") for depth in DEPTHS)
     )

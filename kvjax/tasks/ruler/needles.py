@@ -1,11 +1,11 @@
-"""The eight needle tasks: sentences that name a value of a key, hidden in text or among others of their kind."""
+"""The eight needle tasks: sentences with a value of a key, hidden in text or among other needles."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from kvjax.tasks.prompt import Example, ExampleQuestion
-from kvjax.tasks.ruler.draw import WORD_PAIRS, distinct, number, random_uuid, word_pairs
 from kvjax.tasks.ruler.haystack import Haystack
+from kvjax.tasks.ruler.random_strings import WORD_PAIRS, distinct, number, random_uuid, word_pairs
 from kvjax.tasks.ruler.writer import Supply, generator
 
 RESERVED = 128
@@ -24,17 +24,16 @@ SEVERAL = (
 
 @dataclass(frozen=True)
 class Needles:
-    """`keys` keys with `values` values each; all values of `wanted` of the keys are asked for.
+    """Keys with values, hidden in a haystack. The question asks for all values of some of the keys.
 
-    Without a haystack there are as many keys as units, one needle a line. Keys and values are word pairs and 7-digit
-    numbers, or UUIDs.
+    Without a haystack the units are needles, each with its own key, one per line.
     """
 
     name: str
     haystack: Haystack | None
-    """The haystack that hides the needles; None if other needles hide them."""
+    """The haystack; None if needles are hidden among other needles."""
     keys: int = 1
-    """The number of keys in a haystack."""
+    """The number of keys, if there is a haystack."""
     values: int = 1
     """The number of values of each key."""
     wanted: int = 1
@@ -47,8 +46,8 @@ class Needles:
 
     @property
     def supply(self) -> Supply | None:
-        endless = self.haystack or self.key_kind == "UUID"
-        return None if endless else Supply(WORD_PAIRS, "pairs of words")
+        unlimited = self.haystack or self.key_kind == "UUID"
+        return None if unlimited else Supply(WORD_PAIRS, "pairs of words")
 
     def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
@@ -66,8 +65,8 @@ class Needles:
             part.format(kind=self.value_kind, keys=join_words(keys[: self.wanted]))
             for part in (ONE if len(expected) == 1 else SEVERAL)
         )
-        one = ExampleQuestion(question, prefix, expected, "all", RESERVED, self.name)
-        return Example(f"{opening}{hidden}\n", (one,))
+        asked = ExampleQuestion(question, prefix, expected, "all", RESERVED, self.name)
+        return Example(f"{opening}{hidden}\n", (asked,))
 
 
 def join_words(words: list[str]) -> str:

@@ -1,17 +1,15 @@
-"""RULER's own samples: rows of a folder's .jsonl and .parquet files or of a hub data set, in either of the two forms in
-which they are published, as examples.
+"""RULER's own samples as examples. The rows of files or of a hub dataset have one of two forms.
 
-RULER's programs write `input`, `outputs` and sometimes `answer_prefix`. `input` holds context and question in one. All
-thirteen tasks end with their question, on a line that starts with one of `QUESTION_STARTS`. The input is cut there. If
-its end has no such line, it is not cut: the example's context is empty, the whole input is its question, and it can
-only be evaluated question-aware. Without `answer_prefix`, the answer's beginning is part of `input`, at the question's
-end.
+RULER's programs write `input`, `outputs` and sometimes `answer_prefix`. `input` has context and question. It is cut
+before the question, which is at the end, on a line that starts with one of `QUESTION_STARTS`. Without such a line the
+example's context is empty, the whole input is its question, and it can only be evaluated question-aware. Without
+`answer_prefix`, the question ends with the beginning of the answer.
 
-NVIDIA kvpress reads from the hub `context`, `question`, `answer` and sometimes `answer_prefix` and `max_new_tokens` (of
-the answer). There the context is already separate.
+The dataset that NVIDIA kvpress reads from the hub has `context`, `question`, `answer` and sometimes `answer_prefix` and
+`max_new_tokens` (of the answer).
 
-Data may be written with a model's chat template. Templates begin with a match of `TEMPLATE_START`, and no task does.
-Such an example is read `as_is`.
+The text may have a model's chat template already, if it begins with a match of `TEMPLATE_START`; no task does. Such an
+example is `as_is`.
 """
 
 import re
@@ -33,7 +31,7 @@ OPTION = f"--data {DATA}"
 
 QUESTION_STARTS = ("Question:", "What is ", "What are ")
 LONGEST_QUESTION = 1500
-"""The most characters of a question with a chat template's end. Text further from the end is part of the context."""
+"""The most characters of a question with the end of a chat template. Text before them is part of the context."""
 
 TEMPLATE_START = re.compile(
     r"""\s*(
@@ -45,7 +43,7 @@ TEMPLATE_START = re.compile(
     )""",
     re.VERBOSE,
 )
-"""A mark of a turn or of a text's beginning, or one of the two system prompts of RULER's templates that have none."""
+"""A special token or another mark that begins a turn or a text, or one of the two system prompts without a mark."""
 
 
 def published_example(row: Mapping[str, Any], task: str, reserved: int, scoring: str, at: str) -> Example:
@@ -54,13 +52,13 @@ def published_example(row: Mapping[str, Any], task: str, reserved: int, scoring:
     Args:
         row: needs `input` (a string) and `outputs` (a list of strings), or `context`, `question` (strings) and `answer`
             (a list of strings, or one).
-        task: one of the thirteen; its kind.
-        reserved: answer tokens, if the row does not say.
+        task: the task's name, which is the kind of the question.
+        reserved: the most tokens of an answer, if the row does not state it.
         scoring: a name in `kvjax.tasks.prompt.SCORES`.
-        at: where the row stands, for errors.
+        at: the row's position, for errors.
 
     Raises:
-        UserError: a field that is missing or of another kind.
+        UserError: a field is missing or invalid.
     """
     prefix = row_text(row, "answer_prefix", at) if row.get("answer_prefix") is not None else ""
     if "context" in row:
@@ -73,9 +71,9 @@ def published_example(row: Mapping[str, Any], task: str, reserved: int, scoring:
         expected = row_texts(row, "outputs", at)
     if row.get("max_new_tokens") is not None:
         reserved = whole_number(at, "`max_new_tokens`", row["max_new_tokens"])
-    one = ExampleQuestion(question, prefix, expected, scoring, reserved, task)
+    asked = ExampleQuestion(question, prefix, expected, scoring, reserved, task)
     templated = TEMPLATE_START.match(context or question) is not None
-    return Example(context, (one,), as_is=templated)
+    return Example(context, (asked,), as_is=templated)
 
 
 def published_rows(data: Path, task: str, length: int) -> list[Row]:
@@ -83,14 +81,14 @@ def published_rows(data: Path, task: str, length: int) -> list[Row]:
 
     Args:
         data: a folder with the file TASK.jsonl, TASK.parquet or TASK/validation.jsonl (where RULER's programs write
-            it), or with .jsonl or .parquet files of rows that name their `task`. Else a hub data set, OWNER/NAME, with
-            a configuration for each length, whose split `test` has rows that name their `task`.
+            it), or with .jsonl or .parquet files of rows with a `task`. Or a hub dataset, OWNER/NAME, with a
+            configuration for each length, whose split `test` has rows with a `task`.
 
     Raises:
-        UserError: no rows of the task there, or a file that cannot be read.
+        UserError: there are no rows of the task, or a file cannot be read.
     """
     if data.is_file():
-        raise UserError(f"{OPTION} {data}: is a file; pass the folder that holds it")
+        raise UserError(f"{OPTION} {data}: expected a folder, got a file")
     if is_hub_name(data):
         rows = list(_hub_rows(data.as_posix(), task, str(length)))
         expected = f"a column `task` that names it, in the configuration {length}"
@@ -105,7 +103,7 @@ def published_rows(data: Path, task: str, length: int) -> list[Row]:
 def _folder_rows(folder: Path, task: str) -> Iterator[Row]:
     if not folder.is_dir():
         raise UserError(
-            f"{OPTION} {folder}: there is no such folder, and a hub data set is called OWNER/NAME"
+            f"{OPTION} {folder}: there is no such folder; expected a folder, or a hub data set OWNER/NAME"
         )
     for name in (f"{task}.jsonl", f"{task}.parquet", f"{task}/validation.jsonl"):
         if (folder / name).is_file():
@@ -118,15 +116,16 @@ def _folder_rows(folder: Path, task: str) -> Iterator[Row]:
 def _hub_rows(name: str, task: str, configuration: str) -> Iterator[Row]:
     ((_, rows),) = hub_splits(name, OPTION, configuration)
     tasks = rows["task"] if "task" in rows.column_names else []
-    at = [index for index, found in enumerate(tasks) if found == task]
+    indices = [index for index, other in enumerate(tasks) if other == task]
     return (
-        (f"{OPTION} {name}: row {index}", dict(row)) for index, row in zip(at, rows.select(at), strict=True)
+        (f"{OPTION} {name}: row {index}", dict(row))
+        for index, row in zip(indices, rows.select(indices), strict=True)
     )
 
 
 @dataclass(frozen=True)
 class PublishedSamples:
-    """RULER's own samples of the task called `name`, in their order."""
+    """RULER's own samples of a task, in their order."""
 
     name: str
     """The task's name."""
@@ -137,38 +136,41 @@ class PublishedSamples:
     """Reads all examples of a length."""
     metric = HOLDS
     published = True
-    _known: dict[int, list[Example]] = field(default_factory=dict, init=False, repr=False)
+    _examples_by_length: dict[int, list[Example]] = field(default_factory=dict, init=False, repr=False)
 
     def answers(self, length: int) -> int:
         return 1
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """Return the first samples to compare, or those after them to calibrate on. Raises UserError if there are too
-        few, or if their length does not fit `length`."""
+        """Return the first samples to compare, or the next ones to calibrate on.
+
+        Raises UserError if there are too few, or if their length does not fit `length`.
+        """
         where = f"{OPTION} {self.data}"
-        examples = split.of_published(self._examples(length), count, where, f"samples of {self.name}")
+        examples = split.take_published(self._examples(length), count, where, f"samples of {self.name}")
         samples = [self.encode(example) for example in examples]
-        sizes = [len(sample.context) + sample.room for sample in samples]
+        sizes = [len(sample.context) + sample.tokens_after_context for sample in samples]
         for index, size in enumerate(sizes, split.compared if split.calibration else 0):
             if size > length:
                 raise UserError(
-                    f"{where}: sample {index} of {self.name} takes {size} tokens with its answer, --context is {length}"
+                    f"{where}: sample {index} of {self.name} takes {size} tokens with its answer, more than "
+                    f"--context {length}"
                 )
         if 2 * max(sizes) < length:
             raise UserError(
                 f"{where}: the longest sample of {self.name} takes {max(sizes)} tokens with its answer, less than half "
-                f"of --context {length}: name the length that they were made for"
+                f"of --context {length}: use the length for which they were made"
             )
         return samples
 
     def _examples(self, length: int) -> list[Example]:
-        """Return all examples of a length. Raises UserError for a second length of a folder, whose tasks have one
-        file."""
-        if length not in self._known:
-            if self._known and self.data.is_dir():
+        """Return all examples of a length. Raises UserError for a second length from a folder, which has one file for a
+        task."""
+        if length not in self._examples_by_length:
+            if self._examples_by_length and self.data.is_dir():
                 raise UserError(
                     f"{OPTION} {self.data}: a folder's samples have one length, got --context "
-                    f"{', '.join(map(str, (*self._known, length)))}; evaluate a folder for each length"
+                    f"{', '.join(map(str, (*self._examples_by_length, length)))}; evaluate a folder for each length"
                 )
-            self._known[length] = self.read(length)
-        return self._known[length]
+            self._examples_by_length[length] = self.read(length)
+        return self._examples_by_length[length]

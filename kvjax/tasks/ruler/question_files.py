@@ -1,4 +1,4 @@
-"""Readers of SQuAD's and HotpotQA's published files, for the two question tasks."""
+"""Readers of the published files of SQuAD and HotpotQA, for the two question tasks."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,12 @@ from kvjax.tasks.ruler.questions import DataQuestion, QuestionAnswering
 
 
 def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
-    """Read SQuAD 1.1 or 2.0 (JSON). A paragraph is a document, and its article's other paragraphs are near. Questions
-    without an answer are left out.
+    """Read SQuAD 1.1 or 2.0 (JSON). Each paragraph is a document, near which are the other paragraphs of its article.
+
+    Questions without an answer are left out.
 
     Raises:
-        UserError: no such file, no JSON, a field that is missing or of another kind, or no question in it.
+        UserError: the file does not exist or is not JSON, a field is missing or invalid, or there is no question.
     """
     documents: dict[str, int] = {}
     questions = []
@@ -30,8 +31,8 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
             for k, entry in enumerate(_field(paragraph, "qas", list, f"{at}.paragraphs[{j}]")):
                 where = f"{at}.paragraphs[{j}].qas[{k}]"
                 question = _field(entry, "question", str, where)
-                given = _field(entry, "answers", list, where)
-                answers = [_field(a, "text", str, f"{where}.answers[{n}]") for n, a in enumerate(given)]
+                entries = _field(entry, "answers", list, where)
+                answers = [_field(a, "text", str, f"{where}.answers[{n}]") for n, a in enumerate(entries)]
                 if answers:
                     near = tuple(place for place in dict.fromkeys(places) if place != places[j])
                     questions.append(
@@ -41,10 +42,10 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
 
 
 def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
-    """Read HotpotQA (JSON). A document is a title and its paragraph. All (ten) documents of a question are its own.
+    """Read HotpotQA (JSON). A document is a title with its paragraph. All ten documents of a question are always given.
 
     Raises:
-        UserError: no such file, no JSON, a field that is missing or of another kind, or no question in it.
+        UserError: the file does not exist or is not JSON, a field is missing or invalid, or there is no question.
     """
     documents: dict[str, int] = {}
     questions = []
@@ -67,7 +68,7 @@ def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
 
 
 def _field(record: Any, name: str, kind: type, at: str) -> Any:
-    """Return a field of a record that stands at `at` in its file."""
+    """Return a field of a record. `at`: the record's position in the file, for errors."""
     if not isinstance(record, dict) or name not in record:
         raise UserError(f"{at} has no field `{name}`")
     if not isinstance(record[name], kind):

@@ -1,4 +1,4 @@
-"""Question answering among documents: a question's own documents are shuffled with others of the same data set."""
+"""Question answering: a question's documents are shuffled with other documents of the same dataset."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,26 +18,25 @@ HEADING = "Document {number}:\n"
 
 @dataclass(frozen=True)
 class DataQuestion:
-    """A question of a data set, with its reference answers and indices of documents."""
+    """A question of a dataset, with its reference answers and the indices of its documents."""
 
     question: str
     """The question's text."""
     answers: tuple[str, ...]
-    """Reference answers, any of which is right."""
+    """Reference answers, each of which is right."""
     given: tuple[int, ...]
     """Documents that come with the question and are always in its context."""
     near: tuple[int, ...] = ()
-    """Documents close to these, of the same article."""
+    """Other documents of the same article."""
 
 
 @dataclass(frozen=True)
 class QuestionAnswering:
-    """The units are words of documents: the question's own, then near ones, then any others, each whole and once.
+    """Questions about documents. The units are words of documents.
 
-    A document that is too long for the room left is passed over, so that little room is left. Once all are in the
-    context, those that are not the question's own are repeated.
-
-    Consecutive seeds ask different questions.
+    The context has the question's documents, then near ones, then any others. Documents that are too long for the
+    remaining units are skipped. Once the context has all documents, the other ones are repeated. Consecutive seeds ask
+    different questions.
     """
 
     name: str
@@ -56,27 +55,27 @@ class QuestionAnswering:
     def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
         order = np.random.default_rng(0).permutation(len(self.questions))
-        own = self.questions[order[seed % len(order)]]
-        given, near = np.array(own.given), rng.permutation(np.array(own.near, int))
+        asked = self.questions[order[seed % len(order)]]
+        given, near = np.array(asked.given), rng.permutation(np.array(asked.near, int))
         anywhere = rng.permutation(len(self.documents))
         anywhere = anywhere[~np.isin(anywhere, np.concatenate([given, near]))]
         others = self._fit(np.concatenate([near, anywhere]), units - int(self._words[given].sum()))
         question = ExampleQuestion(
-            QUESTION.format(question=own.question), PREFIX, own.answers, "any", RESERVED, self.name
+            QUESTION.format(question=asked.question), PREFIX, asked.answers, "any", RESERVED, self.name
         )
         return Example(OPENING + self._number(rng.permutation([*given, *others])), (question,))
 
-    def _fit(self, order: Int[np.ndarray, " n"], room: int) -> list[int]:
-        """Return the indices of documents of at most `room` words in total: all documents as often as they fit, then
-        those that still fit, in order."""
+    def _fit(self, order: Int[np.ndarray, " n"], capacity: int) -> list[int]:
+        """Return the indices of documents with at most `capacity` words in total: all documents as often as they fit,
+        then those that still fit, in order."""
         words = self._words[order]
-        times, room = divmod(max(room, 0), max(words.sum(), 1))
-        picks, at = order.tolist() * times, 0
-        while (fits := words[at:] <= room).any():
-            at += int(fits.argmax())
-            picks.append(int(order[at]))
-            room -= words[at]
-            at += 1
+        times, remaining = divmod(max(capacity, 0), max(words.sum(), 1))
+        picks, index = order.tolist() * times, 0
+        while (fits := words[index:] <= remaining).any():
+            index += int(fits.argmax())
+            picks.append(int(order[index]))
+            remaining -= words[index]
+            index += 1
         return picks
 
     def _number(self, picks: Sequence[int] | np.ndarray) -> str:

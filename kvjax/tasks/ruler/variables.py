@@ -1,4 +1,4 @@
-"""Variable tracking: a chain of assignments is hidden in filler, and all variables with its value are asked for."""
+"""Variable tracking: a chain of assignments is hidden in filler, and the question asks for its variables."""
 
 import string
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvjax.tasks.prompt import Example, ExampleQuestion
-from kvjax.tasks.ruler.draw import distinct, letters, number
 from kvjax.tasks.ruler.haystack import PASSAGE, Lines
+from kvjax.tasks.ruler.random_strings import distinct, letters, number
 from kvjax.tasks.ruler.writer import generator
 
 RESERVED = 30
@@ -26,26 +26,26 @@ PREFIX = "\nThe {count} variables that hold {value} are"
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """A chain: a variable of five capital letters gets a 5-digit number, and `HOPS` others get it from one another.
+    """A variable of five capital letters gets a 5-digit number, and `HOPS` others get it one from another.
 
-    The lines stand in the chain's order at random places of the filler. A worked example comes first: a short chain of
-    its own with other variables (of three letters) and another value, its question and the answer.
+    The assignments are in order at random places of the filler. A worked example comes first: a short chain with other
+    variables (of three letters) and another value, its question and the answer.
     """
 
     name: str = "vt"
-    fewest = HOPS + 1  # a line of filler after each of the chain's
+    fewest = HOPS + 1  # a line of filler after each assignment
     supply = None
 
     def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
-        words = PASSAGE + OPENING + QUESTION + PREFIX
-        shown, names = (
-            distinct(rng, letters(string.ascii_uppercase, count), HOPS + 1, avoid=words) for count in (3, 5)
+        wording = PASSAGE + OPENING + QUESTION + PREFIX
+        example_names, names = (
+            distinct(rng, letters(string.ascii_uppercase, count), HOPS + 1, avoid=wording) for count in (3, 5)
         )
-        shown_value, value = distinct(rng, number(5), 2)
-        example = self._chain(rng, EXAMPLE_LINES, shown, shown_value)
+        example_value, value = distinct(rng, number(5), 2)
+        example = self._chain(rng, EXAMPLE_LINES, example_names, example_value)
         question, prefix = self._question(value)
-        solved = "".join([example, *self._question(shown_value), " ", " ".join(shown)])
+        solved = "".join([example, *self._question(example_value), " ", " ".join(example_names)])
         context = f"{solved}\n\n{self._chain(rng, units, names, value)}"
         return Example(
             context, (ExampleQuestion(question, prefix, tuple(names), "all", RESERVED, self.name),)

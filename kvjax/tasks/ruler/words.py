@@ -1,6 +1,6 @@
-"""The words that tasks are written with: short, common English ones, and invented ones if those run out.
+"""The words of tasks: short, common English words, and invented words if those run out.
 
-None of them is part of another, so no expected word is found inside another one when answers are scored by substrings.
+No word is part of another, because answers are scored by substrings.
 """
 
 import itertools
@@ -20,14 +20,16 @@ CONSONANTS, VOWELS = "bdfgjklmnrstvw", "aeiou"
 
 @cache
 def invented_words() -> tuple[str, ...]:
-    """Return all five-letter words of consonant, vowel, consonant, vowel and consonant, such as `tomel`, except those
-    that contain an English word of the lists or are part of one. There are about 67,000."""
+    """Return all five-letter words such as `tomel` (consonants and vowels alternate), about 67,000.
+
+    Words that contain an English word of the lists, or are part of one, are left out.
+    """
     english = {*ADJECTIVES, *NOUNS}
     parts = {word[i : i + 5] for word in english for i in range(len(word) - 4)}
-    spelt = map("".join, itertools.product(CONSONANTS, VOWELS, CONSONANTS, VOWELS, CONSONANTS))
+    candidates = map("".join, itertools.product(CONSONANTS, VOWELS, CONSONANTS, VOWELS, CONSONANTS))
     return tuple(
         word
-        for word in spelt
+        for word in candidates
         if word not in parts
         and not any(word[i:j] in english for i, j in itertools.combinations(range(6), 2) if j - i > 2)
     )

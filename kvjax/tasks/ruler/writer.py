@@ -1,4 +1,4 @@
-"""Writers of RULER's examples, before a tokenizer and a length are known."""
+"""The interface of RULER's tasks without a tokenizer and a length."""
 
 import zlib
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from kvjax.tasks.prompt import Example
 
 @dataclass(frozen=True)
 class Supply:
-    """A limited number of units."""
+    """A limited supply of units."""
 
     most: int
-    of: str
+    unit: str
     """Description of the units, such as "pairs of words"."""
 
 
 @runtime_checkable
 class ExampleWriter(Protocol):
-    """A task's text, deterministic from a seed and a number of haystack units (lines, sentences, words, documents)."""
+    """Writes a task's examples, deterministic from a seed and a number of haystack units (lines, words, documents)."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def fewest(self) -> int:
-        """The least number of units with which an example works."""
+        """The least number of units of an example."""
         ...
 
     @property
@@ -38,6 +38,6 @@ class ExampleWriter(Protocol):
     def write(self, seed: int, units: int) -> Example: ...
 
 
-def generator(recipe: ExampleWriter, seed: int) -> np.random.Generator:
-    """Return a task's random generator for a seed. Two tasks share none."""
-    return np.random.default_rng((seed, zlib.crc32(recipe.name.encode())))
+def generator(writer: ExampleWriter, seed: int) -> np.random.Generator:
+    """Return a task's random generator for a seed. Tasks have different generators."""
+    return np.random.default_rng((seed, zlib.crc32(writer.name.encode())))

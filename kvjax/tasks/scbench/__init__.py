@@ -1,8 +1,8 @@
 """SCBench (Li et al., ICLR 2025, arXiv:2412.10319) in its published form: a context, then several questions, each by
 itself or in turn, with the official prompts, answer lengths and metrics.
 
-tasks: prompts and metrics, an entry of `TASKS` for each; scores: the metrics; code: the function in an answer, for the
-metric of code; records: published rows, and the modes.
+tasks: the prompts, with an entry of `TASKS` for each task; scores: the metrics; code: the function in an answer;
+records: published rows, and the ways to ask their questions.
 """
 
 from kvjax.tasks.benchmark import BenchmarkSamples

@@ -1,4 +1,4 @@
-"""The function in an answer: the first that tree-sitter finds in its blocks of code, as RepoQA's scorer takes it."""
+"""Find the function in an answer with tree-sitter, as RepoQA's scorer does."""
 
 import functools
 import importlib
@@ -23,14 +23,14 @@ and the node type of a function."""
 
 
 def finder(language: str) -> Callable[[str], str]:
-    """Return a function that finds the function in an answer: the first one in the first block that has one, else the
-    first block. In an answer without blocks it is the whole answer.
+    """Return a function that finds the function in an answer.
 
+    It is the first function in the first block of code that has one, or else the first block, or else the whole answer.
     language: a name in `LANGUAGES`. Raises UserError if tree-sitter or the grammar is not installed.
     """
     parser = _parser(language)
 
-    def found(answer: str) -> str:
+    def find(answer: str) -> str:
         answer = answer.strip()
         blocks = BLOCK.findall(answer)
         functions = (
@@ -39,7 +39,7 @@ def finder(language: str) -> Callable[[str], str]:
         first = next((function for function in functions if function is not None), None)
         return first or (blocks[0] if blocks else answer)
 
-    return found
+    return find
 
 
 @functools.cache
@@ -50,20 +50,20 @@ def _parser(language: str) -> Any:
         module = importlib.import_module(f"tree_sitter_{package}")
     except ImportError:
         raise UserError(
-            "RepoQA's functions are found in answers by tree-sitter: pip install 'kvjax[code]'"
+            "RepoQA's scores need tree-sitter, to find functions in answers: pip install 'kvjax[code]'"
         ) from None
     return tree_sitter.Parser(tree_sitter.Language(getattr(module, grammar)()))
 
 
 def _functions(node: Any, language: str) -> Iterator[str]:
-    """Yield the functions' texts, outer functions before inner ones. In C++ only functions with plain names count."""
-    if node.type == LANGUAGES[language][2] and (language != "cpp" or _plain(node)):
+    """Yield the functions' texts, outer functions first. In C++ only functions with simple names count."""
+    if node.type == LANGUAGES[language][2] and (language != "cpp" or _has_simple_name(node)):
         yield node.text.decode()
     for child in node.children:
         yield from _functions(child, language)
 
 
-def _plain(node: Any) -> bool:
+def _has_simple_name(node: Any) -> bool:
     declarator = node.child_by_field_name("declarator")
     if declarator is None or declarator.type != "function_declarator":
         return False

@@ -1,10 +1,9 @@
 """SCBench's rows as examples. A row has a `context` (or `input`) and its `multi_turns`. Each turn has `input` and
 `answer`; in some tasks also `options`, its own `task`, or the `name` of a function, in a row with `repo` and `lang`.
 
-There are two modes (`kvjax.tasks.suite.TURNS`). In multi-request, "each", every question is asked by itself, right
-after the context. In multi-turn every question follows those before it, with their true answers ("golden", as
-published) or with the model's answers ("own"). As published, an empty line ends the context in multi-turn, and nothing
-in multi-request.
+There are two modes (`kvjax.tasks.suite.TURNS`). In multi-request ("each"), every question is asked by itself, directly
+after the context. In multi-turn, every question follows the earlier ones with their true answers ("golden", as
+published) or with the model's answers ("own"). As published, an empty line follows the context only in multi-turn.
 """
 
 import re
@@ -33,21 +32,21 @@ DATA = "scbench"
 """The name of its data in --data."""
 OPTION = f"--data {DATA}"
 HUB = "microsoft/SCBench"
-MOST = 5
-"""The first questions of a context that are asked, as many as in the official runs."""
+MAX_QUESTIONS = 5
+"""The most questions of a context that are asked, as in the official runs."""
 TARGET = re.compile(r"(The .+) is")
-"""Finds the quantity that scbench_mf asks for."""
+"""The quantity that a question of scbench_mf asks for."""
 Functions = dict[str, dict[tuple[str, str], None]]
-"""The functions that are asked for, each with its name, by repository."""
+"""The expected functions by repository, each with its name, in order and without repetitions."""
 
 
 class Turn(NamedTuple):
-    """A question of a row: its fields, their place, and its kind."""
+    """A question of a row."""
 
     fields: Mapping[str, Any]
-    """`input`, `answer` and more."""
+    """`input`, `answer` and other fields."""
     at: str
-    """The turn's place, for errors."""
+    """The turn's position in the data, for errors."""
     kind: str
     """The name of the task that it belongs to."""
     repo: str = ""
@@ -62,19 +61,22 @@ def scbench_examples(name: str, data: Path | None, turns: str, encode: PromptEnc
     Args:
         name: one of `TASKS`.
         data: a folder with NAME.jsonl, NAME.parquet or a folder NAME of such files, or a hub data set, OWNER/NAME, with
-            a configuration of that name. None: microsoft/SCBench.
+            a configuration of that name. None stands for microsoft/SCBench.
         turns: one of `TURNS`.
-        encode: makes samples of the examples, and has the text between turns.
+        encode: makes samples from the examples, and provides the text between turns.
 
     Raises:
-        UserError: nothing there, a file that cannot be read, a field that is missing or of another kind.
+        UserError: the data is missing, a file cannot be read, or a field is missing or invalid.
     """
     rows = [(at, row, _turns(row, name, at)) for at, row in _rows(name, data)]
     functions: Functions = defaultdict(dict)
-    for turn in (turn for _, _, own in rows for turn in own if turn.kind == FUNCTION):
+    for turn in (turn for _, _, row_turns in rows for turn in row_turns if turn.kind == FUNCTION):
         function = row_text(turn.fields, "name", turn.at), row_text(turn.fields, "answer", turn.at)
         functions[turn.repo][function] = None
-    return [_example(name, _context(row, name, at), own, functions, turns, encode) for at, row, own in rows]
+    return [
+        _example(name, _context(row, name, at), row_turns, functions, turns, encode)
+        for at, row, row_turns in rows
+    ]
 
 
 def _rows(name: str, data: Path | None) -> list[Row]:
@@ -86,7 +88,7 @@ def _rows(name: str, data: Path | None) -> list[Row]:
 
 
 def _context(row: Mapping[str, Any], name: str, at: str) -> str:
-    """Return the text of a row's context. scbench_mf's is a list of numbers."""
+    """Return the text of a row's context. In scbench_mf it is a list of numbers."""
     field = "context" if "context" in row else "input"
     if isinstance(row.get(field), list):
         return TASKS[name].context.format(context=str(row[field]))
@@ -94,52 +96,51 @@ def _context(row: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _turns(row: Mapping[str, Any], name: str, at: str) -> list[Turn]:
-    task, found = TASKS[name], []
-    for number, (_, turn) in enumerate(row_objects(row, "multi_turns", at)[:MOST], 1):
+    task, turns = TASKS[name], []
+    for number, (_, turn) in enumerate(row_objects(row, "multi_turns", at)[:MAX_QUESTIONS], 1):
         where = f"{at}, turn {number}"
         kind = name if isinstance(task.reserved, int) else row_text(turn, "task", where)
         if not isinstance(task.reserved, int) and kind not in task.reserved:
             raise UserError(
                 f"{where}: expected `task` to be one of {', '.join(task.reserved)}, got {kind[:60]}"
             )
-        of_code = [row_text(row, field, at) for field in ("repo", "lang")] if kind == FUNCTION else []
-        if of_code and of_code[1] not in LANGUAGES:
+        code_fields = [row_text(row, field, at) for field in ("repo", "lang")] if kind == FUNCTION else []
+        if code_fields and code_fields[1] not in LANGUAGES:
             raise UserError(
-                f"{at}: expected `lang` to be one of {', '.join(LANGUAGES)}, got {of_code[1][:60]}"
+                f"{at}: expected `lang` to be one of {', '.join(LANGUAGES)}, got {code_fields[1][:60]}"
             )
-        found.append(Turn(turn, where, kind, *of_code))
-    return found
+        turns.append(Turn(turn, where, kind, *code_fields))
+    return turns
 
 
 def _example(
-    name: str, context: str, own: list[Turn], functions: Functions, turns: str, encode: PromptEncoder
+    name: str, context: str, row_turns: list[Turn], functions: Functions, turns: str, encode: PromptEncoder
 ) -> Example:
     task, before, questions = TASKS[name], "", []
-    for number, turn in enumerate(own, 1):
+    for number, turn in enumerate(row_turns, 1):
         expected, scoring = _expected(turn, functions)
-        text, kind = before + _asked(name, turn), turn.kind
+        text, kind = before + _question_text(name, turn), turn.kind
         questions.append(
             ExampleQuestion(
-                text, "", expected, scoring, task.reserved_for(kind), _reported(name, kind, number, turns)
+                text, "", expected, scoring, task.reserved_for(kind), _report_kind(name, kind, number, turns)
             )
         )
         if turns == "golden":
-            before = text + encode.said(str(turn.fields["answer"]))
+            before = text + encode.answer_turn(str(turn.fields["answer"]))
         elif turns == "own":
             before = encode.next_turn
     end = "" if turns == "each" else "\n\n"
     return Example(context + end, tuple(questions), conversation=turns == "own")
 
 
-def _reported(name: str, kind: str, number: int, turns: str) -> str:
-    """Return the row that a question is reported under."""
+def _report_kind(name: str, kind: str, number: int, turns: str) -> str:
+    """Return the name under which a question's score is reported."""
     if turns == "each":
         return kind
     return f"turn {number}" if kind == name else f"turn {number}, {kind}"
 
 
-def _asked(name: str, turn: Turn) -> str:
-    """Return a question's text."""
+def _question_text(name: str, turn: Turn) -> str:
     text = row_text(turn.fields, "input", turn.at)
     fields = {"input": text}
     if name == "scbench_choice_eng":

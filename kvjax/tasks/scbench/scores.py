@@ -9,21 +9,21 @@ from kvjax.tasks.text_scores import bleu, characters_f1, rouge_l_sum
 
 LETTERS = "ABCD"
 CHOICES = "answer is:", "answer:", "answer is", "option is"
-"""Words before a choice, in the order of the search."""
+"""Words before a choice, in the order in which they are searched."""
 BETWEEN = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
-"""Characters that count as white space in the search for a choice."""
+"""Replaces characters by white space in the search for a choice."""
 NUMBER = re.compile(r"\d+\.\d+|\d+")
-ALIKE = 0.8
-"""The least BLEU at which a function counts as the one asked for."""
+MIN_BLEU = 0.8
+"""The least BLEU at which a function counts as the expected one."""
 
 
-def held(answer: str, expected: Sequence[str]) -> float:
-    """Return 1 if the answer contains the first expected string in the same case, else 0."""
+def contains_expected(answer: str, expected: Sequence[str]) -> float:
+    """Return 1 if the answer contains the first expected string, with the same case; else 0."""
     return float(expected[0] in answer)
 
 
-def held_share(answer: str, expected: Sequence[str]) -> float:
-    """Return the share of the expected strings that the answer contains, whatever their case, to hundredths."""
+def share_contained(answer: str, expected: Sequence[str]) -> float:
+    """Return the share of the expected strings that the answer contains, ignoring case, rounded to hundredths."""
     return round(all_present(answer, expected), 2)
 
 
@@ -39,19 +39,21 @@ def summary_overlap(answer: str, expected: Sequence[str]) -> float:
 
 def first_integer(answer: str, expected: Sequence[str]) -> float:
     """Return 1 if the first run of digits in the answer is the first expected string, else 0."""
-    found = re.search(r"[0-9]+", answer)
-    return float((found[0] if found else "") == expected[0])
+    match = re.search(r"[0-9]+", answer)
+    return float((match[0] if match else "") == expected[0])
 
 
 def first_number(true: int | float) -> Scoring:
-    """Return the scoring that gives 1 if an answer's first number is the true one, else 0. If the true one is an
-    integer, the answer's decimal places are cut off first."""
+    """Return the scoring that gives 1 if an answer's first number is the true number, else 0.
+
+    If the true number is an integer, the decimal places of the answer's number are cut off.
+    """
 
     def score(answer: str, expected: Sequence[str]) -> float:
-        found = NUMBER.search(answer)
-        if found is None:
+        match = NUMBER.search(answer)
+        if match is None:
             return 0.0
-        number = float(found[0])
+        number = float(match[0])
         return float((int(number) if isinstance(true, int) else number) == true)
 
     return score
@@ -60,8 +62,8 @@ def first_number(true: int | float) -> Scoring:
 def choice(answer: str, expected: Sequence[str]) -> float:
     """Return 1 if the answer chooses the true option, else 0. `expected` has the option's text and its letter.
 
-    The choice is the letter that the answer begins with; the whole answer, if it is expected; the text after "answer
-    is" and the like; or the first word of letters from A to D.
+    The choice is the letter at the answer's beginning, the whole answer if it is expected, the text after "answer is"
+    and similar words, or else the first word that is part of "ABCD".
     """
     answer = answer.strip()
     if answer[:1] and answer[0] in LETTERS:
@@ -70,22 +72,24 @@ def choice(answer: str, expected: Sequence[str]) -> float:
         return 1.0
     answer = re.sub(" +", " ", answer.translate(BETWEEN))
     for words in CHOICES:
-        if (at := answer.find(words)) >= 0:
-            return float(answer[at + len(words) + 1 :].startswith(tuple(expected)))
+        if (start := answer.find(words)) >= 0:
+            return float(answer[start + len(words) + 1 :].startswith(tuple(expected)))
     return float(next((word for word in answer.split() if word in LETTERS), None) in expected)
 
 
 def function_match(name: str, functions: Sequence[tuple[str, str]], language: str) -> Scoring:
-    """Return the scoring that gives 1 if the function in an answer is most similar to the one called `name`, with a
-    BLEU of at least `ALIKE`, else 0. `functions`: the names and texts of a repository's functions that are asked for.
-    Raises UserError as `finder` does."""
+    """Return the scoring that gives 1 if the function in an answer is most similar to the function `name`, else 0.
+
+    Their BLEU must be at least `MIN_BLEU`. functions: the names and texts of the expected functions of all questions
+    about the repository. Raises UserError as `finder` does.
+    """
     find = finder(language)
 
     def score(answer: str, expected: Sequence[str]) -> float:
         words = _words(find(answer))
-        likeness = [bleu(words, _words(function)) for _, function in functions]
-        most = max(likeness)
-        return float(most >= ALIKE and functions[likeness.index(most)][0] == name)
+        similarities = [bleu(words, _words(function)) for _, function in functions]
+        best = max(similarities)
+        return float(best >= MIN_BLEU and functions[similarities.index(best)][0] == name)
 
     return score
 

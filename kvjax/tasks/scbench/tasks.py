@@ -1,33 +1,39 @@
-"""SCBench's tasks: their prompts, cut where the context ends, the tokens of an answer and the metric of each.
+"""SCBench's tasks: their prompts, answer lengths and metrics. Prompts are cut where the context ends.
 
 The prompts are the published ones (scbench/eval_utils.py, the templates of the multi-request mode), word for word. Two
-things differ. The official context of scbench_mf begins with the first question; here it does not, so that it is read
-before any question is known. And later turns are worded like the first. In the official program, later turns without a
-chat template ask for a choice as "The letter of …", and with one a summary begins "This paper".
+things differ. The official context of scbench_mf begins with the first question; here it does not, so that it can be
+read before any question is known. And later turns have the wording of the first. In the official program, later turns
+ask for a choice as "The letter of …" without a chat template, and a summary begins "This paper" with one.
 """
 
 from dataclasses import dataclass
 
 from kvjax.tasks.prompt import Scoring
-from kvjax.tasks.scbench.scores import character_overlap, first_integer, held, held_share, summary_overlap
+from kvjax.tasks.scbench.scores import (
+    character_overlap,
+    contains_expected,
+    first_integer,
+    share_contained,
+    summary_overlap,
+)
 
 KV, FUNCTION, SUMMARY, PASSKEY = "scbench_kv", "scbench_repoqa", "scbench_summary", "scbench_passkey"
-"""Kinds of questions that tasks have in common."""
+"""Kinds of questions that several tasks have."""
 CONTEXT, ASKED = "{context}", "{input}"
 
 
 @dataclass(frozen=True)
 class SCBenchTask:
-    """A task: its prompt in two parts, of which the first is read before the second is known."""
+    """A task, with its prompt in two parts: the context, and the question after it."""
 
     reserved: int | dict[str, int]
-    """The most tokens of an answer; by kind in a task that mixes kinds of questions."""
+    """The most tokens of an answer, by kind of question if a task has several kinds."""
     metric: str
     """Description of the score."""
     context: str = CONTEXT
     """The first part, with the field `{context}`."""
     question: str = ASKED
-    """The second part, with the field `{input}`, in multiple choice also `{A}` to `{D}`, in scbench_mf `{target}`."""
+    """The second part, with `{input}`; also `{A}` to `{D}` for multiple choice and `{target}` in scbench_mf."""
 
     def reserved_for(self, kind: str) -> int:
         return self.reserved if isinstance(self.reserved, int) else self.reserved[kind]
@@ -74,13 +80,13 @@ TASKS = {
 }
 
 SCORING: dict[str, Scoring | str] = {
-    KV: held,
-    "scbench_prefix_suffix": held,
-    "scbench_vt": held_share,
+    KV: contains_expected,
+    "scbench_prefix_suffix": contains_expected,
+    "scbench_vt": share_contained,
     "scbench_qa_eng": "any",
     "scbench_qa_chn": character_overlap,
     "scbench_many_shot": "any",
     SUMMARY: summary_overlap,
     PASSKEY: first_integer,
 }
-"""Scorings by kind of question, if the true answers are strings. `records` has the scorings of the other kinds."""
+"""Scorings by kind of question. Kinds whose scoring depends on the row are scored in `records`."""

@@ -1,9 +1,8 @@
 """The training methods, one file each, by their names for `--method`.
 
 wgkv: write gates (WG-KV). fast_kvzip: gates on hidden states (Fast KVzip). kvzap: networks on hidden states (KVzap).
-kvzip_scores: the base class of these two. kvpop: a whole model and its scorers (KVPOP). prulong,
-duo_attention: the kv heads that need the whole context (PruLong, DuoAttention). head_masks: the base class of these
-two.
+kvzip_scores: the base class of Fast KVzip and KVzap. kvpop: a whole model and its scorers (KVPOP).
+prulong, duo_attention: the kv heads that need the whole context (PruLong, DuoAttention). head_masks: their base class.
 """
 
 from kvjax.errors import UserError
@@ -23,16 +22,16 @@ DEFAULT = "wgkv"
 
 
 def find_recipe(method: str) -> type[Recipe]:
-    """Return the recipe of a method: one of kvjax, of an installed package, or the class at package.module:NAME.
+    """Return the recipe of a method: one of kvjax, one of an installed package, or the class at package.module:NAME.
 
     Raises:
-        UserError: there is no such method, or it is no recipe.
+        UserError: there is no such method, or it is not a recipe.
     """
-    own = RECIPES.get(method)
-    found = load(own, "--method") if own else find(method, METHODS, "--method")
-    if found is None:
+    builtin = RECIPES.get(method)
+    recipe = load(builtin, "--method") if builtin else find(method, METHODS, "--method")
+    if recipe is None:
         known = ", ".join([*RECIPES, *names(METHODS)])
         raise UserError(f"--method {method}: known are {known}, and package.module:NAME")
-    if not (isinstance(found, type) and issubclass(found, Recipe)):
-        raise UserError(f"--method {method} is no recipe, a subclass of kvjax.train.recipe.Recipe")
-    return found
+    if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
+        raise UserError(f"--method {method} is not a recipe (a subclass of kvjax.train.recipe.Recipe)")
+    return recipe

@@ -1,5 +1,5 @@
-"""DuoAttention: the kv heads that need the whole context, found by how much a frozen model's hidden states at synthetic
-passkeys depend on it (arXiv:2410.10819, Sec. 2.2)."""
+"""DuoAttention: the kv heads that need the whole context. They are found by how much a frozen model's hidden states at
+synthetic passkeys depend on it (arXiv:2410.10819, Sec. 2.2)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from kvjax.train.recipe import Rule
 from kvjax.train.recipes.head_masks import HeadMasks
 
 RAMP, FLOOR = 5, 0.1
-"""The learning rate rises over the first fifth of the updates from a tenth of its peak, and falls to a tenth over the
-last fifth."""
+"""The learning rate rises over the first 1/5 of the updates and falls over the last 1/5, and is at least 0.1 of its
+peak."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DuoAttention(HeadMasks):
-    """Train DuoAttention's head weights: they choose, by passkeys, the kv heads of a frozen model that keep the whole
-    context.
+    """Train DuoAttention's head weights. They decide which kv heads of a frozen model keep the whole context, and are
+    learned on passkeys.
 
     The defaults are the authors' numbers for Llama-3.
     """
@@ -43,13 +43,13 @@ class DuoAttention(HeadMasks):
     """The peak learning rate of AdamW, without decay. It rises over the first fifth of the updates and falls over the
     last fifth."""
     lengths: tuple[int, ...] = (8000, 16000, 24000, 32000)
-    """The lengths of sequences in tokens. The authors draw one of 50 lengths from 1,000 to 32,000; here each length is
-    a program to compile."""
+    """The lengths of sequences in tokens. The authors use 50 lengths from 1,000 to 32,000. Here there are fewer, since
+    each length is a program to compile."""
     shares: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     """The relative frequency of each length."""
     sequences: int = 2000
-    """The total number of sequences to train on, on any mesh. The default makes 2,000 updates of one sequence, which
-    the authors' eight devices share."""
+    """The total number of sequences to train on, on any mesh. The default makes 2,000 updates of one sequence, as the
+    authors do."""
     batch: int = 1
     """The number of sequences of an update, rounded up to a multiple of the mesh's data × fsdp (times --accumulate)."""
 
@@ -69,8 +69,8 @@ class DuoAttention(HeadMasks):
 
     def _errors(self, z: Float[Array, "l k"], frozen: Decoder, batch: Any) -> Float[Array, " b"]:
         """Return the mean squared difference of the final hidden states that predict each sequence's labelled tokens.
-        The authors take the states at the answer's own tokens instead. The last of these predicts nothing, and an
-        answer of one token has no other.
+        The authors take the states at the answer's tokens instead. The last of these predicts nothing, so an answer of
+        one token would have no useful state.
         """
         predicts = jnp.pad(batch["labelled"][:, 1:], ((0, 0), (0, 1)))
         teacher = jax.lax.stop_gradient(frozen.hidden(batch["tokens"], batch["document"]))
@@ -86,7 +86,7 @@ class DuoAttention(HeadMasks):
         return error + self.regularized * alpha, {"distillation": error, "alpha": alpha}
 
     def measure(self, params: dict[str, Array], frozen: Decoder, batch: Any) -> dict[str, Array]:
-        """Return the mean squared difference of each sequence, with weighted heads and with heads as at inference."""
+        """Return the mean squared difference of each sequence, with weighted heads and with the heads of inference."""
         return {
             "distillation": self._errors(params["alpha"], frozen, batch),
             "used_distillation": self._errors(self.rounded(params), frozen, batch),

@@ -1,5 +1,5 @@
-"""Fast KVzip: gates that predict, from a token's hidden state, the attention that a context's reconstruction would pay
-to it. They are trained on features of a frozen model (arXiv:2601.17668, Sec. 3)."""
+"""Fast KVzip: gates that predict, from a token's hidden state, the attention that the token would get while the context
+is reconstructed. They are trained on features of a frozen model (arXiv:2601.17668, Sec. 3)."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ from kvjax.train.score_loss import (
 )
 from kvjax.train.targets import Teacher, answer, larger, next_token
 
-ASKED = "answer", "both"
+NEED_QUESTIONS = "answer", "both"
 """Targets that need questions."""
 
 
@@ -44,7 +44,7 @@ ASKED = "answer", "both"
 class KVzipGates(KVzipScores):
     """Train Fast KVzip's gates for a frozen model.
 
-    Forward passes of the model over some contexts first compute features and targets (--targets). Then gates learn the
+    First, forward passes of the model over some contexts compute features and targets (--targets). Then gates learn the
     targets from the features. The rows of an update are positions instead of sequences: --batch and --sequences count
     positions.
     """
@@ -52,13 +52,14 @@ class KVzipGates(KVzipScores):
     method: str = "fast_kvzip"
     """The method to train."""
     target: Literal["reconstruction", "next_token", "answer", "both"] = "reconstruction"
-    """The score that gates learn, the most attention that a key gets. reconstruction: from a repetition of the context
-    (KVzip's score). For comparison: next_token: from any later query of the context; answer: from questions about it
-    with their answers (built-in tasks only); both: the larger one of reconstruction and answer. If --data names text
-    and there is no --target, it is reconstruction."""
+    """The score that gates learn: the maximum attention that a key gets. reconstruction: while the context is repeated
+    (KVzip's score). For comparison: next_token: from later queries of the context; answer: from questions about the
+    context with their answers (built-in tasks only); both: the larger of reconstruction and answer. If --data names
+    text, the default is reconstruction."""
     inputs: Literal["hidden", "k", "k_pre"] = "hidden"
-    """The input of a gate. hidden: the layer's input after its norm. For comparison k: the token's key after RoPE;
-    k_pre: before RoPE. With --init the defaults of --inputs, --form, --dim and --sinks are those of its gates."""
+    """The input of a gate. hidden: the layer's input after its norm. For comparison: k: the token's key after RoPE;
+    k_pre: the key before RoPE. With --init the defaults of --inputs, --form, --dim and --sinks are those of its
+    gates."""
     form: Literal["sink", "paper", "sigmoid", "linear", "mlp"] = "sink"
     """The form of the gates: as published, or others for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
     dim: int = 16
@@ -66,8 +67,8 @@ class KVzipGates(KVzipScores):
     sinks: int = 16
     """The number of keys that a gate learns in addition to the token's own."""
     lr: float = 0.2
-    """The peak learning rate of SGD. Update i of the first 1% has i hundredths of it. It is halved after half of the
-    updates, and again after three quarters."""
+    """The peak learning rate of SGD. In the first 1% of the updates, update i has i/100 of it. It is halved after half
+    of the updates, and again after three quarters."""
     momentum: float = 0.9
     """The momentum of SGD."""
     init_: Annotated[str | None, tyro.conf.arg(name="init")] = None
@@ -87,37 +88,39 @@ class KVzipGates(KVzipScores):
         yield self.lr > 0, "--lr", "above 0", self.lr
         yield 0 <= self.momentum < 1, "--momentum", "at least 0 and below 1", self.momentum
 
-    def fitted(self, told: Container[str]) -> Recipe:
-        found: dict[str, Any] = {}
-        if "data" in told and self.data != "builtin" and self.target in ASKED:
-            found["target"] = "reconstruction"  # text has no questions
-        if "init_" in told and self.init_ is not None:
+    def with_derived_defaults(self, given: Container[str]) -> Recipe:
+        defaults: dict[str, Any] = {}
+        if "data" in given and self.data != "builtin" and self.target in NEED_QUESTIONS:
+            defaults["target"] = "reconstruction"  # text has no questions
+        if "init_" in given and self.init_ is not None:
             sizes = read_init(gate_sizes, self.init_)._asdict()
-            found |= {name: sizes[name] for name in ("dim", "sinks", "form", "inputs")}
-        untold = {name: value for name, value in found.items() if name not in told}
-        return dataclasses.replace(super().fitted(told), **untold)
+            defaults |= {name: sizes[name] for name in ("dim", "sinks", "form", "inputs")}
+        missing = {name: value for name, value in defaults.items() if name not in given}
+        return dataclasses.replace(super().with_derived_defaults(given), **missing)
 
     def check(self) -> None:
         super().check()
-        if self.target in ASKED and self.data != "builtin":
+        if self.target in NEED_QUESTIONS and self.data != "builtin":
             raise UserError(
-                f"--target {self.target}: --data {self.data} has no questions, which the built-in tasks have (--data "
-                "builtin)"
+                f"--target {self.target}: --data {self.data} has no questions; only the built-in tasks have them "
+                "(--data builtin)"
             )
 
     def _sizes(self, model: ModelConfig) -> Sizes:
         group = model.num_heads // model.num_kv_heads
         width = model.width if self.inputs == "hidden" else model.head_dim
-        own = model.num_full_layers, model.num_kv_heads, group, width
-        return Sizes(*own, self.dim, self.sinks, self.form, self.inputs)
+        shape = model.num_full_layers, model.num_kv_heads, group, width
+        return Sizes(*shape, self.dim, self.sinks, self.form, self.inputs)
 
     def check_model(self, model: ModelConfig) -> None:
         if self.init_ is None or self.resume:
             return
-        wanted, found = self._sizes(model), read_init(gate_sizes, self.init_)
-        for name, own, theirs in zip(Sizes._fields, wanted, found, strict=True):
-            if own != theirs:
-                raise UserError(f"--init {self.init_}: these gates have {name} {theirs}, the run's {own}")
+        expected, sizes = self._sizes(model), read_init(gate_sizes, self.init_)
+        for name, value, init_value in zip(Sizes._fields, expected, sizes, strict=True):
+            if value != init_value:
+                raise UserError(
+                    f"--init {self.init_}: these gates have {name} {init_value}, the run's {value}"
+                )
 
     def init(self, model: Decoder) -> SinkGate:
         *sizes, dim, sinks, form, _ = self._sizes(model.config)
@@ -129,14 +132,18 @@ class KVzipGates(KVzipScores):
     def _teacher(self, contexts: Sequence[Context]) -> Teacher:
         if self.target in ("next_token", "answer"):
             return {"next_token": next_token, "answer": answer}[self.target]
-        published = super()._teacher(contexts)
-        return published if self.target == "reconstruction" else larger(published, answer)
+        reconstruction_teacher = super()._teacher(contexts)
+        return (
+            reconstruction_teacher
+            if self.target == "reconstruction"
+            else larger(reconstruction_teacher, answer)
+        )
 
     def loss(
         self, params: SinkGate, frozen: Any, batch: Batch, key: jax.Array, step: Any
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Return the binary cross-entropy with soft targets, averaged over positions and summed over heads and layers.
-        The scalars are the share of predictions that agree with their target at .05, and each layer's loss."""
+        The scalars are the share of predictions that agree with their targets at .05, and each layer's loss."""
         predicted, target = scores(params, batch["input"]), by_head(batch["score"])
         layers = cross_entropy(predicted, target).mean(-1).sum(-1)
         return layers.sum(), {"agreement": agreement(predicted, target).mean()} | by_layer(layers)
@@ -145,7 +152,7 @@ class KVzipGates(KVzipScores):
         return optax.sgd(functools.partial(rate, peak=self.lr, steps=self.steps), momentum=self.momentum)
 
     def measure(self, params: SinkGate, frozen: Any, batch: Batch) -> dict[str, Float[Array, "b ..."]]:
-        """Return the loss and its scalars for each position, and its `predicted` and `target` scores by layer and kv
+        """Return the loss and its scalars for each position, and the `predicted` and `target` scores by layer and kv
         head."""
         predicted, target = scores(params, batch["input"]), by_head(batch["score"])
         layers = cross_entropy(predicted, target).sum(1)
@@ -155,7 +162,8 @@ class KVzipGates(KVzipScores):
         )
 
     def remark(self, validation: Validation) -> str:
-        return f"the targets' own entropy is {entropy(validation.by_sequence['target']):.4g}, below which no loss is"
+        minimum = entropy(validation.by_sequence["target"])
+        return f"the targets' entropy, the minimum of the loss, is {minimum:.4g}"
 
     def save(
         self, folder: Path, gates: SinkGate, description: dict[str, Any], validation: Validation
@@ -163,13 +171,13 @@ class KVzipGates(KVzipScores):
         save_gates(folder, gates, description | {"opening": self.opening()})
 
     def draw(self, folder: Path, validation: Validation) -> None:
-        found = validation.by_sequence
-        draw_predictions(folder / "predictions.png", found["predicted"], found["target"], IMPORTANT)
+        figures = validation.by_sequence
+        draw_predictions(folder / "predictions.png", figures["predicted"], figures["target"], IMPORTANT)
         draw_losses(folder / "losses.png", folder / "metrics.jsonl", LAYER)
 
     def deploy(self, params: SinkGate, model: Decoder) -> Policy:
-        told = {"ratio": self.ratio, "inputs": self.inputs, "opening": self.opening()}
-        return make_policy({"fast_kvzip": told}, model=model, gates=params)
+        arguments = {"ratio": self.ratio, "inputs": self.inputs, "opening": self.opening()}
+        return make_policy({"fast_kvzip": arguments}, model=model, gates=params)
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:

@@ -1,5 +1,5 @@
-"""The base class of recipes that learn which kv heads need the whole context: streaming heads, and the pattern that is
-made from a number for each head."""
+"""The base class of recipes that learn which kv heads need the whole context. It has the streaming heads, and makes a
+pattern from a number for each head."""
 
 import abc
 import dataclasses
@@ -28,7 +28,7 @@ from kvjax.train.recipe import Rule, Validation
 
 @dataclasses.dataclass(frozen=True)
 class HeadMasks(LabelledRecipe):
-    """Learn a number for each layer and kv head, which is the higher the more the head needs the whole context."""
+    """Learn a number for each layer and kv head. Higher numbers mean that a head needs the whole context more."""
 
     sparsity: float = 0.7
     """The share of kv heads that stream at inference. The pattern can be used with another share, too."""
@@ -37,8 +37,8 @@ class HeadMasks(LabelledRecipe):
     window: int = 1024
     """The number of last tokens that a streaming head sees."""
     block: int = 128
-    """The block size in tokens of streaming heads in training, where --sink and --window are rounded up to whole
-    blocks. 1: exactly these tokens, as at inference."""
+    """The block size of streaming heads in training, in tokens. --sink and --window are rounded up to whole blocks. 1:
+    exactly these tokens, as at inference."""
 
     exports: ClassVar[str] = "pattern"
 
@@ -55,16 +55,16 @@ class HeadMasks(LabelledRecipe):
         if self.lengths[0] <= blocks * self.block:
             raise UserError(
                 f"--lengths {self.lengths[0]} must be above the {blocks * self.block} tokens of --sink {self.sink} and "
-                f"--window {self.window} in blocks of {self.block}: streaming heads would see all"
+                f"--window {self.window} in blocks of {self.block}: streaming heads would see everything"
             )
 
     @abc.abstractmethod
     def head_weights(self, params: Any) -> Float[Array, "l k"]:
-        """Return the weights that heads are ordered by, from the method's own parameters."""
+        """Return the weights by which heads are ordered, from the method's own parameters."""
 
     def published(self, weights: Float[np.ndarray, "l k"]) -> Float[np.ndarray, "l k"]:
-        """Return the weights in float64 and from 0 to 1, in the same order. Other programs that read the pattern clip
-        weights to this range."""
+        """Return the weights in float64, from 0 to 1 and in the same order, since other programs that read the pattern
+        clip weights to this range."""
         return weights.astype(np.float64)
 
     def blended(
@@ -75,30 +75,39 @@ class HeadMasks(LabelledRecipe):
         return student(blend, model, batch["tokens"], batch["document"], window=blend.band)[0]
 
     def rounded(self, params: Any) -> Float[Array, "l k"]:
-        """Return the masks at inference: 0 for the share `sparsity` of the heads, which have the lowest weights, and 1
-        for the others. Weights that are all 0 or 1 are the masks themselves."""
+        """Return the masks of inference: 0 for the share `sparsity` of the heads with the lowest weights, and 1 for the
+        others. Weights that are all 0 or 1 are used as masks directly."""
         weights = self.head_weights(params)
         order = jnp.argsort(-weights.reshape(-1), stable=True)
-        whole = order[: whole_count(weights.size, self.sparsity)]
-        chosen = jnp.zeros(weights.size).at[whole].set(1).reshape(weights.shape)
+        whole_heads = order[: whole_count(weights.size, self.sparsity)]
+        chosen = jnp.zeros(weights.size).at[whole_heads].set(1).reshape(weights.shape)
         return jnp.where(((weights == 0) | (weights == 1)).all(), weights, chosen)
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
         """Write a pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", gates=folder)`."""
         weights = np.asarray(gather(self.head_weights(params), *AXES))
         if jax.process_index() == 0:
-            made = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
-            made |= {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
-            told = {"sparsity": self.told(weights), "described": made}
-            write_pattern(folder, self.published(weights), self.sink, self.window, **told)
+            description = {
+                "method": self.method,
+                "options": self.own_options(),
+                "validation": validation.numbers,
+            }
+            description |= {
+                "model": self.model,
+                "data": self.data,
+                "sequences": self.sequences,
+                "seed": self.seed,
+            }
+            options = {"sparsity": self.deployed_sparsity(weights), "described": description}
+            write_pattern(folder, self.published(weights), self.sink, self.window, **options)
 
-    def told(self, weights: Float[np.ndarray, "l k"]) -> float | None:
-        """Return the sparsity to use with these weights, None if all are 0 or 1, which determines the sparsity."""
+    def deployed_sparsity(self, weights: Float[np.ndarray, "l k"]) -> float | None:
+        """Return the sparsity to use with these weights, None if all are 0 or 1, since then they determine it."""
         return None if np.isin(weights, (0, 1)).all() else self.sparsity
 
     def draw(self, folder: Path, validation: Validation) -> None:
         weights = read_pattern(folder / self.exports).weights
-        draw_weights(folder / "weights.png", weights, self.told(weights))
+        draw_weights(folder / "weights.png", weights, self.deployed_sparsity(weights))
         draw_course(folder / "course.png", folder / "metrics.jsonl", self.course)
 
     @property
@@ -120,11 +129,11 @@ class HeadMasks(LabelledRecipe):
 
     def deploy(self, params: Any, model: Decoder) -> Policy:
         weights = np.asarray(gather(self.head_weights(params), *AXES))
-        told = {"sparsity": self.told(weights), "sink": self.sink, "window": self.window}
-        return make_policy({self.used_as: told}, model=model, gates=weights)
+        arguments = {"sparsity": self.deployed_sparsity(weights), "sink": self.sink, "window": self.window}
+        return make_policy({self.used_as: arguments}, model=model, gates=weights)
 
     def sweep(self, params: Any, model: Decoder, held_out: Sequence[Any]) -> Mapping[str, Policy]:
-        if self.told(np.asarray(gather(self.head_weights(params), *AXES))) is None:
+        if self.deployed_sparsity(np.asarray(gather(self.head_weights(params), *AXES))) is None:
             return super().sweep(params, model, held_out)
         shares = dict.fromkeys([self.sparsity, *SWEPT])
         return {
@@ -134,4 +143,4 @@ class HeadMasks(LabelledRecipe):
 
 
 SWEPT = 0.3, 0.5, 0.7, 0.9
-"""The sparsities of a report's other rows, those of PruLong's sweep."""
+"""The sparsities of a report's other rows, as in PruLong's sweep."""

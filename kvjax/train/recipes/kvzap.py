@@ -1,5 +1,5 @@
-"""KVzap: a small network per layer predicts the logarithm of KVzip+'s scores from hidden states (arXiv:2601.07891;
-kvzap/train.py of NVIDIA/kvpress)."""
+"""KVzap: a small network per layer, which predicts the logarithms of KVzip+'s scores from hidden states
+(arXiv:2601.07891; kvzap/train.py of NVIDIA/kvpress)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -21,17 +21,17 @@ from kvjax.train.recipe import Rule, Validation
 from kvjax.train.recipes.kvzip_scores import Batch, KVzipScores
 from kvjax.train.score_loss import LAYER, by_head, by_layer, scores
 
-LEAST = -20.0
-"""The least logarithm of a score that is learned. Lower ones come from attention that no 16-bit number tells from 0,
-and would dominate a squared error."""
+MIN_LOGARITHM = -20.0
+"""The lower limit of the logarithms. Lower ones come from attention that is 0 in 16 bits, and would dominate the
+squared error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Surrogates(KVzipScores):
     """Train KVzap's surrogates for a frozen model.
 
-    Forward passes of the model over some contexts first compute hidden states and KVzip+'s scores (--targets). Then one
-    network per layer learns the logarithms of the scores by their squared error. The rows of an update are positions
+    First, forward passes of the model over some contexts compute hidden states and KVzip+'s scores (--targets). Then
+    one network per layer learns the logarithms of the scores by squared error. The rows of an update are positions
     instead of sequences: --batch and --sequences count positions.
     """
 
@@ -40,25 +40,26 @@ class Surrogates(KVzipScores):
     instruction: str = ""
     """The text before each context in the user's turn, followed by an empty line; empty: none."""
     sequences: int = 33_750_000
-    """The total number of positions to train on. Repetitions count: the default is 15 epochs of the authors' data."""
+    """The total number of positions to train on, counting repetitions. The default is 15 epochs of the authors' data.
+    """
     batch: int = 512
     """The number of positions of an update, the same ones for all layers, rounded up to a multiple of the mesh's
     data × fsdp (times --accumulate)."""
     shortest: int = 750
-    """The minimum number of tokens of a document, for text, by the data set's own count (`token_count`) if it has
-    one."""
+    """For text: the minimum number of tokens of a document, by the data set's own count (`token_count`) if it has one.
+    """
     longest: int = 1250
-    """The upper limit of the tokens of a document, for text. Documents are shorter than this. Attention to one of many
-    tokens is less, so that the authors use documents of about one length."""
+    """For text: the exclusive upper limit of the tokens of a document. Attention to a token is less in a longer
+    document, so the authors use documents of similar length."""
     single: int = 4500
-    """The number of contexts that are one document, for text: the first documents of the data."""
+    """For text: the number of contexts that are one document each. They are the first documents of the data."""
     joins: int = 0
-    """The number of contexts of joined documents, for text. They begin again with the first document."""
+    """For text: the number of contexts of joined documents. They start again with the first document."""
     hidden: int = 512
-    """The number of hidden units of a layer's network; 0: it is linear (the authors fit that form by ridge
+    """The number of hidden units of a layer's network; 0: the network is linear (the authors fit this form by ridge
     regression)."""
     lr: float = 5e-3
-    """The peak learning rate of AdamW, from which a cosine falls to 0."""
+    """The peak learning rate of AdamW, which falls to 0 by a cosine."""
 
     builtin: ClassVar[str | None] = None
     plus: ClassVar[bool] = True
@@ -81,7 +82,8 @@ class Surrogates(KVzipScores):
     def loss(
         self, params: Surrogate, frozen: Any, batch: Batch, key: jax.Array, step: Any
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Return the mean squared error of the logarithms over positions, heads and layers, and each layer's."""
+        """Return the mean squared error of the logarithms over positions, heads and layers, and the error of each
+        layer."""
         layers = _errors(params, batch).mean((1, 2))
         return layers.mean(), by_layer(layers)
 
@@ -90,21 +92,21 @@ class Surrogates(KVzipScores):
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
 
     def measure(self, params: Surrogate, frozen: Any, batch: Batch) -> dict[str, Float[Array, "b ..."]]:
-        """Return the loss of each position, by layer, too, and its `predicted` and `target` logarithms by layer and kv
-        head."""
+        """Return the loss of each position, in all and by layer, and the `predicted` and `target` logarithms by layer
+        and kv head."""
         layers = _errors(params, batch).mean(1)
         predicted = scores(params, batch["input"]).transpose(2, 0, 1)
-        found = {"predicted": predicted, "target": _logarithm(batch["score"])}
-        return {"loss": layers.mean(0)} | by_layer(layers) | found
+        logarithms = {"predicted": predicted, "target": _logarithm(batch["score"])}
+        return {"loss": layers.mean(0)} | by_layer(layers) | logarithms
 
     def remark(self, validation: Validation) -> str:
-        found = _correlation(*(validation.by_sequence[name] for name in ("predicted", "target")))
-        return f"squared correlation with the targets, mean over heads: {found:.3f}"
+        correlation = _correlation(*(validation.by_sequence[name] for name in ("predicted", "target")))
+        return f"squared correlation with the targets, mean over heads: {correlation:.3f}"
 
     def save(
         self, folder: Path, gates: Surrogate, description: dict[str, Any], validation: Validation
     ) -> None:
-        """The threshold is the one that keeps --ratio of the held-out positions."""
+        """Write gates with the threshold that keeps --ratio of the held-out positions."""
         predicted = validation.by_sequence["predicted"]
         threshold = float(np.quantile(predicted, 1 - self.ratio))
         rate = (predicted >= threshold).mean(0).tolist()
@@ -122,7 +124,7 @@ class Surrogates(KVzipScores):
 
 
 def _logarithm(score: Float[Array, "..."]) -> Float[Array, "..."]:
-    return jnp.maximum(jnp.log(score), LEAST)
+    return jnp.maximum(jnp.log(score), MIN_LOGARITHM)
 
 
 def _errors(params: Surrogate, batch: Batch) -> Float[Array, "l k b"]:

@@ -1,5 +1,5 @@
-"""Gates that learn from KVzip's scores: contexts, features and targets of a frozen model, which Fast KVzip and KVzap
-share."""
+"""The base class of Fast KVzip and KVzap, whose gates learn KVzip's scores: contexts, features and targets of a frozen
+model."""
 
 import abc
 import dataclasses
@@ -21,10 +21,10 @@ from kvjax.policies import Policy
 from kvjax.train.batches import Rows
 from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, prefix, text_contexts
 from kvjax.train.data import Data, Open, draw_step_lengths
-from kvjax.train.features import HeldOut, Memory, Shards, batches, check_positions
+from kvjax.train.features import FolderStore, HeldOut, MemoryStore, batches, check_positions
 from kvjax.train.recipe import Recipe, Rule, Validation
 from kvjax.train.reconstruction import reconstruction, repetition
-from kvjax.train.targets import Teacher, collect, kind_of
+from kvjax.train.targets import Teacher, collect, position_layout
 
 TARGETS = "targets"
 """The folder of features and targets in the run's folder."""
@@ -36,41 +36,41 @@ Batch = Mapping[str, Float[Array, "b l ..."]]
 
 @dataclasses.dataclass(frozen=True)
 class KVzipScores(Recipe):
-    """The base class of recipes whose gates learn the scores of contexts' tokens."""
+    """The base class of recipes whose gates learn scores of the tokens of contexts."""
 
     instruction: str = "Given the context, answer to the following question or request without explanation."
     """The text before each context in the user's turn, followed by an empty line. Only for models with a chat template.
-    It always stays in the cache."""
+    Its tokens always stay in the cache."""
     sequences: int = 5_000_000
-    """The total number of positions to train on. Repetitions count: the default makes 5,000 updates of 1,000."""
+    """The total number of positions to train on, counting repetitions. The default makes 5,000 updates of 1,000."""
     batch: int = 1000
     """The number of positions of an update, the same ones for all layers, rounded up to a multiple of the mesh's
     data × fsdp (times --accumulate)."""
     lengths: tuple[int, ...] = (512,)
-    """The number of tokens of a context with its questions, for the built-in tasks. For text see --shortest to
-    --joins."""
+    """For the built-in tasks: the number of tokens of a context with its questions. For text see --shortest, --longest,
+    --joined, --single and --joins."""
     shares: tuple[float, ...] = (1.0,)
-    """The relative number of contexts of each length, for the built-in tasks."""
+    """For the built-in tasks: the relative number of contexts of each length."""
     contexts: int = 64
-    """The number of contexts, for the built-in tasks."""
+    """For the built-in tasks: the number of contexts."""
     shortest: int = 10_000
-    """The minimum number of tokens of a document, for text, by the data set's own count (`token_count`) if it has
-    one."""
+    """For text: the minimum number of tokens of a document, by the data set's own count (`token_count`) if it has one.
+    """
     longest: int = 30_000
-    """The upper limit of the tokens of a document, for text. Documents are shorter than this."""
+    """For text: the exclusive upper limit of the tokens of a document."""
     joined: int = 100_000
-    """The minimum number of tokens of a context of joined documents, for text. Documents are joined by empty lines."""
+    """For text: the minimum number of tokens of a context of joined documents. Documents are joined by empty lines."""
     single: int = 29
-    """The number of contexts that are one document, for text: the first documents of the data."""
+    """For text: the number of contexts that are one document each. They are the first documents of the data."""
     joins: int = 5
-    """The number of contexts of joined documents, for text. They begin again with the first document."""
+    """For text: the number of contexts of joined documents. They start again with the first document."""
     targets: str | None = None
-    """The place of features and targets. `disk`: the folder targets/ of the run, so that a resumed run computes no
-    context again. A folder (with a slash in its name): runs with the same model, contexts, --target and --inputs can
-    share it. `memory`: the memory of this process, so that a resumed run computes them again. By default memory for the
-    built-in tasks, else disk."""
+    """The place of features and targets. `disk`: the folder targets/ of the run, from which a resumed run reads them. A
+    folder (with a slash in its name): runs with the same model, contexts, --target and --inputs can share it. `memory`:
+    the memory of this process, so a resumed run computes them again. By default memory for the built-in tasks, else
+    disk."""
     ratio: float = 0.3
-    """The share of entries that the report's policy keeps. Gates are not trained for a certain share."""
+    """The share of entries that the report's policy keeps. The gates' training does not depend on it."""
 
     exports: ClassVar[str] = "gates"
     unit: ClassVar[str] = "positions"
@@ -79,7 +79,7 @@ class KVzipScores(Recipe):
 
     @property
     def learned(self) -> tuple[str, str]:
-        """The name of the target, and the gates' input, one of `kvjax.policies.eviction.fast_kvzip.INPUTS`."""
+        """The name of the target, and the gates' input (one of `kvjax.policies.eviction.fast_kvzip.INPUTS`)."""
         return "KVzip+" if self.plus else "reconstruction", "hidden"
 
     def rules(self) -> Iterator[Rule]:
@@ -93,9 +93,11 @@ class KVzipScores(Recipe):
 
     def check(self) -> None:
         super().check()
-        where = self.targets
-        if where not in (None, "disk", "memory") and ("/" not in where or Path(where).expanduser().is_file()):
-            raise UserError(f"--targets must be disk, memory or a folder (./NAME), got {shown(where)}")
+        targets = self.targets
+        if targets not in (None, "disk", "memory") and (
+            "/" not in targets or Path(targets).expanduser().is_file()
+        ):
+            raise UserError(f"--targets must be disk, memory or a folder (./NAME), got {shown(targets)}")
 
     @property
     def kept(self) -> Path | None:
@@ -108,8 +110,8 @@ class KVzipScores(Recipe):
         return self.longest + (self.joined if self.joins else 0)
 
     def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        kind = kind_of(model, self.learned[1])
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in kind.arrays.items()}
+        layout = position_layout(model, self.learned[1])
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in layout.arrays.items()}
 
     def collect(self) -> Open:
         contexts, held_out = self._contexts()
@@ -119,14 +121,14 @@ class KVzipScores(Recipe):
     def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
         """Return the contexts to train on, and held-out sequences for the report."""
         if self.data == "builtin":
-            own, others = (
+            lengths, held_out_lengths = (
                 draw_step_lengths(count, self.lengths, self.shares, self.seed).tolist()
                 for count in (self.contexts, self.validation)
             )
-            return builtin_contexts(own, others, self.seed)
+            return builtin_contexts(lengths, held_out_lengths, self.seed)
         choice = Choice(self.shortest, self.longest, self.joined, self.single, self.joins)
-        words = {"tokenizer": load_tokenizer(self.model), "instruction": self.instruction}
-        return text_contexts(self.data, choice, self.validation, seed=self.seed, **words)
+        encoding = {"tokenizer": load_tokenizer(self.model), "instruction": self.instruction}
+        return text_contexts(self.data, choice, self.validation, seed=self.seed, **encoding)
 
     def _open(
         self,
@@ -137,13 +139,13 @@ class KVzipScores(Recipe):
         folder: Path,
         say: Callable[[str], None],
     ) -> Data:
-        """Compute the missing features and targets, and begin to read them."""
+        """Compute the missing features and targets, and open them."""
         target, inputs = self.learned
-        kind, sizes = kind_of(model, inputs), [len(context.tokens) for context in contexts]
-        where = self.targets or ("memory" if self.data == "builtin" else "disk")
-        store = Memory(kind, sizes)
-        if where != "memory":
-            store = Shards(self.kept or folder / TARGETS, kind, sizes, self._manifest(contexts, model))
+        layout, sizes = position_layout(model, inputs), [len(context.tokens) for context in contexts]
+        place = self.targets or ("memory" if self.data == "builtin" else "disk")
+        store = MemoryStore(layout, sizes)
+        if place != "memory":
+            store = FolderStore(self.kept or folder / TARGETS, layout, sizes, self._manifest(contexts, model))
         missing = len(contexts) - len(store.finished)
         say(
             f"targets ({target}) of {len(contexts)} contexts, {sum(sizes):,} positions: {store.plan}, "
@@ -175,7 +177,7 @@ class KVzipScores(Recipe):
 
     @abc.abstractmethod
     def save(self, folder: Path, gates: Any, description: dict[str, Any], validation: Validation) -> None:
-        """Write gates, which are whole, and their description to a folder. Called in the first process."""
+        """Write the gathered gates and their description to a folder. Called in the first process."""
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
         """Write `gates.safetensors` and `config.json`, which the method's policy reads."""
@@ -187,9 +189,9 @@ class KVzipScores(Recipe):
             "seed": self.seed,
             "lengths": list(self.lengths),
         }
-        whole = gather(params, *AXES)
+        gathered = gather(params, *AXES)
         if jax.process_index() == 0:
-            self.save(folder, whole, self.own_options() | origin | trained, validation)
+            self.save(folder, gathered, self.own_options() | origin | trained, validation)
 
     def use_options(self, folder: Path) -> Sequence[str]:
         return "--policy", f"{self.used_as}:ratio={self.ratio:g}", "--gates", str(folder)
@@ -199,5 +201,5 @@ class KVzipScores(Recipe):
         return {f"ratio={x:g}": dataclasses.replace(self, ratio=x).deploy(params, model) for x in ratios}
 
     def opening(self) -> list[int]:
-        """Return the token ids before every context. They stay in the cache of every prompt that begins with them."""
+        """Return the token ids before every context. If a prompt begins with them, they stay in its cache."""
         return prefix(load_tokenizer(self.model), self.instruction).tolist()

@@ -1,5 +1,5 @@
-"""PruLong: the kv heads that need the whole context, learned from next tokens of natural documents under a constraint
-on the share of heads that do not (arXiv:2506.17121, Sec. 4, App. B)."""
+"""PruLong: the kv heads that need the whole context. They are learned from next tokens of natural documents, under a
+constraint on the share of streaming heads (arXiv:2506.17121, Sec. 4, App. B)."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from kvjax.train.recipe import Rule
 from kvjax.train.recipes.head_masks import HeadMasks
 
 RAMP = 0.8
-"""The share of the updates in which the target sparsity rises to its final value."""
+"""The share of the updates over which the target sparsity rises to its final value."""
 FLOOR = 0.01
 """The final learning rates, relative to their peaks."""
 SPREAD = 0.01
@@ -28,7 +28,7 @@ SPREAD = 0.01
 
 
 def decays(params: Any) -> Any:
-    """Return the mask of the parameters with weight decay: all but norms and biases, as in Hugging Face's trainer."""
+    """Return True for each parameter with weight decay. Norms and biases have none, as in Hugging Face's trainer."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: re.search("norm|bias", jax.tree_util.keystr(path)) is None, params
     )
@@ -36,7 +36,8 @@ def decays(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PruLong(HeadMasks):
-    """Train PruLong's head masks: they choose, by next tokens, the kv heads of a model that keep the whole context.
+    """Train PruLong's head masks. They decide which kv heads of a model keep the whole context, and are learned from
+    next tokens.
 
     The defaults are the paper's numbers for Llama-3.1-8B.
     """
@@ -46,20 +47,20 @@ class PruLong(HeadMasks):
     start: float = 4.0
     """The mean of the initial log α. At 4 a mask is 1 with a probability of .92."""
     l0: Literal["sampled", "expected"] = "sampled"
-    """The sparsity under the constraint. sampled: that of the sampled masks (the code); expected: its expectation
-    (App. B)."""
+    """The sparsity that the constraint limits. sampled: that of the sampled masks (the authors' code); expected: its
+    expectation (App. B)."""
     frozen_model: bool = True
-    """Train the masks alone; otherwise train the model as well, at --model-lr."""
+    """Train only the masks; otherwise train the model as well, at --model-lr."""
     lr: float = 1.0
-    """The peak learning rate of the masks (AdamW). It warms up over a tenth of the updates, and a cosine falls to 1% of
-    it (as in the authors' code; the paper's Table 5 says linear)."""
+    """The peak learning rate of the masks (AdamW). It warms up over a tenth of the updates and falls to 1% by a cosine
+    (as in the authors' code; the paper's Table 5 says linear)."""
     multiplier_lr: float = 1.0
-    """The peak learning rate of the two multipliers, which are trained by gradient ascent, with the same schedule."""
+    """The peak learning rate of the two multipliers, which are trained by gradient ascent. The schedule is the same."""
     model_lr: float = 1e-5
-    """The peak learning rate of the model, if it is trained, with the same schedule."""
+    """The peak learning rate of the model, if it is trained. The schedule is the same."""
     weight_decay: float = 0.1
-    """The weight decay of AdamW, for masks and multipliers and, if the model is trained, for its matrices, as in the
-    authors' code."""
+    """The weight decay of AdamW, for masks, multipliers and, if the model is trained, its matrices (as in the authors'
+    code)."""
     clip: float = 1.0
     """The largest norm of the gradient of all parameters together."""
     lengths: tuple[int, ...] = (131072,)
@@ -71,7 +72,7 @@ class PruLong(HeadMasks):
     batch: int = 8
     """The number of sequences of an update, rounded up to a multiple of the mesh's data × fsdp (times --accumulate)."""
     master_weights: bool = True
-    """Keep a 16-bit model that is trained in float32 between updates. The loss sees it rounded."""
+    """If a 16-bit model is trained, keep it in float32 between updates. The loss sees it rounded."""
 
     builtin: ClassVar[str | None] = "prulong-builtin"
     shown: ClassVar[Mapping[str, str]] = {"cross_entropy": ".4f", "streaming": ".3f", "wanted": ".3f"}
@@ -108,41 +109,42 @@ class PruLong(HeadMasks):
     def published(self, weights: Float[np.ndarray, "l k"]) -> Float[np.ndarray, "l k"]:
         return 1 / (1 + np.exp(-super().published(weights)))
 
-    def wanted(self, step: Int[Array, ""]) -> Float[Array, ""]:
+    def target_sparsity(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Return the target sparsity of an update, in float32."""
         return self.sparsity * jnp.minimum(1, step / math.ceil(RAMP * self.steps))
 
     def loss(
         self, params: dict[str, Any], frozen: Decoder | None, batch: Any, key: jax.Array, step: Int[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Return the cross-entropy of each sequence's labelled tokens + λ₁ (s − t) + λ₂ (s − t)², where s is the share
-        of streaming heads and t the target (Eq. 4 and 6, App. B). Each head's mask is sampled once for all tokens."""
+        """Return the mean over sequences of the cross-entropy of labelled tokens, plus λ₁ (s − t) + λ₂ (s − t)². s is
+        the share of streaming heads and t the target (Eq. 4 and 6, App. B). Each head has one sampled mask for all
+        tokens."""
         model, log_alpha = params.get("model", frozen), params["log_alpha"]
         z = hard_concrete.sample(key, log_alpha)
         hidden = self.blended(z, model, batch)
         error = next_token_losses(model, hidden, batch["tokens"], batch["labelled"]).mean()
         expected = self.l0 == "expected"
         streaming = hard_concrete.probability_of_zero(log_alpha).mean() if expected else 1 - z.mean()
-        wanted = self.wanted(step)
-        gap, (first, second) = streaming - wanted, params["multipliers"]
-        numbers = {"cross_entropy": error, "streaming": streaming, "wanted": wanted}
+        target = self.target_sparsity(step)
+        gap, (first, second) = streaming - target, params["multipliers"]
+        numbers = {"cross_entropy": error, "streaming": streaming, "wanted": target}
         numbers |= {"lambda/1": first, "lambda/2": second}
         return error + first * gap + second * gap**2, numbers
 
     def measure(self, params: dict[str, Any], frozen: Decoder | None, batch: Any) -> dict[str, Array]:
-        """Return the cross-entropy of each sequence with the masks of inference, and with full attention."""
+        """Return the cross-entropy of each sequence with the masks of inference and with full attention."""
         model = params.get("model", frozen)
-        following = batch["tokens"], batch["labelled"]
+        labels = batch["tokens"], batch["labelled"]
         used = self.blended(self.rounded(params), model, batch)
         full = model.hidden(batch["tokens"], batch["document"])
         return {
-            "cross_entropy": next_token_losses(model, used, *following),
-            "full_cross_entropy": next_token_losses(model, full, *following),
+            "cross_entropy": next_token_losses(model, used, *labels),
+            "full_cross_entropy": next_token_losses(model, full, *labels),
         }
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Return AdamW with a learning rate for each group, after all gradients are clipped together. The gradient of
-        the multipliers is negated, their weight decay is not."""
+        """Return AdamW with a learning rate for each group. All gradients are clipped together before. The multipliers'
+        gradient is negated, but their weight decay is not."""
         warmup = min(-(-self.steps // 10), self.steps - 1)
 
         def adamw(peak):

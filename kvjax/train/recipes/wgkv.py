@@ -32,8 +32,8 @@ class WriteGates(Recipe):
     """Train WG-KV write gates for a frozen model.
 
     With only --mesh a run trains gates for the built-in small model (configs/builtin.yaml) and makes checkpoints, plots
-    and a report of accuracy against measured cache size. Another --model without --config starts from the paper's
-    values.
+    and a report of accuracy against measured cache size. With another --model and no --config the options have the
+    paper's values.
     """
 
     method: str = "wgkv"
@@ -42,20 +42,20 @@ class WriteGates(Recipe):
     """The weight of the sparsity term. A larger one keeps less."""
     window: int = 256
     """The number of last tokens that are always visible. If --lengths is given without --window and the shortest length
-    is not above the window, the window is a quarter of that length."""
+    is at most the default window, the window is a quarter of this length."""
     tau: float = 0.1
-    """A token is retained if and only if its gate is at least this."""
+    """The threshold: a token is retained if and only if its gate is at least this."""
     sparsity: Literal["lifetime", "paper"] = "lifetime"
-    """The sparsity term. lifetime: weighted by the share of a token's life that it spends outside the window (the
+    """The sparsity term. lifetime: the mean gate, weighted by the share of a token's life outside the window (the
     paper's code); paper: the plain mean (the paper's text)."""
     expand: float | None = None
     """The hidden width of the gates over head_dim; by default that of --init, else 1.5 for Qwen3 and 4 for other
     models."""
     init_: Annotated[str | None, tyro.conf.arg(name="init")] = None
     """The gates to begin with instead of random ones: a folder that a run exported, `builtin`, or a .pt file of the
-    authors. They may be those of another model of the same shape."""
+    authors. They may come from another model of the same shape."""
     lr: float = 1e-3
-    """The peak learning rate of AdamW. It warms up over the first tenth of the sequences, and a cosine falls to 0."""
+    """The peak learning rate of AdamW. It warms up over the first tenth of the sequences and falls to 0 by a cosine."""
     weight_decay: float = 0.01
     """The weight decay of AdamW, on every gate parameter."""
 
@@ -78,13 +78,13 @@ class WriteGates(Recipe):
         yield self.lr > 0, "--lr", "above 0", self.lr
         yield self.weight_decay >= 0, "--weight-decay", "at least 0", self.weight_decay
 
-    def fitted(self, told: Container[str]) -> Recipe:
-        fitted = super().fitted(told)
-        if self.init_ is not None and "expand" not in told and (self.expand is None or "init_" in told):
-            fitted = dataclasses.replace(fitted, expand=read_init(gate_sizes, self.init_).expand)
-        if "lengths" not in told or "window" in told or not 1 < min(self.lengths, default=0) <= self.window:
-            return fitted
-        return dataclasses.replace(fitted, window=max(1, self.lengths[0] // 4))
+    def with_derived_defaults(self, given: Container[str]) -> Recipe:
+        recipe = super().with_derived_defaults(given)
+        if self.init_ is not None and "expand" not in given and (self.expand is None or "init_" in given):
+            recipe = dataclasses.replace(recipe, expand=read_init(gate_sizes, self.init_).expand)
+        if "lengths" not in given or "window" in given or not 1 < min(self.lengths, default=0) <= self.window:
+            return recipe
+        return dataclasses.replace(recipe, window=max(1, self.lengths[0] // 4))
 
     def check(self) -> None:
         if self.lengths and self.lengths[0] <= self.window:
@@ -94,18 +94,18 @@ class WriteGates(Recipe):
         super().check()
 
     def check_model(self, model: ModelConfig) -> None:
-        # a width of half a neuron or less is rounded to zero
+        # a width of at most 0.5 is rounded to 0
         if self.expand is not None and not 0.5 < (width := model.head_dim * self.expand) <= LARGEST_INT:
             raise UserError(
                 f"--expand {self.expand:g} makes gates {width:g} wide for the model's head_dim of {model.head_dim}, "
                 "expected at least 1"
             )
         if self.init_ is not None and not self.resume:
-            found, wanted = read_init(gate_sizes, self.init_), self._sizes(model)
-            if found.shape != wanted.shape:
+            sizes, expected = read_init(gate_sizes, self.init_), self._sizes(model)
+            if sizes.shape != expected.shape:
                 raise UserError(
-                    f"--init {self.init_}: has gates of (layers, kv heads, head_dim, hidden width) = {found.shape}, "
-                    f"this run trains {wanted.shape}"
+                    f"--init {self.init_}: has gates of (layers, kv heads, head_dim, hidden width) = {sizes.shape}, "
+                    f"this run trains {expected.shape}"
                 )
 
     def _sizes(self, model: ModelConfig) -> Sizes:
@@ -119,7 +119,7 @@ class WriteGates(Recipe):
         return params if self.init_ is None else read_init(load_gates, self.init_)[0]
 
     def masks(self, gates: WriteGate, *, hard: bool = False) -> WriteGateTraining:
-        """Return the gates as a method for training; `hard`: binarised at τ, as at inference."""
+        """Return the gates as a method for training. `hard`: binarised at τ, as at inference."""
         tau = jnp.full(gates.b2.shape[0], self.tau, jnp.float32)
         return WriteGateTraining(gates, tau, window=self.window, sparsity=self.sparsity, hard=hard)
 
@@ -127,8 +127,8 @@ class WriteGates(Recipe):
         self, params: WriteGate, frozen: Decoder, batch: Int[Array, "b t"], key: jax.Array, step: Any
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Return the mean squared error between the final hidden states of student and teacher, plus λ times the
-        sparsity term. The error is a mean over sequences, tokens and width, the sparsity term over layers, sequences
-        and kv heads."""
+        sparsity term. The error is a mean over sequences, tokens and width. The sparsity term is a mean over layers,
+        sequences and kv heads."""
         teacher = jax.lax.stop_gradient(frozen.hidden(batch))
         squares, scalars = student_errors(self.masks(params), frozen, batch, teacher, window=self.window)
         error = jnp.mean(squares)
@@ -141,9 +141,9 @@ class WriteGates(Recipe):
         return optax.adamw(rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=self.weight_decay)
 
     def measure(self, params: WriteGate, frozen: Decoder, batch: Int[Array, "b t"]) -> dict[str, Any]:
-        """Return figures of each sequence: the distillation loss of soft gates, as in training, and of hard ones, as at
-        inference (the authors' code logs both); the mean gate; the share of entries left at its end, local window
-        included (`kv_size`); and the share of tokens whose gate is at least τ, as a mean (`admitted`) and by layer and
+        """Return figures of each sequence: the distillation loss of soft gates, as in training, and of hard gates, as
+        at inference (the authors' code logs both); the mean gate; the share of entries left at the end, local window
+        included (`kv_size`); and the share of tokens with gates of at least τ, as a mean (`admitted`) and by layer and
         kv head (`rates`)."""
         teacher = frozen.hidden(batch)
 
@@ -168,8 +168,8 @@ class WriteGates(Recipe):
         return f"at τ {self.tau:g} they admit {100 * validation.numbers['admitted']:.1f}% of the tokens"
 
     def export(self, folder: Path, params: WriteGate, model: Decoder, validation: Validation) -> None:
-        """Write `gates.safetensors` and `config.json`, which `kvjax.make_policy("wgkv", gates=folder)` reads. The rates
-        of held-out sequences determine the size of its pool."""
+        """Write `gates.safetensors` and `config.json`, which `kvjax.make_policy("wgkv", gates=folder)` reads. The
+        policy's pool is sized by the rates on held-out sequences."""
         rates = validation.by_sequence["rates"]
         description = {
             "tau": self.tau,
@@ -187,15 +187,15 @@ class WriteGates(Recipe):
             "seed": self.seed,
             "init": self.init_,
         }
-        whole = gather(params, *AXES)
+        gathered = gather(params, *AXES)
         if jax.process_index() == 0:
-            save_gates(folder, whole, description)
+            save_gates(folder, gathered, description)
 
     def evaluate_options(self, folder: Path) -> Sequence[str]:
         return "--gates", str(folder)
 
     def deploy(self, params: WriteGate, model: Decoder) -> Policy:
-        # without rates the pool has space for all tokens, since the real size is not known yet
+        # without rates the pool has space for all tokens, since the measured size is not known yet
         return make_policy({"wgkv": {"tau": self.tau, "window": self.window}}, model=model, gates=params)
 
     def sweep(
@@ -212,14 +212,16 @@ class WriteGates(Recipe):
 def held_out_gates(
     params: WriteGate, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
 ) -> Float32[np.ndarray, " n"]:
-    """Return the gates of every layer, kv head and token of sequences under full attention."""
+    """Return the gates of all layers, kv heads and tokens of sequences, under full attention."""
     with use_mesh(model):
-        gates, at_once = gather(params, *AXES), batch_shards()
-    found = []
+        whole_gates, at_once = gather(params, *AXES), batch_shards()
+    gates_by_layer = []
     for rows in by_length(held_out, at_once):
         layers = captured_layers(model, Policy(), None, rows, ("k_pre", "k"))
-        found += [np.ravel(_gates(gates, index, x["k_pre"], x["k"])) for index, x in enumerate(layers)]
-    return np.concatenate(found)
+        gates_by_layer += [
+            np.ravel(_gates(whole_gates, index, x["k_pre"], x["k"])) for index, x in enumerate(layers)
+        ]
+    return np.concatenate(gates_by_layer)
 
 
 @jax.jit
@@ -228,10 +230,10 @@ def _gates(gates: WriteGate, layer: Any, k_pre: Any, k: Any) -> Float[Array, "b 
 
 
 def warmup_cosine(sequences: int, rows: int, peak: float) -> optax.Schedule:
-    """Return the learning rate schedule. The update that begins with sequence s of the run has peak · s/w during the
-    first tenth (w = sequences/10), then a cosine from peak to 0. Update i begins with sequence i · rows.
+    """Return the learning rate schedule. Update i begins with sequence s = i · rows of the run. Its rate is peak · s/w
+    in the first tenth of the run (w = sequences/10), then falls from peak to 0 by a cosine.
 
-    WG-KV, App. C, has 7,500 sequences, one per update, and w = 750. Its code steps the schedule once per sequence, too.
+    WG-KV, App. C, has 7,500 sequences, one per update, and w = 750. Its code also steps the schedule once per sequence.
     """
     warmup = max(1, math.floor(sequences / 10))
 

@@ -1,4 +1,4 @@
-"""Cases for which the kernels of `attention_mass` are compiled, and a run of the TPU kernel in which races are seen."""
+"""Cases for which the kernels of `attention_mass` are compiled, and a run of the TPU kernel that detects races."""
 
 import functools
 from typing import Any
@@ -77,8 +77,8 @@ MOST_TEMPORARIES = {
     "pages, head_dim 64": 16 << 20,
     "pages, head_dim 128": 16 << 20,
 }
-"""They hold a copy of the queries (16 MB, on a GPU) and each query head's masses; all logits are 2 GB. The pools have 2
-GB, more than any vector memory, in which temporaries are not counted; 1 MB of them is copied."""
+"""Temporaries hold a copy of the queries (16 MB, on a GPU) and each query head's masses; all logits would be 2 GB. The
+pools have 2 GB, more than any vector memory, where temporaries are not counted; 1 MB of them is copied."""
 
 BUGS = {
     "sums not emptied": ("l_ref[...] = jnp.zeros_like(l_ref)", "pass"),
@@ -89,8 +89,8 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Return the worst error. There are several tiles of both kinds, whose last ones are partly filled, two heads, one
-    at a time, and keys that do not exist."""
+    """Return the worst error. There are several resident and streamed tiles, the last of which are partly filled, two
+    heads, processed one at a time, and keys that do not exist."""
     kernel.tile_sizes = lambda *_: (128, 128)
     kernel.CHUNK = 128
     b, n, k, t, s, h = 1, 2, 1, 300, 330, 32

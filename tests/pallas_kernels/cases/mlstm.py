@@ -1,4 +1,4 @@
-"""Cases for which the kernels of `mlstm` are compiled, and a run of the TPU kernels in which races are seen."""
+"""Cases for which the kernels of `mlstm` are compiled, and a run of the TPU kernels that detects races."""
 
 import functools
 
@@ -12,7 +12,7 @@ from pallas_kernels.mlstm.reference import reference
 
 
 def case(b, k, t, d, e, normaliser="plain", gradient=False):
-    """Return a case that starts from a memory. If `gradient`, it computes the gradient with respect to all
+    """Return a case that starts from a memory and, if `gradient`, computes the gradient with respect to all
     arguments."""
 
     def call(memory, *args):
@@ -37,8 +37,8 @@ def on_shards(*args):
     """Run inside `shard_map`, with its axes checked."""
     call = case(2, 2, 300, 128, 64, gradient=True)[0]
     args = jax.tree.map(lambda x: jax.reshard(x, P("chip", *(None,) * (x.ndim - 1))), args)
-    found = jax.shard_map(call, out_specs=P("chip"))(*args)
-    return jax.tree.map(lambda x: jax.reshard(x, P()), found)
+    outputs = jax.shard_map(call, out_specs=P("chip"))(*args)
+    return jax.tree.map(lambda x: jax.reshard(x, P()), outputs)
 
 
 COMPILE = {
@@ -51,8 +51,8 @@ COMPILE = {
     "a token, in XLA": case(4, 8, 1, 128, 64),
 }
 MOST_TEMPORARIES = {"training, 8192 tokens": 80 << 20, "prefill of 131072 tokens": 8 << 20}
-"""Training holds what is read, half as much as the keys' 34 MB, and the memories of 64 chunks, 19 MB, unless vector
-memory holds them. The weights of all pairs of tokens are 2 GB."""
+"""In training, temporaries hold the outputs, half of the keys' 34 MB, and the memories of 64 chunks, 19 MB, unless
+vector memory holds them. The weights of all pairs of tokens would be 2 GB."""
 
 BUGS = {
     "the memory of the row before": ("memory_ref[...] = memory0_ref[...]", "pass"),
@@ -64,8 +64,8 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Return the worst error of values and gradients. There are several blocks of two chunks, the last one is partly
-    filled, and the rows have different memories."""
+    """Return the worst error of values and gradients. There are several blocks of two chunks, the last of which is
+    partly filled, and the rows have different memories."""
     kernel.BLOCK = 2
     b, k, t, d, e = 1, 2, 300, 16, 8
     rng = np.random.default_rng(0)
@@ -77,14 +77,14 @@ def interpreted(kernel, interpret) -> float:
     def value_and_gradients(form):
         def total(args, c, z):
             h, after = form(*args, Memory(c, z, memory.m), "plain", None)
-            scale = jnp.exp(after.m)[..., None]  # c and z by themselves depend on the stabiliser
-            handed = (after.c * scale[..., None]) ** 2, after.z * scale
-            return (h * weights).sum() + sum(x.sum() for x in handed), (h, after)
+            scale = jnp.exp(after.m)[..., None]  # c and z alone depend on the stabiliser.
+            memory_terms = (after.c * scale[..., None]) ** 2, after.z * scale
+            return (h * weights).sum() + sum(x.sum() for x in memory_terms), (h, after)
 
-        (_, found), gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(
+        (_, outputs), gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(
             args, memory.c, memory.z
         )
-        return found, gradients
+        return outputs, gradients
 
     actual = jax.tree.leaves(value_and_gradients(functools.partial(kernel.tpu, interpret=interpret)))
     expected = jax.tree.leaves(value_and_gradients(reference))

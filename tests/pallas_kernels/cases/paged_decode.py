@@ -1,4 +1,4 @@
-"""Cases for which the kernels of `paged_decode` are compiled, and a run of the TPU kernel in which races are seen."""
+"""Cases for which the kernels of `paged_decode` are compiled, and a run of the TPU kernel that detects races."""
 
 import math
 
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import Append, paged_decode, paged_decode_append
-from pallas_kernels.paged_decode.append import written
+from pallas_kernels.paged_decode.append import append_tokens
 from pallas_kernels.paged_decode.reference import reference
 
 
@@ -54,8 +54,8 @@ def on_shards(*args):
 
 
 def scan(q, pool, table, length, ring_length, new, plane=None):
-    """Run a decode loop. The pool, and the plane of biases or scales if there is one, is carried, read and then
-    written."""
+    """Run a decode loop that carries, reads and then writes the pool and, if there is one, the plane of biases or
+    scales."""
     page, name = pool.shape[1], "scale" if pool.dtype == jnp.int8 else "bias"
 
     def step(carry, _):
@@ -77,12 +77,12 @@ def scan(q, pool, table, length, ring_length, new, plane=None):
 
 
 def biased(q, pool, *rest):
-    """Return the shapes with a bias, which is held flat."""
+    """Return the shapes with a bias, which is stored flat."""
     return q, pool, *rest, jax.ShapeDtypeStruct((math.prod(pool.shape[:2]),), jnp.float32)
 
 
 def in_eight_bits(q, pool, *rest):
-    """Return the shapes with int8 numbers, whose scales are held flat."""
+    """Return the shapes with int8 numbers. Their scales are stored flat."""
     scale = jax.ShapeDtypeStruct((math.prod(pool.shape[:2]),), jnp.int32)
     return q, jax.ShapeDtypeStruct(pool.shape, jnp.int8), *rest, scale
 
@@ -152,15 +152,18 @@ BUGS = {
     "no page of the ring's left out": ("(index > 0) | (stored_first == page)", "(index >= 0)"),
     "entries not awaited": ("each_copy(lambda fetch, put: fetch.wait())", "None"),
     "written entries not awaited": ("each_copy(lambda fetch, put: put.wait())", "None"),
-    "an entry beside the one that moves": ("at = entry == lax.rem(slot, size)", "at = entry == 0"),
+    "another entry than the one that moves": ("at = entry == lax.rem(slot, size)", "at = entry == 0"),
 }
 
 
 def interpreted(kernel, interpret) -> float:
-    """Return the worst error for two cores of six rows, three a step. Rows are empty, or have several blocks, one page,
-    or more blocks than slots. There are more rows than tables, one of which is full up to its end. Parts of a block are
-    read, and copies of it that are not started beside the arithmetic come in groups and alone. NaN is wherever nothing
-    is stored. Then a token of each row is written: where another is, which moves or not; where none is; or nowhere."""
+    """Return the worst error for two cores with six rows each, three per step.
+
+    Rows are empty, or have one page, several blocks, or more blocks than slots. There are more rows than tables, and
+    one table is full. Blocks are read in part, and the copies that do not overlap with arithmetic are started in groups
+    and one by one. Entries that are not stored are NaN. Then a token of each row is written: over an entry that moves,
+    over one that is dropped, into a free slot, or nowhere.
+    """
     kernel.BLOCK_BYTES, kernel.GROUP, kernel.STEP_ROWS, kernel._cores = 1 << 16, 2, 3, lambda rows: 2
     b, k, h, page, columns, ring_pages = 2, 6, 32, 16, 128, 12
     rng = np.random.default_rng(0)
@@ -197,8 +200,8 @@ def interpreted(kernel, interpret) -> float:
     places[1, 0, :2], places[:, 1, 3] = nowhere, entries
     append, token = Append(*jnp.asarray(places, jnp.int32)), tuple(x[:, :, :1] for x in new)
     pool = jnp.nan_to_num(pool)
-    actual.append(jax.jit(kernel.written, static_argnums=4)(pool, append, token, actual[1], interpret))
-    expected.append(written(pool, append, token, expected[1]))
+    actual.append(jax.jit(kernel.append_tokens, static_argnums=4)(pool, append, token, actual[1], interpret))
+    expected.append(append_tokens(pool, append, token, expected[1]))
     return max(
         float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(actual, expected, strict=True)
     )

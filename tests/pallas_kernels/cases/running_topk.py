@@ -1,4 +1,4 @@
-"""Cases for which the kernels of `running_topk` are compiled, and a run of the TPU kernel in which races are seen."""
+"""Cases for which the kernels of `running_topk` are compiled, and a run of the TPU kernel that detects races."""
 
 import functools
 
@@ -44,7 +44,7 @@ COMPILE = {
     ),
 }
 MOST_TEMPORARIES = {"8192 keys": 4 << 20}
-"""The arrays of one number for each key are a quarter of a MB; all pairs of keys are 256 MB."""
+"""Arrays of one number per key take a quarter of a MB; all pairs of keys would take 256 MB."""
 LONG = {
     "1048576 keys in counts": (
         functools.partial(running_topk, k=1980, window=64, implementation="counts"),
@@ -53,7 +53,7 @@ LONG = {
     )
 }
 MOST_OF_LONG = {"1048576 keys in counts": 32 * 8 << 20}
-"""This is 32 bytes a key. The counts of blocks of queries are handed on; as a table they would take 3 GB."""
+"""This is 32 bytes per key. The counts of blocks of queries are carried; as a table they would take 3 GB."""
 
 BUGS = {
     "trees not emptied": ("tree_ref[x] = 0", "pass"),
@@ -67,8 +67,8 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Return the worst error. There are several blocks, the last one partly filled, rows of different k, and keys that
-    do not compete."""
+    """Return the worst error. There are several blocks, the last of which is partly filled, rows of different k, and
+    keys that do not compete."""
     kernel.BLOCK = 32
     b, heads, s, window, t = 1, 4, 100, 7, 90
     rng = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from pallas_kernels.vertical_slash.reference import reference
 
 
 def shapes(n, k, t, s, h, dtype, ending=False, gated=False):
-    """Return the shapes of q, k, v and, if they are asked for, end and log_gate."""
+    """Return the shapes of q, k, v, end and log_gate. end is None unless `ending`, and log_gate unless `gated`."""
     array = jax.ShapeDtypeStruct
     q, kv = array((1, n, t, h), dtype), array((1, k, s, h), dtype)
     end = array((1, k, s), jnp.int32) if ending else None
@@ -58,11 +58,11 @@ LONG = {
     "prefill of 400000": (attend, shapes(32, 8, 400_000, 400_000, 128, jnp.bfloat16, ending=True), ()),
     "prefill of 1048576": (attend, shapes(32, 8, 1 << 20, 1 << 20, 128, jnp.bfloat16, ending=True), ()),
 }
-"""Each of these cases is compiled alone."""
+"""Each of these cases is compiled in its own process."""
 MOST_TEMPORARIES = {"prefill": 16 << 20, "prefill of 131072": 200 << 20, "training": 32 << 20}
-"""All logits of a head are 64 MiB at 4096 tokens; keys and values of 131,072 are 512 MiB."""
+"""All logits of a head would take 64 MiB at 4096 tokens. Keys and values of 131,072 tokens take 512 MiB."""
 MOST_OF_LONG = {"prefill of 400000": 610 << 20, "prefill of 1048576": 1600 << 20}
-"""A token takes as many bytes as in the prefill of 131072."""
+"""The bytes per token are those of the prefill of 131072."""
 
 BUGS = {
     "a copy not waited for": ("            copies(block, j, slot, lambda copy: copy.wait())\n", ""),
@@ -74,10 +74,10 @@ BUGS = {
     "a tile too far": ("return (table[0, i] + j - band_tiles(i)) * bk", "return (table[0, i] + j) * bk"),
     "another row's last tile": ("bring(tail, row, slice(None))", "bring(tail, 0, slice(None))"),
     "padding in the band": ("pl.when(table[3, block] > 0)(lambda: clean(slot))", "pass"),
-    "padding in the far list": ("held = jnp.where(chosen, ", "held = jnp.where(True, "),
+    "padding in the far list": ("entries = jnp.where(chosen, ", "entries = jnp.where(True, "),
     "the band of the first heads": ("each(band, row_ref[0], band_start(i)", "each(band, 0, band_start(i)"),
     "a full block of seen keys not written": ("full = filled(", "full = -1 + filled("),
-    "what is left of seen keys not moved on": (
+    "the rest of the seen keys not moved": (
         "            staged[:block] = staged[block : 2 * block]\n",
         "",
     ),
@@ -85,10 +85,12 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Return the worst error where every copy is made. The last tile of a band is its own, with padding in it. Far
-    tiles have a mask, have none, or are skipped since they ended. There are four rows, two at a time, and two whole
-    blocks of queries, as that interpreter writes no others into an array that is given. The first seen keys fill blocks
-    exactly, and later ones go on in the next block."""
+    """Return the worst error of a case that makes every kind of copy.
+
+    The last tile of a band is a padded copy. Far tiles have a mask, have none, or are skipped since their keys have
+    ended. There are four rows, two at a time, and two whole blocks of queries, since the interpreter writes no partial
+    blocks into a given array. The first seen keys fill blocks exactly, and later ones continue in the next block.
+    """
     n, k, t, s, h, window = 16, 4, 512, 1500, 32, 300
     rng = np.random.default_rng(0)
     q, key, value = (
@@ -103,5 +105,5 @@ def interpreted(kernel, interpret) -> float:
     arguments = q, key, value, end, None, window, q.dtype
     tpu_gather.SMALL = value.nbytes
     actual, expected = kernel.tpu(*arguments, interpret=interpret), reference(*arguments)
-    # NumPy's maximum of a NaN is NaN
+    # NumPy's maximum propagates NaN.
     return float(np.max([np.abs(x - np.asarray(y)).max() for x, y in zip(actual, expected, strict=True)]))

@@ -9,7 +9,7 @@ from kvjax.errors import UserError
 from kvjax.policies.admission.pattern_folder import pattern_digest, read_pattern, write_pattern
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_a_folder_survives_a_round_trip(tmp_path):
     weights = np.array([[-4.9, 9.7], [1 / 3, 0.0]])
     write_pattern(tmp_path, weights, 4, 16, sparsity=0.25)
     found = read_pattern(tmp_path)
@@ -21,40 +21,32 @@ def test_what_was_written_is_read(tmp_path):
     assert read_pattern(tmp_path).sparsity is None
 
 
-def test_a_pattern_file_with_words_in_it(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "full_attention_heads.tsv").write_text("0.1\tyes\n")
-    with pytest.raises(UserError, match="table of numbers"):
-        read_pattern(tmp_path)
-    (tmp_path / "full_attention_heads.tsv").write_text("0.1\t0.2\n")
-    with pytest.raises(UserError, match="sink_size"):
-        read_pattern(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("full_attention_heads.tsv", "", "table of numbers"),
         ("full_attention_heads.tsv", "0.1\t0.2\n0.3\n", "table of numbers"),
         ("full_attention_heads.tsv", "0.1\tnan\n", "table of numbers"),
+        ("full_attention_heads.tsv", "0.1\tyes\n", "table of numbers"),
         ("full_attention_heads.tsv", "0\t" * (9 << 20), "is larger than"),
+        ("config.json", "{}", "sink_size"),
         ("config.json", '{"sink_size": Infinity, "recent_size": 1}', "sink_size must be a whole number"),
         ("config.json", '{"sink_size": 4, "recent_size": -1}', "recent_size must be a whole number"),
         ("config.json", "[" * 100_000, "describes no gates"),
     ],
 )
-def test_pattern_files_that_are_refused(tmp_path, name, text, message):
+def test_invalid_folders_are_refused(tmp_path, name, text, message):
     write_pattern(tmp_path, np.eye(2), 4, 16)
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         read_pattern(tmp_path)
 
 
-def test_a_sparsity_that_is_none(tmp_path):
+def test_a_missing_sparsity_is_none_and_others_must_be_numbers(tmp_path):
     write_pattern(tmp_path, np.eye(2), 4, 16)
     sizes = {"sink_size": 4, "recent_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"sparsity": None}))
-    assert read_pattern(tmp_path).sparsity is None, "as DuoAttention's own"
+    assert read_pattern(tmp_path).sparsity is None, "as in DuoAttention's folders"
     for wrong in (70, "a", True):
         (tmp_path / "config.json").write_text(json.dumps(sizes | {"sparsity": wrong}))
         with pytest.raises(

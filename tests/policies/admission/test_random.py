@@ -25,7 +25,7 @@ def test_random_admits_its_rate_by_head_seed_and_layer(model):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.03
 
 
-def test_random_of_rate_zero_and_one(model):
+def test_rates_of_zero_and_one_drop_and_keep_everything(model):
     for rate in (0.0, 1.0):
         policy = make_policy({"random": {"ratio": rate, "window": 4}}, model=model)
         assert (kept(policy, step(np.arange(20000)[None])) == bool(rate)).all()
@@ -41,14 +41,14 @@ def test_random_admission_has_its_rate_in_every_sequence(model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"window": 4}, "either ratio"),
         ({"window": 4, "ratio": 1.5}, "ratio must be a finite number, at least 0 and at most 1, got 1.5"),
         ({"window": 4, "rates": np.zeros((2, 4))}, "made for 2 layers × 4 kv heads, the model has 3 × 4"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named_in_one_line(model, arguments, says):
-    with pytest.raises(UserError, match=says) as caught:
+def test_invalid_arguments_give_one_line_errors(model, arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
         make_policy({"random": arguments}, model=model)
     assert "\n" not in str(caught.value)

@@ -16,13 +16,13 @@ def test_streaming_llm_keeps_the_sinks_only(model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"window": 0}, "window must be a whole number of at least 1, got 0"),
         ({"window": 4, "sink": -1}, "sink must be a whole number of at least 0, got -1"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named_in_one_line(model, arguments, says):
-    with pytest.raises(UserError, match=says) as caught:
+def test_invalid_arguments_give_one_line_errors(model, arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
         make_policy({"streaming_llm": arguments}, model=model)
     assert "\n" not in str(caught.value)

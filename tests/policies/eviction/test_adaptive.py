@@ -47,7 +47,7 @@ def test_heads_and_layers_share_the_budget(model, prompts, name):
 
 
 @struct
-class OfHeads(Eviction):
+class HeadLevels(Eviction):
     """An eviction whose scores depend only on an entry's place and head."""
 
     levels: Any
@@ -57,34 +57,37 @@ class OfHeads(Eviction):
         return self.levels[:, None] - 0.001 * stored.place.astype(jnp.float32)
 
 
-def test_alike_heads_have_as_much_and_a_better_one_all_that_is_not_another_s(model, prompts):
+def test_equal_heads_share_equally_and_a_better_head_gets_all_unpinned_places(model, prompts):
     """Each head keeps at least half of its share."""
     for levels, expected in (([1, 1, 1, 1], [24, 24, 24, 24]), ([0, 0, 1, 0], [12, 12, 60, 12])):
-        scores = OfHeads(np.tile(np.float32(levels), (3, 1)))
+        scores = HeadLevels(np.tile(np.float32(levels), (3, 1)))
         policy = Policy(eviction=Adaptive(scores, pinned=0.5), schedule=Schedule(Ratio(0.4)))
         cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
         np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 0], [expected] * 3)
 
 
 @pytest.mark.parametrize("when", [{}, {"when": "chunk", "chunk": 20}])
-def test_a_pyramid_needs_layers(prompts, when):
+def test_a_pyramid_needs_two_layers(prompts, when):
     """The error comes when the policy is made for a model, or else when it first meets one."""
-    says, model = "^a pyramid of budgets needs at least 2 layers, the model has 1$", tiny_model(num_layers=1)
-    with pytest.raises(UserError, match=says):
+    message, model = (
+        "^a pyramid of budgets needs at least 2 layers, the model has 1$",
+        tiny_model(num_layers=1),
+    )
+    with pytest.raises(UserError, match=message):
         make_policy({"snapkv": {"ratio": 0.5, "observed": 6, "pyramidkv": {}} | when}, model=model)
     policy = make_policy({"knorm": {"ratio": 0.5, "pyramidkv": {}} | when})
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         inference.prefill(model, prompts, policy=policy, page_size=PAGE)
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: Adaptive(KNorm(), over="row"), "budget: over is one of head, layer, model, got 'row'"),
         (lambda: Pyramid(KNorm(), beta=1.0), "pyramidkv: beta must be a finite number, above 1, got 1.0"),
     ],
 )  # fmt: skip
-def test_what_means_nothing_is_refused_in_one_line(make, says):
+def test_invalid_arguments_give_one_line_errors(make, message):
     with pytest.raises(UserError) as error:
         make()
-    assert str(error.value) == says
+    assert str(error.value) == message

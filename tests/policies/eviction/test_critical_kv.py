@@ -27,7 +27,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
 
 
 @pytest.mark.parametrize("ratio", [0.4, 0.1])
-def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captured, ratio):
+def test_over_fast_kvzip_the_window_takes_no_place_of_a_stage(model, prompts, captured, ratio):
     """Within the prompt's range, the first stage selects per head, and the second selects entries above the last place
     over all layers and heads. The window and the prefix are kept in addition. If the window alone exceeds the budget,
     neither stage has a place."""
@@ -44,23 +44,23 @@ def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captu
     total = int(scores.size * share)
     # where the places do not divide evenly, the first heads have one more
     counts = (total // 12 + (np.arange(12) < total % 12)).reshape(3, 4)
-    worth = np.empty(scores.shape)
+    final = np.empty(scores.shape)
     for layer, head in np.ndindex(3, 4):
         c = captured[0][layer]
         c = dataclasses.replace(c, v=c.v[:, free])
         none = np.zeros(scores.shape[-1], bool)
-        worth[layer, head] = published.critical(c, scores[layer], none, counts[layer, head])[head]
-    last = np.sort(worth, axis=None)[::-1][total - 1] if total else np.inf
+        final[layer, head] = published.critical(c, scores[layer], none, counts[layer, head])[head]
+    last = np.sort(final, axis=None)[::-1][total - 1] if total else np.inf
     stays = np.ones((3, 4, len(prompt)), bool)
-    stays[..., free] = (worth > last) | (worth == np.inf)
+    stays[..., free] = (final > last) | (final == np.inf)
     assert stays.sum() == 12 * (len(prompt) - scores.shape[-1]) + max(total - 1, 0)
     for layer, head in np.ndindex(3, 4):
         keys = captured[0][layer].k[head][stays[layer, head]]
         np.testing.assert_allclose(entries(cache, layer, 0, head), keys, atol=1e-4)
 
 
-def test_bfloat16_values_on_a_cpu():
-    """XLA has no product there of bfloat16 numbers in the form that an entry's output takes."""
+def test_bfloat16_values_work_on_a_cpu():
+    """XLA cannot compute an entry's output there as a product of bfloat16 numbers."""
     with use_mesh():
         model = filled(tiny_config(), jnp.bfloat16)
     policy = make_policy("snapkv:ratio=0.5,observed=4,critical_kv", model=model)

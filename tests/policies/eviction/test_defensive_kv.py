@@ -63,7 +63,7 @@ def scores(method, view, devices=1):
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.mesh)])
-def test_an_example(devices):
+def test_a_worked_example(devices):
     """Two kv heads of two query heads, and six entries, the last two of which are observed. Keys are unit vectors, so
     that queries are the logarithms of their attention."""
     attention = np.array(
@@ -90,14 +90,14 @@ def test_an_example(devices):
 
     # the values' shares are 1/2, but 1/4 and 3/4 of the second entry, so that the largest score is 0.25. β is the mean
     # of 0.225 and 0.1. Before 0.7375 of the mean attention, two entries of the first head and one of the second come.
-    roomy = dataclasses.replace(view, count=jnp.array([[6]]))
+    large = dataclasses.replace(view, count=jnp.array([[6]]))
     np.testing.assert_allclose(
-        scores(method, roomy, devices), [[0.25, 0.25, 0.15, 0.15], [0.25, 0.075, 0.05, 0.05]], rtol=1e-5
+        scores(method, large, devices), [[0.25, 0.25, 0.15, 0.15], [0.25, 0.075, 0.05, 0.05]], rtol=1e-5
     )
     # 5 · 4 / 6 places, rounded down, two of which the observed entries take
-    narrow = dataclasses.replace(view, count=jnp.array([[5]]))
+    small = dataclasses.replace(view, count=jnp.array([[5]]))
     np.testing.assert_allclose(
-        scores(method, narrow, devices), [[0.25, 0.1, 0.15, 0.15], [0.25, 0.075, 0.05, 0.05]], rtol=1e-5
+        scores(method, small, devices), [[0.25, 0.1, 0.15, 0.15], [0.25, 0.075, 0.05, 0.05]], rtol=1e-5
     )
 
 

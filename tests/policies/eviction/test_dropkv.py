@@ -35,13 +35,13 @@ def scores(attention, values):
     return np.asarray(jax.jit(DropKV(observed=1, pool=1).score)((), view))[0, 0]
 
 
-def test_an_example():
+def test_a_worked_example():
     """The output is (2, 1). It would be (0, 2), (8/3, 0) and (8/3, 4/3)."""
     found = scores([0.5, 0.25, 0.25], [[4, 0, 0], [0, 4, 0], [0, 0, 0]])
     np.testing.assert_allclose(found, [5, 13 / 9, 5 / 9], rtol=1e-5)
 
 
-def test_an_entry_that_gets_nearly_all_attention_is_not_lost_in_rounding():
+def test_an_entry_with_nearly_all_attention_has_an_exact_score():
     """Without it only the values of the others would be left, so that its score is the squared distance to them."""
     found = scores([1 - 2e-4, 1e-4, 1e-4], [[64, 1, 0], [0, 64, 0], [0, 64, 0]])
     np.testing.assert_allclose(

@@ -19,7 +19,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
     _assert_published(model, prompts, captured)
 
 
-def test_dimensions_that_are_not_turned_stay_as_they_are(prompts):
+def test_dimensions_without_rope_are_not_rotated(prompts):
     """Phi-4-mini rotates three quarters of the dimensions, and SmolLM3 rotates none in some layers."""
     model = tiny_model(qk_norm=False, rope=RopeConfig(share=0.75), no_rope=(1,))
     _assert_published(model, prompts, [captured_layers(model, prompt) for prompt in prompts])

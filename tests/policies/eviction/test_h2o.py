@@ -34,7 +34,7 @@ def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
 
 
 @pytest.mark.thorough
-def test_what_was_counted_moves_with_its_entry(model, prompts):
+def test_counted_attention_moves_with_its_entry(model, prompts):
     policy = make_policy("h2o:entries=20,when=every,every=64", model=model)
     cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
     c = captured_layers(model, prompts[0])[0]
@@ -48,7 +48,7 @@ def test_what_was_counted_moves_with_its_entry(model, prompts):
 
 
 @pytest.mark.thorough
-def test_only_what_was_read_is_counted(model, prompts):
+def test_only_pages_that_were_read_are_counted(model, prompts):
     """Under Quest, every query's counted attention adds up to one."""
     policy = make_policy("h2o:entries=1000,when=every,every=64+quest:tokens=16", model=model)
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -64,7 +64,7 @@ def test_only_what_was_read_is_counted(model, prompts):
     )
 
 
-def test_attention_is_not_counted_within_a_window(model):
+def test_an_admissions_window_is_refused(model):
     with pytest.raises(
         UserError, match="h2o counts the attention that an entry gets from its first query on"
     ):

@@ -29,8 +29,8 @@ LONGEST = 96
 """Number of tokens of the longest prompt with a pass."""
 
 
-def keep(model, ratio, **more):
-    return make_policy({"kvzip": {"ratio": ratio, **PARTS | more}}, model=model)
+def policy_for(model, ratio, **arguments):
+    return make_policy({"kvzip": {"ratio": ratio, **PARTS | arguments}}, model=model)
 
 
 def scores_of(cache, lengths):
@@ -42,58 +42,58 @@ def scores_of(cache, lengths):
     return [own[:, b, :, :length] for b, length in enumerate(lengths)]
 
 
-def formula(model, row, one, queries=slice(None), plus=False):
+def formula(model, row, pass_, queries=slice(None), plus=False):
     """Return the scores of a pass's part by layer, `[l k s]`, computed with plain attention over the prompt followed by
     the pass."""
-    behind = np.concatenate([row, one.tokens])
-    layers = captured_layers(model, np.pad(behind, (0, LONGEST - len(behind))))
-    end = len(behind)
-    return np.array([published.kvzip(c, row.size, end, one, queries, plus) for c in layers])
+    sequence = np.concatenate([row, pass_.tokens])
+    layers = captured_layers(model, np.pad(sequence, (0, LONGEST - len(sequence))))
+    end = len(sequence)
+    return np.array([published.kvzip(c, row.size, end, pass_, queries, plus) for c in layers])
 
 
 @pytest.fixture(scope="module")
 def whole(model, prompts):
     """Return a cache that keeps everything, after the passes."""
-    return prefill(model, prompts, policy=keep(model, 1.0), page_size=PAGE)
+    return prefill(model, prompts, policy=policy_for(model, 1.0), page_size=PAGE)
 
 
 def test_scores_are_the_published_ones(model, prompts, whole):
     """The prompts have several parts, the last a short one, and each sequence has as many passes as it needs. The
     softmax is over the prefix, the part and the pass's own tokens, and the maximum over all its queries."""
-    asked_with = 0
+    scores_from_request = 0
     for row, found in zip(prompts, scores_of(whole, LENGTHS), strict=True):
         passes = KVzip(**PARTS).passes(row)
         assert (found[..., :PREFIX] == np.inf).all()
-        for one in passes:
-            expected = formula(model, row, one)
-            np.testing.assert_allclose(found[..., one.start : one.stop], expected, rtol=0, atol=1e-5)
+        for pass_ in passes:
+            expected = formula(model, row, pass_)
+            np.testing.assert_allclose(found[..., pass_.start : pass_.stop], expected, rtol=0, atol=1e-5)
             # the queries of the asking tokens count, too
-            repeated = formula(model, row, one, slice(one.tokens.size - (one.stop - one.start), None))
-            asked_with += (expected > repeated + 1e-4).sum()
+            repeated = formula(model, row, pass_, slice(pass_.tokens.size - (pass_.stop - pass_.start), None))
+            scores_from_request += (expected > repeated + 1e-4).sum()
         assert (passes[0].start, passes[-1].stop) == (PREFIX, row.size)
-    assert asked_with > 0
+    assert scores_from_request > 0
 
 
-def test_kvzip_plus_weighs_what_attention_adds(model, prompts):
+def test_kvzip_plus_weighs_attention_by_norms(model, prompts):
     """Scores are multiplied by the norms of the values' outputs and divided by those of the queries' inputs."""
-    cache = prefill(model, prompts, policy=keep(model, 1.0, plus=True), page_size=PAGE)
+    cache = prefill(model, prompts, policy=policy_for(model, 1.0, plus=True), page_size=PAGE)
     for row, found in zip(prompts, scores_of(cache, LENGTHS), strict=True):
-        for one in KVzip(**PARTS).passes(row):
-            expected = formula(model, row, one, plus=True)
-            np.testing.assert_allclose(found[..., one.start : one.stop], expected, rtol=1e-4, atol=1e-7)
+        for pass_ in KVzip(**PARTS).passes(row):
+            expected = formula(model, row, pass_, plus=True)
+            np.testing.assert_allclose(found[..., pass_.start : pass_.stop], expected, rtol=1e-4, atol=1e-7)
 
 
-def test_kvpress_looks_at_sinks_in_place_of_the_prefix(model, prompts):
+def test_sinks_replace_the_prefix_as_in_kvpress(model, prompts):
     """The first part's pass sees at most the sinks that come before it; the rest of the prefix has no score."""
     for prefix in (2, 5):
-        policy = keep(model, 1.0, sink=4, prefix=prefix)
+        policy = policy_for(model, 1.0, sink=4, prefix=prefix)
         cache = prefill(model, prompts, policy=policy, page_size=PAGE)
         for row, found in zip(prompts, scores_of(cache, LENGTHS), strict=True):
             passes = policy.eviction.passes(row)
-            assert [one.first for one in passes[:2]] == [min(4, prefix), 4]
-            one = passes[1]
+            assert [pass_.first for pass_ in passes[:2]] == [min(4, prefix), 4]
+            pass_ = passes[1]
             np.testing.assert_allclose(
-                found[..., one.start : one.stop], formula(model, row, one), rtol=0, atol=1e-5
+                found[..., pass_.start : pass_.stop], formula(model, row, pass_), rtol=0, atol=1e-5
             )
             assert (found[..., 4:prefix] == 0).all()
 
@@ -111,11 +111,11 @@ def best_of_all(scores, count, axes):
 @pytest.mark.parametrize(
     ("over", "axes", "rows"), [("model", (0, 1, 2), 12), ("layer", (1, 2), 4), ("head", (2,), 1)]
 )
-def test_the_best_of_all_stay_and_the_prefix(model, prompts, whole, over, axes, rows):
+def test_the_prefix_and_the_best_entries_stay(model, prompts, whole, over, axes, rows):
     """The heads of the whole model compete unless `adakv` is given, and the number of kept entries is exactly the
     ratio's."""
-    told = {} if over == "model" else {"adakv": {"over": over, "pinned": 0.0}}
-    cache = prefill(model, prompts, policy=keep(model, 0.3, **told), page_size=PAGE)
+    arguments = {} if over == "model" else {"adakv": {"over": over, "pinned": 0.0}}
+    cache = prefill(model, prompts, policy=policy_for(model, 0.3, **arguments), page_size=PAGE)
     everything = prefill(model, prompts, page_size=PAGE)
     for b, scores in enumerate(scores_of(whole, LENGTHS)):
         kept = PREFIX + 0.3 * (LENGTHS[b] - PREFIX)
@@ -127,12 +127,12 @@ def test_the_best_of_all_stay_and_the_prefix(model, prompts, whole, over, axes, 
 
 
 @pytest.mark.parametrize(("tokens", "prefix", "ratio", "held"), [(60, 3, 0.1, 104), (41, 5, 0.4, 232)])
-def test_a_budget_is_the_contexts_and_the_prefix_stays_beside_it(model, prompts, tokens, prefix, ratio, held):
+def test_the_prefix_stays_in_addition_to_the_budget(model, prompts, tokens, prefix, ratio, held):
     """The number over all 12 heads is exact: 36 for a prefix of 3 and int(68.4) for 57 other tokens; 60 and int(172.8)
     for 36. The authors' code keeps one entry fewer: those strictly above the score at the last place."""
     assert held == 12 * prefix + int(12 * ratio * (tokens - prefix) + 1e-9)
     row = prompts[0][:tokens]
-    cache = prefill(model, [row, row], policy=keep(model, ratio, prefix=prefix), page_size=PAGE)
+    cache = prefill(model, [row, row], policy=policy_for(model, ratio, prefix=prefix), page_size=PAGE)
     length = np.asarray(cache.layers.length)
     assert (length >= prefix).all()
     np.testing.assert_array_equal(length.sum((0, 2)), held)
@@ -144,16 +144,16 @@ def test_budgets_of_contexts_that_are_nearly_all_prefix():
     schedule = make_policy({"kvzip": {"ratio": 0.4, **PARTS}}).schedule
     rows = [(16, 5), (6, 5), (5, 5), (3, 5)]
     tokens, prefix = zip(*rows, strict=True)
-    kept = schedule.of_prompts(tokens, prefix, 1)
+    kept = schedule.prompt_allowance(tokens, prefix, 1)
     counts = schedule.counts(tokens, kept, prefix, 0, 4, 6)
     assert counts.sum((0, 2)).tolist() == [120 + 105, 120 + 9, 120, 72]
 
 
 @pytest.mark.thorough
-def test_a_prompt_that_is_no_more_than_the_prefix_is_kept(model, prompts):
+def test_a_prompt_no_longer_than_the_prefix_is_kept_whole(model, prompts):
     """It is kept in every layer and head."""
     rows = [prompts[0], prompts[1][:4]]
-    cache = prefill(model, rows, policy=keep(model, 0.1, prefix=6), page_size=PAGE)
+    cache = prefill(model, rows, policy=policy_for(model, 0.1, prefix=6), page_size=PAGE)
     assert np.asarray(cache.layers.length)[:, 0].sum() == 12 * 6 + int(12 * 5.4)
     np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 1], 4)
     everything = prefill(model, rows, page_size=PAGE)
@@ -161,9 +161,9 @@ def test_a_prompt_that_is_no_more_than_the_prefix_is_kept(model, prompts):
         np.testing.assert_array_equal(entries(cache, *row)[:6], entries(everything, *row)[:6])
 
 
-def test_a_head_may_be_left_its_own_best(model, prompts, whole):
+def test_adakv_pins_each_heads_best_entries(model, prompts, whole):
     """AdaKV's safeguard applies also where all heads of the model compete."""
-    policy = keep(model, 0.3, adakv={"over": "model", "pinned": 0.9})
+    policy = policy_for(model, 0.3, adakv={"over": "model", "pinned": 0.9})
     assert (policy.schedule.shares.over, policy.schedule.shares.pinned) == ("model", 0.9)
     cache = prefill(model, prompts, policy=policy, page_size=PAGE)
     everything = prefill(model, prompts, page_size=PAGE)
@@ -184,17 +184,17 @@ def reconstruct(*arguments):
 
 
 @pytest.mark.thorough
-def test_other_parts_do_not_matter():
+def test_a_parts_scores_do_not_depend_on_other_parts():
     """With one layer, a pass's queries do not depend on what they read: other keys and values of the second part change
     its own scores and no others."""
     model = tiny_model(num_layers=1)
     row = np.random.default_rng(0).permutation(61)[:51]
-    policy = keep(model, 1.0)
+    policy = policy_for(model, 1.0)
     before = prefill(model, [row], policy=policy, page_size=1)
     (scores,) = scores_of(before, [51])
-    part = np.asarray(before.layers.page_table)[0, 0, :, PREFIX + 16 : PREFIX + 32]
+    pages_of_part = np.asarray(before.layers.page_table)[0, 0, :, PREFIX + 16 : PREFIX + 32]
     pool = np.array(before.pages.pool)
-    pool[part] = pool[part][..., ::-1]
+    pool[pages_of_part] = pool[pages_of_part][..., ::-1]
     pages = dataclasses.replace(before.pages, pool=jax.device_put(pool, before.pages.pool.sharding))
     (changed,) = scores_of(
         reconstruct(model, policy.compile(model), dataclasses.replace(before, pages=pages), [row]), [51]
@@ -203,22 +203,22 @@ def test_other_parts_do_not_matter():
     np.testing.assert_array_equal(same, np.abs(np.arange(51) - PREFIX - 15.5 - 8) > 8)
 
 
-def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole, monkeypatch):
+def test_passes_past_the_models_length_give_one_warning(prompts, whole, monkeypatch):
     """A prompt of 60 tokens and a pass of 29 more give a warning before the first pass, and only once."""
     passed = []
     monkeypatch.setattr(reconstruction, "one_pass", lambda *args, **_: passed.append(1) or (args[3], None))
     fitting, short = (tiny_model(qk_norm=False, max_position=longest) for longest in (89, 88))
-    reconstruct(fitting, keep(fitting, 1.0).compile(fitting), whole, prompts)
-    said = "^60 tokens and up to 29 that are read behind them to look at them are more than the 88 "
-    with pytest.warns(UserWarning, match=said):
-        reconstruct(short, keep(short, 1.0).compile(short), whole, prompts)
-    reconstruct(short, keep(short, 1.0).compile(short), whole, prompts)
+    reconstruct(fitting, policy_for(fitting, 1.0).compile(fitting), whole, prompts)
+    message = "^60 tokens and up to 29 that are read behind them to look at them are more than the 88 "
+    with pytest.warns(UserWarning, match=message):
+        reconstruct(short, policy_for(short, 1.0).compile(short), whole, prompts)
+    reconstruct(short, policy_for(short, 1.0).compile(short), whole, prompts)
     assert len(passed) == 3 * 4
 
 
-def test_passes_leave_nothing_but_scores(model, prompts):
+def test_passes_leave_only_scores(model, prompts):
     """No entry, page or token is added, and the passes are in the footprint log."""
-    policy = keep(model, 1.0)
+    policy = policy_for(model, 1.0)
     cache = prefill(model, prompts, policy=policy)
     scores = scores_of(cache, LENGTHS)
     nothing = jax.tree.map(
@@ -245,11 +245,11 @@ def without_metadata(cache):
 
 @pytest.mark.mesh
 @pytest.mark.thorough
-def test_on_a_mesh_and_alone_a_sequence_has_the_same_scores(prompts, whole):
+def test_scores_do_not_depend_on_mesh_and_batch(prompts, whole):
     """The batch of three sequences is padded on the mesh, and each sequence has as many passes as it needs."""
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
-        split = unnormed_on_mesh()
-        policy = keep(split, 1.0)
+        split = tiny_model(qk_norm=False)
+        policy = policy_for(split, 1.0)
         cache = prefill(split, [*prompts, prompts[0][:PREFIX]], policy=policy, page_size=8)
         table, scores = np.asarray(cache.layers.page_table), np.asarray(cache.pages.metadata["score"])
         shards = scores.reshape(2, 2, -1, 8)
@@ -257,19 +257,15 @@ def test_on_a_mesh_and_alone_a_sequence_has_the_same_scores(prompts, whole):
             for layer, head in np.ndindex(3, 4):
                 own = shards[b // 2, head // 2][table[layer, b, head, : -(-length // 8)]].reshape(-1)[:length]
                 np.testing.assert_allclose(own, expected[layer, head], rtol=0, atol=1e-5)
-    (alone,) = scores_of(prefill(unnormed(), prompts[1:], policy=keep(unnormed(), 1.0)), LENGTHS[1:])
+    (alone,) = scores_of(prefill(unnormed(), prompts[1:], policy=policy_for(unnormed(), 1.0)), LENGTHS[1:])
     np.testing.assert_allclose(alone, scores_of(whole, LENGTHS)[1], rtol=0, atol=1e-5)
-
-
-def unnormed_on_mesh():
-    return tiny_model(qk_norm=False)
 
 
 TEXT = "The first city is Paris. " * 6
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer], ids=["bytes", "with a system prompt"])
-def test_a_chat_is_asked_in_its_own_turns(make):
+def test_passes_continue_the_chat_template(make):
     """The asking tokens end the user's turn that the prompt left open, and the part is the model's answer. The
     template's own tokens are the prefix, and each part begins where the last one ended."""
     tokenizer = make()
@@ -281,41 +277,41 @@ def test_a_chat_is_asked_in_its_own_turns(make):
     ).partition("…")
     tail = "<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(row[: passes[0].start]) == opening
-    for index, one in enumerate(passes):
+    for index, pass_ in enumerate(passes):
         asks = "\n\nRepeat the previous context exactly."
         if index:
-            lead = tokenizer.decode(row[one.start - 8 : one.start])
+            lead = tokenizer.decode(row[pass_.start - 8 : pass_.start])
             asks = f"\n\nRepeat the part of the previous context exactly, starting with {lead}"
-        part = tokenizer.decode(row[one.start : one.stop])
-        assert tokenizer.decode(one.tokens) == asks + tail + part
-        assert one.stop - one.start == 20 or one is passes[-1]
-        assert one.first == passes[0].start
+        part = tokenizer.decode(row[pass_.start : pass_.stop])
+        assert tokenizer.decode(pass_.tokens) == asks + tail + part
+        assert pass_.stop - pass_.start == 20 or pass_ is passes[-1]
+        assert pass_.first == passes[0].start
     assert passes[-1].stop == row.size
-    assert [one.start for one in passes[1:]] == [one.stop for one in passes[:-1]]
+    assert [pass_.start for pass_ in passes[1:]] == [pass_.stop for pass_ in passes[:-1]]
 
 
-def test_a_model_may_be_asked_not_to_think():
+def test_passes_ask_without_thinking():
     """The template is rendered as tasks render it: the answer begins with the repeated part."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template += "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
     assert tokenizer.decode(KVzip(tokenizer).tail) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_a_template_a_line_break_ends_what_asks():
+def test_without_a_template_a_line_break_ends_the_request():
     tokenizer = load_tokenizer("builtin")
     method = KVzip(tokenizer)
     assert method.opening == (tokenizer.bos_token_id,)
     row = np.array(encode(tokenizer, TEXT))
-    (one,) = method.passes(row)
-    assert (one.first, one.start, one.stop) == (1, 1, row.size)
-    assert tokenizer.decode(one.tokens) == f"\n\nRepeat the previous context exactly.\n{TEXT}"
+    (pass_,) = method.passes(row)
+    assert (pass_.first, pass_.start, pass_.stop) == (1, 1, row.size)
+    assert tokenizer.decode(pass_.tokens) == f"\n\nRepeat the previous context exactly.\n{TEXT}"
     # a prompt that does not begin with the template's tokens has no prefix
     assert method.passes(row[1:])[0].start == 0
     assert hash(method) == hash(KVzip(tokenizer))
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("arguments", "message"),
     [
         ({}, "kvzip needs tokenizer=: it asks the model in text to repeat the context"),
         (IDS | {"instruction": "Repeat"}, "kvzip: instruction must be a list of token ids, got 'Repeat'"),
@@ -327,34 +323,34 @@ def test_without_a_template_a_line_break_ends_what_asks():
         (PARTS | {"tail": [61]}, "kvzip asks with token id 61, the model's vocabulary is 0 … 60"),
         (PARTS | {"ratio": 1.5}, "ratio must be a finite number, above 0 and at most 1, got 1.5"),
         (PARTS | {"ratio": None}, "kvzip needs a budget"),
-        (PARTS | {"when": "every", "every": 8}, "kvzip has the whole prompt read again before it scores it: when"),
+        (PARTS | {"when": "every", "every": 8}, "kvzip scores a prompt by passes over all of it: when"),
         (PARTS | {"when": "chunk", "chunk": 8}, "when must be 'prompt', got 'chunk'"),
         (PARTS | {"ratio": None, "entries": 9, "when": "overflow"}, "when must be 'prompt', got 'overflow'"),
         (PARTS | {"observers": [1, 2]}, "observers=(1, 2) is for methods that look back at the last tokens"),
     ],
 )  # fmt: skip
-def test_what_means_nothing_is_one_line(model, told, says):
+def test_invalid_arguments_give_one_line_errors(model, arguments, message):
     with pytest.raises(UserError) as error:
-        make_policy({"kvzip": {"ratio": 0.5} | told}, model=model)
-    assert says in str(error.value)
+        make_policy({"kvzip": {"ratio": 0.5} | arguments}, model=model)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("admission", ["streaming_llm", "full"])
-def test_an_admission_does_not_go_with_passes(model, admission):
-    with pytest.raises(UserError, match="kvzip has the whole prompt read again, of which"):
+def test_an_admission_is_refused(model, admission):
+    with pytest.raises(UserError, match="kvzip scores a prompt by passes over all of it, which"):
         make_policy({admission: {"window": 9}, "kvzip": {"ratio": 0.5} | PARTS}, model=model)
 
 
-def test_what_is_no_tokenizer_is_refused(model):
+def test_an_invalid_tokenizer_is_refused(model):
     with pytest.raises(
         UserError, match="kvzip: tokenizer must come from kvjax.load_tokenizer, got 'builtin'"
     ):
         make_policy("kvzip:ratio=0.5", model=model, tokenizer="builtin")
 
 
-def test_observers_and_a_trigger_as_objects_are_refused_too(model, prompts):
+def test_observers_and_chunk_triggers_are_refused(model, prompts):
     with pytest.raises(UserError, match="observers are for an eviction that looks at tokens as they come"):
-        prefill(model, prompts, policy=keep(model, 0.5), observers=[[1], [2]])
+        prefill(model, prompts, policy=policy_for(model, 0.5), observers=[[1], [2]])
     with pytest.raises(UserError, match="when must be 'prompt', got 'chunk'"):
         Policy(eviction=KVzip(**PARTS), schedule=Schedule(Ratio(0.5), Trigger("chunk", chunk=16)))

@@ -14,19 +14,19 @@ from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
 from kvjax.policies import OracleKV, Policy, Ratio, Schedule, Trigger, make_policy
 from kvjax.policies.base import Guided
-from kvjax.policies.budget import whole
+from kvjax.policies.budget import whole_entries
 from kvjax.policies.guidance import TEXTS, text, token_ids
 from kvjax.policies.registry import EVICTIONS
 from kvjax.policies.views import Stored
 from kvjax.sampling_params import SamplingParams
 from tests.policies import published
-from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole
+from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole, retained_pages
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 GUIDANCE = (3, 9, 27, 20, 7, 11, 50, 2, 31, 44)
 RATIO = 0.3
-USUAL = {"max_new_tokens": 12, "page_size": PAGE}
-"""How most of these prompts are read, so that they share programs."""
+PREFILL = {"max_new_tokens": 12, "page_size": PAGE}
+"""The options of most prefills here, so that they share programs."""
 QUESTIONS, ANSWERS = [[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=8, logprobs=0)
 
 
@@ -42,45 +42,41 @@ def keys_of(model, prompt):
     return [c.k for c in captured_layers(model, prompt)]
 
 
-def held(cache):
+def stored_entries(cache):
     """Return the retained entries of each head, keys and values as they are stored."""
-    length, table = np.asarray(cache.layers.length), np.asarray(cache.layers.page_table)
-    ring = caches.ring_pages(cache.window, cache.page_size)
-    pages = np.asarray(cache.pages.pool)
+    length, pool = np.asarray(cache.layers.length), np.asarray(cache.pages.pool)
     return [
-        pages[table[row][ring : ring - (-length[row] // cache.page_size)]].reshape(-1, pages.shape[-1])[
-            : length[row]
-        ]
+        pool[retained_pages(cache, *row)].reshape(-1, pool.shape[-1])[: length[row]]
         for row in np.ndindex(length.shape)
     ]
 
 
-def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
+def test_the_entries_that_guidance_attends_to_stay(model, prompts):
     """The score is the sum over the guidance's queries, smoothed over five neighbours, as a mean over the group. There
     is no window and no sink; no token of the guidance is kept, and keys are as they are without it."""
     policy = make_policy({"oraclekv": {"ratio": RATIO, "guidance": GUIDANCE}}, model=model)
-    cache = prefill(model, prompts, policy=policy, **USUAL)
+    cache = prefill(model, prompts, policy=policy, **PREFILL)
     pages_are_whole(cache)
     np.testing.assert_array_equal(cache.seen, LENGTHS)
-    forgot = 0
+    dropped_last_tokens = 0
     for b, prompt in enumerate(prompts):
-        kept = whole(RATIO * LENGTHS[b])
+        kept = whole_entries(RATIO * LENGTHS[b])
         for layer, (scores, k) in enumerate(
             zip(guided_scores(model, prompt), keys_of(model, prompt), strict=True)
         ):
             for head, mask in enumerate(published.best(scores, kept)):
-                own = entries(cache, layer, b, head)
-                assert len(own) == kept
-                np.testing.assert_allclose(own, k[head, mask], atol=1e-4)
-                forgot += not mask[-1]
-    assert forgot, "the last token of a prompt is one among others"
+                keys = entries(cache, layer, b, head)
+                assert len(keys) == kept
+                np.testing.assert_allclose(keys, k[head, mask], atol=1e-4)
+                dropped_last_tokens += not mask[-1]
+    assert dropped_last_tokens, "the last token of a prompt is not protected"
 
 
 @pytest.mark.parametrize(
     ("pool", "expected", "best"),
     [(1, [0.5, 0.2, 0.8, 0.2], {0, 2}), (3, [0.7 / 3, 0.5, 0.4, 1 / 3], {1, 2})],
 )
-def test_the_smoothing_decides(pool, expected, best):
+def test_smoothing_changes_the_best_entries(pool, expected, best):
     """In the note's example, a head attends to four entries with guidance of two tokens. Without smoothing the first
     and third of the sums are best; with three neighbours others are."""
     rows = np.array([[0.4, 0.1, 0.3, 0.1, 0.1, 1], [0.1, 0.1, 0.5, 0.1, 0.1, 0.1]])
@@ -110,79 +106,84 @@ def test_the_smoothing_decides(pool, expected, best):
     assert set(np.argsort(-score)[:2]) == best
 
 
-def test_of_a_whole_budget_nothing_is_changed(model, prompts):
+def test_with_a_full_budget_guidance_changes_nothing(model, prompts):
     """Keys and values are those of a cache that never saw the guidance. A question is answered as if there had been no
     guidance, at the positions after the context, for guidance of any length."""
     policies = [
         make_policy("full", model=model),
-        *(make_policy({"oraclekv": {"ratio": 1.0, "guidance": GUIDANCE[:m]}}, model=model) for m in (1, 10)),
+        *(
+            make_policy({"oraclekv": {"ratio": 1.0, "guidance": GUIDANCE[:count]}}, model=model)
+            for count in (1, 10)
+        ),
     ]
     stored, answers = [], []
     for policy in policies:
-        cache = prefill(model, prompts, policy=policy, **USUAL)
+        cache = prefill(model, prompts, policy=policy, **PREFILL)
         np.testing.assert_array_equal(cache.seen, LENGTHS)
-        stored.append(held(cache))
+        stored.append(stored_entries(cache))
         answers.append(generate(model, QUESTIONS, ANSWERS, policy=policy, cache=cache))
     for rows, answer in zip(stored[1:], answers[1:], strict=True):
-        for own, alone in zip(rows, stored[0], strict=True):
-            np.testing.assert_array_equal(own, alone)
+        for guided, unguided in zip(rows, stored[0], strict=True):
+            np.testing.assert_array_equal(guided, unguided)
         np.testing.assert_array_equal(answer.tokens, answers[0].tokens)
-        for own, expected in zip(answer.logprobs, answers[0].logprobs, strict=True):
-            np.testing.assert_array_equal(own.chosen, expected.chosen)
+        for logprobs, expected in zip(answer.logprobs, answers[0].logprobs, strict=True):
+            np.testing.assert_array_equal(logprobs.chosen, expected.chosen)
 
 
-def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
+def test_guidance_by_the_question_matches_snapkv_with_the_question(model, prompts):
     """SnapKV's window is the question, which it keeps; with guidance the question comes afterwards."""
     policy = make_policy({"oraclekv": {"entries": 20, "guidance": GUIDANCE}}, model=model)
-    blind = prefill(model, prompts, policy=policy, **USUAL)
-    m = len(GUIDANCE)
-    aware = make_policy({"snapkv": {"entries": 20 + m, "observed": m}}, model=model)
+    guided_cache = prefill(model, prompts, policy=policy, **PREFILL)
+    count = len(GUIDANCE)
+    aware = make_policy({"snapkv": {"entries": 20 + count, "observed": count}}, model=model)
     both = [np.concatenate([prompt, GUIDANCE]) for prompt in prompts]
-    knows = prefill(model, both, policy=aware, page_size=PAGE)
+    aware_cache = prefill(model, both, policy=aware, page_size=PAGE)
     for row in np.ndindex(3, 2, 4):
-        np.testing.assert_allclose(entries(blind, *row), entries(knows, *row)[:-m], atol=1e-5)
+        np.testing.assert_allclose(
+            entries(guided_cache, *row), entries(aware_cache, *row)[:-count], atol=1e-5
+        )
 
 
-def test_questions_leave_the_cache_as_it_is(model, prompts):
+def test_questions_do_not_change_the_cache(model, prompts):
     policy = make_policy({"oraclekv": {"ratio": RATIO, "guidance": GUIDANCE}}, model=model)
-    cache = prefill(model, prompts, policy=policy, **USUAL)
+    cache = prefill(model, prompts, policy=policy, **PREFILL)
     before = [entries(cache, *row).copy() for row in np.ndindex(3, 2, 4)]
     first, _, again = (
         generate(model, questions, ANSWERS, policy=policy, cache=cache).tokens
         for questions in (QUESTIONS, [[8, 9, 10], [10, 11]], QUESTIONS)
     )
     np.testing.assert_array_equal(first, again)
-    for row, was in zip(np.ndindex(3, 2, 4), before, strict=True):
-        np.testing.assert_array_equal(entries(cache, *row), was)
+    for row, expected in zip(np.ndindex(3, 2, 4), before, strict=True):
+        np.testing.assert_array_equal(entries(cache, *row), expected)
 
 
-def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
+def test_allocations_share_the_budget_by_head_or_by_layer(model, prompts):
     """Ada: the total is the same, and each head has at least a fifth of its share. Pyramid: the budgets lie on
     kvpress's line if its last layer has as many entries as the guidance has tokens; otherwise they are equal."""
     lengths = {}
-    for name, m in (("uniform", 1), ("ada", 1), ("pyramid", 1), ("a pyramid of too few", 10)):
+    for name, count in (("uniform", 1), ("ada", 1), ("pyramid", 1), ("a pyramid of too few", 10)):
         allocation = "pyramid" if "pyramid" in name else name
-        told = {"ratio": 0.5, "guidance": GUIDANCE[:m], "allocation": allocation}
-        policy = make_policy({"oraclekv": told}, model=model)
-        cache = prefill(model, prompts, policy=policy, **USUAL)
+        options = {"ratio": 0.5, "guidance": GUIDANCE[:count], "allocation": allocation}
+        policy = make_policy({"oraclekv": options}, model=model)
+        cache = prefill(model, prompts, policy=policy, **PREFILL)
         lengths[name] = np.asarray(cache.layers.length)
     share = lengths["uniform"]
     np.testing.assert_array_equal(share[:, 0], 30)
     np.testing.assert_array_equal(lengths["ada"].sum(-1), share.sum(-1))
-    assert (lengths["ada"] >= whole(0.2 * share.min())).all()
+    assert (lengths["ada"] >= whole_entries(0.2 * share.min())).all()
     assert (lengths["ada"] != share).any()
     # layers lie on a line from 1.5 to 58.5
     np.testing.assert_array_equal(lengths["pyramid"][:, 0], np.repeat([[58], [30], [2]], 4, 1))
     np.testing.assert_array_equal(lengths["a pyramid of too few"], share)
 
 
-def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
+def test_guidance_protects_no_entries(model, prompts):
     """This holds for a small budget, a small chunk or a window: no place is reserved for the guidance or the newest
     tokens."""
-    few = make_policy({"oraclekv": {"ratio": 0.1, "guidance": GUIDANCE}}, model=model)
-    cache = prefill(model, [GUIDANCE[:6], prompts[0]], policy=few, page_size=PAGE)
+    small_budget = make_policy({"oraclekv": {"ratio": 0.1, "guidance": GUIDANCE}}, model=model)
+    cache = prefill(model, [GUIDANCE[:6], prompts[0]], policy=small_budget, page_size=PAGE)
     assert np.asarray(cache.layers.length)[0, :, 0].tolist() == [1, 6]
-    # a tenth of 20 and of 1 tokens is less than the guidance has, and the last chunk has fewer, too
+    # a tenth of the chunk's 20 tokens, or of the last chunk's one, is fewer than the tokens of guidance
     by_chunk = make_policy(
         {"snapkv": {"ratio": 0.1, "guidance": GUIDANCE, "when": "chunk", "chunk": 20}}, model=model
     )
@@ -191,7 +192,7 @@ def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
     assert (
         make_policy(
             {"snapkv": {"ratio": 0.4, "guidance": GUIDANCE, "when": "chunk", "chunk": 8}}
-        ).schedule.looking
+        ).schedule.observed_in_context
         == 0
     )
     over = {"streaming_llm": {"sink": 20, "window": 6}, "snapkv": {"entries": 15, "guidance": GUIDANCE}}
@@ -199,19 +200,19 @@ def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
     np.testing.assert_array_equal(cache.layers.length, 10)
 
 
-@pytest.mark.parametrize(("name", "own"), [("snapkv", {}), ("snapkv", {"group": "max"}), ("r_kv", {})])
-def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored(model, prompts, name, own):
+@pytest.mark.parametrize(("name", "options"), [("snapkv", {}), ("snapkv", {"group": "max"}), ("r_kv", {})])
+def test_without_a_local_window_guidance_looks_at_all_stored_entries(model, prompts, name, options):
     """No guidance token is stored, so the guidance follows every entry. The first layer keeps the same as with a local
     window of one token."""
     kept = []
     for window in (1, 2):
-        evicting = {"entries": 9 + window, "guidance": GUIDANCE, **own}
-        policy = make_policy({"streaming_llm": {"sink": 20, "window": window}, name: evicting})
-        kept.append(prefill(model, prompts, policy=policy, **USUAL))
+        eviction = {"entries": 9 + window, "guidance": GUIDANCE, **options}
+        policy = make_policy({"streaming_llm": {"sink": 20, "window": window}, name: eviction})
+        kept.append(prefill(model, prompts, policy=policy, **PREFILL))
     for b, head in np.ndindex(2, 4):
-        none, ring = (entries(cache, 0, b, head) for cache in kept)
-        assert len(none) == 10
-        np.testing.assert_array_equal(none, ring)
+        without_window, with_window = (entries(cache, 0, b, head) for cache in kept)
+        assert len(without_window) == 10
+        np.testing.assert_array_equal(without_window, with_window)
 
 
 @pytest.mark.parametrize(
@@ -224,37 +225,37 @@ def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored
         ),
     ],
 )
-def test_whatever_looks_back_takes_guidance(model, prompts, name):
+def test_methods_that_look_back_take_guidance(model, prompts, name):
     """This holds at the prompt's end, by chunk, and over an admission; the guidance gives the same as observers if all
     of them are used."""
     base, *wrapper = name.split(":")
-    own: dict[str, Any] = {x: {} for x in wrapper}
-    every = {"observed": len(GUIDANCE)} if base != "tova" else {}
+    wrappers: dict[str, Any] = {x: {} for x in wrapper}
+    observing = {"observed": len(GUIDANCE)} if base != "tova" else {}
     for more in ({"ratio": 0.4}, {"ratio": 0.5, "when": "chunk", "chunk": 24}):
-        guided = make_policy({base: {"guidance": GUIDANCE} | more | own}, model=model)
-        told = make_policy({base: {"observers": GUIDANCE} | more | own | every}, model=model)
-        caches_of = [prefill(model, prompts, policy=policy, page_size=PAGE) for policy in (guided, told)]
+        guided = make_policy({base: {"guidance": GUIDANCE} | more | wrappers}, model=model)
+        observed = make_policy({base: {"observers": GUIDANCE} | more | wrappers | observing}, model=model)
+        caches_of = [prefill(model, prompts, policy=policy, page_size=PAGE) for policy in (guided, observed)]
         assert caches.stats(caches_of[0]).kv_ratio < 0.6
         for row in np.ndindex(3, 2, 4):
             np.testing.assert_array_equal(*(entries(cache, *row) for cache in caches_of))
-    evicting = {"entries": 25, "guidance": GUIDANCE} | own
-    over = make_policy({"streaming_llm": {"sink": 20, "window": 12}, base: evicting}, model=model)
+    eviction = {"entries": 25, "guidance": GUIDANCE} | wrappers
+    over = make_policy({"streaming_llm": {"sink": 20, "window": 12}, base: eviction}, model=model)
     cache = prefill(model, prompts, policy=over)
     np.testing.assert_array_equal(cache.seen, LENGTHS)
 
 
-def test_who_says_how_many_look_is_heard():
-    told = {"observed": 4, "ratio": 0.5, "guidance": GUIDANCE}
-    for policy in (make_policy({"snapkv": told}), make_policy({"snapkv": told | {"adakv": {}}})):
+def test_observed_limits_the_queries_of_guidance():
+    options = {"observed": 4, "ratio": 0.5, "guidance": GUIDANCE}
+    for policy in (make_policy({"snapkv": options}), make_policy({"snapkv": options | {"adakv": {}}})):
         assert policy.schedule.needs.observed == 4
     assert make_policy(
         {"snapkv": {"ratio": 0.5, "guidance": np.array(GUIDANCE), "adakv": {}}}
     ).schedule.needs.observed == len(GUIDANCE)
-    told = make_policy({"oraclekv": {"observed": 3, "ratio": 0.5, "observers": np.array(GUIDANCE)}})
-    assert (told.schedule.trigger.guidance, told.schedule.needs.observed) == (GUIDANCE, 3)
+    policy = make_policy({"oraclekv": {"observed": 3, "ratio": 0.5, "observers": np.array(GUIDANCE)}})
+    assert (policy.schedule.trigger.guidance, policy.schedule.needs.observed) == (GUIDANCE, 3)
 
 
-def test_texts_are_read_by_the_tokenizer():
+def test_guidance_texts_are_tokenized():
     """The text is tokenized by itself after an empty line, and G1 is the default."""
     tokenizer = byte_tokenizer()
     usual = make_policy("oraclekv:ratio=0.2", tokenizer=tokenizer)
@@ -262,15 +263,17 @@ def test_texts_are_read_by_the_tokenizer():
     assert usual.schedule.trigger == Trigger(observers=ids)
     assert usual.schedule.needs.observed == len(ids)
     assert make_policy("oraclekv:ratio=0.2,guidance=G1", tokenizer=tokenizer).schedule == usual.schedule
-    own = make_policy(
+    policy = make_policy(
         {"snapkv": {"ratio": 0.2, "guidance": "What is it?", "when": "chunk", "chunk": 512}},
         tokenizer=tokenizer,
     )
-    assert own.schedule.trigger == Trigger("chunk", chunk=512, observers=token_ids("What is it?", tokenizer))
-    assert own.schedule.needs.observed == len("\n\nWhat is it?")
+    assert policy.schedule.trigger == Trigger(
+        "chunk", chunk=512, observers=token_ids("What is it?", tokenizer)
+    )
+    assert policy.schedule.needs.observed == len("\n\nWhat is it?")
 
 
-def test_the_published_texts_are_here():
+def test_the_published_texts_are_included():
     """The texts are those of Table A4, with its typing errors."""
     assert set(TEXTS) == {"G1", "G2", "G3", "G4", "G5", "G6", "G7", "T1", "T2"}
     for name, words in {
@@ -289,28 +292,28 @@ def test_the_published_texts_are_here():
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("options", "message"),
     [
         (
             {"name": "knorm", "guidance": GUIDANCE},
             "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, defensive_kv, dropkv, "
             "tova, r_kv)",
         ),
-        ({"guidance": 5}, "guidance is a text or token ids, at least one, got 5"),
-        ({"guidance": ["a"]}, "guidance is a text or token ids, at least one, got ['a']"),
-        ({"guidance": {"a": 1}}, "guidance is a text or token ids, at least one, got {'a': 1}"),
-        ({"guidance": ""}, "guidance is one of G1, "),
-        ({"guidance": []}, "guidance is a text or token ids, at least one, got none"),
+        ({"guidance": 5}, "guidance must be a text or at least one token id, got 5"),
+        ({"guidance": ["a"]}, "guidance must be a text or at least one token id, got ['a']"),
+        ({"guidance": {"a": 1}}, "guidance must be a text or at least one token id, got {'a': 1}"),
+        ({"guidance": ""}, "guidance must be one of G1, "),
+        ({"guidance": []}, "guidance must be a text or at least one token id, got none"),
         ({"guidance": "G1"}, "guidance='G1' is a text, which needs tokenizer= (or give its token ids)"),
         ({}, "guidance='G1' is a text, which needs tokenizer="),
-        ({"guidance": b"ab"}, "guidance is a text or token ids, at least one, got b'ab'"),
+        ({"guidance": b"ab"}, "guidance must be a text or at least one token id, got b'ab'"),
         (
             {"tokenizer": "Qwen/Qwen3-4B"},
             "guidance: tokenizer must come from kvjax.load_tokenizer, got 'Qwen/Qwen3-4B'",
         ),
         (
             {"guidance": "a\ud800b", "tokenizer": byte_tokenizer()},
-            "guidance must be Unicode text, and character 1 is none: 'a\\ud800b'",
+            "guidance must be Unicode text, but character 1 is not: 'a\\ud800b'",
         ),
         ({"guidance": [61]}, "oraclekv: observers have token id 61, the model's vocabulary is 0 … 60"),
         (
@@ -321,21 +324,21 @@ def test_the_published_texts_are_here():
         ({"guidance": [1], "when": "every", "every": 4}, "observers=(1,) needs when='prompt' or 'chunk'"),
     ],
 )
-def test_what_guidance_cannot_be_is_one_line(model, told, says):
-    told = {"ratio": 0.5} | told
-    name, tokenizer = told.pop("name", "oraclekv"), told.pop("tokenizer", None)
-    with pytest.raises(UserError, match=re.escape(says)) as error:
-        make_policy({name: told}, model=model, tokenizer=tokenizer)
+def test_invalid_guidance_gives_one_line_errors(model, options, message):
+    options = {"ratio": 0.5} | options
+    name, tokenizer = options.pop("name", "oraclekv"), options.pop("tokenizer", None)
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        make_policy({name: options}, model=model, tokenizer=tokenizer)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", [x for x, kind in EVICTIONS.items() if not issubclass(kind, Guided)])
-def test_what_does_not_look_back_names_what_does(model, name):
+def test_methods_that_do_not_look_back_refuse_guidance(model, name):
     with pytest.raises(UserError, match="guidance is for methods that look back at the last tokens"):
         make_policy({name: {"ratio": 0.5, "guidance": GUIDANCE}}, model=model)
 
 
-def test_composed_of_objects_it_needs_guidance():
+def test_a_policy_of_objects_needs_guidance():
     with pytest.raises(UserError, match="oraclekv needs guidance: a text or token ids"):
         Policy(eviction=OracleKV(), schedule=Schedule(Ratio(0.5)))
     policy = Policy(eviction=OracleKV(observed=2), schedule=Schedule(Ratio(0.5), Trigger(observers=(1, 2))))

@@ -1,19 +1,17 @@
-"""Test the entries that a user protects: they stay, in place of those that the method would protect."""
+"""Test that the entries that a user protects replace those that the method protects."""
 
 import numpy as np
 import pytest
 
 from kvjax import inference
-from kvjax.errors import UserError
-from kvjax.policies import KNorm, Protected, make_policy
+from kvjax.policies import make_policy
 from tests.policies import published
 from tests.policies.captured import LENGTHS, OBSERVED, PAGE, entries
 
 
 @pytest.mark.parametrize(("first", "last"), [(3, 2), (0, 0)])
-def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured, first, last):
-    """They replace the entries that the method protects: here fewer of the last tokens than its observation window, or
-    none."""
+def test_protected_entries_stay_within_the_budget(model, prompts, captured, first, last):
+    """Here these are fewer of the last tokens than the method's observation window, or none."""
     policy = make_policy(
         {"snapkv": {"entries": 20, "observed": OBSERVED, "protected": {"first": first, "last": last}}},
         model=model,
@@ -21,14 +19,8 @@ def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured,
     cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
         place = np.arange(LENGTHS[b])
-        kept_anyway = (place < first) | (place >= LENGTHS[b] - last)
+        protected = (place < first) | (place >= LENGTHS[b] - last)
         for layer, c in enumerate(layers):
-            scores = np.where(kept_anyway, np.inf, published.snapkv(c, OBSERVED))
+            scores = np.where(protected, np.inf, published.snapkv(c, OBSERVED))
             for head, mask in enumerate(published.best(scores, 20)):
                 np.testing.assert_allclose(entries(cache, layer, b, head), c.k[head][mask], atol=1e-4)
-
-
-def test_what_means_nothing_is_refused_in_one_line():
-    with pytest.raises(UserError) as error:
-        Protected(KNorm(), first=-1)
-    assert str(error.value) == "eviction: first must be a whole number of at least 0, got -1"

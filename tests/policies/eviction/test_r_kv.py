@@ -25,7 +25,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, h
 
 
 @pytest.mark.parametrize("when", ["prompt", "every"])
-def test_what_is_no_number_scores_worst_and_is_not_lost(model, when):
+def test_undefined_scores_do_not_change_the_number_of_entries(model, when):
     """R-KV has no attention to measure where all entries belong to its own queries."""
     options = {"every": 1} if when == "every" else {}
     policy = make_policy(

@@ -15,7 +15,7 @@ from kvjax import inference
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.module import filled
 from kvjax.errors import UserError
-from kvjax.evaluate.gates import described
+from kvjax.evaluate.gates import describe_gates
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.eviction.triattention import (
@@ -51,7 +51,7 @@ def by_kv_head(statistics, layer):
     )
 
 
-def wanted(statistics, layer, k, position, frequencies, tokens):
+def expected_scores(statistics, layer, k, position, frequencies, tokens):
     """Return the scores of a layer's keys [k s h]."""
     heads = zip(k, *by_kv_head(statistics, layer), strict=True)
     return np.stack(
@@ -80,11 +80,11 @@ def test_a_worked_example():
     with use_mesh():
         statistics = filled(lambda: QueryStatistics(1, 2, 2), arrays, "example")
     keys = np.array([[[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0]]])
-    found = of_layer(statistics).score((), stored(keys, [np.pi], 3))
+    scores = of_layer(statistics).score((), stored(keys, [np.pi], 3))
     first, second = np.array([0.5 - 15 / 17, 0.5 + 15 / 17, 1.0]), np.array([1.0, 1.0, 2.0])
     normalised = [(x - x.mean()) / x.std() for x in (first, second)]
-    np.testing.assert_allclose(found[0, 0], np.maximum(*normalised), atol=1e-3)  # 65,536 times float32's π
-    np.testing.assert_allclose(found[0, 0], [-0.707, 0.944, 1.414], atol=1e-3)
+    np.testing.assert_allclose(scores[0, 0], np.maximum(*normalised), atol=1e-3)  # 65,536 times float32's π
+    np.testing.assert_allclose(scores[0, 0], [-0.707, 0.944, 1.414], atol=1e-3)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -96,7 +96,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, l
         (sequence,) = (one for one in captured if any(c is own for own in one))
         tokens = c.k.shape[1]
         scores = [
-            wanted(statistics, layer, own.k, np.arange(tokens), own.frequencies, tokens)
+            expected_scores(statistics, layer, own.k, np.arange(tokens), own.frequencies, tokens)
             for layer, own in enumerate(sequence)
             if layers == "mean" or own is c
         ]
@@ -106,30 +106,30 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, l
 
 
 @pytest.mark.parametrize("turned", [4, 3, 1])
-def test_long_contexts_scaled_and_partial_rope_are_the_published_ones(model, turned):
+def test_scores_are_published_for_long_contexts_and_scaled_or_partial_rope(model, turned):
     """Only some of the four pairs are turned. RoPE's factor multiplies queries and keys in those."""
     random, statistics = np.random.default_rng(turned), tiny_statistics(model)
     position, seen = np.sort(random.choice(120_000, 30, replace=False)), 120_001
     frequencies = 10.0 ** -np.arange(1.0, turned + 1)
     keys = random.standard_normal((4, 30, 8))
-    found = of_layer(statistics).score((), stored(keys, frequencies, seen, scale=1.25))
+    scores = of_layer(statistics).score((), stored(keys, frequencies, seen, scale=1.25))
     # a stored key has the factor already
     factor = np.ones(4)
     factor[:turned] = 1.25
     for array in (statistics.real, statistics.imaginary, statistics.length):
         array[...] = array[...] * factor
-    want = wanted(statistics, 0, keys, position, np.float32(frequencies).astype(float), seen)
-    np.testing.assert_allclose(found[0], want, atol=2e-3)  # 12,000 radians are exact to a thousandth
+    want = expected_scores(statistics, 0, keys, position, np.float32(frequencies).astype(float), seen)
+    np.testing.assert_allclose(scores[0], want, atol=2e-3)  # 12,000 radians are exact to a thousandth
 
 
-def test_entries_that_stay_anyway_do_not_count_in_the_mean(model):
+def test_forced_entries_do_not_count_in_the_mean(model):
     """Without them the others have the same scores."""
     method, random = of_layer(tiny_statistics(model)), np.random.default_rng(0)
     keys, forced = random.standard_normal((4, 12, 8)), np.zeros((4, 12), bool)
     forced[:, :5] = True
-    found = method.score((), stored(keys, [0.5, 0.1], 20, forced=forced))
+    scores = method.score((), stored(keys, [0.5, 0.1], 20, forced=forced))
     alone = method.score((), stored(keys[:, 5:], [0.5, 0.1], 20))
-    np.testing.assert_allclose(found[..., 5:], alone, atol=1e-5)
+    np.testing.assert_allclose(scores[..., 5:], alone, atol=1e-5)
 
 
 def answered(model, policy, prompt):
@@ -140,9 +140,9 @@ def answered(model, policy, prompt):
 
 
 @pytest.mark.parametrize(("when", "rounds"), [("every", (60, 68, 76)), ("position", (60, 64, 72))])
-def test_answers_are_compacted_again_and_again(model, prompts, when, rounds):
-    """The first layer's keys depend on nothing but the tokens. Of those that are left and the new ones, the 20 of the
-    highest scores stay each time."""
+def test_answers_are_compacted_repeatedly(model, prompts, when, rounds):
+    """The first layer's keys depend on nothing but the tokens. Each time, the 20 entries with the highest scores stay,
+    among the remaining and the new ones."""
     statistics, prompt = tiny_statistics(model), prompts[0]
     policy = make_policy(
         f"triattention:layers=own,entries=20,when={when},every=8", model=model, gates=statistics
@@ -165,15 +165,16 @@ def test_answers_are_compacted_again_and_again(model, prompts, when, rounds):
 
 
 def test_all_layers_keep_the_same_tokens(model, prompts, captured):
-    """A prompt's tokens are known by their keys. Some that stay at the prompt's end leave in the answer's course."""
+    """The prompt's tokens are identified by their keys. Some that stay at the prompt's end are dropped during the
+    answer."""
     policy = make_policy(
         "triattention:entries=20,when=every,every=8", model=model, gates=tiny_statistics(model)
     )
-    whole = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
+    after_prompt = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
     cache, _ = answered(model, policy, prompts[0])
     for head in range(4):
         kept = []
-        for one in (whole, cache):
+        for one in (after_prompt, cache):
             places = [
                 np.abs(entries(one, layer, 0, head)[:, None] - c.k[head]).max(-1).min(0) < 1e-4
                 for layer, c in enumerate(captured[0])
@@ -183,7 +184,7 @@ def test_all_layers_keep_the_same_tokens(model, prompts, captured):
         assert kept[0] == 20 > kept[1] > 0
 
 
-def test_layers_that_keep_other_tokens_cannot_share_a_mean(model):
+def test_layers_with_different_tokens_cannot_share_a_mean(model):
     statistics, gates = tiny_statistics(model), tiny_gates(model)
     for text in ("wgkv:window=9+triattention:entries=64", "triattention:entries=64,adakv.over=model",
                  "triattention:entries=64,pyramidkv"):  # fmt: skip
@@ -203,7 +204,7 @@ def test_layers_that_keep_other_tokens_cannot_share_a_mean(model):
     TriAttention(statistics, layers="own").check(placed)
 
 
-def test_it_compacts_every_128_tokens_unless_told_otherwise(model):
+def test_it_compacts_every_128_tokens_by_default(model):
     statistics = tiny_statistics(model)
     trigger = make_policy("triattention:entries=64", gates=statistics).schedule.trigger
     assert (trigger.when, trigger.every) == ("every", 128)
@@ -216,7 +217,7 @@ def test_statistics_survive_a_round_trip(tmp_path, model):
     made_for = MadeFor.of(model, "tiny")
     save_statistics(tmp_path, statistics, {"tokens": 9} | made_for.description)
     read, description = load_statistics(tmp_path, model)
-    assert described(tmp_path)["method"] == "triattention"
+    assert describe_gates(tmp_path)["method"] == "triattention"
     assert (description["tokens"], Sizes.of(read)) == (9, Sizes(3, 8, 8))
     jax.tree.map(np.testing.assert_array_equal, read, statistics)
     policy = make_policy("triattention:ratio=0.5", model=model, gates=tmp_path)
@@ -251,7 +252,7 @@ def test_the_authors_file_is_read(tmp_path, model):
     write_torch(file, content)
     statistics, description = load_statistics(file, model)
     assert (Sizes.of(statistics), description["method"]) == (Sizes(3, 8, 8), "triattention")
-    assert described(file) == {"method": "triattention"}
+    assert describe_gates(file) == {"method": "triattention"}
     for layer, head in ((0, 0), (2, 5)):
         vectors = content["stats"][f"layer{layer:02d}_head{head:02d}"]
         for array, name in (("real", "q_mean_real"), ("imaginary", "q_mean_imag"), ("length", "q_abs_mean")):
@@ -271,7 +272,7 @@ def changed_file(**changes):
 
 
 ONE_HEAD = {"q_mean_real": np.zeros(4, np.float32), "q_mean_imag": np.zeros(4, np.float32)}
-OTHERS = {
+INVALID_FILES = {
     "no metadata": (changed_file(metadata=None), "expected metadata and stats"),
     "no heads": (changed_file(stats={}), "expected metadata and stats"),
     "another style": (changed_file(metadata__rope_style="interleaved"), "should be 'half', found 'interleaved'"),
@@ -284,11 +285,11 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_other_files_are_refused_in_one_line(tmp_path, what):
-    content, said = OTHERS[what]
+@pytest.mark.parametrize("case", INVALID_FILES)
+def test_invalid_files_are_refused_in_one_line(tmp_path, case):
+    content, message = INVALID_FILES[case]
     write_torch(tmp_path / "x.pt", content)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_statistics(tmp_path / "x.pt")
     assert str(tmp_path / "x.pt") in str(caught.value)
 
@@ -296,7 +297,7 @@ def test_other_files_are_refused_in_one_line(tmp_path, what):
 @pytest.mark.parametrize(
     "wrong", [{"method": "wgkv"}, {"heads": 0}, {"head_dim": "wide"}, {"layers": None}], ids=str
 )
-def test_a_wrong_description_is_one_line(tmp_path, model, wrong):
+def test_an_invalid_description_is_refused(tmp_path, model, wrong):
     save_statistics(tmp_path, tiny_statistics(model), {})
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
@@ -304,7 +305,7 @@ def test_a_wrong_description_is_one_line(tmp_path, model, wrong):
         load_statistics(tmp_path)
 
 
-def test_what_is_no_statistics_is_named():
+def test_invalid_statistics_are_refused():
     with pytest.raises(UserError, match="statistics must be a folder or a file of statistics or .*, got 3"):
         make_policy("triattention:ratio=0.5", gates=3)
 

@@ -12,10 +12,10 @@ import pytest
 
 from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.evaluate.gates import described
+from kvjax.evaluate.gates import describe_gates
 from kvjax.inference.capture import captured_layers
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.eviction.trimkv import FORMS, OF_KEYS, Sizes, TrimKV, load_gates
+from kvjax.policies.eviction.trimkv import FORMS, KEY_VALUE_FORMS, Sizes, TrimKV, load_gates
 from kvjax.policies.views import Readout
 from kvjax.sampling_params import SamplingParams
 from kvjax.struct import changed
@@ -32,13 +32,13 @@ PREFIX = "model.layers.{}.self_attn.retention_gate."
 
 
 def test_a_worked_example():
-    """An entry with β = 0.9 at position 0 is worth less than one with β = 0.8 at position 5 after 6 tokens, since
-    0.9⁷ = 0.478 < 0.8² = 0.64, and more after 20 tokens, since 0.9²¹ = 0.109 > 0.8¹⁶ = 0.028."""
+    """After 6 tokens, an entry with β = 0.9 at position 0 scores below one with β = 0.8 at position 5, since
+    0.9⁷ = 0.478 < 0.8² = 0.64. After 20 tokens it scores above it, since 0.9²¹ = 0.109 > 0.8¹⁶ = 0.028."""
     method = TrimKV(tiny_retention_gates(tiny_model()))
     metadata = {"log_beta": jnp.log(jnp.array([[[0.9, 0.8]]])), "position": jnp.array([[[0, 5]]])}
-    for seen, worth in ((6, (0.478, 0.64)), (20, (0.109, 0.028))):
+    for seen, expected in ((6, (0.478, 0.64)), (20, (0.109, 0.028))):
         two = dataclasses.replace(stored(np.zeros((1, 2, 2)), [1.0], seen), metadata=metadata)
-        np.testing.assert_allclose(np.exp(method.score((), two)[0, 0]), worth, atol=1e-3)
+        np.testing.assert_allclose(np.exp(method.score((), two)[0, 0]), expected, atol=1e-3)
 
 
 def silu(x):
@@ -62,7 +62,7 @@ def log_beta(arrays, form, x):
 def layer_arrays(form, *, layers=3, tied=False, seed=0):
     """Return each layer's arrays by the authors' names, for 4 kv heads of 8 and a width of 32."""
     random = np.random.default_rng(seed)
-    sizes = Sizes(form, layers, 4, 64 if form in OF_KEYS else 32, 6)
+    sizes = Sizes(form, layers, 4, 64 if form in KEY_VALUE_FORMS else 32, 6)
     shapes = {FORMS[form][name]: shape for name, shape in sizes.shapes.items()}
     found = [
         {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
@@ -83,21 +83,26 @@ def write_published(folder, form, layers, **config):
             content[PREFIX.format(index) + name] = views[id(array)]
     file = folder / "trimkv_weights.pth"
     write_torch(file, content)
-    said = {"retention_gate": form, "hidden_act": "silu", "memory_size": 512.0, "base_model": "a/model"}
-    (folder / "config.json").write_text(json.dumps(said | config))
+    description = {
+        "retention_gate": form,
+        "hidden_act": "silu",
+        "memory_size": 512.0,
+        "base_model": "a/model",
+    }
+    (folder / "config.json").write_text(json.dumps(description | config))
     return file
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_gives_what_the_authors_compute(tmp_path, form):
+def test_each_form_matches_the_authors_formula(tmp_path, form):
     """The inputs are hidden states, or each kv head's key after RoPE and value, head by head."""
     layers = layer_arrays(form)
     file = write_published(tmp_path, form, layers)
     gates = load_gates(tmp_path, tiny_model())
-    assert (gates.sizes, described(file)) == (load_gates(file).sizes, {"method": "trimkv"})
+    assert (gates.sizes, describe_gates(file)) == (load_gates(file).sizes, {"method": "trimkv"})
     one = step([[0, 1, 2, 3, 4]])
     kv = np.concatenate([np.asarray(one.k[0]), np.asarray(one.v[0])], -1)
-    x = kv.transpose(1, 0, 2).reshape(5, -1) if form in OF_KEYS else np.asarray(one.hidden[0])
+    x = kv.transpose(1, 0, 2).reshape(5, -1) if form in KEY_VALUE_FORMS else np.asarray(one.hidden[0])
     for index in (0, 2):
         method = changed(TrimKV(gates), gates=sliced(gates, index))
         found = method.numbers((), one, UNREAD)["log_beta"]
@@ -111,7 +116,7 @@ def sliced(gates, layer):
 
 
 def test_a_device_computes_its_own_heads():
-    """Those of keys need all heads, and say so."""
+    """Gates of keys and values need all heads, and raise an error otherwise."""
     model, one = tiny_model(), step([[0, 1, 2]])
     halves = [
         dataclasses.replace(one, k=one.k[:, part], v=one.v[:, part], head=one.head[part])
@@ -144,7 +149,7 @@ def of_layer(gates, layer):
     return {names[name]: np.asarray(getattr(gates, name)[...])[layer] for name in names}
 
 
-def wanted(gates, c):
+def expected_scores(gates, c):
     """Return the scores of a prompt's tokens [k t]."""
     tokens = len(c.hidden)
     return (tokens + 1 - np.arange(tokens)) * log_beta(of_layer(gates, c.layer), gates.sizes.form, c.hidden)
@@ -155,17 +160,19 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts):
     policy = make_policy({"trimkv": {"ratio": RATIO}}, model=model, gates=gates)
     trigger = policy.schedule.trigger
     assert (trigger.when, trigger.every, policy.eviction.shares.over) == ("every", 128, "head")
-    assert_published(policy, lambda c, kept: wanted(gates, c), model, prompts, with_hidden(model, prompts))
+    assert_published(
+        policy, lambda c, kept: expected_scores(gates, c), model, prompts, with_hidden(model, prompts)
+    )
 
 
 def test_all_layers_and_heads_of_dbtrimkv_share_a_budget(model, prompts):
-    """As many entries stay as each head's would, and they are the best of all."""
+    """As many entries stay as with a budget for each head, and they are the best of all heads."""
     gates = tiny_retention_gates(model, "rg10")
     policy = make_policy({"trimkv": {"ratio": RATIO}}, model=model, gates=gates)
     cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     scores = scored(model, policy, prompts)
     for b, layers in enumerate(with_hidden(model, prompts)):
-        want = np.stack([wanted(gates, c) for c in layers])
+        want = np.stack([expected_scores(gates, c) for c in layers])
         np.testing.assert_allclose(scores[:, b, :, -LENGTHS[b] :], want, atol=1e-5)
         total = int(12 * (RATIO * LENGTHS[b]))
         stays = published.best(want.reshape(-1), total).reshape(want.shape)
@@ -176,7 +183,7 @@ def test_all_layers_and_heads_of_dbtrimkv_share_a_budget(model, prompts):
 
 
 @pytest.mark.parametrize("when", ["every", "position"])
-def test_what_was_new_ages_in_answers(model, prompts, when):
+def test_scores_decay_with_age_in_answers(model, prompts, when):
     """The first layer's hidden states depend on nothing but the tokens. Each entry keeps its β and its position when
     it moves, so that after each round the best of all those left and the new ones stay."""
     gates, prompt = tiny_retention_gates(model), prompts[0]
@@ -211,7 +218,7 @@ def test_layers_may_share_an_array_of_the_file(tmp_path):
     )
 
 
-def test_torch_s_own_file_is_read(tmp_path):
+def test_a_file_that_torch_saved_is_read(tmp_path):
     torch = pytest.importorskip("torch")
     layers = layer_arrays("rg10")
     shared = torch.nn.Parameter(torch.tensor(layers[0]["linear3.weight"]))
@@ -229,28 +236,28 @@ def test_torch_s_own_file_is_read(tmp_path):
     np.testing.assert_array_equal(np.asarray(gates.w_in[...]), want)
 
 
-OTHERS = {
+INVALID_FILES = {
     "no gates": ({"a": np.zeros(3, np.float32)}, {}, "pth: these are no gates of TrimKV, which have no 'a'"),
     "nothing": ({}, {}, "pth: these are no gates of the form rg: layer 0 has no linear1.weight and linear2.weight"),
     "another form": (None, {"retention_gate": "rg10"}, "rg10: layer 0 has no linear1.weight and linear3.weight"),
     "no form": (None, {"retention_gate": "rg4"}, "config.json: retention_gate is one of rg, rg2, .*, got 'rg4'"),
     "another activation": (None, {"hidden_act": "gelu"}, "config.json: hidden_act should be 'silu', got 'gelu'"),
     "an array less": ({"linear1.bias": None}, {}, r"layer 1: linear1.bias should have shape .6,., found nothing"),
-    "an array more": ({"x": np.zeros(3, np.float32)}, {}, "layer 1 has 'x', which is not of such gates"),
+    "an array more": ({"x": np.zeros(3, np.float32)}, {}, "layer 1 has 'x', which such gates do not have"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_other_files_are_refused_in_one_line(tmp_path, what):
-    changes, config, said = OTHERS[what]
+@pytest.mark.parametrize("case", INVALID_FILES)
+def test_invalid_files_are_refused_in_one_line(tmp_path, case):
+    changes, config, message = INVALID_FILES[case]
     layers = layer_arrays("rg")
     file = write_published(tmp_path, "rg", layers, **config)
-    if what in ("no gates", "nothing"):
+    if case in ("no gates", "nothing"):
         write_torch(file, changes)
     elif changes:
         layers[1] = {name: x for name, x in (layers[1] | changes).items() if x is not None}
         write_published(tmp_path, "rg", layers)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_gates(tmp_path)
 
 

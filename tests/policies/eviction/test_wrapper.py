@@ -4,13 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache as caches
 from kvjax.inference import prefill
 from kvjax.policies import Adaptive, CriticalKV, Entries, Policy, Ratio, Schedule, make_policy
 from kvjax.policies.base import Eviction, TokenMetadata
 from kvjax.struct import struct
 from tests.inference.cached import TOKENS
-from tests.policies.captured import PAGE, entries
+from tests.policies.captured import PAGE, entries, retained_pages
 from tests.tiny_models import tiny_model
 
 
@@ -43,16 +42,14 @@ class Oldest(TokenMetadata, Eviction):
 
 def metadata(cache, name):
     """Yield each head with the metadata of its entries."""
-    table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
+    length = np.asarray(cache.layers.length)
     for row in np.ndindex(length.shape):
-        used = table[row][caches.ring_pages(cache.window, cache.page_size) :][
-            : -(-length[row] // cache.page_size)
-        ]
-        yield row, np.asarray(cache.pages.metadata[name])[used].reshape(-1)[: length[row]]
+        pages = retained_pages(cache, *row)
+        yield row, np.asarray(cache.pages.metadata[name])[pages].reshape(-1)[: length[row]]
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, Adaptive, CriticalKV], ids=["alone", "Adaptive", "CriticalKV"])
-def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
+def test_an_eviction_writes_a_bias_within_any_wrapper(wrap):
     cache = prefill(
         tiny_model(), TOKENS, policy=Policy(eviction=wrap(Lowered()), schedule=Schedule(Ratio(0.5)))
     )
@@ -60,7 +57,7 @@ def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
         assert (bias == -2).all()
 
 
-def test_positions_are_there_for_who_asks():
+def test_positions_are_written_for_methods_that_name_them():
     """An admission has dropped tokens in between, and an entry is still the token that its position says."""
     model = tiny_model()
     whole = prefill(model, TOKENS, policy=make_policy("full"), page_size=PAGE)

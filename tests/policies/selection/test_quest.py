@@ -1,9 +1,9 @@
 """Test Quest: the pages that a query reads, against the paper's formula in float64, and the attention over them."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from functools import cache as remembered
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.inference import forward, prefill
 from kvjax.inference.attention import cached_attention
-from kvjax.inference.forward import reserve, settle
+from kvjax.inference.forward import release_unused, reserve
 from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
 from kvjax.mesh import HEADS as SPLIT
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
 from kvjax.policies.selection.quest import EVERYTHING, Quest, page_scores
+from tests.policies.captured import retained_pages
 from tests.policies.published import softmax
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -31,7 +32,7 @@ STEPS, TOTAL = 5, 65
 
 def chosen_pages(q, keys, local, tokens, page) -> list[int]:
     """Return the pages that the query heads [g h] of one kv head with these keys [s h] read, in the steps of WG-KV's
-    code. The places are those that the window leaves of the budget; without any, nothing is read. A last page that is
+    code. The budget that the window leaves is places for pages; without places, nothing is read. A last page that is
     not full comes first, then the best full pages, by the largest product of a query with any corner of a page's
     box."""
     if tokens <= local:
@@ -48,16 +49,16 @@ def chosen_pages(q, keys, local, tokens, page) -> list[int]:
     return sorted(chosen + ranked[: places - len(chosen)])
 
 
-# --- the rule on its own ---------------------------------------------------------------------------------------------
+# --- the choice of pages ----------------------------------------------------------------------------------------------
 
 SEQUENCES, HEADS, GROUP, DIM, PAGE, COLUMNS = 2, 2, 2, 3, 3, 5
 
 
-@remembered
+@functools.cache
 def selector():
-    def local(tokens, ratio, q, bounds, length, near, seen):
+    def local(tokens, ratio, q, bounds, length, local_count, seen):
         return Quest(tokens, ratio, jnp.int32(0)).select(
-            q, bounds, length, layer=jnp.int32(0), local=near, seen=seen, page_size=PAGE
+            q, bounds, length, layer=jnp.int32(0), local=local_count, seen=seen, page_size=PAGE
         )
 
     return jax.jit(jax.shard_map(local, out_specs=P(BATCH, SPLIT), mesh=make_mesh()))
@@ -73,7 +74,7 @@ def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, 
     """The numbers are whole, so that scores are exact and many are equal."""
     random = np.random.default_rng(seed)
     length = random.integers(0, PAGE * COLUMNS + 1, (SEQUENCES, HEADS))
-    near, seen = random.integers(1, 8, SEQUENCES), random.integers(1, 30, SEQUENCES)
+    local_count, seen = random.integers(1, 8, SEQUENCES), random.integers(1, 30, SEQUENCES)
     q = random.integers(-2, 3, (SEQUENCES, HEADS, GROUP, DIM))
     k = random.integers(-3, 4, (SEQUENCES, HEADS, COLUMNS, PAGE, DIM))
     exists = np.arange(PAGE * COLUMNS).reshape(COLUMNS, PAGE, 1) < length[..., None, None, None]
@@ -87,7 +88,7 @@ def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, 
 
     with jax.set_mesh(make_mesh()):
         given_as = (np.int32(0 if ratio else tokens), np.float32(ratio or 0))
-        rows = [put(x.astype(np.int32), BATCH) for x in (near, seen)]
+        rows = [put(x.astype(np.int32), BATCH) for x in (local_count, seen)]
         split = (BATCH, SPLIT)
         found = np.asarray(
             selector()(
@@ -98,7 +99,7 @@ def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, 
     for b, head in np.ndindex(SEQUENCES, HEADS):
         keys = k[b, head].reshape(-1, DIM)[: length[b, head]].astype(np.float64)
         budget = tokens if ratio is None else round(ratio * seen[b])
-        want = chosen_pages(q[b, head].astype(np.float64), keys, near[b], budget, PAGE)
+        want = chosen_pages(q[b, head].astype(np.float64), keys, local_count[b], budget, PAGE)
         np.testing.assert_array_equal(np.flatnonzero(found[b, head]), want)
 
 
@@ -120,15 +121,15 @@ def decoded(model, view, cache, token):
     cache, reserved = reserve(cache, one)
     x, position = model.embed_tokens(token[:, None]), cache.seen[:, None]
     _, pages, (layers, found), _ = scan_layers(model, x, position, attend, cache.pages, (cache.layers, view))
-    pages, layers = settle(cache, pages, layers, reserved)
+    pages, layers = release_unused(cache, pages, layers, reserved)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + 1), found
 
 
 def read(model, policy, prompts, page_size, decoding=None):
     """Read prompts and then `STEPS` tokens. Return for each token the cache before it and the results of `decoded` [l b
     …]."""
-    room = TOTAL - max(map(len, prompts))
-    cache = prefill(model, prompts, policy=policy, page_size=page_size, max_new_tokens=room)
+    remaining = TOTAL - max(map(len, prompts))
+    cache = prefill(model, prompts, policy=policy, page_size=page_size, max_new_tokens=remaining)
     steps = []
     with use_mesh(model):
         view = decoding or policy.compile(model).decode
@@ -145,14 +146,16 @@ def outputs(steps) -> np.ndarray:
 
 
 def row_entries(cache, layer, b, head):
-    """Return a head's keys and values [s 2h]: those in the local window, and the retained ones, in order."""
-    size, table = cache.page_size, np.asarray(cache.layers.page_table)[layer, b, head]
-    ring, length = caches.ring_pages(cache.window, size), int(cache.layers.length[layer, b, head])
-    pool = np.asarray(cache.pages.pool, np.float64)
-    near, far = (
-        pool[x].reshape(-1, pool.shape[-1]) for x in (table[:ring], table[ring : ring - (-length // size)])
+    """Return the keys and values [s 2h] in a head's local window, and its retained ones in order."""
+    pool, length = np.asarray(cache.pages.pool, np.float64), int(cache.layers.length[layer, b, head])
+    window_pages = np.asarray(cache.layers.page_table)[layer, b, head][
+        : caches.ring_pages(cache.window, cache.page_size)
+    ]
+    local_entries, retained = (
+        pool[pages].reshape(-1, pool.shape[-1])
+        for pages in (window_pages, retained_pages(cache, layer, b, head))
     )
-    return near[: min(int(cache.seen[b]), cache.window - 1)], far[:length]
+    return local_entries[: min(int(cache.seen[b]), cache.window - 1)], retained[:length]
 
 
 def evicting(model, **given):
@@ -179,26 +182,26 @@ def admitted(model, prompts):
     ("name", "window", "page"),
     [pytest.param("evicted", 1, 4, marks=pytest.mark.thorough), ("admitted", 6, 3)],
 )
-def test_a_decoded_token_attends_to_the_chosen_pages_the_ring_and_itself(request, name, window, page):
-    """Some policies have a number of tokens, and leave the first layer alone; the other has a share of them."""
+def test_a_decoded_token_attends_to_the_chosen_pages_the_window_and_itself(request, name, window, page):
+    """The first policy has a number of tokens, and its first layer reads everything. The second has a ratio."""
     left_out = 0
     for cache, (q, k, v, o) in request.getfixturevalue(name):
         for layer, b, head in np.ndindex(np.shape(cache.layers.length)):
-            near, far = row_entries(cache, layer, b, head)
+            local_entries, retained = row_entries(cache, layer, b, head)
             seen = int(cache.seen[b]) + 1
             tokens = round(seen / 4) if name == "admitted" else 9 if layer else EVERYTHING
             group = q[layer, b, 2 * head : 2 * head + 2, 0]
-            pages = chosen_pages(group, far[:, :8], min(seen, window), tokens, page)
-            visible = np.isin(np.arange(len(far)) // page, pages)
+            pages = chosen_pages(group, retained[:, :8], min(seen, window), tokens, page)
+            visible = np.isin(np.arange(len(retained)) // page, pages)
             left_out += (~visible).sum()
-            keys = np.concatenate([near[:, :8], far[visible, :8], k[layer, b, head]])
-            values = np.concatenate([near[:, 8:], far[visible, 8:], v[layer, b, head]])
+            keys = np.concatenate([local_entries[:, :8], retained[visible, :8], k[layer, b, head]])
+            values = np.concatenate([local_entries[:, 8:], retained[visible, 8:], v[layer, b, head]])
             p = softmax(group @ keys.T / np.sqrt(8))
             np.testing.assert_allclose(o[layer, b, 2 * head : 2 * head + 2, 0], p @ values, atol=1e-5)
     assert left_out > 1000
 
 
-def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(model, prompts, evicted):
+def test_a_full_budget_reads_everything_and_budgets_share_a_program(model, prompts, evicted):
     compiled = decoded._cache_size()
     given = {"tokens": TOTAL}, {"tokens": 3, "skip": 3}
     everything = [read(model, evicting(model, **budget), prompts, 4) for budget in given]
@@ -212,7 +215,7 @@ def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(mode
 
 @pytest.mark.mesh
 @pytest.mark.thorough
-def test_a_sequence_alone_on_eight_devices_is_what_it_is_in_a_batch_on_one(prompts, admitted):
+def test_outputs_do_not_depend_on_mesh_and_batch(prompts, admitted):
     """The rest of the batch on the mesh is an empty sequence."""
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model(qk_norm=False)
@@ -221,7 +224,7 @@ def test_a_sequence_alone_on_eight_devices_is_what_it_is_in_a_batch_on_one(promp
     np.testing.assert_allclose(np.stack(alone, 2), outputs(admitted), atol=1e-5)
 
 
-def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, monkeypatch):
+def test_prompts_read_everything_even_if_a_chunk_has_one_token(model, prompts, monkeypatch):
     used = []
 
     def last_logits(model, view, cache, tokens, valid, implementation=None):
@@ -234,12 +237,12 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
 
 
 @pytest.mark.parametrize(
-    ("policy", "says"),
+    ("policy", "message"),
     [
-        ("quest", "quest: what a query reads is one of tokens and ratio, got none"),
+        ("quest", "quest: expected one of tokens and ratio, got none"),
         (
             "quest:tokens=8,ratio=0.5",
-            "quest: what a query reads is one of tokens and ratio, got tokens=8 and ratio=0.5",
+            "quest: expected one of tokens and ratio, got tokens=8 and ratio=0.5",
         ),
         ("quest:tokens=0", "quest: tokens must be a whole number of at least 1, got 0"),
         ("quest:ratio=1.5", "quest: ratio must be a finite number, above 0 and at most 1, got 1.5"),
@@ -247,17 +250,12 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
             "quest:tokens=8,skip=4",
             "quest on 3 layers: skip must be a whole number of at most 3, got 4",
         ),
-        ("qest:tokens=8", "unknown method 'qest'; the nearest known: quest"),
-        (
-            "snapkv:ratio=0.5+quest",
-            "quest: what a query reads is one of tokens and ratio, got none",
-        ),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(model, policy, says):
+def test_invalid_arguments_give_one_line_errors(model, policy, message):
     with pytest.raises(UserError) as error:
         make_policy(policy, model=model)
-    assert str(error.value) == says
+    assert str(error.value) == message
 
 
 def test_a_cache_without_bounds_is_refused_in_one_line(model, evicted):

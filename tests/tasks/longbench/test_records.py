@@ -1,4 +1,4 @@
-"""Test LongBench's rows as samples: their official scores, where they are found, and the errors for damaged ones."""
+"""Test LongBench's rows as samples: their official scores, their sources, and the errors for damaged rows."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tests.tasks.model_tokenizers import byte_tokenizer
 
 
 @pytest.mark.parametrize("task", LONGBENCH)
-def test_answers_score_as_the_official_scorer_has_it(task, tmp_path):
+def test_scores_equal_those_of_the_official_scorer(task, tmp_path):
     if task in CHINESE_WORDS:
         pytest.importorskip("jieba")
     examples = longbench_examples(task, write(tmp_path, {task: longbench_rows(task)}))
@@ -67,10 +67,10 @@ def test_prompts_are_cut_where_the_context_ends(tmp_path):
     assert parts("repobench-p") == code
 
 
-def test_without_jieba_chinese_words_are_not_found(tmp_path, monkeypatch):
+def test_chinese_scores_need_jieba(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     words.cache_clear()
-    with pytest.raises(UserError, match=r"Chinese words are found by jieba: pip install 'kvjax\[chinese\]'"):
+    with pytest.raises(UserError, match=r"Chinese scores need jieba: pip install 'kvjax\[chinese\]'"):
         longbench_examples("vcsum", write(tmp_path, {"vcsum": longbench_rows("vcsum")}))
 
 
@@ -82,19 +82,19 @@ def test_tasks_have_their_published_lengths(task, reserved, chat):
     assert (longbench_task(task).reserved, longbench_task(task).chat) == (reserved, chat)
 
 
-def test_all_tasks_are_there():
+def test_the_number_of_tasks():
     assert len(NAMES) == 21 + 13
     assert {"2wikimqa_e", "repobench-p_e"} < set(NAMES)
     assert "narrativeqa_e" not in NAMES
 
 
-def test_longbench_e_reports_by_length(tmp_path):
+def test_longbench_e_reports_ranges_of_lengths(tmp_path):
     rows = [longbench_row("?", ["x"], length=words) for words in (3999, 4000, 7999, 8000)]
     examples = longbench_examples("qasper_e", write(tmp_path, {"qasper_e": rows}))
     assert [example.questions[0].kind for example in examples] == ["0-4k", "4-8k", "4-8k", "8k+"]
 
 
-def test_where_rows_are_found(tmp_path, monkeypatch):
+def test_rows_are_read_from_files_and_the_hub(tmp_path, monkeypatch):
     """The rows are in a parquet file, the published archive, the hub's archive, and a hub data set, replaced here by a
     folder."""
     rows = longbench_rows("triviaqa")
@@ -151,14 +151,14 @@ def test_where_rows_are_found(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_damaged_rows_are_named(row, message, tmp_path):
+def test_errors_name_damaged_rows(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         longbench_examples("trec_e", write(tmp_path, {"trec_e": [row]}))
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data longbench {tmp_path}")
 
 
-def test_where_there_is_nothing(tmp_path, monkeypatch):
+def test_missing_data_is_refused(tmp_path, monkeypatch):
     (tmp_path / "no.zip").write_text("none")
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as opened:
         opened.writestr("data/qasper_e.jsonl", "")
@@ -168,7 +168,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
         (tmp_path / "qasper.jsonl", "expected a folder, data.zip or a hub data set, OWNER/NAME"),
         (tmp_path / "no.zip", "cannot be read"),
         (tmp_path / "not.zip", r"cannot be read \(.*No such file"),
-        (tmp_path / "data.zip", "there is no qasper.jsonl in it"),
+        (tmp_path / "data.zip", "expected one qasper.jsonl in it, got no"),
     ):
         with pytest.raises(UserError, match=f"--data longbench {data}: {message}") as error:
             longbench_examples("qasper", data)
@@ -182,12 +182,12 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
     with pytest.raises(
         UserError,
-        match=r"--data longbench: data.zip of THUDM/LongBench cannot be had from the hub \(OSError: no network\)",
+        match=r"--data longbench: data.zip of THUDM/LongBench cannot be loaded from the hub \(OSError: no network\)",
     ):
         longbench_examples("qasper", None)
 
 
-def test_archives_as_other_tools_leave_them(tmp_path):
+def test_archives_of_other_tools_are_read(tmp_path):
     """The archives contain macOS's copies of files, a byte-order mark, Windows line ends and blank lines."""
     row = json.dumps(longbench_row("Who?", ["x"]))
     archive = tmp_path / "data.zip"
@@ -206,7 +206,7 @@ def test_archives_as_other_tools_leave_them(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"a/qasper.jsonl": "", "b/qasper.jsonl": ""}, "there are 2 qasper.jsonl in it"),
+        ({"a/qasper.jsonl": "", "b/qasper.jsonl": ""}, "expected one qasper.jsonl in it, got 2"),
         (
             {"qasper.jsonl": "{}\n[" + "[" * 100_000},
             r"data\.zip: qasper\.jsonl: line 1 has no field `context`",
@@ -215,11 +215,11 @@ def test_archives_as_other_tools_leave_them(tmp_path):
         ({"qasper.jsonl": "x" * 2000}, "cannot be read .2,000 bytes, more than 1,000"),
         (
             {"qasper.jsonl": json.dumps(longbench_row("\ud800", ["x"]))},
-            r"line 1: `input` must be Unicode text, and character 0 is none",
+            r"line 1: `input` must be Unicode text, but character 0 is not",
         ),
     ],
 )
-def test_archives_that_are_refused(entries, message, tmp_path, monkeypatch):
+def test_damaged_archives_are_refused(entries, message, tmp_path, monkeypatch):
     if "1,000" in message:
         monkeypatch.setattr("kvjax.tasks.longbench.records.LARGEST", 1000)
     with zipfile.ZipFile(tmp_path / "data.zip", "w", zipfile.ZIP_DEFLATED) as opened:
@@ -229,7 +229,7 @@ def test_archives_that_are_refused(entries, message, tmp_path, monkeypatch):
         longbench_examples("qasper", tmp_path / "data.zip")
 
 
-def test_tables_that_are_no_files_or_damaged(tmp_path):
+def test_damaged_tables_and_pipes_are_refused(tmp_path):
     rows = pyarrow.Table.from_pylist(longbench_rows("triviaqa"))
     file = tmp_path / "triviaqa.parquet"
     pyarrow.parquet.write_table(rows, file)

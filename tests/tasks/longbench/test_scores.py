@@ -25,13 +25,13 @@ CLASSES = ["Number of something", "Number", "City", "Human", "Human group"]
         ("no idea", "City", 0),
     ],
 )
-def test_one_over_the_classes_that_are_named(answer, true, score):
+def test_class_share_is_one_over_the_number_of_named_classes(answer, true, score):
     assert class_share(CLASSES)(answer, true) == score
 
 
-def test_a_class_right_after_one_that_does_not_count_does():
-    """The official scorer does the same: it iterates over a list while removing items. Otherwise Number and Human would
-    not count."""
+def test_a_class_after_one_that_does_not_count_always_counts():
+    """The official scorer removes items from the list over which it iterates. Otherwise Number and Human would not
+    count."""
     assert class_share(["Number", "City", "Number of"])("Number of City", "Number of") == 1 / 2
     assert class_share(["A", "A b", "A b c"])("A b c", "A b c") == 1 / 2
 

@@ -34,6 +34,6 @@ def write_rows(folder, *rows, file="niah_multivalue.jsonl"):
     return folder
 
 
-def of_hub(task="niah_multivalue", reserved=64):
+def hub_example(task="niah_multivalue", reserved=64):
     question = ExampleQuestion(HUB["question"], HUB["answer_prefix"], ("123", "456"), "all", reserved, task)
     return Example(HUB["context"], (question,))

@@ -14,7 +14,7 @@ LENGTHS = (1500, 5000)  # the word list is a longer one from a length between th
 
 
 @pytest.mark.parametrize(("length", "words", "example"), [(1500, (6, 1), (3, 1)), (5000, (30, 3), (10, 3))])
-def test_common_words_are_as_common_as_defined(length, words, example, builtin):
+def test_common_words_have_their_numbers_of_occurrences(length, words, example, builtin):
     task = make_ruler_task("cwe", builtin)
     for seed in range(3):
         sample = task.example(seed, length)
@@ -41,12 +41,12 @@ def test_common_words_are_as_common_as_defined(length, words, example, builtin):
 
 
 @pytest.mark.parametrize("units", [300, 900, 1500, 12000])
-def test_words_are_single_at_every_length(units):
+def test_lists_have_distinct_words_at_every_length(units):
     """English words are used as long as there are enough."""
-    recipe = CommonWords(131072)
-    assert recipe.supply.most > 12000
+    writer = CommonWords(131072)
+    assert writer.supply.most > 12000
     for seed in range(2):
-        sample = recipe.write(seed, units)
+        sample = writer.write(seed, units)
         listed = sample.context.split("\n\n")[-1].split()[1::2]
         distinct = set(listed)
         assert len(distinct) == units + 10
@@ -79,18 +79,18 @@ def test_coded_words_follow_the_zeta_law(length, builtin):
 
 
 def test_the_fourth_coded_word_always_leads_the_fifth():
-    recipe = CodedWords(1000)
-    for units in range(recipe.fewest, 200):
-        sample = recipe.write(0, units)
+    writer = CodedWords(1000)
+    for units in range(writer.fewest, 200):
+        sample = writer.write(0, units)
         counts = Counter(sample.context.split("\n\n")[1].split()).most_common()
         assert counts[3][1] > (counts[4][1] if len(counts) > 4 else 0)
 
 
-def test_coded_words_are_a_fiftieth_of_what_is_left_for_the_text(smol):
+def test_the_number_of_coded_words_is_a_fiftieth_of_the_text(smol):
     """The text has the length without the answer (50 tokens) and the chat template."""
     before = "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n"
     size = len(smol(f"{before}<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
     for chat, left in ((True, 1520 - 50 - size), (False, 1520 - 50)):
-        sample = make_ruler_task("fwe", smol, chat=chat).recipe(1520).write(0, 10**5)
+        sample = make_ruler_task("fwe", smol, chat=chat).writer(1520).write(0, 10**5)
         assert len(set(sample.context.split("\n\n")[1].split())) == left // 50
     assert (1520 - 50 - size) // 50 < (1520 - 50) // 50

@@ -11,7 +11,7 @@ from kvjax.tasks.ruler import make_ruler_task
 from kvjax.tasks.ruler.haystack import DEPTHS, LONGEST, PASSAGE, Essays, Lines, split_sentences
 
 
-def test_depths_are_uniform_shares_of_the_sentences():
+def test_depths_are_uniform_over_the_sentences():
     rng = np.random.default_rng(0)
     sentences = ["word " * int(rng.integers(1, 12)) + "end." for _ in range(400)]
     text = " ".join(sentences)
@@ -45,7 +45,7 @@ def test_a_short_text_is_repeated():
     )
 
 
-def test_a_short_file_of_essays_is_long_enough(smol, tmp_path):
+def test_a_short_file_of_essays_is_repeated(smol, tmp_path):
     (tmp_path / "short.txt").write_text("The owl is grey. It sits on a branch of the old tree.")
     task = make_ruler_task("niah_multiquery", smol, {"essays": tmp_path / "short.txt"})
     sample = task.example(0, 2048)
@@ -54,7 +54,7 @@ def test_a_short_file_of_essays_is_long_enough(smol, tmp_path):
     assert all(sample.context.count(value) == 1 for value in sample.questions[0].expected)
 
 
-def test_lines_are_hidden_before_any_line_and_in_order():
+def test_needles_are_hidden_before_random_lines_in_order():
     rng, places = np.random.default_rng(0), []
     for _ in range(300):
         lines = Lines().hide(rng, 20, ["x", "y"]).split("\n")
@@ -69,7 +69,7 @@ def test_lines_are_hidden_before_any_line_and_in_order():
     assert np.abs(counts - 30).max() < 4 * np.sqrt(30)
 
 
-def test_sentences_are_the_text():
+def test_sentences_join_to_the_text():
     text = "\n\n".join(heldout_files().values()).strip()
     assert "".join(split_sentences(text)) == text
     assert split_sentences('One. "Two!" she\nsaid. Three\n\n  Four 4.5 five') == [

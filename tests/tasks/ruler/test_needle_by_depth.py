@@ -5,7 +5,7 @@ import re
 from kvjax.tasks.ruler import make_needle_task
 
 
-def test_a_needle_is_at_its_depth_of_the_text(smol):
+def test_the_needle_is_at_its_depth(smol):
     task = make_needle_task(smol)
     for seed in range(11, 22):
         sample = task.example(seed, 2048)

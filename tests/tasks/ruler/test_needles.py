@@ -21,7 +21,7 @@ from kvjax.tasks.ruler.needles import join_words
         ("niah_multiquery", 4, 1, 4),
     ],
 )
-def test_needles_are_hidden_once_and_those_asked_for_are_expected(name, keys, values, asked, builtin):
+def test_needles_occur_once_and_questions_ask_for_their_values(name, keys, values, asked, builtin):
     word, number, uuid = (
         r"[a-z]+-[a-z]+",
         r"\d{7}",
@@ -49,6 +49,6 @@ def test_needles_are_hidden_once_and_those_asked_for_are_expected(name, keys, va
             assert sample.context.count("\n") == count + 2  # the context has only needles
 
 
-def test_keys_are_listed():
+def test_words_are_joined():
     assert join_words(["a"]) == "a"
     assert join_words(["a", "b", "c", "d"]) == "a, b, c, and d"

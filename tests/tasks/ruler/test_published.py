@@ -11,15 +11,17 @@ from tests.tasks.ruler.rows import HUB, PUBLISHED, write_rows
 def test_published_data_is_cut_before_its_question(tmp_path):
     whole = {**PUBLISHED, "input": PUBLISHED["input"] + PUBLISHED["answer_prefix"]}
     bare = {"input": "docs\n\nQuestion: Who?\nAnswer:", "outputs": ["A", "B"], "length": 9}
-    one, two, three = published_examples(write_rows(tmp_path, PUBLISHED, whole, bare), "niah_multivalue", 99)
-    assert one == two
-    assert not one.as_is
-    assert one.context == "Some numbers are hidden.\nWhat is hidden?\nfiller filler\n"
-    (question,) = one.questions
+    first, second, third = published_examples(
+        write_rows(tmp_path, PUBLISHED, whole, bare), "niah_multivalue", 99
+    )
+    assert first == second
+    assert not first.as_is
+    assert first.context == "Some numbers are hidden.\nWhat is hidden?\nfiller filler\n"
+    (question,) = first.questions
     assert question.text == "What is the number for x in the text?"
     assert (question.answer_prefix, question.expected) == (" The number is", ("123", "456"))
     assert (question.scoring, question.reserved, question.kind) == ("all", 128, "niah_multivalue")
-    assert (three.context, three.questions[0].text) == ("docs\n\n", "Question: Who?\nAnswer:")
+    assert (third.context, third.questions[0].text) == ("docs\n\n", "Question: Who?\nAnswer:")
     write_rows(tmp_path, bare, file="qa_1/validation.jsonl")
     (asked,) = published_examples(tmp_path, "qa_1", 99)[0].questions
     assert (asked.scoring, asked.reserved) == ("any", 32)
@@ -33,7 +35,7 @@ def test_published_data_without_a_question_at_its_end_is_not_cut(text, tmp_path)
     assert sample.questions[0].text == text
 
 
-def test_one_answer_may_be_a_string(tmp_path):
+def test_a_single_answer_may_be_a_string(tmp_path):
     (sample,) = published_examples(write_rows(tmp_path, HUB | {"answer": "123"}), "niah_multivalue", 99)
     assert sample.questions[0].expected == ("123",)
 
@@ -56,24 +58,24 @@ def test_one_answer_may_be_a_string(tmp_path):
         ("<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", True),
     ],
 )
-def test_a_chat_template_in_published_data_is_seen(template, templated, tmp_path, smol):
+def test_a_chat_template_in_published_data_is_detected(template, templated, tmp_path, smol):
     """If there is one, no template is applied to the text."""
     row = PUBLISHED | {"input": template.format(PUBLISHED["input"])}
     (sample,) = published_examples(write_rows(tmp_path, row), "niah_multivalue", 99)
     assert sample.as_is is templated
     prompt = PromptEncoder(smol)(sample)
-    said = smol.decode([*prompt.context, *prompt.questions[0].prompt])
+    text = smol.decode([*prompt.context, *prompt.questions[0].prompt])
     if templated:
-        assert said == row["input"] + PUBLISHED["answer_prefix"]
+        assert text == row["input"] + PUBLISHED["answer_prefix"]
     else:
         turn = smol.apply_chat_template(
             [{"role": "user", "content": row["input"]}], tokenize=False, add_generation_prompt=True
         )
-        assert said == turn + PUBLISHED["answer_prefix"].lstrip()
+        assert text == turn + PUBLISHED["answer_prefix"].lstrip()
 
 
 @pytest.mark.parametrize("name", RULER_TASKS)
-def test_no_task_s_own_words_are_taken_for_a_template(name, builtin, files, tmp_path):
+def test_no_task_looks_like_a_chat_template(name, builtin, files, tmp_path):
     sample = make_ruler_task(name, builtin, files).example(0, 1500)
     asked = sample.questions[0].text + sample.questions[0].answer_prefix
     write_rows(tmp_path, {"input": sample.context + asked, "outputs": ["1"]}, file=f"{name}.jsonl")
@@ -98,7 +100,7 @@ def test_no_task_s_own_words_are_taken_for_a_template(name, builtin, files, tmp_
         ("{", "line 2 is no JSON object"),
     ],
 )
-def test_bad_published_lines_are_named(row, message, tmp_path):
+def test_errors_name_damaged_rows(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         published_examples(write_rows(tmp_path, PUBLISHED, row), "niah_multivalue", 99)
     assert "\n" not in str(error.value)

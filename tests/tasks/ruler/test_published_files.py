@@ -10,24 +10,24 @@ from kvjax.tasks.registry import open_task
 from kvjax.tasks.ruler import published_examples
 from kvjax.tasks.splits import Split
 from tests.tasks.document_inputs import inputs
-from tests.tasks.ruler.rows import HUB, of_hub, write_rows
+from tests.tasks.ruler.rows import HUB, hub_example, write_rows
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_the_hub_s_form_is_read_from_a_file_a_task(kind, tmp_path):
+def test_the_hubs_form_is_read_from_one_file_per_task(kind, tmp_path):
     row = {name: value for name, value in HUB.items() if name not in ("task", "max_new_tokens")}
     write_rows(tmp_path, row, file=f"niah_multivalue.{kind}")
-    assert published_examples(tmp_path, "niah_multivalue", 99) == [of_hub(reserved=128)]
+    assert published_examples(tmp_path, "niah_multivalue", 99) == [hub_example(reserved=128)]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_the_hub_s_form_is_read_from_files_of_all_tasks(kind, tmp_path):
+def test_the_hubs_form_is_read_from_files_with_all_tasks(kind, tmp_path):
     others = [HUB | {"task": "vt"}, HUB | {"task": "niah_multivalue_2"}]
     write_rows(tmp_path, others[0], HUB, others[1], HUB, file=f"test-00000-of-00002.{kind}")
     write_rows(tmp_path, HUB | {"answer": ["7"]}, others[0], file=f"test-00001-of-00002.{kind}")
     write_rows(tmp_path, {"text": "something else"}, file=f"another.{kind}")
     first, second, third = published_examples(tmp_path, "niah_multivalue", 99)
-    assert first == second == of_hub()
+    assert first == second == hub_example()
     assert third.questions[0].expected == ("7",)
     assert [sample.questions[0].kind for sample in published_examples(tmp_path, "vt", 99)] == ["vt", "vt"]
     # a row's own task takes precedence over the file's
@@ -68,7 +68,7 @@ def test_a_hub_data_set_has_a_configuration_for_each_length(tmp_path, monkeypatc
     with pytest.raises(UserError, match="there are 1 samples of niah_multivalue, needed 2"):
         published.samples(Split(0, 2), 2, 8192)
     assert read == ["4096", "8192"], "each length once"
-    assert published_examples(name, "niah_multivalue", 4096) == [of_hub()]
+    assert published_examples(name, "niah_multivalue", 4096) == [hub_example()]
     (longer,) = published_examples(name, "niah_multivalue", 8192)
     assert longer.questions[0].expected == ("8",)
     with pytest.raises(

@@ -48,7 +48,7 @@ def refused(tokenizer, folder, data_set, content, message):
         (["data"], [], "there is no question with an answer in it"),
     ],
 )
-def test_missing_fields_of_squad_are_named(path, change, message, builtin, tmp_path):
+def test_errors_name_missing_fields_of_squad(path, change, message, builtin, tmp_path):
     refused(builtin, tmp_path, "squad", spoil(squad(), path, change), message)
 
 
@@ -65,7 +65,7 @@ def test_missing_fields_of_squad_are_named(path, change, message, builtin, tmp_p
         ([1, "context"], [], r"\[1\]: `context` has no document"),
     ],
 )
-def test_missing_fields_of_hotpotqa_are_named(path, change, message, builtin, tmp_path):
+def test_errors_name_missing_fields_of_hotpotqa(path, change, message, builtin, tmp_path):
     refused(builtin, tmp_path, "hotpotqa", spoil(hotpotqa(), path, change), message)
 
 

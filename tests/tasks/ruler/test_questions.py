@@ -1,4 +1,4 @@
-"""Test which documents stand in the context of a question."""
+"""Test which documents are in the context of a question."""
 
 import re
 from collections import Counter
@@ -13,37 +13,37 @@ def documents(sample):
     return [text.strip() for text in parts[1::2]]
 
 
-def test_a_question_s_documents_come_first_then_near_ones_then_any_that_fit():
+def test_given_documents_come_first_then_near_ones_then_others():
     """A document's heading takes two words."""
     texts = tuple(
         f"{name} " * (size - 2) for name, size in zip("abcdefg", (10, 20, 30, 40, 50, 6, 7), strict=True)
     )
-    recipe = QuestionAnswering("qa_1", texts, (DataQuestion("?", ("x",), (0, 1), (3, 4)),))
+    writer = QuestionAnswering("qa_1", texts, (DataQuestion("?", ("x",), (0, 1), (3, 4)),))
     in_context = {
         1: "ab", 35: "ab", 36: "abf", 37: "abf abg", 43: "abfg", 70: "abd", 80: "abdf abdg abe", 120: "abde",
         133: "abdefg", 162: "abcdeg abdefg abcdef", 163: "abcdefg",
     }  # fmt: skip
     for units, expected in in_context.items():
-        samples = [documents(recipe.write(seed, units)) for seed in range(40)]
+        samples = [documents(writer.write(seed, units)) for seed in range(40)]
         found = {"".join(sorted(text[0] for text in texts)) for texts in samples}
         assert found == set(expected.split()), units
     # once all documents are used, all except the question's own are used again
-    again = Counter(text[0] for text in documents(recipe.write(0, 30 + 2 * 133 + 13)))
+    again = Counter(text[0] for text in documents(writer.write(0, 30 + 2 * 133 + 13)))
     assert again == Counter("ab" + "cdefg" * 2 + "fg")
 
 
 def test_questions_are_asked_of_their_own_documents(files, builtin):
     for name, of_it in (("qa_1", 5), ("qa_2", 10)):
         task = make_ruler_task(name, builtin, files)
-        recipe, questions = task.recipe(0), set()
+        writer, questions = task.writer(0), set()
         for seed in range(10):
-            sample = recipe.write(seed, 1)
+            sample = writer.write(seed, 1)
             (question,) = sample.questions
             (answer,) = question.expected
             i = int(re.findall(r"\d+", answer)[0])
             assert len(documents(sample)) == (1 if name == "qa_1" else 10)
             assert sum(answer in text for text in documents(sample)) == 1
-            more = documents(recipe.write(seed, 600))
+            more = documents(writer.write(seed, 600))
             assert len(set(more)) == len(more) > 20
             assert sum(f"guild{i}x" in text or f" m{i}n" in text for text in more) == of_it
             assert sum(answer in text for text in more) == 1
@@ -51,7 +51,7 @@ def test_questions_are_asked_of_their_own_documents(files, builtin):
         assert len(questions) == 10
         first = 0
         for seed in range(100):
-            sample = recipe.write(seed, 200)
+            sample = writer.write(seed, 200)
             count = len(documents(sample))
             first += (sample.questions[0].expected[0] in documents(sample)[0]) * count
         assert 50 < first < 150  # the expected number is 100: one place in `count`, times `count`

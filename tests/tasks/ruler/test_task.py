@@ -29,30 +29,30 @@ def test_a_sample_fills_its_length(name, smol, files):
     task, encode = make_ruler_task(name, smol, files), PromptEncoder(smol)
     line = len(smol("A secret UUID of 01234567-0123-4123-8123-0123456789ab is ." * 2)["input_ids"])
     for length in (2048, 4096):
-        recipe = task.recipe(length)
+        writer = task.writer(length)
         for seed in (3, 0, 1):
             sample, count = task.example(seed, length), task.units(seed, length)
-            assert sample == recipe.write(seed, count)
+            assert sample == writer.write(seed, count)
             size = prompt_size(sample, encode)
             assert length - max(0.02 * length, line if name == "niah_multikey_3" else 0) <= size <= length
-            assert prompt_size(recipe.write(seed, count + 1), encode) > length
+            assert prompt_size(writer.write(seed, count + 1), encode) > length
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", RULER_TASKS)
-def test_a_length_counts_no_template_where_there_is_none(name, builtin, files):
+def test_a_sample_without_a_template_fills_its_length(name, builtin, files):
     task, encode = make_ruler_task(name, builtin, files), PromptEncoder(builtin)
     for length in LENGTHS:
         assert 0.95 * length < prompt_size(task.example(1, length), encode) <= length
 
 
-def test_a_sample_does_not_depend_on_those_made_before_it(smol):
+def test_a_sample_does_not_depend_on_earlier_samples(smol):
     task = make_ruler_task("fwe", smol)
     samples = [task.example(seed, 2048) for seed in (2, 0, 1)]
     assert samples == [make_ruler_task("fwe", smol).example(seed, 2048) for seed in (2, 0, 1)]
 
 
-def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
+def test_a_question_is_tokenised_as_a_continuation(chatty):
     """This tokenizer puts a space before any text, but the question continues the context."""
     prompt = make_ruler_task("vt", chatty, chat=False).sample(0, 1500)
     context = chatty.convert_ids_to_tokens(prompt.context.tolist())
@@ -64,7 +64,7 @@ def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
 
 
 @each
-def test_a_seed_says_everything(name, builtin, files):
+def test_samples_are_deterministic_from_the_seed(name, builtin, files):
     first, again = (
         [make_ruler_task(name, builtin, files).example(seed, 1500) for seed in seeds]
         for seeds in ((5, 6), (6, 5))
@@ -95,20 +95,18 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     for name in RULER_TASKS:
         with pytest.raises(UserError, match=rf"{name}: 60 tokens are too few, the shortest .* take \d+"):
             make_ruler_task(name, builtin, files).sample(0, 60)
-    with pytest.raises(UserError, match="give its JSON file as --data squad=FILE"):
+    with pytest.raises(UserError, match="qa_1 needs the JSON file of SQuAD, as --data squad=FILE"):
         make_ruler_task("qa_1", builtin)
-    with pytest.raises(UserError, match="give its JSON file as --data hotpotqa=FILE"):
+    with pytest.raises(UserError, match="qa_2 needs the JSON file of HotpotQA, as --data hotpotqa=FILE"):
         make_ruler_task("qa_2", builtin)
     with pytest.raises(
-        UserError, match="none: there is no such folder, and a hub data set is called OWNER/NAME"
+        UserError, match="none: there is no such folder; expected a folder, or a hub data set OWNER/NAME"
     ):
         published_examples(tmp_path / "none", "vt", 99)
     (tmp_path / "vt.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path.parent)
     for file in (tmp_path / "vt.jsonl", Path(tmp_path.name, "vt.jsonl")):
-        with pytest.raises(
-            UserError, match="--data ruler .*vt.jsonl: is a file; pass the folder that holds it"
-        ):
+        with pytest.raises(UserError, match="--data ruler .*vt.jsonl: expected a folder, got a file"):
             published_examples(file, "vt", 99)
     (tmp_path / "vt.jsonl").unlink()
     (tmp_path / "vt.parquet").write_bytes(b"nothing")
@@ -125,7 +123,7 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
         make_ruler_task("qa_1", builtin, {"squad": tmp_path / "none"})
 
 
-def test_words_do_not_last_for_ever(builtin, monkeypatch):
+def test_a_length_that_needs_too_many_words_is_refused(builtin, monkeypatch):
     monkeypatch.setattr("kvjax.tasks.ruler.needles.WORD_PAIRS", 20)
     with pytest.raises(
         UserError, match="niah_multikey_2: 1500 tokens are too many, there are only 20 pairs of words"
@@ -133,10 +131,12 @@ def test_words_do_not_last_for_ever(builtin, monkeypatch):
         make_ruler_task("niah_multikey_2", builtin).sample(0, 1500)
 
 
-def test_a_sample_is_its_example_in_tokens(smol):
+def test_a_sample_is_the_encoded_example(smol):
     task = make_ruler_task("vt", smol)
     sample, example = task.sample(3, 1500), task.example(3, 1500)
     expected = PromptEncoder(smol)(example)
     np.testing.assert_array_equal(sample.context, expected.context)
     np.testing.assert_array_equal(sample.questions[0].prompt, expected.questions[0].prompt)
-    assert len(sample.context) + sample.room == prompt_size(example, PromptEncoder(smol)) <= 1500
+    assert (
+        len(sample.context) + sample.tokens_after_context == prompt_size(example, PromptEncoder(smol)) <= 1500
+    )

@@ -6,7 +6,7 @@ from kvjax.tasks.ruler import make_ruler_task
 from kvjax.tasks.ruler.haystack import PASSAGE
 
 
-def test_a_chain_of_variables_is_in_order_after_a_solved_one(builtin):
+def test_a_chain_of_variables_follows_a_solved_example(builtin):
     task = make_ruler_task("vt", builtin)
     for sample in (task.example(seed, 1500) for seed in range(5)):
         (question,) = sample.questions

@@ -33,21 +33,21 @@ def prompts(folder, task, turns, chat):
 
 @pytest.mark.parametrize("turns", TURNS)
 @pytest.mark.parametrize("task", TASKS)
-def test_answers_score_as_the_official_scorer_has_it(task, turns, tmp_path):
+def test_scores_equal_those_of_the_official_scorer(task, turns, tmp_path):
     if "repoqa" in task:
         pytest.importorskip("tree_sitter_python")
     (example,) = examples(write(tmp_path, {task: [scbench_row(task)]}), task, turns)
-    scores = [q.score(said) for q, said in zip(example.questions, SCBENCH[task][1], strict=True)]
+    scores = [q.score(answer) for q, answer in zip(example.questions, SCBENCH[task][1], strict=True)]
     assert scores == pytest.approx(SCBENCH_FIGURES[task], abs=1e-6)
     reserved = TASKS[task].reserved
-    kinds = [one.get("task", task) for one in SCBENCH[task][0]]
+    kinds = [row_turn.get("task", task) for row_turn in SCBENCH[task][0]]
     assert [q.reserved for q in example.questions] == [
         reserved if isinstance(reserved, int) else reserved[kind] for kind in kinds
     ]
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_questions_by_themselves_follow_the_context_as_published(chat, tmp_path):
+def test_separate_questions_follow_the_context_as_published(chat, tmp_path):
     """No text stands between them."""
     before, after = (START, END + ANSWER) if chat else ("", "")
     write(
@@ -68,7 +68,7 @@ def test_questions_by_themselves_follow_the_context_as_published(chat, tmp_path)
     assert asked[1] == f"What is the second smallest number?\n\nThe second smallest number is{after}"
 
 
-def test_questions_in_turn_follow_the_true_answers_as_published(tmp_path):
+def test_golden_turns_follow_the_true_answers_as_published(tmp_path):
     write(tmp_path, {"scbench_vt": [scbench_row("scbench_vt")]})
     row = scbench_row("scbench_kv")
     row["multi_turns"] = [turn("Key one", "v1"), turn("Key two", "v2"), turn("Key three", "v3")]
@@ -84,8 +84,8 @@ def test_questions_in_turn_follow_the_true_answers_as_published(tmp_path):
     turns += [{"role": "user", "content": "Key two"}, {"role": "assistant", "content": "v2"}]
     turns += [{"role": "user", "content": "Key three"}]
     for number, question in enumerate(asked):
-        told = turns[: 2 * number + 1]
-        whole = byte_tokenizer().apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+        earlier = turns[: 2 * number + 1]
+        whole = byte_tokenizer().apply_chat_template(earlier, tokenize=False, add_generation_prompt=True)
         assert context + question == whole
     assert [q.kind for q in examples(tmp_path, "scbench_kv", "golden")[0].questions] == [
         "turn 1",
@@ -94,7 +94,7 @@ def test_questions_in_turn_follow_the_true_answers_as_published(tmp_path):
     ]
 
 
-def test_questions_in_turn_after_what_is_said_begin_with_what_is_between(tmp_path):
+def test_own_turns_begin_with_the_text_between_turns(tmp_path):
     write(tmp_path, {"scbench_qa_eng": [scbench_row("scbench_qa_eng")]})
     _, asked = prompts(tmp_path, "scbench_qa_eng", "own", False)
     assert asked == ["Question: Where did Alan live?\nAnswer:", "\n\nQuestion: And Berta?\nAnswer:"]
@@ -102,7 +102,7 @@ def test_questions_in_turn_after_what_is_said_begin_with_what_is_between(tmp_pat
     assert asked[1] == f"{END}{START}Question: And Berta?\nAnswer:{END}{ANSWER}"
 
 
-def test_five_questions_are_asked_at_most_and_mixed_ones_reported_by_kind(tmp_path):
+def test_at_most_five_questions_are_asked_and_reported_by_kind(tmp_path):
     row = scbench_row("scbench_prefix_suffix") | {"multi_turns": [turn(f"{i}?", f"{i}") for i in range(7)]}
     write(tmp_path, {"scbench_prefix_suffix": [row]})
     (example,) = examples(tmp_path, "scbench_prefix_suffix")
@@ -116,7 +116,7 @@ def test_five_questions_are_asked_at_most_and_mixed_ones_reported_by_kind(tmp_pa
     assert turns == [f"turn 1, {kinds[0]}", f"turn 2, {kinds[1]}"]
 
 
-def test_where_rows_are_found(tmp_path, monkeypatch):
+def test_rows_are_read_from_files_and_the_hub(tmp_path, monkeypatch):
     """The rows are in a parquet file, and in a hub data set, replaced here by a folder."""
     row = scbench_row("scbench_choice_eng")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "scbench_choice_eng.parquet")
@@ -201,14 +201,14 @@ KV, CHOICE, BOTH = "scbench_kv", "scbench_choice_eng", "scbench_repoqa_and_kv"
         ),
     ],
 )
-def test_damaged_rows_are_named(task, row, message, tmp_path):
+def test_errors_name_damaged_rows(task, row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         examples(write(tmp_path, {task: [row]}), task)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data scbench {tmp_path}")
 
 
-def test_where_there_is_nothing(tmp_path):
+def test_missing_data_is_refused(tmp_path):
     file = tmp_path / "scbench_kv.jsonl"
     file.write_text("")
     for data in (file, tmp_path / "none"):

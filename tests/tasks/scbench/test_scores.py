@@ -5,7 +5,14 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.tasks.scbench import code
 from kvjax.tasks.scbench.code import finder
-from kvjax.tasks.scbench.scores import choice, first_integer, first_number, function_match, held, held_share
+from kvjax.tasks.scbench.scores import (
+    choice,
+    contains_expected,
+    first_integer,
+    first_number,
+    function_match,
+    share_contained,
+)
 from tests.tasks.benchmark_inputs import FUNCTIONS
 
 TRUE = "Rome", "B"
@@ -38,11 +45,11 @@ def test_numbers():
 
 
 def test_strings():
-    assert [held(text, ("ab-1",)) for text in ('"ab-1"', "AB-1", "")] == [1, 0, 0]
-    assert held_share("x1 and X2", ["X1", "x2", "x3"]) == 0.67
+    assert [contains_expected(text, ("ab-1",)) for text in ('"ab-1"', "AB-1", "")] == [1, 0, 0]
+    assert share_contained("x1 and X2", ["X1", "x2", "x3"]) == 0.67
 
 
-def test_the_nearest_function_counts_if_it_is_near():
+def test_the_most_similar_function_counts_if_it_is_similar_enough():
     pytest.importorskip("tree_sitter_python")
     add, take = FUNCTIONS["add"], FUNCTIONS["take"]
     match = {name: function_match(name, list(FUNCTIONS.items()), "python") for name in FUNCTIONS}
@@ -85,6 +92,6 @@ def test_functions_need_tree_sitter(monkeypatch):
 
     code._parser.cache_clear()
     monkeypatch.setattr(code.importlib, "import_module", missing)
-    with pytest.raises(UserError, match=r"found in answers by tree-sitter: pip install 'kvjax\[code\]'"):
+    with pytest.raises(UserError, match=r"scores need tree-sitter, .* pip install 'kvjax\[code\]'"):
         finder("go")
     code._parser.cache_clear()

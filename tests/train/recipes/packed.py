@@ -13,19 +13,19 @@ def rows() -> tuple[Labelled, list[Labelled]]:
     """Return a packed row [1 t], and one row for each document, followed by tokens without labels."""
     tokens = np.random.default_rng(7).integers(0, 61, TOKENS)
     document = np.repeat([0, 1], [FIRST, TOKENS - FIRST])
-    alone = []
-    for own in (0, 1):
-        row = np.concatenate([tokens[document == own], tokens[document != own]])
-        made = natural(0, row, np.zeros_like(row))
-        made["labelled"] &= np.arange(TOKENS) < (document == own).sum()
-        alone.append(batch_of(made))
-    return batch_of(natural(0, tokens, document)), alone
+    separate = []
+    for index in (0, 1):
+        row = np.concatenate([tokens[document == index], tokens[document != index]])
+        labelled_row = natural(0, row, np.zeros_like(row))
+        labelled_row["labelled"] &= np.arange(TOKENS) < (document == index).sum()
+        separate.append(batch_of(labelled_row))
+    return batch_of(natural(0, tokens, document)), separate
 
 
 def batch_of(row: Labelled) -> dict[str, Shaped[np.ndarray, "1 t"]]:
     return {name: x[None] for name, x in row.items()}
 
 
-def weighted(losses: list[float], alone: list[Labelled]) -> float:
+def weighted(losses: list[float], separate: list[Labelled]) -> float:
     """Return the mean of the losses, weighted by the number of labelled tokens in each row."""
-    return float(np.average(losses, weights=[row["labelled"].sum() for row in alone]))
+    return float(np.average(losses, weights=[row["labelled"].sum() for row in separate]))

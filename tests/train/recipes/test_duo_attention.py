@@ -30,7 +30,7 @@ def batch():
     }
 
 
-def test_the_loss_is_the_difference_before_labelled_tokens_and_the_mean_alpha(batch):
+def test_the_loss_is_the_error_before_labelled_tokens_plus_the_mean_alpha(batch):
     model, recipe = tiny_model(), DuoAttention(**SIZES)
     call = jax.jit(lambda p, m, b: recipe.loss(p, m, b, jax.random.key(0), jnp.int32(0)))
 
@@ -44,42 +44,42 @@ def test_the_loss_is_the_difference_before_labelled_tokens_and_the_mean_alpha(ba
     loss, numbers = loss_of(0.0)
 
     @jax.jit
-    def apart(model, batch):
+    def difference(model, batch):
         return recipe.blended(jnp.zeros((3, 4)), model, batch) - model.hidden(batch["tokens"])
 
     with use_mesh(model):
-        squares = np.square(apart(model, batch)).mean(-1)
+        squares = np.square(difference(model, batch)).mean(-1)
     answers = np.asarray(batch["labelled"])[:, 1:]
-    wanted = np.mean([own[:-1][at].mean() for own, at in zip(squares, answers, strict=True)])
-    assert wanted > 1e-4
-    assert float(numbers["distillation"]) == pytest.approx(wanted, rel=1e-5)
-    assert float(loss) == pytest.approx(wanted, rel=1e-5)
+    expected = np.mean([row[:-1][predicts].mean() for row, predicts in zip(squares, answers, strict=True)])
+    assert expected > 1e-4
+    assert float(numbers["distillation"]) == pytest.approx(expected, rel=1e-5)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
+def test_a_packed_row_has_the_loss_of_its_separate_documents():
     """The losses are weighted by their labelled tokens."""
-    recipe, (together, alone) = DuoAttention(regularized=0.0, **SIZES), rows()
+    recipe, (together, separate) = DuoAttention(regularized=0.0, **SIZES), rows()
     alpha = jnp.asarray(np.random.default_rng(2).uniform(size=(3, 4)), jnp.float32)
     model = tiny_model()
     with use_mesh(model):
         call = jax.jit(lambda b: recipe.loss({"alpha": alpha}, model, b, jax.random.key(0), jnp.int32(0))[0])
-        found, *own = (float(call(batch)) for batch in (together, *alone))
-    assert min(own) > 1e-4
-    assert abs(own[0] / own[1] - 1) > 0.01
-    assert found == pytest.approx(weighted(own, alone), rel=1e-4)
+        packed_loss, *losses = (float(call(batch)) for batch in (together, *separate))
+    assert min(losses) > 1e-4
+    assert abs(losses[0] / losses[1] - 1) > 0.01
+    assert packed_loss == pytest.approx(weighted(losses, separate), rel=1e-4)
 
 
 def test_alpha_stays_between_0_and_1():
     recipe = DuoAttention(sequences=10, lr=0.5, **SIZES)
     params = {"alpha": jnp.asarray([[1.0, 0.5, 0.0]])}
     tx = recipe.optimizer()
-    opt, seen, update = tx.init(params), [], jax.jit(tx.update)
+    opt, alphas, update = tx.init(params), [], jax.jit(tx.update)
     for _ in range(10):
         change, opt = update({"alpha": jnp.asarray([[-1.0, 1.0, 1.0]])}, opt, params)
         params = {"alpha": params["alpha"] + change["alpha"]}
-        seen.append(np.asarray(params["alpha"]))
-    np.testing.assert_array_equal(seen[-1], [[1, 0, 0]])
-    assert all(0 <= x.min() <= x.max() <= 1 for x in seen)
+        alphas.append(np.asarray(params["alpha"]))
+    np.testing.assert_array_equal(alphas[-1], [[1, 0, 0]])
+    assert all(0 <= x.min() <= x.max() <= 1 for x in alphas)
 
 
 def test_the_rate_is_a_trapezoid():
@@ -91,19 +91,19 @@ def test_the_rate_is_a_trapezoid():
     for _ in range(100):
         change, opt = update({"alpha": np.ones((1, 1), np.float32)}, opt, params)
         steps.append(-float(np.asarray(change["alpha"])[0, 0]) * 1e3)
-    wanted = [min(1, max(min((i + 1) / 20, (100 - i) / 20), 0.1)) for i in range(100)]
-    np.testing.assert_allclose(steps, wanted, rtol=1e-3)
+    expected = [min(1, max(min((i + 1) / 20, (100 - i) / 20), 0.1)) for i in range(100)]
+    np.testing.assert_allclose(steps, expected, rtol=1e-3)
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_pattern(tmp_path):
-    told = [
+def test_a_run_exports_a_pattern(tmp_path):
+    args = [
         *("--method", "duo_attention", "--model", MODEL, "--dtype", "float32", "--mesh", "1"),
         *("--lengths", "128", "--batch", "4", "--sequences", "16", "--sink", "2", "--window", "8"),
         *("--block", "1", "--lr", "0.2"),
         *("--validation", "2", "--report", "none", "--out", str(tmp_path / "run")),
     ]
-    run = train(parse(told))
+    run = train(parse(args))
     model = load_model(MODEL)
     policy = make_policy({"head_pattern": {"pattern": tmp_path / "run/pattern"}}, model=model)
     assert policy.window == 8

@@ -72,7 +72,7 @@ def sparsify(uptrained, folder, *more):
 
 
 @pytest.mark.slow
-def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
+def test_the_second_phase_continues_from_the_first(uptrained, tmp_path):
     run = sparsify(uptrained, tmp_path / "run", "--scorer-warmup", "0")
     assert (
         "model: " + str(uptrained.folder / "parameters" / "model")
@@ -85,7 +85,7 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
         float(jnp.abs(x - y).max())
         for x, y in zip(jax.tree.leaves(run.model), jax.tree.leaves(uptrained.model), strict=True)
     ]
-    assert 0 < max(moved) < 1e-3, "from there, by two small updates"
+    assert 0 < max(moved) < 1e-3, "two small updates from the uptrained model"
 
     exported = tmp_path / "run" / "parameters"
     model = load_model(exported / "model")
@@ -96,7 +96,7 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
         make_policy("kvpop", gates=exported, model=load_model(MODEL))
 
 
-def test_exported_scorers_are_a_policy_and_say_how_they_were_validated(tmp_path):
+def test_exported_scorers_make_a_policy_and_have_their_validation(tmp_path):
     model = tiny_model()
     recipe, scorers = ConstantCache(**SIZES, phase="sparsify"), tiny_scorers(model)
     with use_mesh(model):
@@ -120,7 +120,7 @@ def test_transformers_reads_a_trained_model_and_computes_the_same(uptrained):
 
 
 @pytest.mark.parametrize(
-    ("phase", "told", "rate"),
+    ("phase", "args", "rate"),
     [
         ("sparsify", ["--mask", "streaming"], 3e-6),
         ("sparsify", ["--mask", "streaming", "--lr", "1e-3"], 1e-3),
@@ -128,26 +128,26 @@ def test_transformers_reads_a_trained_model_and_computes_the_same(uptrained):
         ("uptrain", [], 3e-5),
     ],
 )
-def test_the_fixed_mask_has_a_rate_of_its_own(phase, told, rate):
+def test_the_streaming_mask_has_its_own_learning_rate(phase, args, rate):
     """Adam's first step is the rate; --lr on the command line overrides both rates."""
     before = ["--uptrained", MODEL] if phase == "sparsify" else []
-    recipe = parse(["--method", "kvpop", "--mesh", "1", "--phase", phase, *before, *told])
+    recipe = parse(["--method", "kvpop", "--mesh", "1", "--phase", phase, *before, *args])
     params = {"model": jnp.zeros(1)}
     tx = recipe.optimizer()
     change, _ = jax.jit(lambda x: tx.update(x, tx.init(params), params))({"model": jnp.ones(1)})
     assert float(change["model"][0]) == pytest.approx(-rate, rel=1e-3)
 
 
-def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
+def test_the_summary_of_a_run_without_scorers_names_no_gates(tmp_path):
     """It names the cache that its model was trained for instead. After a dense run it says how to continue."""
     phases = [], ["--phase", "sparsify", "--uptrained", MODEL, "--mask", "streaming", *CACHE]
-    said = []
-    for told in phases:
-        config = parse([*COMMON, "--model", MODEL, *told])
+    summaries = []
+    for args in phases:
+        config = parse([*COMMON, "--model", MODEL, *args])
         trained = SimpleNamespace(validation=Validation({"loss": 0.5}, {}, 1), folder=tmp_path)
-        said.append(summary(config, trained, config.deploy(None, tiny_model())))
-        assert "--gates" not in said[-1]
-    dense, fixed = said
+        summaries.append(summary(config, trained, config.deploy(None, tiny_model())))
+        assert "--gates" not in summaries[-1]
+    dense, fixed = summaries
     assert "--policy full --prompt-file FILE" in dense
     assert "--phase sparsify --uptrained FOLDER goes on" in dense
     assert "--policy streaming_llm:sink=2,window=18 --prompt-file FILE" in fixed
@@ -155,19 +155,19 @@ def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
     assert "goes on" not in fixed
 
 
-def test_with_the_whole_in_view_there_is_nothing_to_distil(uptrained):
+def test_a_cache_of_all_tokens_has_no_divergence(uptrained):
     """With a cache that holds every token, the student equals the teacher."""
     recipe = ConstantCache(phase="sparsify", **SIZES | {"max_entries": 64})
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
         params = jax.jit(recipe.init)(model)
         tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (8, 32)), jnp.int32)
-        loss, found = jax.jit(lambda p, m: recipe.loss(p, m, tokens, jax.random.key(0), jnp.int32(0)))(
+        loss, scalars = jax.jit(lambda p, m: recipe.loss(p, m, tokens, jax.random.key(0), jnp.int32(0)))(
             params, model
         )
-    assert float(found["divergence"]) == pytest.approx(0, abs=1e-6)
-    assert float(found["score_loss"]) == 0
-    assert float(loss) == pytest.approx(0.9 * float(found["cross_entropy"]), rel=1e-5)
+    assert float(scalars["divergence"]) == pytest.approx(0, abs=1e-6)
+    assert float(scalars["score_loss"]) == 0
+    assert float(loss) == pytest.approx(0.9 * float(scalars["cross_entropy"]), rel=1e-5)
 
 
 def step(recipe, model, **others):
@@ -184,14 +184,14 @@ def step(recipe, model, **others):
 
 
 @pytest.mark.thorough
-def test_model_and_scorers_have_rates_of_their_own():
+def test_model_and_scorers_have_their_own_learning_rates():
     """AdamW's first step is its rate, whatever the gradient; a warm-up from 0 keeps the scorers unchanged."""
-    told = SIZES | {"phase": "sparsify", "lr": 1e-4, "scorer_lr": 1e-2}
-    moved, numbers = step(ConstantCache(**told, scorer_warmup=0), tiny_model())
+    options = SIZES | {"phase": "sparsify", "lr": 1e-4, "scorer_lr": 1e-2}
+    moved, numbers = step(ConstantCache(**options, scorer_warmup=0), tiny_model())
     assert moved["model"] == pytest.approx(1e-4, rel=0.05)
     assert moved["scorers"] == pytest.approx(1e-2, rel=0.05)
     assert 0 < float(numbers["agreement"]) < 1
-    moved, _ = step(ConstantCache(**told, scorer_warmup=2), tiny_model())
+    moved, _ = step(ConstantCache(**options, scorer_warmup=2), tiny_model())
     assert moved["model"] == pytest.approx(1e-4, rel=0.05)
     assert moved["scorers"] == 0
 
@@ -200,38 +200,38 @@ RAMP, UPDATES = 3, 12
 """Number of updates of the ramp of the scorers' rate, and of all updates."""
 
 
-def optimizer(**told):
+def optimizer(**options):
     """Return the optimizer of a recipe with `UPDATES` updates, and parameters of 2 to change."""
-    made = {"phase": "sparsify", "sequences": UPDATES * 8, "scorer_warmup": RAMP, "weight_decay": 0.01}
-    tx = ConstantCache(**SIZES | made | told).optimizer()
+    defaults = {"phase": "sparsify", "sequences": UPDATES * 8, "scorer_warmup": RAMP, "weight_decay": 0.01}
+    tx = ConstantCache(**SIZES | defaults | options).optimizer()
     params = {"scorers": {"a": jnp.full(3, 2.0), "c": jnp.full(1, 2.0)}, "model": {"down": jnp.full(4, 2.0)}}
     return tx, params
 
 
 def moments(opt, which):
     """Return AdamW's moments by group."""
-    found = [groups for _, groups in optax.tree_utils.tree_get_all_with_path(opt, which)]
-    return {name: x for groups in found for name, x in groups.items() if jax.tree.leaves(x)}
+    groups_of_moments = [groups for _, groups in optax.tree_utils.tree_get_all_with_path(opt, which)]
+    return {name: x for groups in groups_of_moments for name, x in groups.items() if jax.tree.leaves(x)}
 
 
-@pytest.mark.parametrize("long", ["scorers", "model"])
-def test_model_and_scorers_are_clipped_apart(long):
+@pytest.mark.parametrize("clipped_group", ["scorers", "model"])
+def test_model_and_scorers_are_clipped_separately(clipped_group):
     """A gradient of norm 100 becomes one of norm 1, and the other's of norm .5 is unchanged. AdamW's means begin with
     .1 of it and with .05 of its square."""
     tx, params = optimizer()
     gradients = jax.tree.map(lambda x: np.full_like(x, 0.25), params)
-    gradients[long] = jax.tree.map(lambda x: 200 * x, gradients[long])
+    gradients[clipped_group] = jax.tree.map(lambda x: 200 * x, gradients[clipped_group])
     _, opt = jax.jit(lambda x: tx.update(x, tx.init(params), params))(gradients)
     for name in params:
-        clipped = 0.5 if name == long else 0.25
-        for which, wanted in (("mu", 0.1 * clipped), ("nu", 0.05 * clipped**2)):
+        clipped = 0.5 if name == clipped_group else 0.25
+        for which, expected in (("mu", 0.1 * clipped), ("nu", 0.05 * clipped**2)):
             for x in jax.tree.leaves(moments(opt, which)[name]):
-                np.testing.assert_allclose(x, wanted, rtol=1e-5)
+                np.testing.assert_allclose(x, expected, rtol=1e-5)
 
 
-def rates(**told):
+def rates(**options):
     """Return the rates of each update and of two more, by group: for a constant gradient, AdamW's step is the rate."""
-    tx, params = optimizer(**told)
+    tx, params = optimizer(**options)
 
     def update(opt, _):
         change, opt = tx.update(jax.tree.map(jnp.ones_like, params), opt, params)
@@ -243,27 +243,27 @@ def rates(**told):
 
 
 @pytest.mark.parametrize("peak", [1e-3, 1e-5])
-def test_scorers_have_a_ramp_and_a_cosine_and_the_model_one_rate(peak):
+def test_scorers_have_a_warmup_and_a_cosine_and_the_model_a_constant_rate(peak):
     """The scorers' rate rises from 0 to the peak, which it reaches after the ramp's last update, and falls to 8e-5, or
     to the peak if that is lower."""
-    found, end = rates(lr=3e-4, scorer_lr=peak), min(8e-5, peak)
-    np.testing.assert_allclose(found["model"], 3e-4, rtol=1e-3)
-    at = np.arange(RAMP, UPDATES + 1)
-    fall = end + (peak - end) * (1 + np.cos(np.pi * (at - RAMP) / (UPDATES - RAMP))) / 2
-    wanted = [*peak * np.arange(RAMP) / RAMP, *fall, end]
-    np.testing.assert_allclose(found["scorers"], wanted, rtol=1e-3)
+    actual, end = rates(lr=3e-4, scorer_lr=peak), min(8e-5, peak)
+    np.testing.assert_allclose(actual["model"], 3e-4, rtol=1e-3)
+    updates = np.arange(RAMP, UPDATES + 1)
+    fall = end + (peak - end) * (1 + np.cos(np.pi * (updates - RAMP) / (UPDATES - RAMP))) / 2
+    expected = [*peak * np.arange(RAMP) / RAMP, *fall, end]
+    np.testing.assert_allclose(actual["scorers"], expected, rtol=1e-3)
 
 
 @pytest.mark.thorough
-def test_no_array_is_of_all_pairs():
+def test_no_array_holds_all_pairs_of_queries_and_keys():
     """The gradient of an update's loss over 8,192 tokens computes no array as large as each query with all the keys
     that it may see."""
     length, recipe = 8192, ConstantCache(phase="sparsify", lengths=(8192,), shares=(1.0,))
     with jax.set_mesh(make_mesh()):
         model = tiny_model(num_layers=1)
         params, tokens = jax.jit(recipe.init)(model), jnp.zeros((1, length), jnp.int32)
-        key, at = jax.random.key(0), jnp.int32(0)
-        gradient = jax.jit(jax.grad(lambda p, m: recipe.loss(p, m, tokens, key, at)[0]))
+        key, step = jax.random.key(0), jnp.int32(0)
+        gradient = jax.jit(jax.grad(lambda p, m: recipe.loss(p, m, tokens, key, step)[0]))
         text = gradient.lower(params, model).compile().as_text()
     sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", text)]
     assert length * model.config.width <= max(sizes) < length * (recipe.window + recipe.max_entries - 68)
@@ -277,23 +277,23 @@ MESHES = {
 
 
 @functools.cache
-def alone(phase):
+def on_one_device(phase):
     """Return the numbers of five updates on one device."""
-    return five(phase, make_mesh())
+    return five_updates(phase, make_mesh())
 
 
-def five(phase, mesh, parts=1):
+def five_updates(phase, mesh, parts=1):
     """Return the logged numbers of five updates, each in `parts` parts."""
-    told = SIZES | {"scorer_warmup": 2, "sequences": 40, "accumulate": parts}
-    recipe, numbers = ConstantCache(phase=phase, **told), []
+    options = SIZES | {"scorer_warmup": 2, "sequences": 40, "accumulate": parts}
+    recipe, numbers = ConstantCache(phase=phase, **options), []
     with jax.set_mesh(mesh):
         model = tiny_model()
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
-        update, read = make_update(recipe), None if recipe.takes_model else model
-        for at in range(5):
-            tokens = np.random.default_rng(at).integers(0, 61, (8, 32)).astype(np.int32)
-            state, found = update(state, read, to_mesh(mesh, Rows(0, 8, 8), tokens), np.int32(at))
-            numbers.append({name: float(x) for name, x in found.items()})
+        update, loaded = make_update(recipe), None if recipe.takes_model else model
+        for step in range(5):
+            tokens = np.random.default_rng(step).integers(0, 61, (8, 32)).astype(np.int32)
+            state, scalars = update(state, loaded, to_mesh(mesh, Rows(0, 8, 8), tokens), np.int32(step))
+            numbers.append({name: float(x) for name, x in scalars.items()})
     return numbers
 
 
@@ -312,9 +312,11 @@ def five(phase, mesh, parts=1):
 )
 def test_five_updates_are_equal_on_every_mesh(phase, name, parts):
     """This also holds for updates in several parts."""
-    for mine, theirs in zip(five(phase, make_mesh(**MESHES[name]), parts), alone(phase), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
-    assert alone(phase)[4]["loss"] != alone(phase)[0]["loss"]
+    for actual, expected in zip(
+        five_updates(phase, make_mesh(**MESHES[name]), parts), on_one_device(phase), strict=True
+    ):
+        assert actual == pytest.approx(expected, rel=1e-5)
+    assert on_one_device(phase)[4]["loss"] != on_one_device(phase)[0]["loss"]
 
 
 @pytest.mark.mesh
@@ -332,14 +334,14 @@ def test_parts_of_an_update_sum_large_gradients_over_data_once():
     assert summed(4) < 1.2 * summed(1)
 
 
-def test_the_loss_is_next_tokens_and_a_tenth_of_the_teachers_beside_the_scorers():
-    for found in alone("sparsify"):
-        own = 0.9 * found["cross_entropy"] + 0.1 * found["divergence"]
-        assert found["loss"] == pytest.approx(own + found["score_loss"], rel=1e-6)
-        assert min(found["divergence"], found["score_loss"]) > 1e-3, "either would be missed"
+def test_the_loss_adds_cross_entropy_divergence_and_score_loss():
+    for scalars in on_one_device("sparsify"):
+        model_loss = 0.9 * scalars["cross_entropy"] + 0.1 * scalars["divergence"]
+        assert scalars["loss"] == pytest.approx(model_loss + scalars["score_loss"], rel=1e-6)
+        assert min(scalars["divergence"], scalars["score_loss"]) > 1e-3, "either would be missed"
 
 
-def test_the_fixed_mask_is_sinks_and_a_window_of_the_same_size():
+def test_the_streaming_mask_is_sinks_and_a_window_of_the_same_size():
     recipe = ConstantCache(phase="sparsify", mask="streaming", **SIZES)
     moved, numbers = step(recipe, tiny_model())
     assert moved.keys() == {"model"}
@@ -351,17 +353,17 @@ def test_the_fixed_mask_is_sinks_and_a_window_of_the_same_size():
     np.testing.assert_array_equal(policy.admission.sink, 2)
 
 
-def test_each_phase_has_the_papers_updates_unless_told():
-    told = ["--method", "kvpop", "--config", "kvpop-qwen3-4b"]
-    up = parse(told)
+def test_each_phase_has_the_papers_updates_by_default():
+    args = ["--method", "kvpop", "--config", "kvpop-qwen3-4b"]
+    up = parse(args)
     assert (up.steps, up.rows, up.most_tokens) == (5000, 128, 8192)
-    later = parse([*told, "--phase", "sparsify", "--uptrained", "a/run"])
+    later = parse([*args, "--phase", "sparsify", "--uptrained", "a/run"])
     assert (later.steps, later.model) == (2000, "a/run")
-    assert parse([*told, "--sequences", "256"]).steps == 2
+    assert parse([*args, "--sequences", "256"]).steps == 2
 
 
 @pytest.mark.mesh
-def test_bytes_of_each_device_are_an_eighth():
+def test_each_device_holds_an_eighth_of_the_bytes():
     """This holds for parameters, moments and gradients; the scorers are split only by kv heads."""
     recipe, mesh = ConstantCache(phase="sparsify", **SIZES), make_mesh(fsdp=2, tensor=4)
     with jax.set_mesh(mesh):
@@ -375,14 +377,14 @@ def test_bytes_of_each_device_are_an_eighth():
         for part in (state.params, moments(state.opt, "mu"), moments(state.opt, "nu")):
             leaves = jax.tree.leaves(part[group])
             total = sum(x.nbytes for x in leaves)
-            own = sum(x.addressable_shards[0].data.nbytes for x in leaves)
-            assert total / shards <= own < 1.2 * total / shards
+            first_device = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+            assert total / shards <= first_device < 1.2 * total / shards
     for gradient, param in zip(jax.tree.leaves(gradients), jax.tree.leaves(state.params), strict=True):
         assert gradient.sharding.spec == param.sharding.spec
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (
             ["--phase", "sparsify"],
@@ -395,7 +397,7 @@ def test_bytes_of_each_device_are_an_eighth():
             ["--phase", "sparsify", "--uptrained", MODEL, "--lengths", "512"],
             "--lengths 512 is not above --max-entries 512",
         ),
-        (["--features", "none"], "--features none may be negative, for which --normaliser must be xlstm"),
+        (["--features", "none"], "--features none may be negative, so --normaliser must be xlstm"),
         (["--teacher", "store"], "--teacher store is for --phase sparsify: --phase uptrain has no teacher"),
         (
             ["--phase", "sparsify", "--uptrained", MODEL, "--teacher", "store", "--teacher-tokens", "9999"],
@@ -405,8 +407,8 @@ def test_bytes_of_each_device_are_an_eighth():
         (["--distilled", "1.5"], "--distilled must be from 0 to 1, got 1.5"),
     ],
 )
-def test_wrong_options_are_one_line(wrong, said, tmp_path):
-    with pytest.raises(UserError, match=said) as error:
+def test_wrong_options_are_errors_of_one_line(wrong, message, tmp_path):
+    with pytest.raises(UserError, match=message) as error:
         train(parse(["--method", "kvpop", "--model", MODEL, "--out", str(tmp_path / "run"), *wrong]))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
@@ -417,19 +419,19 @@ STORED = "--teacher", "store", "--teacher-tokens", "16", "--scorer-warmup", "0"
 
 @pytest.fixture(scope="module")
 def stored(uptrained, tmp_path_factory):
-    """Return a second phase whose teacher's outputs are stored on disk."""
+    """Return a second phase with stored teacher outputs."""
     return sparsify(uptrained, tmp_path_factory.mktemp("stored") / "run", *STORED)
 
 
 @pytest.fixture(scope="module")
 def killed(uptrained, tmp_path_factory):
     """Return the folder of the same phase, killed while its second update is saved."""
-    told = [*COMMON, *second(uptrained, *STORED, "--checkpoint-every", "1")]
-    return run_until_killed(told, tmp_path_factory.mktemp("killed") / "run")
+    args = [*COMMON, *second(uptrained, *STORED, "--checkpoint-every", "1")]
+    return run_until_killed(args, tmp_path_factory.mktemp("killed") / "run")
 
 
 @pytest.mark.thorough
-def test_a_killed_phase_ends_like_one_that_was_not(stored, killed, tmp_path):
+def test_a_killed_phase_ends_like_an_uninterrupted_one(stored, killed, tmp_path):
     resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "1")
     assert metrics_of(resumed) == metrics_of(stored)
     jax.tree.map(
@@ -439,24 +441,26 @@ def test_a_killed_phase_ends_like_one_that_was_not(stored, killed, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_killed_phase_goes_on_on_another_mesh(stored, killed, tmp_path):
+def test_a_killed_phase_resumes_on_another_mesh(stored, killed, tmp_path):
     """The resumed run has four devices."""
     resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "2x2")
     assert metrics_of(resumed)[1] == pytest.approx(metrics_of(stored)[1], rel=1e-5)
     assert resumed.validation.numbers == pytest.approx(stored.validation.numbers, rel=1e-4)
     # where a gradient is only rounding, Adam still makes a full step; one update moves a weight by 8e-5
     ends = zip(*(jax.tree.leaves(x.model) for x in (resumed, stored)), strict=True)
-    apart = np.concatenate([np.abs(np.asarray(mine) - theirs).ravel() for mine, theirs in ends])
-    assert apart.mean() < 2e-6
+    differences = np.concatenate([np.abs(np.asarray(actual) - expected).ravel() for actual, expected in ends])
+    assert differences.mean() < 2e-6
 
 
-def test_a_run_that_is_not_finished_has_no_model_to_go_on_from(uptrained, tmp_path):
-    left = shutil.copytree(uptrained.folder, tmp_path / "run", ignore=shutil.ignore_patterns("parameters"))
-    told = ["--method", "kvpop", "--phase", "sparsify", "--uptrained", str(left)]
+def test_an_unfinished_run_cannot_be_sparsified(uptrained, tmp_path):
+    unfinished = shutil.copytree(
+        uptrained.folder, tmp_path / "run", ignore=shutil.ignore_patterns("parameters")
+    )
+    args = ["--method", "kvpop", "--phase", "sparsify", "--uptrained", str(unfinished)]
     with pytest.raises(
         UserError, match="--uptrained .* this run is not finished, .* has no parameters/model; .*export"
     ):
-        parse(told)
+        parse(args)
 
 
 def metrics_of(run):
@@ -466,10 +470,10 @@ def metrics_of(run):
 
 
 @pytest.mark.thorough
-def test_what_the_teacher_said_stands_in_for_it(uptrained, stored, tmp_path):
+def test_stored_teacher_outputs_replace_the_teacher(uptrained, stored, tmp_path):
     """The run has no teacher's weights, and its losses are the same up to half precision."""
-    beside = sparsify(uptrained, tmp_path / "beside", *STORED[2:])
-    for mine, theirs in zip(metrics_of(stored), metrics_of(beside), strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-3)
-    assert stored.validation.numbers == pytest.approx(beside.validation.numbers, rel=2e-3, abs=1e-4)
+    with_teacher = sparsify(uptrained, tmp_path / "beside", *STORED[2:])
+    for actual, expected in zip(metrics_of(stored), metrics_of(with_teacher), strict=True):
+        assert actual == pytest.approx(expected, rel=2e-3)
+    assert stored.validation.numbers == pytest.approx(with_teacher.validation.numbers, rel=2e-3, abs=1e-4)
     assert len(list((stored.folder / "teacher").glob("??/*.npz"))) == 8 + 2, "sequences, and those held out"

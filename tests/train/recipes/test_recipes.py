@@ -15,7 +15,7 @@ from kvjax.builtin import builtin_model
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.checkpoints.folder import load_arrays
 from kvjax.cli.launch import MeshShape
-from kvjax.evaluate.compared import compared_of
+from kvjax.evaluate.compared import parse_compared
 from kvjax.evaluate.config import POLICIES
 from kvjax.inference import generate
 from kvjax.mesh import make_mesh
@@ -49,20 +49,20 @@ RECIPES = {
     "tests.train.recipes.whole_model:WholeModel": {"window": 8},
 }
 USED = {"fast_kvzip": {"ratio": 0.3}, "kvzap": {"ratio": 0.3}}
-"""Arguments of their policies besides those of `deploy`, where they need a budget."""
+"""Arguments that policies with a budget need in addition to those of `deploy`."""
 
 
-def each_but(*thorough):
+def each_method(*thorough):
     """Parametrize a test by recipe; the given ones run only in the thorough tests."""
     marked = [pytest.param(x, marks=pytest.mark.thorough if x in thorough else ()) for x in RECIPES]
     return pytest.mark.parametrize("method", marked)
 
 
-def made(method, **changes):
-    told = {{"lambda": "lambda_"}.get(name, name): value for name, value in RECIPES[method].items()}
-    told = {name: str(value) if isinstance(value, Path) else value for name, value in told.items()}
-    given = dict(lengths=(32,), shares=(1.0,), sequences=24, batch=8) | told | changes
-    return find_recipe(method)(method=method, **given)
+def make_recipe(method, **changes):
+    options = {{"lambda": "lambda_"}.get(name, name): value for name, value in RECIPES[method].items()}
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    fields = dict(lengths=(32,), shares=(1.0,), sequences=24, batch=8) | options | changes
+    return find_recipe(method)(method=method, **fields)
 
 
 def batch_of(recipe, model, seed):
@@ -70,12 +70,12 @@ def batch_of(recipe, model, seed):
     rows."""
     random = np.random.default_rng(seed)
     if model is not None and (row := recipe.row(model, 32)) is not None:
-        return {name: drawn(random, name, (8, *x.shape), x.dtype) for name, x in row.items()}
+        return {name: sample_array(random, name, (8, *x.shape), x.dtype) for name, x in row.items()}
     tokens = random.integers(0, 61, (8, 32)).astype(np.int32)
     return next(recipe.batches(iter([tokens]), model))
 
 
-def drawn(random, name, shape, dtype):
+def sample_array(random, name, shape, dtype):
     """Return tokens, documents that rise within each row, labels, or numbers from 0 to 1."""
     if name == "document":
         return np.sort(random.integers(0, 3, shape), -1).astype(dtype)
@@ -92,72 +92,72 @@ def updates(recipe, mesh, count=4):
     with jax.set_mesh(mesh):
         model = tiny_model()
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
-        update, read = make_update(recipe), None if recipe.takes_model else model
+        update, loaded = make_update(recipe), None if recipe.takes_model else model
         for step in range(count):
-            batch = to_mesh(mesh, Rows(0, 8, 8), batch_of(recipe, read, step))
-            state, found = update(state, read, batch, np.int32(step))
-            numbers.append({name: float(value) for name, value in found.items()})
+            batch = to_mesh(mesh, Rows(0, 8, 8), batch_of(recipe, loaded, step))
+            state, scalars = update(state, loaded, batch, np.int32(step))
+            numbers.append({name: float(value) for name, value in scalars.items()})
     return numbers, state
 
 
 @functools.cache
-def alone(method):
+def on_one_device(method):
     """Return the numbers on one device."""
-    return updates(made(method), make_mesh())[0]
+    return updates(make_recipe(method), make_mesh())[0]
 
 
 @pytest.mark.mesh
 @pytest.mark.thorough
-@each_but(*(method for method in RECIPES if method != "wgkv"))
-def test_a_mesh_of_sequences_gives_the_same(method):
+@each_method(*(method for method in RECIPES if method != "wgkv"))
+def test_splitting_sequences_over_a_mesh_changes_no_number(method):
     compare_on(make_mesh(fsdp=8), method)
 
 
 @pytest.mark.mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", RECIPES)
-def test_a_mesh_of_sequences_and_heads_gives_the_same(method):
+def test_splitting_sequences_and_heads_changes_no_number(method):
     compare_on(make_mesh(fsdp=2, tensor=4), method)
 
 
 def compare_on(mesh, method):
     """Check that updates on this mesh have the numbers of those on one device."""
-    for mine, theirs in zip(updates(made(method), mesh)[0], alone(method), strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)
-    assert alone(method)[0]["loss"] != alone(method)[2]["loss"]
+    for actual, expected in zip(updates(make_recipe(method), mesh)[0], on_one_device(method), strict=True):
+        assert actual == pytest.approx(expected, rel=2e-5, abs=1e-7)
+    assert on_one_device(method)[0]["loss"] != on_one_device(method)[2]["loss"]
 
 
 @pytest.mark.slow
-@each_but(*(method for method in RECIPES if method != "prulong"))
-def test_an_update_in_parts_is_the_update(method):
-    parts, _ = updates(made(method, accumulate=4), make_mesh(fsdp=2))
-    for mine, theirs in zip(parts, alone(method), strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)
+@each_method(*(method for method in RECIPES if method != "prulong"))
+def test_an_accumulated_update_has_the_same_numbers(method):
+    parts, _ = updates(make_recipe(method, accumulate=4), make_mesh(fsdp=2))
+    for actual, expected in zip(parts, on_one_device(method), strict=True):
+        assert actual == pytest.approx(expected, rel=2e-5, abs=1e-7)
 
 
 @pytest.mark.thorough
-def test_every_update_draws_anew():
-    """Parameters and batch are constant here."""
-    recipe, mesh = made("prulong", lr=0.0, multiplier_lr=0.0), make_mesh()
+def test_every_update_has_new_samples():
+    """Parameters and batch are constant, so only the samples differ."""
+    recipe, mesh = make_recipe("prulong", lr=0.0, multiplier_lr=0.0), make_mesh()
     with jax.set_mesh(mesh):
         model = tiny_model()
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
-        update, batch, found = (
+        update, batch, losses = (
             make_update(recipe),
             to_mesh(mesh, Rows(0, 8, 8), batch_of(recipe, model, 0)),
             [],
         )
         for step in (0, 0, 1):
             state, numbers = update(state, model, batch, np.int32(step))
-            found.append(float(numbers["cross_entropy"]))
+            losses.append(float(numbers["cross_entropy"]))
         _, later = make_update(recipe, before=1)(state, model, batch, np.int32(0))
-    as_before = pytest.approx(found[2], rel=1e-6)
+    as_before = pytest.approx(losses[2], rel=1e-6)
     assert float(later["cross_entropy"]) == as_before, "a second phase draws on, though its steps begin at 0"
-    assert found[0] == found[1] != as_before
+    assert losses[0] == losses[1] != as_before
 
 
 def arguments(method, folder, *more):
-    told = [text for name, value in RECIPES[method].items() for text in (f"--{name}", str(value))]
+    options = [text for name, value in RECIPES[method].items() for text in (f"--{name}", str(value))]
     return [
         *(
             "--method",
@@ -170,7 +170,7 @@ def arguments(method, folder, *more):
             "2",
         ),
         *("--lengths", "64", "--shares", "1", "--batch", "4", "--sequences", "16", "--checkpoint-every", "1"),
-        *("--validation", "2", "--report", "none", "--out", str(folder), *told, *more),
+        *("--validation", "2", "--report", "none", "--out", str(folder), *options, *more),
     ]
 
 
@@ -179,7 +179,7 @@ class Stopped(Exception):
 
 
 def stopping_after(count):
-    """Return a `make_update` whose run is stopped after `count` updates."""
+    """Return a `make_update` that stops the run after `count` updates."""
     done = []
 
     def stopping(*args, **options):
@@ -199,68 +199,77 @@ def stopping_after(count):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", RECIPES)
-def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
+def test_a_stopped_run_ends_like_an_uninterrupted_one(method, tmp_path, monkeypatch):
     """The run is stopped in its third update, so that a second phase begins after the resume. The test also reads the
     export."""
-    whole = loop.train(parse(arguments(method, tmp_path / "whole")))
+    uninterrupted = loop.train(parse(arguments(method, tmp_path / "whole")))
     with monkeypatch.context() as patched:
         patched.setattr(loop, "make_update", stopping_after(3))
         with pytest.raises(Stopped):
             loop.train(parse(arguments(method, tmp_path / "run")))
-    again = ["--resume", "--method", method, "--out", str(tmp_path / "run"), "--mesh", "2"]
-    resumed = loop.train(parse(again))
-    for mine, theirs in zip(*(jax.tree.leaves((x.params, x.model)) for x in (resumed, whole)), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    assert resumed.validation.numbers == whole.validation.numbers
+    resume_args = ["--resume", "--method", method, "--out", str(tmp_path / "run"), "--mesh", "2"]
+    resumed = loop.train(parse(resume_args))
+    for actual, expected in zip(
+        *(jax.tree.leaves((x.params, x.model)) for x in (resumed, uninterrupted)), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
+    assert resumed.validation.numbers == uninterrupted.validation.numbers
     if method in recipes.RECIPES:  # resume once more, with nothing left to do
-        ended = loop.train(parse(again))
-        for mine, theirs in zip(jax.tree.leaves(ended.params), jax.tree.leaves(whole.params), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+        ended = loop.train(parse(resume_args))
+        for actual, expected in zip(
+            jax.tree.leaves(ended.params), jax.tree.leaves(uninterrupted.params), strict=True
+        ):
+            np.testing.assert_array_equal(actual, expected)
 
-    recipe, exported = parse(arguments(method, tmp_path / "other")), whole.folder / type(made(method)).exports
+    recipe, exported = (
+        parse(arguments(method, tmp_path / "other")),
+        uninterrupted.folder / type(make_recipe(method)).exports,
+    )
     described = json.loads((exported / "config.json").read_text())
     used = str(exported / "model") if (exported / "model").is_dir() else recipe.model
     assert described["method"] == method
-    assert MadeFor.described(described) == MadeFor.of(whole.model, used)
+    assert MadeFor.described(described) == MadeFor.of(uninterrupted.model, used)
     used_as = recipe.used_as
     if used_as == method:
-        read = load_arrays(exported)
-        own = {name.removesuffix(".value"): x for name, x in leaves_by_path(whole.params).items()}
-        assert read.keys() == own.keys()
-        for name, mine in own.items():
-            np.testing.assert_array_equal(read[name], mine)
+        from_folder = load_arrays(exported)
+        params = {name.removesuffix(".value"): x for name, x in leaves_by_path(uninterrupted.params).items()}
+        assert from_folder.keys() == params.keys()
+        for name, actual in params.items():
+            np.testing.assert_array_equal(from_folder[name], actual)
     tokens = np.random.default_rng(0).integers(4, 60, 40)
-    with jax.set_mesh(whole.mesh):
+    with jax.set_mesh(uninterrupted.mesh):
         model = load_model(used, dtype="float32")
         policy = make_policy({used_as: USED.get(method, {})}, gates=exported, model=model)
-        own = recipe.deploy(whole.params, whole.model)
-        read, kept = (
-            generate(whose, [tokens, tokens], SamplingParams(max_new_tokens=8), policy=rule)
-            for whose, rule in ((model, policy), (whole.model, own))
+        deployed = recipe.deploy(uninterrupted.params, uninterrupted.model)
+        from_folder, from_run = (
+            generate(used_model, [tokens, tokens], SamplingParams(max_new_tokens=8), policy=used_policy)
+            for used_model, used_policy in ((model, policy), (uninterrupted.model, deployed))
         )
-    np.testing.assert_array_equal(read.tokens[0], kept.tokens[0])
-    assert read.stats.kv_ratio == pytest.approx(kept.stats.kv_ratio)
+    np.testing.assert_array_equal(from_folder.tokens[0], from_run.tokens[0])
+    assert from_folder.stats.kv_ratio == pytest.approx(from_run.stats.kv_ratio)
 
 
 @pytest.mark.parametrize("method", recipes.RECIPES)
-def test_the_comparison_that_a_run_names_is_one_of_what_it_trained(method):
+def test_the_suggested_comparison_uses_the_trained_gates(method):
     """Policies that do not read its folder would be the wrong ones."""
-    told = made(method).evaluate_options(Path("here"))
-    if told[-1] == "head_pattern:gates=here":
+    options = make_recipe(method).evaluate_options(Path("here"))
+    if options[-1] == "head_pattern:gates=here":
         return
-    assert told[-2:] == ("--gates", "here")
-    assert any(compared_of(text).takes_gates == made(method).used_as for text in told[1:-2] or POLICIES)
+    assert options[-2:] == ("--gates", "here")
+    assert any(
+        parse_compared(text).gated_method == make_recipe(method).used_as for text in options[1:-2] or POLICIES
+    )
 
 
-def test_every_recipe_is_here():
+def test_every_recipe_is_tested():
     assert set(recipes.RECIPES) <= set(RECIPES)
 
 
 @pytest.mark.slow
-@each_but("duo_attention", "kvpop", "prulong", "fast_kvzip")
-def test_what_is_frozen_stays(method):
+@each_method("duo_attention", "kvpop", "prulong", "fast_kvzip")
+def test_frozen_arrays_do_not_change(method):
     """An update changes the trained parameters, which include neither a frozen model's weights nor constants."""
-    recipe = made(method)
+    recipe = make_recipe(method)
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
         before = jax.device_get(jax.tree.leaves(model))
@@ -268,59 +277,63 @@ def test_what_is_frozen_stays(method):
         later = recipe.phases()[-1]
         if later is not recipe:
             state = jax.jit(lambda params: enter(later, params))(state.params)
-        held = jax.device_get(jax.tree.leaves(state.constants))
+        constants = jax.device_get(jax.tree.leaves(state.constants))
         params = jax.device_get(jax.tree.leaves(state.params))
-        read = None if recipe.takes_model else model
-        batch = to_mesh(make_mesh(), Rows(0, 8, 8), batch_of(later, read, 0))
+        loaded = None if recipe.takes_model else model
+        batch = to_mesh(make_mesh(), Rows(0, 8, 8), batch_of(later, loaded, 0))
         if recipe.split(state.params)[1] is None:
-            drawn = [x for x in params if np.ptp(x)]  # the ones of a norm may be equal by chance
-            assert not [x for x in drawn for y in before if x.shape == y.shape and np.array_equal(x, y)]
+            random_params = [x for x in params if np.ptp(x)]  # the ones of a norm may be equal by chance
+            assert not [
+                x for x in random_params for y in before if x.shape == y.shape and np.array_equal(x, y)
+            ]
         for step in range(2):  # the first update may have a rate of 0
-            state, _ = make_update(later)(state, read, batch, np.int32(step))
-    for mine, theirs in zip(jax.tree.leaves((state.constants, model)), [*held, *before], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+            state, _ = make_update(later)(state, loaded, batch, np.int32(step))
+    for actual, expected in zip(
+        jax.tree.leaves((state.constants, model)), [*constants, *before], strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
     changed = [np.any(x != y) for x, y in zip(jax.tree.leaves(state.params), params, strict=True)]
     assert any(changed)
 
 
-def test_held_out_sequences_go_alone_where_a_recipe_has_only_its_loss():
+def test_held_out_sequences_are_measured_one_by_one_by_default():
     """A loss is a mean over its batch, and a sequence's figures must not depend on the mesh."""
     rows = [np.random.default_rng(seed).integers(0, 61, 32).astype(np.int32) for seed in range(3)]
-    found = []
+    validations = []
     for shape in (MeshShape(), MeshShape(fsdp=8)):
-        recipe = made("tests.train.recipes.whole_model:WholeModel", mesh=shape)
+        recipe = make_recipe("tests.train.recipes.whole_model:WholeModel", mesh=shape)
         mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
         with jax.set_mesh(mesh):
             model = tiny_model()
             state = jax.jit(lambda model, recipe=recipe: initial_state(recipe, model))(model)
-            found.append(make_validate(recipe, mesh, rows)(state, None))
-    assert found[0].numbers == pytest.approx(found[1].numbers, rel=2e-5)
-    assert [x.sequences for x in found] == [3, 3]
+            validations.append(make_validate(recipe, mesh, rows)(state, None))
+    assert validations[0].numbers == pytest.approx(validations[1].numbers, rel=2e-5)
+    assert [x.sequences for x in validations] == [3, 3]
 
 
 @pytest.mark.mesh
 def test_a_trained_model_its_gradients_and_its_moments_are_split():
     """Each of 8 devices has an eighth of parameters and moments, except arrays that are too small to split."""
-    recipe, mesh = made("tests.train.recipes.whole_model:WholeModel"), make_mesh(fsdp=8)
+    recipe, mesh = make_recipe("tests.train.recipes.whole_model:WholeModel"), make_mesh(fsdp=8)
     _, state = updates(recipe, mesh, count=1)
     leaves = jax.tree.leaves(state)
     total = sum(x.nbytes for x in leaves)
-    own = sum(x.addressable_shards[0].data.nbytes for x in leaves)
-    assert total / 8 <= own < 1.15 * total / 8
+    first_device = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    assert total / 8 <= first_device < 1.15 * total / 8
     with jax.set_mesh(mesh):
         loss = functools.partial(recipe.loss, frozen=None, key=jax.random.key(0), step=0)
         batch = to_mesh(mesh, Rows(0, 8, 8), np.zeros((8, 32), np.int32))
-        found = jax.eval_shape(jax.grad(lambda params: loss(params, batch=batch)[0]), state.params)
-    for gradient, param in zip(jax.tree.leaves(found), jax.tree.leaves(state.params), strict=True):
+        gradients = jax.eval_shape(jax.grad(lambda params: loss(params, batch=batch)[0]), state.params)
+    for gradient, param in zip(jax.tree.leaves(gradients), jax.tree.leaves(state.params), strict=True):
         assert gradient.sharding.spec == param.sharding.spec
 
 
-def test_master_weights_keep_what_halves_would_lose():
+def test_master_weights_keep_updates_that_bfloat16_would_lose():
     """Steps of a thousandth of a bfloat16's last place add up; the loss sees rounded weights."""
     method, mesh = "tests.train.recipes.whole_model:WholeModel", make_mesh()
     ends = {}
-    for kept in (False, True):
-        recipe = made(method, lr=1e-5, master_weights=kept)
+    for master_weights in (False, True):
+        recipe = make_recipe(method, lr=1e-5, master_weights=master_weights)
         with jax.set_mesh(mesh):
             model = filled(tiny_config(), jnp.bfloat16)
             first = np.asarray(model.layers.down[...], np.float32)
@@ -331,8 +344,8 @@ def test_master_weights_keep_what_halves_would_lose():
             for step in range(4):
                 state, _ = update(state, None, tokens, np.int32(step))
         weights = state.params["model"].layers.down[...]
-        assert weights.dtype == (jnp.float32 if kept else jnp.bfloat16)
-        ends[kept] = np.mean(np.asarray(weights, np.float32) != first)
+        assert weights.dtype == (jnp.float32 if master_weights else jnp.bfloat16)
+        ends[master_weights] = np.mean(np.asarray(weights, np.float32) != first)
     assert ends[True] > 0.99
     assert ends[False] < 0.5
 
@@ -345,7 +358,7 @@ class NewTree(WholeModel):
         return params | {"more": jnp.zeros(3)}, params["model"]
 
 
-def test_a_later_phase_goes_on_from_master_weights_and_holds_rounded_ones():
+def test_a_later_phase_continues_from_master_weights_and_keeps_rounded_constants():
     first = NewTree(master_weights=True)
     second = first.phases()[1]
     with jax.set_mesh(make_mesh()):
@@ -361,36 +374,38 @@ def test_a_later_phase_goes_on_from_master_weights_and_holds_rounded_ones():
         state = jax.jit(lambda params: enter(second, params, dtypes[0]))(before)
     assert jax.tree.structure(dtypes[1]) == jax.tree.structure(state.params) != jax.tree.structure(before)
     assert {x.dtype for x in jax.tree.leaves(state.constants)} == {jnp.dtype(jnp.bfloat16)}
-    for mine, theirs in zip(jax.tree.leaves(state.params["model"]), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for actual, expected in zip(jax.tree.leaves(state.params["model"]), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("more", [(), ("--master-weights",)])
 def test_a_run_in_bfloat16_and_in_parts_is_resumed_exactly(more, tmp_path):
     """Moments keep their dtypes, so that a checkpoint holds exactly the results of the update."""
-    method, told = (
+    method, options = (
         "tests.train.recipes.whole_model:WholeModel",
         ("--dtype", "bfloat16", "--accumulate", "2", *more),
     )
-    whole = loop.train(parse(arguments(method, tmp_path / "whole", *told)))
-    args = arguments(method, tmp_path / "run", *told)
+    uninterrupted = loop.train(parse(arguments(method, tmp_path / "whole", *options)))
+    args = arguments(method, tmp_path / "run", *options)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "make_update", stopping_after(2))
         with pytest.raises(Stopped):
             loop.train(parse(args))
     resumed = loop.train(parse(["--resume", "--method", method, "--out", str(tmp_path / "run")]))
-    for mine, theirs in zip(jax.tree.leaves(resumed.model), jax.tree.leaves(whole.model), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for actual, expected in zip(
+        jax.tree.leaves(resumed.model), jax.tree.leaves(uninterrupted.model), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["loss", "step", "tokens_per_second"])
-def test_a_scalar_with_a_name_of_the_logs_own_is_refused(name):
+def test_a_scalar_with_a_reserved_name_is_refused(name):
     class Misnamed(WholeModel):
         def loss(self, params, frozen, batch, key, step):
             return jnp.float32(0), {name: 1.0}
 
-    recipe, refused = Misnamed(), f"Misnamed.loss: '{name}' is the log's own"
+    recipe, refused = Misnamed(), f"Misnamed.loss: '{name}' is reserved by the log"
     with jax.set_mesh(make_mesh()):
         state = jax.eval_shape(lambda: initial_state(recipe, tiny_model()))
     with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=refused):
@@ -406,7 +421,7 @@ class TwoAtOnce(WholeModel):
             yield np.maximum(first, next(sequences))
 
 
-def test_what_takes_more_than_an_update_for_a_batch_is_refused(tmp_path):
+def test_a_batch_from_more_than_one_update_is_refused(tmp_path):
     recipe = TwoAtOnce(
         **dataclasses.asdict(parse(arguments("tests.train.recipes.whole_model:WholeModel", tmp_path)))
     )

@@ -25,16 +25,16 @@ from tests.tiny_models import tiny_gates, tiny_model
 from tests.train.write_gates import CONFIG, TAU, WINDOW, batch, held_out, validated
 
 
-def test_the_schedule_is_the_papers():
+def test_the_schedule_matches_the_paper():
     rate = warmup_cosine(7500, 1, 1e-3)
     for update in (0, 1, 400, 749):
         assert float(rate(update)) == pytest.approx(1e-3 * update / 750, rel=1e-6)
     for update in (750, 3000, 7499):
-        wanted = 1e-3 * (1 + math.cos(math.pi * (update - 750) / 6750)) / 2
-        assert float(rate(update)) == pytest.approx(wanted, rel=1e-4, abs=1e-10)
+        expected = 1e-3 * (1 + math.cos(math.pi * (update - 750) / 6750)) / 2
+        assert float(rate(update)) == pytest.approx(expected, rel=1e-4, abs=1e-10)
 
 
-def test_the_schedule_is_in_sequences():
+def test_the_schedule_counts_sequences():
     """An update has the rate of its first sequence, whatever the mesh: the paper's rates at sequences 0, 8, 16 and so
     on."""
     ones, eights = warmup_cosine(7500, 1, 1e-3), warmup_cosine(7500, 8, 1e-3)
@@ -46,7 +46,7 @@ def test_the_schedule_is_in_sequences():
     assert float(warmup_cosine(1, 1, 1.0)(0)) == 0
 
 
-def test_a_tenth_is_rounded_down():
+def test_the_warmup_is_rounded_down():
     assert [float(warmup_cosine(25, 1, 1.0)(i)) for i in range(3)] == pytest.approx([0, 0.5, 1])
 
 
@@ -55,8 +55,8 @@ def test_the_built_in_recipe_has_the_rates_of_200_updates():
     rate = warmup_cosine(1600, 8, 5e-3)
     for update in range(200):
         falling = (1 + jnp.cos(jnp.pi * ((jnp.int32(update) - 20) / 180))) / 2
-        wanted = 5e-3 * jnp.where(update < 20, jnp.int32(update) / 20, falling)
-        assert float(rate(jnp.int32(update))) == float(wanted), update
+        expected = 5e-3 * jnp.where(update < 20, jnp.int32(update) / 20, falling)
+        assert float(rate(jnp.int32(update))) == float(expected), update
 
 
 def test_adamw_by_hand():
@@ -64,15 +64,15 @@ def test_adamw_by_hand():
     update."""
     config = WriteGates(sequences=20, lr=0.1, weight_decay=0.01)
     tx, p, gradients = config.optimizer(), jnp.float32(2), [0.5, -0.25, 1.0]
-    state, m, v, wanted, change_of = tx.init(p), 0.0, 0.0, 2.0, jax.jit(tx.update)
+    state, m, v, expected, change_of = tx.init(p), 0.0, 0.0, 2.0, jax.jit(tx.update)
     for i, gradient in enumerate(gradients):
         change, state = change_of(jnp.float32(gradient), state, p)
         p = p + change
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
         step = m / (1 - 0.9 ** (i + 1)) / (math.sqrt(v / (1 - 0.999 ** (i + 1))) + 1e-8)
         lr = 0.1 * i / 2
-        wanted = wanted * (1 - lr * 0.01) - lr * step
-        assert float(p) == pytest.approx(wanted, rel=1e-5)
+        expected = expected * (1 - lr * 0.01) - lr * step
+        assert float(p) == pytest.approx(expected, rel=1e-5)
     assert float(p) != 2
 
 
@@ -107,14 +107,20 @@ def loss_of(window, sparsity):
 
 
 def evaluate(student, *, window, gates=None, sparsity="lifetime"):
-    mesh, model, own = student
+    mesh, model, initial_gates = student
     with jax.set_mesh(mesh):
-        arguments = own if gates is None else gates, model, batch(mesh), jax.random.key(0), np.int32(0)
+        arguments = (
+            initial_gates if gates is None else gates,
+            model,
+            batch(mesh),
+            jax.random.key(0),
+            np.int32(0),
+        )
         return jax.device_get(loss_of(window, sparsity)(*arguments))
 
 
-def biased(student, bias):
-    """Return gates whose logits are all `bias`."""
+def gates_with_logits(student, bias):
+    """Return gates with logits that are all `bias`."""
     mesh, _, gates = student
     with jax.set_mesh(mesh):
         flat = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), gates)
@@ -123,7 +129,7 @@ def biased(student, bias):
 
 
 def test_a_window_over_everything_leaves_nothing_to_learn(student):
-    """The case is that of WG-KV §12.1: W ≥ N equals full attention, and R = 1."""
+    """This is WG-KV's §12.1: W ≥ N equals full attention, and R = 1."""
     loss, numbers = evaluate(student, window=24)
     assert numbers["distillation"] < 1e-9
     assert numbers["sparsity"] == 1
@@ -131,8 +137,8 @@ def test_a_window_over_everything_leaves_nothing_to_learn(student):
     assert numbers["kv_size"] == 1
 
 
-def test_open_gates_equal_full_attention_and_shut_ones_do_not(student):
-    opened, shut = biased(student, 30.0), biased(student, -30.0)
+def test_open_gates_equal_full_attention_and_closed_ones_do_not(student):
+    opened, shut = gates_with_logits(student, 30.0), gates_with_logits(student, -30.0)
     _, numbers = evaluate(student, window=4, gates=opened)
     assert numbers["distillation"] < 1e-9
     assert numbers["gate"] == pytest.approx(1)
@@ -148,9 +154,9 @@ def test_open_gates_equal_full_attention_and_shut_ones_do_not(student):
     assert numbers["sparsity"] == pytest.approx(floor, rel=1e-4)
 
 
-def test_shut_soft_gates_see_the_window_that_hard_ones_see(student):
+def test_closed_soft_gates_see_only_the_window_like_hard_ones(student):
     mesh, model, _ = student
-    flat = biased(student, -30.0)
+    flat = gates_with_logits(student, -30.0)
     with jax.set_mesh(mesh):
         tokens = batch(mesh)
 
@@ -178,11 +184,11 @@ def initial_state_on(mesh, model, config=CONFIG):
         return jax.jit(lambda model: initial_state(config, model))(model)
 
 
-def test_gates_begin_alike_on_every_mesh_and_differ_by_seed():
+def test_initial_gates_depend_on_the_seed_and_not_on_the_mesh():
     mesh, model, gates = student_on(make_mesh(fsdp=4, tensor=2))
-    alone = initial_state_on(make_mesh(), tiny_model())
-    for mine, theirs in zip(jax.tree.leaves(gates), jax.tree.leaves(alone.params), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    on_one_device = initial_state_on(make_mesh(), tiny_model())
+    for actual, expected in zip(jax.tree.leaves(gates), jax.tree.leaves(on_one_device.params), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert gates.w1[...].sharding.spec == P(None, HEADS, None, "fsdp")
     changed = initial_state_on(mesh, model, WriteGates(window=4, seed=1, expand=4.0)).params
     assert not np.array_equal(changed.w1[...], gates.w1[...])
@@ -191,19 +197,19 @@ def test_gates_begin_alike_on_every_mesh_and_differ_by_seed():
 @pytest.mark.parametrize(("kind", "width"), [("qwen3", 12), ("llama", 32)])
 def test_the_gates_width_is_the_papers_for_each_model(kind, width):
     with jax.set_mesh(make_mesh()):
-        made = jax.eval_shape(WriteGates().init, tiny_model(model_type=kind))
-    assert made.w1.shape == (3, 4, 16, width)
+        gates = jax.eval_shape(WriteGates().init, tiny_model(model_type=kind))
+    assert gates.w1.shape == (3, 4, 16, width)
 
 
 @pytest.fixture(scope="module")
-def alone():
+def validated_run():
     return validated(MeshShape())
 
 
-def test_hard_gates_lose_what_their_cache_loses(alone):
+def test_the_hard_distillation_loss_matches_the_paged_cache(validated_run):
     """Each sequence is prefilled into the paged cache, and its final hidden states are compared with full
     attention's."""
-    _, mesh, model, gates, found = alone
+    _, mesh, model, gates, validation = validated_run
     errors, rates = [], []
     with jax.set_mesh(mesh):
         policy = make_policy({"wgkv": {"tau": TAU, "window": WINDOW}}, gates=gates).compile(model)
@@ -214,19 +220,19 @@ def test_hard_gates_lose_what_their_cache_loses(alone):
             )
             rows = jnp.asarray(tokens)[None]
             cache, hidden, _ = run(model, policy.read, cache, rows, jnp.array([tokens.size]))
-            apart = np.asarray(hidden) - np.asarray(dense(model, rows))
-            errors.append(np.square(apart).mean())
-            left = tokens.size - (WINDOW - 1)
-            rates.append(np.asarray(cache.layers.length)[:, 0] / left)
-    assert found.numbers["hard_distillation"] == pytest.approx(np.mean(errors), rel=1e-4)
-    assert found.numbers["hard_distillation"] > 1e-4
+            difference = np.asarray(hidden) - np.asarray(dense(model, rows))
+            errors.append(np.square(difference).mean())
+            outside_window = tokens.size - (WINDOW - 1)
+            rates.append(np.asarray(cache.layers.length)[:, 0] / outside_window)
+    assert validation.numbers["hard_distillation"] == pytest.approx(np.mean(errors), rel=1e-4)
+    assert validation.numbers["hard_distillation"] > 1e-4
     # the rates count all tokens, also those that are still in the local window
-    np.testing.assert_allclose(found.by_sequence["rates"], np.stack(rates), atol=4 / 24)
-    assert 0.2 < found.by_sequence["rates"].mean() < 0.8
+    np.testing.assert_allclose(validation.by_sequence["rates"], np.stack(rates), atol=4 / 24)
+    assert 0.2 < validation.by_sequence["rates"].mean() < 0.8
 
 
-def test_soft_gates_lose_what_training_says(alone):
-    config, mesh, model, gates, found = alone
+def test_the_soft_distillation_loss_matches_training(validated_run):
+    config, mesh, model, gates, validation = validated_run
     errors, means = [], []
     with jax.set_mesh(mesh):
         loss = jax.jit(config.loss)
@@ -235,36 +241,39 @@ def test_soft_gates_lose_what_training_says(alone):
             _, numbers = loss(gates, model, rows, jax.random.key(0), np.int32(0))
             errors.append(float(numbers["distillation"]))
             means.append(float(numbers["gate"]))
-    numbers = found.numbers
+    numbers = validation.numbers
     assert numbers["distillation"] == pytest.approx(np.mean(errors), rel=1e-5)
     assert numbers["gate"] == pytest.approx(np.mean(means), rel=1e-5)
-    assert found.sequences == 5
-    assert numbers["admitted"] == pytest.approx(found.by_sequence["rates"].mean())
+    assert validation.sequences == 5
+    assert numbers["admitted"] == pytest.approx(validation.by_sequence["rates"].mean())
     assert numbers["admitted"] < numbers["kv_size"] < 1
 
 
 @pytest.mark.thorough
-def test_validation_hard_sizes_are_the_hard_students(alone):
-    config, mesh, model, gates, found = alone
-    own, soft = [], []
+def test_validated_sizes_are_those_of_hard_gates(validated_run):
+    config, mesh, model, gates, validation = validated_run
+    hard_sizes, soft_sizes = [], []
     with jax.set_mesh(mesh):
         for tokens in held_out():
             rows = jnp.asarray(tokens)[None]
-            for hard, into in ((True, own), (False, soft)):
+            for hard, sizes in ((True, hard_sizes), (False, soft_sizes)):
                 masks = config.masks(gates, hard=hard)
                 _, figures = student_errors(masks, model, rows, model.hidden(rows), window=WINDOW)
-                into.append([float(figures[name].mean()) for name in ("admitted", "kv_size")])
-    measured = [found.numbers[name] for name in ("admitted", "kv_size")]
-    assert measured == pytest.approx(np.mean(own, 0).tolist(), rel=1e-5)
-    assert np.abs(np.mean(own, 0) - np.mean(soft, 0)).min() > 1e-3, (np.mean(own, 0), np.mean(soft, 0))
+                sizes.append([float(figures[name].mean()) for name in ("admitted", "kv_size")])
+    measured = [validation.numbers[name] for name in ("admitted", "kv_size")]
+    assert measured == pytest.approx(np.mean(hard_sizes, 0).tolist(), rel=1e-5)
+    assert np.abs(np.mean(hard_sizes, 0) - np.mean(soft_sizes, 0)).min() > 1e-3, (
+        np.mean(hard_sizes, 0),
+        np.mean(soft_sizes, 0),
+    )
 
 
-def test_exported_rates_are_the_mean_and_the_largest(tmp_path):
+def test_exported_rates_are_the_mean_and_the_maximum(tmp_path):
     rates = np.linspace(0, 1, 24).reshape(2, 3, 4)
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
-        found = Validation({"distillation": 1.0}, {"rates": rates}, 2)
-        WriteGates(window=6).export(tmp_path / "gates", tiny_gates(model), model, found)
+        validation = Validation({"distillation": 1.0}, {"rates": rates}, 2)
+        WriteGates(window=6).export(tmp_path / "gates", tiny_gates(model), model, validation)
         policy = make_policy("wgkv", model=model, gates=tmp_path / "gates")
     np.testing.assert_allclose(policy.admission.rate, rates.max(0), atol=1e-4)
     np.testing.assert_allclose(describe(tmp_path / "gates")["rate"], rates.mean(0), atol=1e-4)

@@ -16,14 +16,14 @@ from kvjax.train.recipe import Recipe
 
 @struct
 class Streaming:
-    """A method with sinks and a window in every head; `none` gives the layer axis."""
+    """A method with sinks and a window in every head; `layer_axis` gives the layer axis."""
 
-    none: jax.Array
+    layer_axis: jax.Array
     window: int = static()
 
     def masks(self, step):
-        place = jnp.arange(step.k.shape[2])
-        end = jnp.where(place < 2, jnp.iinfo(jnp.int32).max, place + self.window)
+        position = jnp.arange(step.k.shape[2])
+        end = jnp.where(position < 2, jnp.iinfo(jnp.int32).max, position + self.window)
         return None, [Mask(end=jnp.broadcast_to(end, step.k.shape[:3]))]
 
     def figures(self, state, step, outputs):

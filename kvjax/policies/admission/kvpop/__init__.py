@@ -1,4 +1,4 @@
-"""KVPOP: a cache of constant size whose entries are chosen by how much attention they will get (workshop paper on token
+"""KVPOP: a cache of constant size that keeps the entries with the most predicted attention (workshop paper on token
 eviction guided by an xLSTM).
 
 An mLSTM per kv head reads keys and values as they come. It scores each token once, as late as possible before the token

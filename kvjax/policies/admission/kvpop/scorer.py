@@ -31,17 +31,17 @@ class Streams(NamedTuple):
     """The mLSTM's view of a call's tokens, in float32."""
 
     q: Float[Array, "b k t d"]
-    """The queries, by which tokens read."""
+    """The queries with which tokens read the memory."""
     k: Float[Array, "b k t d"]
-    """The keys, by which tokens are found."""
+    """The keys under which tokens are written."""
     v: Float[Array, "b k t e"]
-    """The values, which are read."""
+    """The values that are written and read."""
     log_i: Float[Array, "b k t"]
     """The logarithm of the input gate, a token's weight."""
     log_f: Float[Array, "b k t"]
-    """The logarithm of the forget gate, which scales what was written before a token."""
+    """The logarithm of the forget gate, which scales the memory before a token."""
 
-    def of_tokens(self, real: Bool[Array, "b t"]) -> "Streams":
+    def without_padding(self, real: Bool[Array, "b t"]) -> "Streams":
         """Return the streams with the gates of padding closed, so that padding leaves no trace. `real` is False for
         padding."""
         real = real[:, None]
@@ -80,8 +80,8 @@ class Scorer(nnx.Module):
     a·SiLU(h) + c, where h is what its query reads from the memory (`score`).
 
     `theta` is the learned parameter of a head's decay (`log_gamma`). Arrays are float32, with layers as the first axis,
-    and are sharded by kv head. At first the gates are alike for all tokens: W is uniform in ±1/√(2d), w_i, w_f and b_i
-    are 0, b_f is from 3 to 6 over the heads of a layer, a is normal with standard deviation 1/√d_v, c and theta are 0.
+    and are sharded by kv head. New gates are equal for all tokens: W is uniform in ±1/√(2d), w_i, w_f and b_i are 0,
+    b_f is from 3 to 6 over the heads of a layer, a is normal with standard deviation 1/√d_v, c and theta are 0.
 
     Args:
         features: "hedgehog"; or "none", for comparison: φ is the identity, with matrices twice as wide. The normaliser
@@ -104,7 +104,7 @@ class Scorer(nnx.Module):
         one_of("kvpop", "features", features, FEATURES)
         one_of("kvpop", "normaliser", normaliser, NORMALISERS)
         if features == "none" and normaliser == "plain":
-            raise UserError("kvpop: features 'none' may be negative, for which normaliser must be 'xlstm'")
+            raise UserError("kvpop: features 'none' may be negative, so normaliser must be 'xlstm'")
         self.head_dim = whole_number("kvpop", "head_dim", head_dim)
         self.normaliser: Normaliser = "xlstm" if normaliser == "xlstm" else "plain"
         self.features, self.capped = features, capped
@@ -135,7 +135,7 @@ class Scorer(nnx.Module):
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes and forms of these scorers, as the whole module has them."""
+        """The sizes and forms of the whole module."""
         layers, kv_heads = self.c.shape
         return Sizes(layers, kv_heads, self.head_dim, self.features, self.normaliser, self.capped)
 
@@ -163,7 +163,7 @@ class Scorer(nnx.Module):
         """Return the scores of `queries`, and the memory after the call's tokens. Query t reads the memory of the
         tokens up to t.
 
-        In delayed scoring it is the query of token t − w + 1 (paper, Sec. 3.2), in immediate scoring that of token t.
+        Query t belongs to token t − w + 1 in delayed scoring (paper, Sec. 3.2), and to token t in immediate scoring.
         """
         _, k, v, log_i, log_f = streams
         h, memory = mlstm(queries, k, v, log_i, log_f, memory, normaliser=self.normaliser)
@@ -171,7 +171,7 @@ class Scorer(nnx.Module):
         return score, memory
 
     def log_gamma(self) -> Float[Array, " k"]:
-        """Return the kv heads' log γ in one layer, the change of a score with each position. It lies between the
+        """Return log γ of one layer's kv heads. A score changes by log γ with each position. It lies between the
         logarithms of `GAMMA`."""
         low, high = (math.log(gamma) for gamma in GAMMA)
         return low + jax.nn.sigmoid(self.theta[...]) * (high - low)
@@ -182,8 +182,8 @@ class Scorer(nnx.Module):
     def _features(self, y: Float[Array, "b k t m"]) -> Float[Array, "b k t d"]:
         if self.features == "none":
             return y
-        both = jnp.concatenate([jax.nn.softmax(y, -1), jax.nn.softmax(-y, -1)], -1)
-        return jnp.maximum(both, SMALLEST)
+        features = jnp.concatenate([jax.nn.softmax(y, -1), jax.nn.softmax(-y, -1)], -1)
+        return jnp.maximum(features, SMALLEST)
 
     def _capped(self, y: Float[Array, "b k t"]) -> Float[Array, "b k t"]:
         return CAP * jnp.tanh(y / CAP) if self.capped else y

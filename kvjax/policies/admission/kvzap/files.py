@@ -54,23 +54,23 @@ def load_gates(folder: str | Path) -> tuple[Surrogate, dict[str, Any]]:
     description = describe(folder)
     sizes, arrays = _sizes(folder, description), load_arrays(folder)
     if "input_dim" in description:
-        arrays = _own_arrays(folder, sizes, arrays)
+        arrays = _renamed_arrays(folder, sizes, arrays)
     return filled(sizes.make, arrays, exported_files(folder)[0]), description
 
 
 def check_made_for(gates: Surrogate, model: Any) -> None:
     """Raise UserError if the surrogate is for a model of another configuration."""
-    wanted = model.num_full_layers, model.num_kv_heads, model.width
-    if gates.shape != wanted:
+    expected = model.num_full_layers, model.num_kv_heads, model.width
+    if gates.shape != expected:
         raise UserError(
-            f"kvzap: these gates are for (layers, kv heads, width) = {gates.shape}, the model has {wanted}"
+            f"kvzap: these gates are for (layers, kv heads, width) = {gates.shape}, the model has {expected}"
         )
 
 
 def _sizes(folder: str | Path, description: Mapping[str, Any]) -> Sizes:
     try:
         if description["method"] != METHOD:
-            raise ValueError(f"they are of {description['method']}")
+            raise ValueError(f"the method is {description['method']}")
         if "input_dim" not in description:
             kinds = {name: int for name in Sizes._fields if name != "hidden" or description[name]}
             return Sizes(**{"hidden": 0} | read_sizes(description, kinds))
@@ -85,15 +85,15 @@ def _sizes(folder: str | Path, description: Mapping[str, Any]) -> Sizes:
         raise UserError(f"{folder}: these are no KVzap gates, or the files are damaged ({error!r})") from None
 
 
-def _own_arrays(folder: str | Path, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _renamed_arrays(folder: str | Path, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the arrays of a published folder under our names. torch's linear layers are [out, in]."""
     names = {"w2": "weight", "b2": "bias"}
     if sizes.hidden:
         names = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}
     try:
         return {
-            own: np.stack([arrays[f"layers.{layer}.{name}"] for layer in range(sizes.layers)])
-            for own, name in names.items()
+            ours: np.stack([arrays[f"layers.{layer}.{name}"] for layer in range(sizes.layers)])
+            for ours, name in names.items()
         }
     except (KeyError, ValueError) as error:
         raise UserError(f"{folder}: these are no KVzap gates, or the files are damaged ({error!r})") from None

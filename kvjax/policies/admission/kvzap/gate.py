@@ -40,7 +40,7 @@ class Surrogate(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The layers, kv heads and width of the input, as the whole module has them."""
+        """The numbers of layers and kv heads, and the width of the input, of the whole module."""
         layers, kv_heads, width = self.w2.shape
         return layers, kv_heads, self.w1.shape[2] if self.hidden else width
 

@@ -21,8 +21,8 @@ WINDOW = 128
 """The number of last tokens that are always visible (kvpress/presses/dms_press.py)."""
 
 
-def opened(name: str, gates: Any) -> tuple[Surrogate, dict[str, Any]]:
-    """Return the surrogate that a policy's `gates` are or name, and its description; {}: it has none."""
+def resolve_gates(name: str, gates: Any) -> tuple[Surrogate, dict[str, Any]]:
+    """Return the surrogate of a policy's `gates`, which may be a folder, and its description; {}: it has none."""
     description: dict[str, Any] = {}
     if isinstance(gates, str | Path):
         gates, description = load_gates(gates)
@@ -34,7 +34,7 @@ def opened(name: str, gates: Any) -> tuple[Surrogate, dict[str, Any]]:
 @struct
 class KVzap(Admission):
     """Admission by a prediction of the logarithm of KVzip+'s score: a token that leaves the window is retained iff the
-    prediction is at least `threshold`, in a prompt and in an answer (sparse prefill, as DMS has it).
+    prediction is at least `threshold`, in a prompt and in an answer (sparse prefill, as in DMS).
 
     `gates` is a `Surrogate`, a folder that training exported, or one that NVIDIA publishes.
     """
@@ -43,7 +43,7 @@ class KVzap(Admission):
     """The surrogate, or the folder to read it from."""
     threshold: Any = None
     """The least prediction of a token that is retained; a higher one keeps less. By default the folder's. NVIDIA's
-    example has −4."""
+    example uses −4."""
     rate: Any = dataclasses.field(default=None, repr=False)
     """The share of a sequence's tokens that is expected to be admitted, by layer and kv head. It sizes the pool. By
     default it is the folder's if that was exported with this threshold or a lower one, else 1."""
@@ -54,15 +54,21 @@ class KVzap(Admission):
     name = "kvzap"
 
     def __post_init__(self):
-        gates, description = opened(self.name, self.gates)
-        own = description.get("threshold")
-        if own is None and self.threshold is None:
-            raise UserError(f"{self.name}: these gates name no threshold, and none is given: for example −4")
-        own = None if own is None else real_array(self.name, "threshold", own)
-        threshold = own if self.threshold is None else real_array(self.name, "threshold", self.threshold)
+        gates, description = resolve_gates(self.name, self.gates)
+        trained_threshold = description.get("threshold")
+        if trained_threshold is None and self.threshold is None:
+            raise UserError(f"{self.name}: these gates have no threshold, and none is given, such as −4")
+        trained_threshold = (
+            None if trained_threshold is None else real_array(self.name, "threshold", trained_threshold)
+        )
+        threshold = (
+            trained_threshold
+            if self.threshold is None
+            else real_array(self.name, "threshold", self.threshold)
+        )
         layers, kv_heads, _ = gates.shape
         rate = self.rate
-        if rate is None and own is not None and threshold >= own:
+        if rate is None and trained_threshold is not None and threshold >= trained_threshold:
             rate = description.get("rate")
         rate = np.ones((layers, kv_heads)) if rate is None else rate
         if not is_placed(rate):

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from kvjax.checkpoints.folder import read_sizes, save_exported
-from kvjax.checkpoints.gates import Found, open_gates
+from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError, shown
 from kvjax.policies.admission.wgkv.gate import WriteGate
 
 PUBLISHED = {"tau": 0.1, "window": 256}
-"""The values with which the authors' gates were trained and are used. Their files do not state them."""
+"""The values with which the authors' gates were trained and are used. Their files do not contain them."""
 PREFIX = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.g_predictors\.(.+)")
 """The pattern of names in the authors' files: the layer, and an array of its gates."""
 
@@ -72,10 +72,10 @@ def load_gates(path: str | Path, model: Any = None) -> tuple[WriteGate, dict[str
 def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
     """Raise UserError if there is a `model` and the gates are for another configuration."""
     if model is not None:
-        wanted = (model.num_full_layers, model.num_kv_heads, model.head_dim)
-        if shape != wanted:
+        expected = (model.num_full_layers, model.num_kv_heads, model.head_dim)
+        if shape != expected:
             raise UserError(
-                f"wgkv: these gates are for (layers, kv heads, head_dim) = {shape}, the model has {wanted}"
+                f"wgkv: these gates are for (layers, kv heads, head_dim) = {shape}, the model has {expected}"
             )
 
 
@@ -103,23 +103,23 @@ def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> di
     }
 
 
-def _published(opened: TorchFile) -> Found[Sizes]:
+def _published(opened: TorchFile) -> OpenGates[Sizes]:
     """Return the gates in an authors' file. Its first layer determines the sizes, which all layers must have."""
     sizes, layers = _layers(opened)
     opened.check(layers, _shapes(sizes))
     description = {"method": "wgkv"} | sizes._asdict() | PUBLISHED
-    return Found(sizes, description, functools.partial(_arrays, opened, sizes, layers))
+    return OpenGates(sizes, description, functools.partial(_arrays, opened, sizes, layers))
 
 
 def _layers(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
     """Return the sizes that the first layer has, and the arrays of each layer by name."""
-    found: dict[int, dict[str, Any]] = {}
+    by_layer: dict[int, dict[str, Any]] = {}
     for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
         parts = PREFIX.fullmatch(str(name))
         if parts is None:
             raise UserError(f"{opened.file}: these are no WG-KV gates, which have no {shown(name)}")
-        found.setdefault(int(parts[1]), {})[parts[2]] = value
-    layers = [found.get(index, {}) for index in range(max(found, default=-1) + 1)]
+        by_layer.setdefault(int(parts[1]), {})[parts[2]] = value
+    layers = [by_layer.get(index, {}) for index in range(max(by_layer, default=-1) + 1)]
     shapes = [shape_of(layers[0], name) for name in ("pre_key_norm.weight", "conv2.weight")] if layers else []
     match shapes:
         case [(int(head_dim),), (int(kv_heads), int(width), 1)] if min(head_dim, kv_heads, width) > 0:

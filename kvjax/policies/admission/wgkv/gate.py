@@ -9,13 +9,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from kvjax.mesh import HEADS, axis_size
+from kvjax.policies.numbers import EXACT
 
 
 class WriteGate(nnx.Module):
     """One two-layer gate per layer and kv head over (RMSNorm(key before RoPE), RMSNorm(key after RoPE)), in float32.
 
-    The hidden width is `head_dim · expand`: 4 for Llama, 1.5 for Qwen3 in WG-KV's code. The norms' weights are
-    shared by the heads of a layer. Initialisation is that of a torch convolution: U(±1/√fan_in), biases too.
+    The hidden width is `head_dim · expand`: 4 for Llama, 1.5 for Qwen3 in WG-KV's code. The heads of a
+    layer share the norms' weights. Weights and biases are initialised as in a torch convolution, U(±1/√fan_in).
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, *, expand: float = 4.0, rngs: nnx.Rngs):
@@ -40,10 +41,9 @@ class WriteGate(nnx.Module):
     def __call__(self, k_pre: Float[Array, "b k t h"], k: Float[Array, "b k t h"]) -> Float[Array, "b k t"]:
         """Return the gates of one layer's tokens (this module sliced to that layer), in (0, 1)."""
         features = jnp.concatenate([_rms(k_pre, self.norm_pre[...]), _rms(k, self.norm_post[...])], -1)
-        exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-        hidden = jnp.einsum("bktc,kcm->bktm", features, self.w1[...], **exact) + self.b1[...][:, None]
+        hidden = jnp.einsum("bktc,kcm->bktm", features, self.w1[...], **EXACT) + self.b1[...][:, None]
         hidden = gelu(hidden)
-        logit = jnp.einsum("bktm,km->bkt", hidden, self.w2[...], **exact) + self.b2[...][:, None]
+        logit = jnp.einsum("bktm,km->bkt", hidden, self.w2[...], **EXACT) + self.b2[...][:, None]
         return jax.nn.sigmoid(logit)
 
 

@@ -23,7 +23,7 @@ class WGKV(Admission):
     """Admission by the gate: a token that leaves the window is retained iff g ≥ τ.
 
     `gates` is a `WriteGate`, a folder that training exported, a .pt file of the authors (window 256, τ 0.1), or
-    `builtin` for those of the built-in model. Arguments that are not given are the folder's.
+    `builtin` for those of the built-in model. Arguments that are not given come from the folder.
     """
 
     gates: Any = dataclasses.field(repr=False)
@@ -48,10 +48,10 @@ class WGKV(Admission):
                 f"wgkv: gates must be a folder or a file of gates or a WriteGate, got {shown(gates)}"
             )
         layers, kv_heads, _, _ = gates.w1.shape
-        own = real_array(self.name, "tau", description.get("tau", 0.1), 0.0, 1.0)
-        tau = own if self.tau is None else real_array(self.name, "tau", self.tau, 0.0, 1.0)
+        trained_tau = real_array(self.name, "tau", description.get("tau", 0.1), 0.0, 1.0)
+        tau = trained_tau if self.tau is None else real_array(self.name, "tau", self.tau, 0.0, 1.0)
         rate = self.rate
-        if rate is None and ("tau" not in description or tau >= own):
+        if rate is None and ("tau" not in description or tau >= trained_tau):
             rate = description.get("peak_rate", description.get("rate"))
         rate = np.ones((layers, kv_heads)) if rate is None else rate
         if not is_placed(rate):

@@ -19,9 +19,9 @@ GATE_FLOOR = 1e-3
 class WriteGateTraining:
     """The training form of write gates: the soft gate as a logit bias, and the sparsity term.
 
-    With `sparsity` "lifetime" the term is that of WG-KV's code, R = mean[o_s + (1 − o_s)(1 − (1 − g)²)]. The share of
-    the remaining steps that token s spends in the local window anyway is o_s = min(1, W/(N − s)). With "paper" the term
-    is mean[g + g(1 − g)]. With `hard` the mask is that of inference: binarised at τ, and without gradient.
+    With `sparsity` "lifetime" the term is mean[o_s + (1 − o_s)(1 − (1 − g)²)], as in WG-KV's code, where o_s =
+    min(1, W/(N − s)) is the share of the remaining steps that token s spends in the local window. With "paper" the term
+    is mean[g + g(1 − g)]. With `hard` the mask is the same as in inference: binarised at τ, and without gradient.
     """
 
     gates: WriteGate
@@ -43,16 +43,16 @@ class WriteGateTraining:
         self, state: Float[Array, "b k t"], step: Step, outputs: Any
     ) -> dict[str, Float[Array, "b k"]]:
         """Return the sparsity term, the mean gate, the share of tokens that the hard gate admits, and the share of the
-        sequence's entries that it would leave in the cache at the end, local window included."""
+        sequence's tokens that it leaves in the cache at the end, local window included."""
         admitted, tokens = state >= self.tau, state.shape[-1]
         # the floor counts in the loss, and gates below it get no gradient (WG-KV's code)
         gate = jnp.maximum(state, GATE_FLOOR)
         used = gate * (2 - gate)
-        left = jnp.arange(tokens, 0, -1, dtype=jnp.float32)
+        remaining = jnp.arange(tokens, 0, -1, dtype=jnp.float32)
         if self.sparsity == "lifetime":
-            ring = jnp.minimum(1.0, self.window / left)
-            used = ring + (1 - ring) * used
-        kept = admitted | (left <= self.window)
+            in_window = jnp.minimum(1.0, self.window / remaining)
+            used = in_window + (1 - in_window) * used
+        kept = admitted | (remaining <= self.window)
         return {
             "sparsity": used.mean(-1),
             "gate": gate.mean(-1),

@@ -10,7 +10,7 @@ from flax import nnx
 
 from kvjax.builtin import BUILTIN
 from kvjax.checkpoints.folder import read_sizes, save_exported
-from kvjax.checkpoints.gates import Found, open_gates
+from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError
@@ -80,16 +80,16 @@ def check_made_for(sizes: Sizes, model: Any) -> None:
     """Raise UserError if there is a `model` and the gates are for another configuration."""
     if model is not None:
         width = model.width if sizes.inputs == "hidden" else model.head_dim
-        wanted = model.num_full_layers, model.num_kv_heads, model.num_heads // model.num_kv_heads, width
-        if sizes[:4] != wanted:
+        expected = model.num_full_layers, model.num_kv_heads, model.num_heads // model.num_kv_heads, width
+        if sizes[:4] != expected:
             raise UserError(
                 f"fast_kvzip: these gates are for (layers, kv heads, query heads of each, width) = {sizes[:4]}, the "
-                f"model has {wanted}"
+                f"model has {expected}"
             )
 
 
 def _named(path: str | Path) -> str | Path:
-    """Return the path; for `builtin`, the name of this method's gates."""
+    """Return the path; for `builtin`, the name of the built-in model's gates."""
     return PACKAGED if str(path) == BUILTIN else path
 
 
@@ -97,10 +97,10 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
     if (method := description.get("method", METHOD)) != METHOD:
         raise UserError(f"{folder}: these are gates of {method}, not of Fast KVzip")
     try:
-        found = Sizes(**read_sizes(description, Sizes.__annotations__))
-        if found.form not in FORMS or found.inputs not in INPUTS:
-            raise ValueError(f"{found}")
-        return found
+        sizes = Sizes(**read_sizes(description, Sizes.__annotations__))
+        if sizes.form not in FORMS or sizes.inputs not in INPUTS:
+            raise ValueError(f"{sizes}")
+        return sizes
     except Exception as error:
         raise UserError(
             f"{folder}: these are no Fast KVzip gates, or the files are damaged ({error!r})"
@@ -122,7 +122,7 @@ def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> di
     }
 
 
-def _published(opened: TorchFile) -> Found[Sizes]:
+def _published(opened: TorchFile) -> OpenGates[Sizes]:
     """Return the gates in an authors' file. Its first layer determines the sizes, which the file's name and all layers
     must have."""
     layers = opened.content.get("module") if isinstance(opened.content, dict) else None
@@ -133,16 +133,16 @@ def _published(opened: TorchFile) -> Found[Sizes]:
     match [shape_of(layers[0], name) for name in ("q_proj.weight", "k_base", "b")]:
         case [(_, int(d)), (int(k), 1, int(sinks), int(c)), (_, 1, int(g))] if min(d, k, sinks, c, g) > 0:
             sizes = Sizes(len(layers), k, g, d, c, sinks, "sink", "hidden")
-        case [*found]:
+        case [*shapes]:
             names = "q_proj.weight, k_base and b, of 2, 4 and 3 axes"
-            raise UserError(f"{opened.file}: these are no Fast KVzip gates: expected {names}, found {found}")
-    for word, has in (("q", g), ("dim", c), ("sink", sinks)):
-        said = re.search(rf"(?:^|_){word}(\d+)(?:_|$)", opened.file.stem)
-        if said and int(said[1]) != has:
-            raise UserError(f"{opened.file}: its name says {word}{said[1]}, its arrays are of {word}{has}")
+            raise UserError(f"{opened.file}: these are no Fast KVzip gates: expected {names}, found {shapes}")
+    for word, size in (("q", g), ("dim", c), ("sink", sinks)):
+        match = re.search(rf"(?:^|_){word}(\d+)(?:_|$)", opened.file.stem)
+        if match and int(match[1]) != size:
+            raise UserError(f"{opened.file}: its name says {word}{match[1]}, its arrays are of {word}{size}")
     opened.check(layers, _shapes(sizes))
     description = {"method": METHOD} | sizes._asdict()
-    return Found(sizes, description, functools.partial(_arrays, opened, sizes, layers))
+    return OpenGates(sizes, description, functools.partial(_arrays, opened, sizes, layers))
 
 
 def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:

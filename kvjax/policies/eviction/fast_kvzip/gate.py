@@ -17,7 +17,7 @@ from kvjax.policies.numbers import EXACT
 from kvjax.policies.views import Step
 
 INPUTS = "hidden", "k", "k_pre"
-"""The inputs that a gate may look at, by their names in `Step`."""
+"""The inputs that a gate may have, by their names in `Step`."""
 Input = Float[Array, "b t d"] | Float[Array, "b k t d"]
 Draw = Callable[..., nnx.Param]
 
@@ -31,8 +31,8 @@ class SinkGate(nnx.Module):
 
         s = mean_g softmax([a_g, e_g1 … e_gS])_0   (Fast KVzip, Sec. 3.4).
 
-    b is added once, to the numerator's logit, whatever its sign. Published gates are used in this form. `form` names it
-    or one of the paper's alternatives (`FORMS`), which have other parameters.
+    b is added only to the numerator's logit, whatever its sign. Published gates have this form. `form` names it or one
+    of the paper's alternatives (`FORMS`), which have other parameters.
 
     Arrays are float32, with layers as the first axis, and are sharded by kv head. They are initialised as a torch
     linear layer, U(±1/√width), and sinks and b as 0. A layer's scores are local code: call the gate inside `shard_map`
@@ -44,7 +44,7 @@ class SinkGate(nnx.Module):
     """
 
     b: nnx.Param
-    """The bias, which every form has: by layer, kv head and, if the form has them, query head."""
+    """The bias, which every form has, by layer, kv head and, in forms with queries, query head."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class SinkGate(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The layers, kv heads, query heads of each, and width of the input, as the whole module has them."""
+        """The numbers of layers, kv heads and query heads of each, and the width of the input, of the whole module."""
         layers, kv_heads = self.b.shape[:2]
         return layers, kv_heads, self.group, self.width
 
@@ -94,8 +94,8 @@ class SinkGate(nnx.Module):
 
 
 def inputs(step: Step, which: str) -> Input:
-    """Return the input of a gate that was made for `which` of `INPUTS`: the layer's hidden states, or each kv head's
-    own key after (`k`) or before RoPE (`k_pre`)."""
+    """Return the input `which` (one of `INPUTS`) of gates: the layer's hidden states, or each kv head's own key after
+    (`k`) or before RoPE (`k_pre`)."""
     return getattr(step, which)
 
 
@@ -122,19 +122,19 @@ def _swiglu(gate: Any, draw: Draw) -> None:
 
 
 def _sink_score(gate: Any, x: Input) -> Float[Array, "b k t"]:
-    own, sinks = _logits(gate, x)
-    return jax.nn.sigmoid(own + gate.b[...][:, None] - sinks).mean(-1)
+    logits, sinks = _logits(gate, x)
+    return jax.nn.sigmoid(logits + gate.b[...][:, None] - sinks).mean(-1)
 
 
 def _paper_score(gate: Any, x: Input) -> Float[Array, "b k t"]:
-    own, sinks = _logits(gate, x)
+    logits, sinks = _logits(gate, x)
     b = jnp.maximum(jax.nn.softplus(gate.b[...]), jnp.finfo(jnp.float32).tiny)
-    return jax.nn.sigmoid(own - jnp.logaddexp(sinks, jnp.log(b)[:, None])).mean(-1)
+    return jax.nn.sigmoid(logits - jnp.logaddexp(sinks, jnp.log(b)[:, None])).mean(-1)
 
 
 def _sigmoid_score(gate: Any, x: Input) -> Float[Array, "b k t"]:
-    own, _ = _queries(gate, x)
-    return jax.nn.sigmoid(own + gate.b[...][:, None]).mean(-1)
+    logits, _ = _queries(gate, x)
+    return jax.nn.sigmoid(logits + gate.b[...][:, None]).mean(-1)
 
 
 def _linear_score(gate: Any, x: Input) -> Float[Array, "b k t"]:
@@ -150,9 +150,9 @@ def _swiglu_score(gate: Any, x: Input) -> Float[Array, "b k t"]:
 
 def _logits(gate: Any, x: Input) -> tuple[Float[Array, "b k t g"], Float[Array, "b k t g"]]:
     """Return c q·k, and the logarithm of the sinks' summed exponentials."""
-    own, q = _queries(gate, x)
+    logits, q = _queries(gate, x)
     sinks = jnp.einsum("bktgc,ksc->bktgs", q, gate.k_base[...], **EXACT) / math.sqrt(gate.dim)
-    return own, jax.nn.logsumexp(sinks, -1)
+    return logits, jax.nn.logsumexp(sinks, -1)
 
 
 def _queries(gate: Any, x: Input) -> tuple[Float[Array, "b k t g"], Float[Array, "b k t g c"]]:

@@ -24,9 +24,9 @@ from kvjax.struct import assign, changed, host, remembered, static, struct
 CHUNK = 16_000
 """The number of tokens of a prompt between two compactions."""
 FIRST, LAST = 4, 128
-"""The numbers of first and last entries of each kv head that always stay while decoding, unless others are named."""
-OF_PROMPTS = {"window": "last", "short": "last", "share": "last", "prefix": "first"}
-"""The fields that say what stays of a prompt, and the argument of `protected` that says it while decoding."""
+"""The default numbers of first and last entries of each kv head that always stay while decoding."""
+PROMPT_FIELDS = {"window": "last", "short": "last", "share": "last", "prefix": "first"}
+"""The fields that set which tokens of a prompt stay, and the argument of `protected` that does so while decoding."""
 Waiting = Any
 """The gates' inputs of the last tokens; () if no token waits for its score."""
 
@@ -36,9 +36,9 @@ class FastKVzip(LateMetadata, Eviction):
     """A gate's prediction of KVzip's score, which is stored with each entry (Sec. 3).
 
     A prompt is compacted chunk by chunk. The entries before its newest `window` tokens are compared once with a
-    threshold over all layers and kv heads. Those above it then stay for good, and the window is kept whole. If the
-    window alone exceeds the budget, only its newest tokens stay. While decoding, tokens wait until there are `buffer`
-    of them, and one matrix product scores them all.
+    threshold for all layers and kv heads. Entries above it stay for good, and the window is kept whole. If the window
+    alone exceeds the budget, only its newest tokens stay. While decoding, tokens wait until there are `buffer` of them,
+    and one matrix product scores them all.
     """
 
     gates: Any = dataclasses.field(repr=False)
@@ -53,10 +53,10 @@ class FastKVzip(LateMetadata, Eviction):
     """The number of a prompt's first tokens that stay in addition to the budget; None: those in common with `opening`,
     and at least the first 4."""
     opening: tuple[int, ...] = host(default=(), repr=False)
-    """Token ids that come before a user's text, a system prompt among them. Empty: those that the gates were trained
+    """Token ids that come before a user's text, including a system prompt. Empty: those that the gates were trained
     with if they begin with the tokenizer's, else the tokenizer's."""
     tokenizer: Any = host(default=None, repr=False)
-    """The model's tokenizer, whose chat template says what the opening is. It is not kept."""
+    """The model's tokenizer, whose chat template has the opening. It is not kept."""
     buffer: int = static(default=LAST)
     """The number of an answer's tokens that wait for their scores if answers are compacted; 1: none waits."""
     inputs: Any = dataclasses.field(default=None, repr=False, metadata={"static": True})
@@ -73,12 +73,12 @@ class FastKVzip(LateMetadata, Eviction):
             raise UserError(
                 f"{self.name}: gates must be a folder or a file of gates or a SinkGate, got {shown(gates)}"
             )
-        looked_at = description.get("inputs", "hidden") if self.inputs is None else self.inputs
-        one_of(self.name, "inputs", looked_at, INPUTS)
+        chosen = description.get("inputs", "hidden") if self.inputs is None else self.inputs
+        one_of(self.name, "inputs", chosen, INPUTS)
         assign(
             self,
             gates=gates,
-            inputs=looked_at,
+            inputs=chosen,
             window=whole_number(self.name, "window", self.window, 0),
             short=whole_number(self.name, "short", self.short, 0),
             share=real_number(self.name, "share", self.share, 0.0, 1.0),
@@ -91,25 +91,25 @@ class FastKVzip(LateMetadata, Eviction):
 
     def _opening(self, trained: Any) -> tuple[int, ...]:
         """Return the token ids before a user's text, given those that the gates were trained with."""
-        told, trained = (token_ids(self.name, "opening", ids) for ids in (self.opening, trained))
-        own: tuple[int, ...] = ()
+        given, trained = (token_ids(self.name, "opening", ids) for ids in (self.opening, trained))
+        template: tuple[int, ...] = ()
         if self.tokenizer is not None:
             check_tokenizer(self.name, self.tokenizer)
-            own = opening(self.tokenizer)
-        # after the template's own tokens the trained opening may have an instruction
-        return told or (trained if trained[: len(own)] == own else own)
+            template = opening(self.tokenizer)
+        # the trained opening may have an instruction after the template's own tokens
+        return given or (trained if trained[: len(template)] == template else template)
 
     def refuses(self, schedule: Schedule, stores_all: bool) -> str:
         trigger = schedule.trigger
         for field in dataclasses.fields(self) if trigger.while_decoding else ():
-            if field.name in OF_PROMPTS and getattr(self, field.name) != field.default:
+            if field.name in PROMPT_FIELDS and getattr(self, field.name) != field.default:
                 return (
-                    f"takes {field.name} where it compacts prompts, got when={trigger.when!r}: while decoding "
-                    f"{OF_PROMPTS[field.name]} says what stays"
+                    f"takes {field.name} only for prompts, got when={trigger.when!r}: while decoding the argument is "
+                    f"protected.{PROMPT_FIELDS[field.name]}"
                 )
         if stores_all:
             return ""
-        return "shares out a budget of ranges of a prompt's tokens, which an admission does not all store"
+        return "divides a budget among ranges of a prompt, and an admission does not store all of its tokens"
 
     def check(self, model: Any) -> None:
         check_made_for(Sizes.of(self.gates, self.inputs), model)

@@ -23,7 +23,7 @@ from tests.cache.kept import lists, positions
 from tests.inference.cached import LENGTH, TOKENS, cached_logits
 from tests.inference.dense import stored
 from tests.policies.admission.admitted import layer
-from tests.policies.steps import shape_of, step, whole
+from tests.policies.steps import from_start, shape_of, step
 from tests.tiny_models import tiny_model, tiny_scorers
 
 SIZES = {"max_entries": 15, "sink": 2, "window": 6}
@@ -34,31 +34,31 @@ def model():
     return tiny_model()
 
 
-def made(model, **told) -> Policy:
-    return make_policy({"kvpop": {"scorers": tiny_scorers(model), **SIZES | told}}, model=model)
+def made(model, **arguments) -> Policy:
+    return make_policy({"kvpop": {"scorers": tiny_scorers(model), **SIZES | arguments}}, model=model)
 
 
 def priorities(policy, score):
     """Return the priorities of one head's tokens, given their scores."""
-    at = layer(policy.admission, 0)
+    admission = layer(policy.admission, 0)
     position = np.arange(len(score))[None]
     score = np.broadcast_to(np.float32(score), (1, 4, len(score)))
-    return np.asarray(jax.jit(lambda at, *x: at.priority(*x))(at, score, position))
+    return np.asarray(jax.jit(lambda admission, *x: admission.priority(*x))(admission, score, position))
 
 
-def test_the_worked_example(model):
+def test_kept_tokens_match_a_worked_example(model):
     """With two sinks, a window of two and two other places, the kept tokens are checked at queries 4 to 9."""
     score = [0, 0, 0.2, 0.9, 0.1, 0.5, 0.7, 0.3, 0.8, 0.6]
     policy = made(model, max_entries=6, sink=2, window=2, decay=False)
     keep = layer(policy.admission, 0).keep()
-    held = stored(priorities(policy, score)[:, :1], keep, 2)[0, 0]
-    found = [set(np.flatnonzero(held[q])) - {0, 1} for q in range(4, 10)]
+    stored_tokens = stored(priorities(policy, score)[:, :1], keep, 2)[0, 0]
+    found = [set(np.flatnonzero(stored_tokens[q])) - {0, 1} for q in range(4, 10)]
     assert found == [{2}, {2, 3}, {2, 3}, {3, 5}, {3, 6}, {3, 6}]
-    assert held[9, :2].all()
+    assert stored_tokens[9, :2].all()
 
 
 def kept_by(effective, capacity, window):
-    """Return for each query the `capacity` best tokens by `effective(u, q)`, the scores as that query sees them."""
+    """Return for each query q the `capacity` tokens u of highest score `effective(u, q)`."""
     return [
         set(sorted(range(q - window + 1), key=lambda u: (-effective(u, q), u))[:capacity]) for q in range(400)
     ]
@@ -74,23 +74,23 @@ def returning(kept, window):
 
 
 @pytest.mark.parametrize("age", [1, 8])
-def test_what_is_out_stays_out(model, age):
-    """One number per token ranks it for all queries, in the order that the effective scores give at each of them. The
-    paper's age, counted in whole blocks since the token, does not, and would bring back tokens that a cache has
-    lost."""
+def test_dropped_tokens_never_return(model, age):
+    """A priority, which does not depend on the query, ranks tokens as their scores do at every query. With the paper's
+    age, counted in whole blocks since the token, no priority would, and dropped tokens would have to come back."""
     window, capacity, score = 8, 12, np.random.default_rng(0).standard_normal(400)
     policy = made(model, age=age, window=window, max_entries=30, sink=0)
-    at = layer(policy.admission, 0)
-    at.scorers.theta[...] = np.full_like(at.scorers.theta[...], -50.0)  # γ = .999
+    admission = layer(policy.admission, 0)
+    admission.scorers.theta[...] = np.full_like(admission.scorers.theta[...], -50.0)  # γ = .999
     position, score_of_all = np.arange(400)[None], np.broadcast_to(np.float32(score), (1, 4, 400))
-    found = jax.jit(lambda at, *x: (at.scorers.log_gamma(), at.priority(*x)))(at, score_of_all, position)
-    log_gamma, fixed = float(found[0][0]), np.asarray(found[1])[0, 0]
+    compute = jax.jit(lambda admission, *x: (admission.scorers.log_gamma(), admission.priority(*x)))
+    log_gamma, priority = compute(admission, score_of_all, position)
+    log_gamma, priority = float(log_gamma[0]), np.asarray(priority)[0, 0]
     by_age = kept_by(lambda u, q: score[u] + (q // age - u // age) * log_gamma, capacity, window)
-    assert kept_by(lambda u, q: fixed[u], capacity, window) == by_age
+    assert kept_by(lambda u, q: priority[u], capacity, window) == by_age
     assert returning(by_age, window) == 0
 
 
-def test_ages_in_whole_blocks_since_a_token_would_bring_tokens_back():
+def test_with_the_papers_age_dropped_tokens_would_return():
     score = np.random.default_rng(0).standard_normal(400)
     assert returning(kept_by(lambda u, q: score[u] - 0.5 * ((q - u) // 8), 12, 8), 8) > 100
 
@@ -112,7 +112,7 @@ AT = step(np.arange(LENGTH)[None])
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("decay", "sink", "window"), [(True, 2, 13), (False, 9, 6)])
-def test_of_equal_scores_age_decides(model, decay, sink, window):
+def test_age_decides_between_equal_scores(model, decay, sink, window):
     """With decay, the last tokens are kept, as if the window were longer; without it, the first ones, like sinks."""
     policy = made(model, decay=decay)
     scorers = jax.tree.map(lambda x: x, layer(policy.admission, 1).scorers)
@@ -121,38 +121,38 @@ def test_of_equal_scores_age_decides(model, decay, sink, window):
     np.testing.assert_array_equal(found, seen(streaming(model, sink, window), AT))
 
 
-def test_with_room_for_sinks_alone_it_is_streaming_llm(model):
+def test_with_places_for_sinks_alone_it_is_streaming_llm(model):
     found = seen(made(model), AT, max_retained=jnp.int32(2))
     np.testing.assert_array_equal(found, seen(streaming(model, 2, 6), AT))
     assert (found != seen(made(model), AT)).any()
 
 
-def known(admission, at):
+def known_priorities(admission, at):
     """Return the priorities of a sequence's tokens except the last ones, as training computes them."""
     back = admission.revisits
 
     @jax.jit
     def score(admission, at):
         at = from_the_start(at, back)
-        return admission.score(admission.init(shape_of(at)), at, *whole(at))[1]
+        return admission.score(admission.init(shape_of(at)), at, *from_start(at))[1]
 
     return np.asarray(score(admission, at))[..., back:]
 
 
-def test_a_priority_knows_what_came_before_its_token_left(model):
+def test_a_priority_depends_on_tokens_up_to_the_windows_end(model):
     """The priority uses a query recomputed from the key and value. For token u it sees all tokens up to u + w − 1, but
     not u + w, the first that may no longer see u."""
     admission, changing = layer(made(model, sink=0).admission, 1), 23
     one = np.float32(np.arange(LENGTH) == changing)[:, None]
-    told = {name: jnp.asarray(np.asarray(getattr(AT, name)) + one) for name in ("k", "v")}
-    before = known(admission, AT)
-    apart = np.abs(known(admission, dataclasses.replace(AT, **told)) - before).max((0, 1))
-    np.testing.assert_array_equal(apart[: changing - 6 + 1], 0)
-    assert apart[changing - 6 + 1] > 1e-4
+    changes = {name: jnp.asarray(np.asarray(getattr(AT, name)) + one) for name in ("k", "v")}
+    before = known_priorities(admission, AT)
+    difference = np.abs(known_priorities(admission, dataclasses.replace(AT, **changes)) - before).max((0, 1))
+    np.testing.assert_array_equal(difference[: changing - 6 + 1], 0)
+    assert difference[changing - 6 + 1] > 1e-4
 
     streams = admission.scorers.streams(AT.k, AT.v)
     rolled, _ = admission.scorers.score(jnp.roll(streams.q, 5, 2), streams)
-    np.testing.assert_allclose(before, admission.fallen(rolled[..., 5:], AT.position[:, :-5]), atol=1e-6)
+    np.testing.assert_allclose(before, admission.decayed(rolled[..., 5:], AT.position[:, :-5]), atol=1e-6)
 
 
 @struct
@@ -195,7 +195,7 @@ def narrowest(priority, capacity, window):
     ids=["whole", "chunks", "tokens"],
 )
 @pytest.mark.parametrize(
-    "told",
+    "arguments",
     [
         {},
         *(
@@ -205,49 +205,49 @@ def narrowest(priority, capacity, window):
     ],
     ids=str,
 )
-def test_a_cache_keeps_what_training_sees(model, told, calls):
+def test_a_cache_keeps_the_tokens_that_training_sees(model, arguments, calls):
     """The logits agree, and the stored tokens are exactly those that training would show to the next query."""
-    if told and len(calls) == LENGTH:
+    if arguments and len(calls) == LENGTH:
         calls = [5, *[1] * (LENGTH - 5)]
-    policy = made(model, **told)
+    policy = made(model, **arguments)
     found, cache = cached_logits(model, policy, TOKENS, calls)
-    wanted, priority, end = in_training(model, policy, np.pad(TOKENS, ((0, 0), (0, 1))))
-    np.testing.assert_allclose(found, wanted[:, :LENGTH], atol=1e-4)
+    expected, priority, end = in_training(model, policy, np.pad(TOKENS, ((0, 0), (0, 1))))
+    np.testing.assert_allclose(found, expected[:, :LENGTH], atol=1e-4)
     assert narrowest(priority, int(policy.admission.max_retained.max()), 6) > 1e-5, "or rounding might decide"
     left = np.arange(LENGTH) <= LENGTH - 6
     assert positions(cache) == lists((end[..., :LENGTH] > LENGTH) & left)
-    assert int(cache.layers.length.max()) == min(told.get("max_entries", 15) - 6, LENGTH - 5)
+    assert int(cache.layers.length.max()) == min(arguments.get("max_entries", 15) - 6, LENGTH - 5)
 
 
 @pytest.mark.thorough
-def test_a_budget_that_holds_all_is_full_attention(model):
+def test_with_enough_entries_it_is_full_attention(model):
     policy = made(model, max_entries=LENGTH + 1)
     with use_mesh(model):
-        wanted = jax.jit(lambda model, tokens: model.logits(model.hidden(tokens)))(model, put(TOKENS))
+        expected = jax.jit(lambda model, tokens: model.logits(model.hidden(tokens)))(model, put(TOKENS))
     cached, _ = cached_logits(model, policy, TOKENS, [17, 1, 1, 21])
     for found in (cached, in_training(model, policy, TOKENS)[0]):
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.thorough
-def test_a_cache_has_one_size_whatever_comes():
+def test_a_cache_keeps_its_size():
     """The arrays have the same sizes after a prompt and after 4,096 more tokens. A conversation continues from the
     cache in the same way after the cache was copied to the host and back."""
     model = tiny_model(max_position=8192)
     policy = make_policy({"kvpop": {"scorers": tiny_scorers(model), **SIZES}}, model=model)
 
-    def said(prompt, count, **told):
+    def answered(prompt, count, **arguments):
         """Return greedily sampled tokens, and the cache of all but the last of them."""
         sampling = SamplingParams(max_new_tokens=count, ignore_eos=True)
-        blocks = list(stream(model, [prompt], sampling, policy=policy, **told))
+        blocks = list(stream(model, [prompt], sampling, policy=policy, **arguments))
         return [int(x) for block in blocks for x in block.tokens[0]], blocks[-1].cache
 
     def sizes(cache):
         return sum(x.nbytes for x in jax.tree.leaves(cache)), caches.stats(cache).pages
 
     prompt = TOKENS[0].tolist()
-    _, short = said(prompt, 1)
-    drawn, long = said(prompt, 4096)
+    _, short = answered(prompt, 1)
+    drawn, long = answered(prompt, 4096)
     assert int(long.seen[0]) == len(prompt) + 4096 - 1
     assert sizes(long) == sizes(short)
     np.testing.assert_array_equal(caches.stats(long).entries, 14)  # the next token is the sixth of the window
@@ -255,27 +255,27 @@ def test_a_cache_has_one_size_whatever_comes():
     away = jax.tree.map(np.asarray, long)
     back = jax.tree.map(lambda x, was: jax.device_put(x, was.sharding), away, long)
     turn = [*drawn[-1:], 7, 8, 9]
-    wanted, last = said([*prompt, *drawn[:-1], *turn], 6)
+    expected, last = answered([*prompt, *drawn[:-1], *turn], 6)
     for cache in (long, back):
-        assert said(turn, 6, cache=cache)[0] == wanted
+        assert answered(turn, 6, cache=cache)[0] == expected
     assert sizes(last) == sizes(long)
 
 
-def test_files_hold_what_was_trained(model, tmp_path):
+def test_files_hold_the_trained_arguments(model, tmp_path):
     scorers = tiny_scorers(model, normaliser="xlstm")
     save_scorers(tmp_path, scorers, {"max_entries": 20, "sink": 1, "window": 5, "decay": False})
-    found, said = load_scorers(tmp_path)
+    found, description = load_scorers(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, found, scorers)
     assert found.sizes == scorers.sizes
     policy = make_policy({"kvpop": {"scorers": tmp_path}})
     assert (policy.window, int(policy.admission.max_retained), policy.admission.decay) == (5, 15, False)
     assert policy.admission.delayed
-    assert said["method"] == "kvpop"
+    assert description["method"] == "kvpop"
     other = make_policy({"kvpop": {"scorers": tmp_path, "window": 9, "max_entries": 12}})
     assert (other.window, int(other.admission.max_retained)) == (9, 3)
 
 
-def test_what_cannot_be_is_refused_in_a_line(model, tmp_path):
+def test_invalid_arguments_are_refused(model, tmp_path):
     scorers = tiny_scorers(model)
     with pytest.raises(UserError, match=r"max_entries=8 .* must be at least 2 \+ 6 \+ 1 = 9"):
         KVPOP(scorers, max_entries=8, sink=2, window=6)

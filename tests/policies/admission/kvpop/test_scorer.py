@@ -47,7 +47,7 @@ def test_a_head_has_as_many_parameters_as_the_paper_says():
     assert round(count / 1e6, 1) == 14.3
 
 
-def test_gates_forget_little_at_first_and_alike_for_all_tokens():
+def test_new_gates_forget_little_and_are_equal_for_all_tokens():
     with use_mesh():
         first = layer(jax.jit(lambda: Sizes(3, K, H).make(0))(), 1)
     streams = streams_of(first, KEYS, VALUES)
@@ -78,17 +78,17 @@ def test_gates_are_capped():
     assert np.abs(streams_of(free, KEYS, 1000 * np.asarray(VALUES)).log_i).max() > 15
 
 
-def test_only_the_ratio_of_weights_counts():
+def test_a_common_factor_of_weights_cancels_with_the_plain_normaliser():
     """With the plain normaliser, a factor that all tokens' input gates share cancels. With xLSTM's it does not."""
     for normaliser, same in (("plain", True), ("xlstm", False)):
         one = scorer(normaliser=normaliser, capped=False)
         other = jax.tree.map(lambda x: x, one)
         other.b_i[...] = np.asarray(other.b_i[...]) + 2.5
-        apart = np.abs(np.subtract(*(scores(x, KEYS, VALUES) for x in (one, other)))).max()
-        assert (apart < 1e-4) == same
+        difference = np.abs(np.subtract(*(scores(x, KEYS, VALUES) for x in (one, other)))).max()
+        assert (difference < 1e-4) == same
 
 
-def test_what_is_read_lies_between_the_values():
+def test_results_lie_between_the_values():
     with use_mesh():
         made = layer(jax.jit(lambda: Sizes(3, K, H).make(0))(), 1)
     streams = streams_of(made, KEYS, VALUES)
@@ -98,18 +98,18 @@ def test_what_is_read_lies_between_the_values():
 
 
 @pytest.mark.parametrize("delay", [0, 5])
-def test_a_score_knows_the_tokens_up_to_its_delay(delay):
+def test_a_score_depends_on_tokens_up_to_its_delay(delay):
     """The score of token u depends on the tokens up to u + delay, and on no later ones."""
     at = 17
     changed = [x + np.float32(np.arange(T) == at)[:, None] for x in (np.asarray(KEYS), np.asarray(VALUES))]
-    apart = np.subtract(*(scores(scorer(), *x, delay) for x in ((KEYS, VALUES), changed)))
-    apart = np.abs(apart).max((0, 1))
-    of = np.arange(T) - delay  # the token that each score belongs to
-    assert (apart[of < at - delay] == 0).all()
-    assert apart[of == at - delay] > 1e-6
+    difference = np.subtract(*(scores(scorer(), *x, delay) for x in ((KEYS, VALUES), changed)))
+    difference = np.abs(difference).max((0, 1))
+    token = np.arange(T) - delay  # the token that each score belongs to
+    assert (difference[token < at - delay] == 0).all()
+    assert difference[token == at - delay] > 1e-6
 
 
-def test_no_gradient_reaches_keys_and_values_and_every_parameter_has_one():
+def test_parameters_have_gradients_and_keys_and_values_have_none():
     def total(scorer, keys, values):
         return jnp.square(scores(scorer, keys, values)).sum()
 
@@ -130,10 +130,10 @@ def test_the_decay_is_learnt_between_its_limits():
         np.testing.assert_allclose(np.exp(log_gamma(one)), gamma, rtol=1e-6)
 
 
-def test_other_forms_are_refused():
+def test_invalid_forms_are_refused():
     with use_mesh():
         with pytest.raises(UserError, match="features is one of hedgehog, none, got 'softmax'"):
             Sizes(1, 1, 8, features="softmax").make()
-        with pytest.raises(UserError, match="'none' may be negative, for which normaliser must be 'xlstm'"):
+        with pytest.raises(UserError, match="'none' may be negative, so normaliser must be 'xlstm'"):
             Sizes(1, 1, 8, features="none").make()
         assert Sizes(1, 1, 8, features="none", normaliser="xlstm").make().widths == (8, 4)

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.checkpoints.published import find_gates
 from kvjax.errors import UserError
-from kvjax.evaluate.gates import of_method
+from kvjax.evaluate.gates import gates_of_method
 from kvjax.inference import prefill
 from kvjax.mesh import HEADS, make_mesh, put, use_mesh
 from kvjax.policies import make_policy
@@ -40,7 +40,7 @@ def test_predictions_are_the_published_ones(tmp_path, hidden):
             np.testing.assert_allclose(found, predictions(arrays, layer, x), atol=1e-5)
 
 
-def test_a_prediction_by_hand(tmp_path):
+def test_the_reference_matches_a_prediction_by_hand(tmp_path):
     """One hidden unit of 2 and one of −1: GELU(2) = 1.9545 and GELU(−1) = −0.1587, weighed by 1 and 10, plus 0.5."""
     arrays = write_published(tmp_path, 2)
     arrays = {name: np.zeros_like(x) for name, x in arrays.items()}
@@ -53,19 +53,20 @@ def test_a_prediction_by_hand(tmp_path):
 
 @FORMS
 def test_an_admission_keeps_the_tokens_that_reach_the_threshold(tmp_path, model, hidden):
-    """In the first layer, whose inputs no decision changes. The newest tokens are in the local window."""
+    """This is checked in the first layer, whose inputs do not depend on decisions. The newest tokens are in the local
+    window."""
     arrays, row, window = write_published(tmp_path, hidden), np.random.default_rng(1).permutation(61)[:40], 9
     c = captured_layers(model, row)[0]
-    wanted = predictions(arrays, 0, c.hidden) >= -0.3
+    expected = predictions(arrays, 0, c.hidden) >= -0.3
     policy = make_policy(f"kvzap:threshold=-0.3,window={window}", model=model, gates=str(tmp_path))
     cache = prefill(model, [row], policy=policy, page_size=PAGE)
     left = len(row) - (window - 1)
-    assert 0.2 < wanted[:, :left].mean() < 0.8
-    for head, keeps in enumerate(wanted):
+    assert 0.2 < expected[:, :left].mean() < 0.8
+    for head, keeps in enumerate(expected):
         np.testing.assert_allclose(entries(cache, 0, 0, head), c.k[head, :left][keeps[:left]], atol=1e-5)
 
 
-def test_an_eviction_keeps_them_after_a_dense_prefill(tmp_path, model):
+def test_an_eviction_keeps_the_same_after_a_dense_prefill(tmp_path, model):
     """All layers see every token of the prompt. The newest 128 entries stay."""
     arrays, row = write_published(tmp_path, 12), np.random.default_rng(1).integers(0, 61, 190)
     policy = make_policy("kvzap_eviction:threshold=0.2", model=model, gates=str(tmp_path))
@@ -110,48 +111,48 @@ def test_the_folders_threshold_and_rate_are_the_defaults(tmp_path, model):
 
 
 @pytest.mark.parametrize("threshold", ["low", [1, 2], float("nan")])
-def test_a_folders_threshold_is_a_number(tmp_path, model, threshold):
+def test_a_folders_threshold_must_be_a_number(tmp_path, model, threshold):
     save_gates(tmp_path, tiny_surrogates(model), {"threshold": threshold})
     with pytest.raises(UserError, match="^kvzap: threshold must be a finite number"):
         make_policy("kvzap:threshold=-4", model=model, gates=str(tmp_path))
 
 
-def test_a_published_folder_is_found_and_known_as_kvzaps(tmp_path, monkeypatch):
+def test_a_published_folder_is_found_and_belongs_to_kvzap(tmp_path, monkeypatch):
     write_published(tmp_path, None)
-    asked = []
+    fetched = []
 
     def fetch(hub_id, patterns, what):
-        asked.append(patterns)
+        fetched.append(patterns)
         return tmp_path
 
     monkeypatch.setattr("kvjax.checkpoints.published.fetch", fetch)
     assert find_gates("nvidia/KVzap-linear-Qwen3-8B", "Qwen/Qwen3-8B") == str(tmp_path)
     find_gates("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")
-    assert ["model.safetensors" in patterns for patterns in asked] == [True, False], "not a model's weights"
+    assert ["model.safetensors" in patterns for patterns in fetched] == [True, False], "not a model's weights"
     for method in ("kvzap", "kvzap_eviction"):
-        assert of_method([str(tmp_path)], method) == (str(tmp_path),)
+        assert gates_of_method([str(tmp_path)], method) == (str(tmp_path),)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
-        ({"model_type": "llama"}, "these are no KVzap gates.*they are of llama"),
+        ({"model_type": "llama"}, "these are no KVzap gates.*the method is llama"),
         ({"hidden_dim": 13}, r"b1 should have shape \(3, 13\), found \(3, 12\)"),
         ({"hidden_dim": None}, "these are no KVzap gates.*layers.0.weight"),
         ({"n_modules": 4}, "these are no KVzap gates.*layers.3.0.weight"),
         ({"output_dim": "4"}, "these are no KVzap gates.*output_dim must be"),
     ],
 )
-def test_damaged_folders_are_refused_in_one_line(tmp_path, changes, said):
+def test_invalid_folders_are_refused_in_one_line(tmp_path, changes, message):
     write_published(tmp_path, 12, **changes)
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_gates(tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_gates_of_another_model_and_no_threshold_are_refused(tmp_path, model):
+def test_gates_of_another_model_or_without_threshold_are_refused(tmp_path, model):
     write_published(tmp_path, 12)
-    with pytest.raises(UserError, match=r"^kvzap: these gates name no threshold, and none is given"):
+    with pytest.raises(UserError, match=r"^kvzap: these gates have no threshold, and none is given"):
         make_policy("kvzap", model=model, gates=str(tmp_path))
     for policy in ("kvzap:threshold=-4", "kvzap_eviction:threshold=-4"):
         with pytest.raises(UserError, match=re.escape("= (3, 4, 32), the model has (2, 4, 32)")):

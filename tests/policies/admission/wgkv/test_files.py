@@ -47,14 +47,14 @@ def test_gates_survive_a_round_trip_and_refuse_another_model(tmp_path, model, ga
         *({"head_dim": value} for value in (0, -1, math.nan, math.inf, 2**70, True)),
     ],
 )
-def test_a_wrong_description_is_one_line(tmp_path, wrong):
+def test_an_invalid_description_is_refused(tmp_path, wrong):
     description = Sizes(3, 4, 8, 4.0)._asdict() | wrong
     save_exported(tmp_path, {}, description)
     with pytest.raises(UserError, match="no WG-KV gates, or the files are damaged"):
         load_gates(tmp_path)
 
 
-def test_a_description_that_is_no_object_is_one_line(tmp_path):
+def test_a_description_that_is_no_object_is_refused(tmp_path):
     save_exported(tmp_path, {}, {})
     for text in ("[" * 100_000, "[1]", "1" * 5000, "null"):
         (tmp_path / "config.json").write_text(text)
@@ -62,7 +62,7 @@ def test_a_description_that_is_no_object_is_one_line(tmp_path):
             gate_sizes(tmp_path)
 
 
-def test_a_number_in_the_authors_file_that_is_not_finite_is_named(published):
+def test_an_array_with_numbers_that_are_not_finite_is_named(published):
     file, arrays = published
     name = "model.layers.1.self_attn.g_predictors.conv1.bias"
     for value in (np.inf, np.nan):
@@ -71,7 +71,7 @@ def test_a_number_in_the_authors_file_that_is_not_finite_is_named(published):
             load_gates(file)
 
 
-def test_mistakes_are_named_in_one_line(model):
+def test_a_missing_folder_is_named_in_one_line(model):
     with pytest.raises(UserError, match="nowhere holds no gates") as caught:
         make_policy("wgkv", model=model, gates="nowhere")
     assert "\n" not in str(caught.value)
@@ -98,7 +98,7 @@ def test_the_authors_file_is_read(model, published):
     rms = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale  # noqa: E731
     k_pre, k = (np.asarray(x, np.float64) for x in (at.k_pre, at.k))
     both = np.concatenate([rms(k_pre, w["pre_key_norm.weight"]), rms(k, w["post_key_norm.weight"])], -1)
-    wanted = np.zeros((1, 4, 3))
+    expected = np.zeros((1, 4, 3))
     for head, token in np.ndindex(4, 3):
         outputs = range(12 * head, 12 * (head + 1))
         hidden = [
@@ -106,9 +106,9 @@ def test_the_authors_file_is_read(model, published):
         ]
         hidden = [x * 0.5 * (1 + erf(x / np.sqrt(2))) for x in hidden]
         logit = w["conv2.weight"][head, :, 0] @ hidden + w["conv2.bias"][head]
-        wanted[0, head, token] = 1 / (1 + np.exp(-logit))
+        expected[0, head, token] = 1 / (1 + np.exp(-logit))
     found = jax.jit(lambda gate: gate(at.k_pre, at.k))(layer(gates, 1))
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_policy_takes_the_authors_file(model, published):
@@ -131,31 +131,31 @@ def test_the_authors_file_is_split_over_the_mesh(published):
 
 
 PREFIX = "model.layers.1.self_attn.g_predictors."
-OTHERS = {
+INVALID_FILES = {
     "no dictionary": ([1], "are no WG-KV gates: layer 0 has no"),
     "a model": ({"model.embed_tokens.weight": np.zeros(3, np.float32)}, "which have no 'model.embed_tokens.weight'"),
     "no array": ({PREFIX + "conv2.bias": None}, r"layer 1: conv2.bias should have shape \(4,\), found nothing"),
     "another": ({PREFIX + "conv1.bias": np.zeros(4, np.float32)}, r"conv1.bias should have shape \(48,\), found"),
     "more": ({PREFIX + "conv3.bias": np.zeros(4, np.float32)}, "layer 1 has 'conv3.bias', which is not"),
     "a layer of nothing": ({PREFIX.replace("1", "4") + "conv2.bias": np.zeros(4, np.float32)}, "layer 3: pre_key_norm"),
-    "what runs": ({PREFIX + "conv2.bias": Global("posix", "system")("true")}, "asks for posix.system, which is not"),
+    "code": ({PREFIX + "conv2.bias": Global("posix", "system")("true")}, "asks for posix.system, which is not"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_other_files_are_refused_in_one_line(tmp_path, what):
-    other, said = OTHERS[what]
+@pytest.mark.parametrize("case", INVALID_FILES)
+def test_invalid_files_are_refused_in_one_line(tmp_path, case):
+    other, message = INVALID_FILES[case]
     if isinstance(other, dict):
-        whole = published_arrays(layers=3, kv_heads=4, head_dim=8, width=12) | other
-        other = {name: array for name, array in whole.items() if array is not None}
+        content = published_arrays(layers=3, kv_heads=4, head_dim=8, width=12) | other
+        other = {name: array for name, array in content.items() if array is not None}
     write_torch(tmp_path / "x.pt", other)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_gates(tmp_path / "x.pt")
     assert str(tmp_path / "x.pt") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_torchs_own_convolutions_compute_the_same(tmp_path):
+def test_gates_match_torch_convolutions(tmp_path):
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     convolutions = torch.nn.Conv1d(64, 48, 1, groups=4), torch.nn.Conv1d(48, 4, 1, groups=4)
@@ -170,5 +170,5 @@ def test_torchs_own_convolutions_compute_the_same(tmp_path):
     pre, post = (torch.tensor(np.asarray(x)) for x in (at.k_pre, at.k))
     norm = torch.nn.RMSNorm(8, eps=1e-6)
     both = torch.cat([norm(pre), norm(post)], -1)[0].transpose(1, 2).reshape(1, 64, 3)
-    wanted = torch.sigmoid(convolutions[1](torch.nn.functional.gelu(convolutions[0](both))))
-    np.testing.assert_allclose(layer(gates, 0)(at.k_pre, at.k), wanted.detach().numpy(), atol=1e-5)
+    expected = torch.sigmoid(convolutions[1](torch.nn.functional.gelu(convolutions[0](both))))
+    np.testing.assert_allclose(layer(gates, 0)(at.k_pre, at.k), expected.detach().numpy(), atol=1e-5)

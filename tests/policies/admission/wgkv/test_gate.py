@@ -15,7 +15,7 @@ from tests.policies.admission.admitted import kept, layer
 from tests.policies.steps import step
 
 
-def test_write_gate_is_the_papers_formula(model, gates):
+def test_the_write_gate_matches_the_papers_formula(model, gates):
     at = step([[0, 1, 2]], layer=1)
     w = {name: np.asarray(getattr(gates, name)[...][1], np.float64) for name in
          ("norm_pre", "norm_post", "w1", "b1", "w2", "b2")}  # fmt: skip
@@ -34,7 +34,7 @@ def test_write_gate_is_the_papers_formula(model, gates):
     np.testing.assert_array_equal(kept(policy, at, 1), want >= np.median(want).astype(np.float32))
 
 
-def test_the_derivative_of_gelu_is_jaxs():
+def test_the_derivative_of_gelu_matches_jax():
     x = np.linspace(-4, 4, 33, dtype=np.float32)
     want, got = (
         jax.jvp(f, (x,), (np.ones_like(x),))[1] for f in (partial(jax.nn.gelu, approximate=False), gelu)

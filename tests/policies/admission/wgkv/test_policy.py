@@ -1,4 +1,4 @@
-"""Test which rate the admission by write gates expects for which τ."""
+"""Test the rates that an admission by write gates expects, by τ."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates, tiny_model
 
 
-def test_rates_are_not_taken_for_a_lower_tau(tmp_path):
+def test_rates_of_files_are_not_used_with_a_lower_tau(tmp_path):
     model = tiny_model()
     rates = {"rate": np.full((3, 4), 0.25).tolist(), "peak_rate": np.full((3, 4), 0.5).tolist()}
     save_gates(tmp_path, tiny_gates(model), {"tau": 0.2, "window": 6} | rates)

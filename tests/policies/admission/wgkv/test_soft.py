@@ -11,7 +11,7 @@ from tests.policies.admission.admitted import layer
 from tests.policies.steps import step
 
 
-def test_sparsity_forms_on_the_worked_example(gates):
+def test_sparsity_forms_match_a_worked_example(gates):
     """For N 4, W 2 and g [.5, 1, 0, .2], the lifetime form gives .96875. The paper's gives .5275 plus the amount that
     the floor under the third gate adds (spec/wgkv §12.3)."""
     gate = jnp.asarray([[[0.5, 1.0, 0.0, 0.2]]])

@@ -29,7 +29,7 @@ def _forward(model, gates, tokens, visible):
     return *found, model.logits(model.norm(x))[0]
 
 
-MOST = 72
+LONGEST = 72
 """Number of tokens of the longest sequence: all are padded to it, and share a program."""
 
 
@@ -37,10 +37,10 @@ def forward(model, gates, tokens, visible):
     """Return the keys and gates' scores [l k t …] of one sequence, and its logits [t v], where query q of a layer and
     kv head sees the keys of `visible` [l k q j]."""
     count = len(tokens)
-    seen = causal(visible.shape[:2], MOST)
+    seen = causal(visible.shape[:2], LONGEST)
     seen[..., :count, :count] = visible
     with use_mesh(model):
-        found = _forward(model, gates, np.pad(tokens, (0, MOST - count)).astype(np.int32), seen)
+        found = _forward(model, gates, np.pad(tokens, (0, LONGEST - count)).astype(np.int32), seen)
         keys, scores, logits = map(np.asarray, found)
         return keys[:, :, :count], scores[..., :count], logits[:count]
 
@@ -51,7 +51,7 @@ def causal(shape, count):
 
 
 def above(scores, ratio):
-    """Return the entries above the int(M r)-th best of all (the pair rule, `SC.threshold`)."""
+    """Return the mask of the scores above the int(M r)-th best of all M scores (the authors' `threshold`)."""
     if ratio >= 1:
         return np.ones(scores.shape, bool)
     best = np.sort(scores.reshape(-1))[::-1]
@@ -59,8 +59,8 @@ def above(scores, ratio):
 
 
 def read(model, gates, tokens, *, ratio, chunk, window, prefix):
-    """Return the kept entries of a prompt [l k t], the keys of all its tokens, and the logits after it
-    (`WR.prefill`)."""
+    """Return the kept entries of a prompt [l k t], the keys of all its tokens, and the logits after it (the authors'
+    `prefill`)."""
     layers, heads, n = *gates.shape[:2], len(tokens) - prefix
     if ratio * n < window:
         window, ratio = int(ratio * n), 0.0
@@ -81,17 +81,17 @@ def read(model, gates, tokens, *, ratio, chunk, window, prefix):
 
 def decode(model, gates, tokens, prompt, *, entries, every, first, last):
     """Return the kept entries of a prompt with an answer [l k t], the keys, and the logits after every token. At every
-    multiple of `every` tokens, the entries above the budget of all layers and heads are dropped (`MC`)."""
+    multiple of `every` tokens, the entries beyond the budget of all layers and heads are dropped."""
     layers, heads = gates.shape[:2]
     visible = causal((layers, heads), len(tokens))
     kept = np.ones((layers, heads, len(tokens)), bool)
     for read in [x for x in range(prompt, len(tokens) + 1) if x == prompt or x % every == 0]:
         scores, held = forward(model, gates, tokens, visible)[1], kept[..., :read]
-        gone = int(held.sum()) - entries * layers * heads
-        if gone > 0:
+        excess = int(held.sum()) - entries * layers * heads
+        if excess > 0:
             scores = scores[..., :read].copy()
             scores[..., :first] = scores[..., read - last :] = 1.0
-            lowest = np.sort(scores[held])[gone]
+            lowest = np.sort(scores[held])[excess]
             held &= scores >= lowest
         visible[:, :, read:] &= kept[:, :, None]
     keys, _, logits = forward(model, gates, tokens, visible)

@@ -47,7 +47,7 @@ def test_gates_survive_a_round_trip(tmp_path, model, form):
     jax.tree.map(np.testing.assert_array_equal, read, gates)
 
 
-def test_gates_are_split_as_they_were_made(tmp_path, model):
+def test_gates_are_split_by_head(tmp_path, model):
     save_gates(tmp_path, gates_for(model), {})
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         read, _ = load_gates(tmp_path, model)
@@ -93,7 +93,7 @@ def test_another_model_is_refused_before_weights_are_read(tmp_path, model):
         {"kv_heads": -1},
     ],
 )
-def test_a_wrong_description_is_one_line(tmp_path, model, wrong):
+def test_an_invalid_description_is_refused_in_one_line(tmp_path, model, wrong):
     save_gates(tmp_path, gates_for(model), {})
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
@@ -133,12 +133,12 @@ def test_the_authors_file_is_read(tmp_path, published):
     for index in (0, 2):
         gate = jax.tree.map(lambda leaf, index=index: jnp.asarray(np.asarray(leaf)[index]), gates)
         found = jax.jit(lambda gate: gate(x))(gate)
-        np.testing.assert_allclose(found, as_published(layers[index], np.asarray(x)), atol=2e-6)
+        np.testing.assert_allclose(found, published_scores(layers[index], np.asarray(x)), atol=2e-6)
     save_gates(tmp_path / "gates", gates, description)
     jax.tree.map(np.testing.assert_array_equal, load_gates(tmp_path / "gates")[0], gates)
 
 
-def as_published(layer, x):
+def published_scores(layer, x):
     """Return a layer's scores as the authors' code computes them (and kvpress's FastKVzipGate), in float64; x [1 t
     d]."""
     w = {name: np.asarray(array, np.float64) for name, array in layer.items()}
@@ -170,15 +170,21 @@ def test_the_authors_gates_of_gemma_3_are_for_its_layers_with_full_attention(pub
     assert stats(cache).entries.shape == (3, 1, 4)
 
 
-@pytest.mark.parametrize(("name", "said"), [("q2_dim16_sink8", "sink8, its arrays are of sink16"), ("q4_dim16", "q4"),
-                                            ("q2_dim8_sink16", "dim8, its arrays are of dim16")])  # fmt: skip
-def test_names_that_say_otherwise_are_refused(published, name, said):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("q2_dim16_sink8", "sink8, its arrays are of sink16"),
+        ("q4_dim16", "q4"),
+        ("q2_dim8_sink16", "dim8, its arrays are of dim16"),
+    ],
+)
+def test_file_names_with_other_sizes_are_refused(published, name, message):
     file = published[0].rename(published[0].with_name(f"{name}.pt"))
-    with pytest.raises(UserError, match=f"its name says {said}"):
+    with pytest.raises(UserError, match=f"its name says {message}"):
         load_gates(file)
 
 
-def test_names_that_say_nothing_are_taken(published):
+def test_file_names_without_sizes_are_accepted(published):
     load_gates(published[0].rename(published[0].with_name("sinking-dim8.pt")))
 
 
@@ -189,7 +195,7 @@ def changed(**arrays):
     return [first, {name: array for name, array in second.items() if array is not None}]
 
 
-OTHERS = {
+INVALID_FILES = {
     "no layers": ([], "a list of layers"),
     "no list": ({"0": layer_arrays(kv_heads=4, group=2, width=32)}, "a list of layers"),
     "no gates": ([{"weight": np.zeros(3, np.float32)}], "expected q_proj.weight, k_base and b"),
@@ -208,21 +214,21 @@ OTHERS = {
         changed(v_proj__weight=np.zeros((64, 32), np.float32)),
         "layer 1 has 'v_proj.weight', which is not",
     ),
-    "what runs": (changed(b=Global("posix", "system")("true")), "asks for posix.system, which is not among"),
+    "code": (changed(b=Global("posix", "system")("true")), "asks for posix.system, which is not among"),
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_other_files_are_refused_in_one_line(tmp_path, what):
-    module, said = OTHERS[what]
+@pytest.mark.parametrize("case", INVALID_FILES)
+def test_invalid_files_are_refused_in_one_line(tmp_path, case):
+    module, message = INVALID_FILES[case]
     write_torch(tmp_path / "x.pt", {"module": module})
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_gates(tmp_path / "x.pt")
     assert str(tmp_path / "x.pt") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_kvpress_computes_the_same(tmp_path):
+def test_scores_match_kvpress(tmp_path):
     """The scores agree for kvpress's gates with random weights, saved by torch and read by us."""
     torch = pytest.importorskip("torch")
     FastKVzipGate = pytest.importorskip("kvpress.presses.fastkvzip_press").FastKVzipGate
@@ -239,7 +245,7 @@ def test_kvpress_computes_the_same(tmp_path):
     for index, twin in enumerate(twins):
         found = jax.tree.map(lambda leaf, index=index: leaf[index], gates)(jnp.asarray(x.numpy()))
         np.testing.assert_allclose(found, twin(x).detach().numpy(), atol=1e-5)
-        np.testing.assert_allclose(found, as_published(states[index], x.numpy()), atol=1e-5)
+        np.testing.assert_allclose(found, published_scores(states[index], x.numpy()), atol=1e-5)
 
 
 def test_sixteen_bit_files_are_read_exactly(tmp_path):

@@ -71,7 +71,7 @@ def brute_force(gates, index, x):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_scores_are_the_formulas(form):
+def test_scores_match_the_formulas(form):
     gates, x = random_gates(form), hidden(2, 3, WIDTH)
     per_head = np.broadcast_to(x[:, None], (2, HEADS, 3, WIDTH))
     for index in (0, 2):
@@ -125,7 +125,7 @@ def test_b_raises_scores_and_the_papers_b_lowers_them():
     np.testing.assert_allclose(papers[2], first, rtol=1e-5)  # here b = softplus(−200), which is 0
 
 
-def test_a_score_is_of_its_token_alone():
+def test_a_score_depends_on_its_token_alone():
     gates, x = of_layer(random_gates(), 0), hidden(1, 8, WIDTH)
     order = np.random.default_rng(0).permutation(8)
     whole = np.asarray(scores_of(gates, x))
@@ -134,19 +134,19 @@ def test_a_score_is_of_its_token_alone():
     np.testing.assert_allclose(chunks, whole, rtol=1e-6)
 
 
-@pytest.mark.parametrize("which", INPUTS)
-def test_inputs_are_the_steps(which):
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_come_from_the_step(name):
     """Keys are each head's own; for the other inputs all heads read the same hidden states."""
     at = step([[0, 1, 2]])
-    x = inputs(at, which)
+    x = inputs(at, name)
     gates = random_gates(width=x.shape[-1])
-    per_head = np.asarray({"hidden": at.hidden, "k": at.k, "k_pre": at.k_pre}[which])
-    if which == "hidden":
+    per_head = np.asarray({"hidden": at.hidden, "k": at.k, "k_pre": at.k_pre}[name])
+    if name == "hidden":
         per_head = np.broadcast_to(per_head[:, None], (1, HEADS, *per_head.shape[1:]))
     np.testing.assert_allclose(scores_of(of_layer(gates, 1), x), brute_force(gates, 1, per_head), atol=2e-6)
 
 
-def test_sixteen_bit_inputs_take_gates_rounded_to_them():
+def test_gates_are_rounded_to_sixteen_bit_inputs():
     """The sums are computed in float32: once both factors are rounded, they are as near to float64 as float32 is."""
     gates, x = random_gates(), hidden(1, 3, WIDTH).astype(jnp.bfloat16)
     rounded = random_gates()
@@ -173,7 +173,7 @@ def entropy_of_all_layers(gates, x, target):
 @pytest.mark.parametrize(
     "form", [pytest.param(x, marks=() if x in ("sink", "mlp") else pytest.mark.thorough) for x in FORMS]
 )
-def test_gradients_on_a_mesh_are_those_of_one_device(form):
+def test_gradients_on_a_mesh_match_one_device(form):
     found = []
     x = jnp.asarray(hidden(LAYERS, 4, 6, WIDTH))
     target = jax.nn.sigmoid(hidden(LAYERS, 4, HEADS, 6, seed=2))
@@ -190,7 +190,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(form):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), *jax.device_get(found))
 
 
-def test_gates_begin_as_torch_has_them():
+def test_gates_are_initialised_as_in_torch():
     with use_mesh():
         gates = jax.jit(lambda: SinkGate(2, 4, 2, 64, rngs=nnx.Rngs(0)))()
     gates = jax.device_get(gates)
@@ -219,9 +219,9 @@ def test_gates_have_the_published_size(shape, published, printed):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [({"form": "gelu"}, "form is one of sink, paper"), ({"sinks": 0}, "sinks must be a whole")],
 )
-def test_a_wrong_gate_is_one_line(wrong, said):
-    with use_mesh(), pytest.raises(UserError, match=said):
+def test_invalid_gates_are_refused(wrong, message):
+    with use_mesh(), pytest.raises(UserError, match=message):
         SinkGate(1, 2, 2, 8, **wrong, rngs=nnx.Rngs(0))

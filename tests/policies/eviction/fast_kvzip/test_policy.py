@@ -48,16 +48,16 @@ def read(model, policy, rows, chunk=CHUNK):
         return cache, np.asarray(logits)
 
 
-def holds(cache, row, kept, keys):
+def assert_holds(cache, row, kept, keys):
     """Check that a sequence's heads hold exactly the kept ones of these keys."""
     for layer, head in np.ndindex(kept.shape[:2]):
-        wanted = keys[layer, head][kept[layer, head]]
-        np.testing.assert_allclose(entries(cache, layer, row, head), wanted, atol=1e-4)
+        expected = keys[layer, head][kept[layer, head]]
+        np.testing.assert_allclose(entries(cache, layer, row, head), expected, atol=1e-4)
 
 
 OPENING = (*ROWS[0][:7].tolist(), 60)
-"""An opening of which the first prompt has the first 7 tokens, and the others none."""
-READ = [
+"""An opening. The first prompt begins with its first 7 tokens, and the others with none of them."""
+PROMPT_ARGUMENTS = [
     {"ratio": 0.5, "chunk": 10, "window": 4, "prefix": 0},
     {"ratio": 0.3, "chunk": 10, "window": 6, "prefix": 3},
     {"ratio": 0.1, "chunk": 10, "window": 8, "prefix": 3},  # the window alone exceeds this budget
@@ -66,18 +66,18 @@ READ = [
 ]
 
 
-@pytest.mark.parametrize("told", READ)
-def test_a_prompt_keeps_what_the_authors_keep(model, gates, told):
+@pytest.mark.parametrize("arguments", PROMPT_ARGUMENTS)
+def test_a_prompt_keeps_the_authors_entries(model, gates, arguments):
     """The kept sets and the logits, for a batch of prompts, are those of a dense computation under the same masks."""
-    policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=model, gates=gates)
+    policy = make_policy({"fast_kvzip": {"short": 0, **arguments}}, model=model, gates=gates)
     cache, logits = read(model, policy, ROWS)
-    first = {name: told[name] for name in told if name != "opening"}
+    first = {name: arguments[name] for name in arguments if name != "opening"}
     for row, tokens in enumerate(ROWS):
-        kept, keys, wanted = masked.read(model, gates, tokens, **{"prefix": 4 if row else 7} | first)
+        kept, keys, expected = masked.read(model, gates, tokens, **{"prefix": 4 if row else 7} | first)
         assert kept.sum() < kept.size
         pages_are_whole(cache)
-        holds(cache, row, kept, keys)
-        np.testing.assert_allclose(logits[row], wanted, atol=1e-4)
+        assert_holds(cache, row, kept, keys)
+        np.testing.assert_allclose(logits[row], expected, atol=1e-4)
 
 
 TEXT = "The first city is Paris. " * 3
@@ -85,9 +85,9 @@ INSTRUCTION = "Read this.\n"
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer], ids=["bytes", "with a system prompt"])
-def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_path, make):
-    """The prefix may have any length, and includes the instruction that gates were trained behind where a prompt has
-    it. Of the user's text it contains at most the first 4 tokens."""
+def test_the_chat_templates_opening_is_the_prefix(gates, tmp_path, make):
+    """The prefix may have any length. It includes the instruction that gates were trained with, if the prompt has it,
+    and at most the first 4 tokens of the user's text."""
     tokenizer = make()
     plain, asked = (np.array(encode(tokenizer, x, "beginning")) for x in (TEXT, INSTRUCTION + TEXT))
     beginning = encode(tokenizer, "", "beginning")
@@ -99,8 +99,8 @@ def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_
         return [method.needs.prefix_of(row) for row in (plain, asked, bare)]
 
     save_gates(tmp_path, gates, {"opening": trained})
-    for told in ({}, {"tokenizer": tokenizer}):
-        assert prefixes(FastKVzip(tmp_path, **told)) == [len(beginning), len(trained), 4]
+    for arguments in ({}, {"tokenizer": tokenizer}):
+        assert prefixes(FastKVzip(tmp_path, **arguments)) == [len(beginning), len(trained), 4]
     assert prefixes(FastKVzip(gates, tokenizer=tokenizer)) == [len(beginning), len(beginning), 4]
     assert prefixes(FastKVzip(gates)) == [4, 4, 4]
     assert prefixes(FastKVzip(tmp_path, prefix=2, tokenizer=tokenizer)) == [2, 2, 2]
@@ -111,21 +111,23 @@ def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_
 
 @pytest.mark.mesh
 @pytest.mark.thorough
-def test_a_mesh_keeps_the_same(gates):
-    told = READ[1]
+def test_a_mesh_keeps_the_same_entries(gates):
+    arguments = PROMPT_ARGUMENTS[1]
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
-        policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=split, gates=tiny_sink_gates(split))
+        policy = make_policy(
+            {"fast_kvzip": {"short": 0, **arguments}}, model=split, gates=tiny_sink_gates(split)
+        )
         cache, _ = read(split, policy, ROWS)
         found = np.asarray(cache.layers.length)
     model = tiny_model()
     for row, tokens in enumerate(ROWS):
-        kept, _, _ = masked.read(model, gates, tokens, **told)
+        kept, _, _ = masked.read(model, gates, tokens, **arguments)
         np.testing.assert_array_equal(found[:, row], kept.sum(-1))
 
 
-def test_a_budget_that_its_window_exceeds_leaves_the_newest_tokens(model, gates):
-    """With r·n = 4.1 < 8, exactly the last int(r·n) tokens are kept."""
+def test_a_budget_below_the_window_keeps_the_newest_tokens(model, gates):
+    """With r · n = 4.1 < 8, exactly the last int(r · n) tokens are kept."""
     policy = make_policy("fast_kvzip:ratio=0.1,chunk=10,window=8,short=0,prefix=0", model=model, gates=gates)
     cache, _ = read(model, policy, ROWS)
     np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 0], 4)
@@ -137,14 +139,14 @@ def test_a_budget_that_its_window_exceeds_leaves_the_newest_tokens(model, gates)
 def test_a_ratio_of_one_is_the_full_cache(model, gates):
     policy = make_policy("fast_kvzip:ratio=1.0,chunk=10,window=4,short=0", model=model, gates=gates)
     cache, logits = read(model, policy, ROWS)
-    whole, wanted = read(model, make_policy("full", model=model), ROWS, chunk=10)
+    whole, expected = read(model, make_policy("full", model=model), ROWS, chunk=10)
     np.testing.assert_array_equal(np.asarray(cache.layers.length), np.asarray(whole.layers.length))
-    np.testing.assert_array_equal(logits, wanted)
+    np.testing.assert_array_equal(logits, expected)
 
 
 @pytest.mark.thorough
-def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
-    """Under other triggers no cache reserves memory for them, and a token that is read alone has its score at once."""
+def test_hidden_states_wait_only_if_answers_are_compacted(model, gates):
+    """Under other triggers no cache reserves memory for hidden states, and a single token has its score at once."""
     policies = [
         make_policy(f"fast_kvzip:entries=200,when={when},{name}", model=model, gates=gates)
         for name in ("adakv", "critical_kv")
@@ -174,22 +176,22 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
 @pytest.mark.thorough
 def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates):
     """Nothing is compacted after the first prompt was read, so no later token needs a score."""
-    told, new = READ[4], 6
-    policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=model, gates=gates)
+    arguments, new = PROMPT_ARGUMENTS[4], 6
+    policy = make_policy({"fast_kvzip": {"short": 0, **arguments}}, model=model, gates=gates)
     held = inference.prefill(model, ROWS[:1], policy=policy, page_size=PAGE)
-    tokens, said = ROWS[0], {}
+    tokens, answers = ROWS[0], {}
     for question in ([3, 1, 4], [1, 5]):
         sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
         blocks = list(inference.stream(model, [question], sampling, policy=policy, cache=held))
         answer, held = np.concatenate([block.tokens[0] for block in blocks]), blocks[-1].cache
         tokens = np.concatenate([tokens, question, answer[:-1]])
-        said[len(tokens)] = answer
-    kept = masked.read(model, gates, ROWS[0], **told)[0]
+        answers[len(tokens)] = answer
+    kept = masked.read(model, gates, ROWS[0], **arguments)[0]
     stays = np.pad(kept, ((0, 0), (0, 0), (0, len(tokens) - len(ROWS[0]))), constant_values=True)
     visible = masked.causal(stays.shape[:2], len(tokens))
     visible[:, :, len(ROWS[0]) :] &= stays[:, :, None]
     logits = masked.forward(model, gates, tokens, visible)[2]
-    for end, answer in said.items():
+    for end, answer in answers.items():
         np.testing.assert_array_equal(logits[end - new : end].argmax(-1), answer)
     np.testing.assert_array_equal(held.layers.length[:, 0], stays.sum(-1))
 
@@ -200,11 +202,11 @@ LONG = {"sampling": SamplingParams(max_new_tokens=30, ignore_eos=True), "page_si
 @pytest.mark.parametrize(
     ("buffer", "last"), [*(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, 6), (8, 8))), (11, 12)]
 )
-def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
+def test_an_answer_keeps_the_authors_entries(model, gates, buffer, last):
     """Sequences of a batch reach multiples of 8 tokens at different times; scores come late or at once."""
-    told = {"entries": 14, "every": 8, "protected": {"first": 2, "last": last}}
+    arguments = {"entries": 14, "every": 8, "protected": {"first": 2, "last": last}}
     policy = make_policy(
-        {"fast_kvzip": {"when": "position", "buffer": buffer, **told}}, model=model, gates=gates
+        {"fast_kvzip": {"when": "position", "buffer": buffer, **arguments}}, model=model, gates=gates
     )
     rows, answers = ROWS[:2], [[], []]
     for block in inference.stream(model, rows, policy=policy, **LONG, block=4):
@@ -220,21 +222,21 @@ def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
         )
         np.testing.assert_array_equal(logits[len(prompt) - 1 :].argmax(-1), answer)
         np.testing.assert_array_equal(held.layers.length[:, row], kept.sum(-1))
-        holds(cache, row, kept, keys)
-        assert kept[..., :2].all(), "the first stay"
+        assert_holds(cache, row, kept, keys)
+        assert kept[..., :2].all(), "the first entries stay"
     assert caches.stats(cache, 2).kv_ratio < 0.4
 
 
 @pytest.mark.mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize("inputs", ["hidden", "k"])
-def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
-    told = {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "when": "position"}
-    told |= {"inputs": inputs}
+def test_late_scores_on_a_mesh_match_immediate_scores_on_one_device(inputs):
+    arguments = {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "when": "position"}
+    arguments |= {"inputs": inputs}
 
     def answered(buffer):
         model = tiny_model()
-        own = told | {"gates": tiny_sink_gates(model, inputs=inputs), "buffer": buffer}
+        own = arguments | {"gates": tiny_sink_gates(model, inputs=inputs), "buffer": buffer}
         found = inference.generate(
             model, ROWS[:2], policy=make_policy({"fast_kvzip": own}, model=model), **LONG, block=30
         )
@@ -246,10 +248,10 @@ def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
 
 
 @pytest.mark.thorough
-def test_the_decoding_loop_waits_for_no_host(model, gates):
+def test_compactions_within_a_block_do_not_depend_on_its_size(model, gates):
     """A block that passes a multiple of 8 compacts within its own program, at exactly that token."""
-    told = {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "buffer": 8}
-    policy = make_policy({"fast_kvzip": {"when": "position", **told}}, model=model, gates=gates)
+    arguments = {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "buffer": 8}
+    policy = make_policy({"fast_kvzip": {"when": "position", **arguments}}, model=model, gates=gates)
     sizes = []
     for block in (4, 30):
         found = inference.generate(model, ROWS[:2], policy=policy, **LONG, block=block)
@@ -271,7 +273,7 @@ SCHEDULES = {
         "fast_kvzip",
         {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "buffer": 8},
     ),
-    "chunk": ("fast_kvzip", READ[0] | {"short": 0}),
+    "chunk": ("fast_kvzip", PROMPT_ARGUMENTS[0] | {"short": 0}),
     "overflow": ("snapkv", {"entries": 24, "observed": 6}),
 }
 
@@ -280,12 +282,12 @@ SCHEDULES = {
 @pytest.mark.parametrize(
     "when", [pytest.param(x, marks=() if x == "position" else pytest.mark.thorough) for x in SCHEDULES]
 )
-def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
+def test_no_page_is_lost_or_shared_in_random_conversations(model, gates, when):
     """Prompts, questions and answers have random lengths, and answers are broken off after any block. Every page is
     free or belongs to one head, and heads hold as many entries as their rule says."""
-    name, told = SCHEDULES[when]
+    name, arguments = SCHEDULES[when]
     own = {"gates": gates} if name == "fast_kvzip" else {}
-    policy = make_policy({name: {"when": when} | told | own}, model=model)
+    policy = make_policy({name: {"when": when} | arguments | own}, model=model)
     random = np.random.default_rng(0)
     for _ in range(3):
         cache, seen, total = None, np.zeros(2, int), np.zeros(2)
@@ -301,10 +303,10 @@ def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
                 np.testing.assert_array_equal(now.seen, seen + read + decoded)
                 held = np.asarray(now.layers.length).mean((0, 2))
                 if when == "position":
-                    wanted = [position_total(*row, decoded) for row in zip(total, seen, read, strict=True)]
+                    expected = [position_total(*row, decoded) for row in zip(total, seen, read, strict=True)]
                     # repeated tokens tie in the first layer, and all those at the threshold stay
-                    assert (held - wanted > -1e-6).all()
-                    assert (held - wanted < 6 / 12).all()
+                    assert (held - expected > -1e-6).all()
+                    assert (held - expected < 6 / 12).all()
                 elif when == "overflow":
                     assert held.max() <= 24
                 elif cache is not None:
@@ -326,22 +328,22 @@ REFUSED = [
         "must stay: last must be at least 128, got 64",
     ),
     ({"entries": 999, "when": "position", "every": 200}, "after every 128 or fewer"),
-    ({"entries": 999, "when": "overflow"}, "takes a share of every head's own entries"),
+    ({"entries": 999, "when": "overflow"}, "drops a share of every head's own entries"),
     (
         {"ratio": 0.5, "protected": {"first": 0}},
-        "fast_kvzip:protected takes first where it compacts while decoding, got when='chunk': of a prompt prefix",
+        "fast_kvzip:protected takes first only while decoding, got when='chunk': for prompts the argument is prefix",
     ),
     (
         {"ratio": 0.5, "protected": {"last": 9}, "when": "prompt"},
-        "takes last where .* got when='prompt': of a prompt window says",
+        "takes last only .* got when='prompt': for prompts the argument is window",
     ),
     (
         {"entries": 999, "when": "position", "prefix": 9},
-        "takes prefix where it compacts prompts, .*decoding first says",
+        "takes prefix only .* while decoding the argument is protected.first",
     ),
     (
         {"entries": 999, "when": "every", "every": 9, "window": 9},
-        "takes window where .*'every': while decoding last",
+        "takes window only .*'every': while decoding the argument is protected.last",
     ),
     ({"ratio": 0.5, "observers": [1, 2]}, "observers=.* is for methods that look back"),
     ({"ratio": 0.5, "pyramid": 3}, "has no argument 'pyramid'"),
@@ -352,18 +354,18 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("told", "said"), REFUSED)
-def test_what_cannot_be_is_one_line(model, gates, told, said):
-    with pytest.raises(UserError, match=said) as caught:
-        make_policy({"fast_kvzip": {"gates": gates} | told}, model=model)
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_invalid_arguments_give_one_line_errors(model, gates, arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_policy({"fast_kvzip": {"gates": gates} | arguments}, model=model)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.thorough
-def test_a_pool_that_runs_out_between_two_looks_of_the_host_is_named(model, gates):
+def test_a_pool_that_runs_out_within_a_block_raises_capacity_error(model, gates):
     """A compaction in the decoding loop must not hide the error."""
-    told = {"entries": 40, "buffer": 16, "every": 16, "protected": {"last": 16, "first": 4}}
-    policy = make_policy({"fast_kvzip": {"when": "position", **told}}, model=model, gates=gates)
+    arguments = {"entries": 40, "buffer": 16, "every": 16, "protected": {"last": 16, "first": 4}}
+    policy = make_policy({"fast_kvzip": {"when": "position", **arguments}}, model=model, gates=gates)
     with pytest.raises(CapacityError):
         inference.generate(
             model,
@@ -375,25 +377,25 @@ def test_a_pool_that_runs_out_between_two_looks_of_the_host_is_named(model, gate
         )
 
 
-def test_what_is_pinned_stays_where_it_fills_all_places(model, gates):
-    told = {"ratio": 0.5, "chunk": 64, "window": 4, "short": 0, "prefix": 0}
-    told |= {"adakv": {"over": "model", "pinned": 1.0}}
-    policy = make_policy({"fast_kvzip": told}, model=model, gates=gates)
+def test_pinned_entries_may_fill_all_places(model, gates):
+    arguments = {"ratio": 0.5, "chunk": 64, "window": 4, "short": 0, "prefix": 0}
+    arguments |= {"adakv": {"over": "model", "pinned": 1.0}}
+    policy = make_policy({"fast_kvzip": arguments}, model=model, gates=gates)
     cache, _ = read(model, policy, ROWS)
     assert np.asarray(cache.layers.length)[:, 0].mean() == pytest.approx(20.5, abs=1.5)
 
 
-def test_a_budget_below_what_always_stays_is_refused_before_anything_runs(model, gates):
+def test_a_budget_below_the_protected_entries_is_refused_before_prefill(model, gates):
     policy = make_policy("fast_kvzip:entries=100,when=position", model=model, gates=gates)
     with pytest.raises(UserError, match="the budget of 100 entries per kv head is below the 132 that always"):
         inference.generate(model, ROWS[:1], policy=policy)
 
 
-def test_pyramids_are_of_whole_prompts(model, gates):
-    with pytest.raises(UserError, match="a pyramid of budgets is of whole prompts"):
+def test_a_pyramid_is_refused(model, gates):
+    with pytest.raises(UserError, match="a pyramid divides budgets of whole prompts"):
         make_policy("fast_kvzip:ratio=0.5,pyramidkv", gates=gates)
 
 
-def test_an_admission_does_not_go_with_ranges_of_a_prompt(model, gates):
-    with pytest.raises(UserError, match="fast_kvzip shares out a budget of ranges of a prompt"):
+def test_an_admission_is_refused(model, gates):
+    with pytest.raises(UserError, match="fast_kvzip divides a budget among ranges of a prompt"):
         make_policy("streaming_llm+fast_kvzip:ratio=0.5", model=model, gates=gates)

@@ -1,4 +1,4 @@
-"""Drawing the keys and values that are hidden. They are distinct, and the text that hides them has none of them."""
+"""Random keys and values to hide. They are distinct, and do not occur in the text that hides them."""
 
 import uuid
 from collections.abc import Callable
@@ -13,29 +13,29 @@ WORD_PAIRS = len(ADJECTIVES) * len(NOUNS)
 
 
 def distinct(rng: np.random.Generator, make: Make, count: int, avoid: str = "") -> list[str]:
-    """Return `count` different strings from `make`, none of which occurs in `avoid`, whatever its case."""
-    avoid, found = avoid.lower(), {}
-    while len(found) < count:
+    """Return `count` distinct strings from `make` that do not occur in `avoid`, ignoring case."""
+    avoid, strings = avoid.lower(), {}
+    while len(strings) < count:
         string = make(rng)
         if string.lower() not in avoid:
-            found[string] = None
-    return list(found)
+            strings[string] = None
+    return list(strings)
 
 
 def word_pairs(rng: np.random.Generator, count: int) -> list[str]:
-    """Return `count` different pairs (at most `WORD_PAIRS`) such as `quiet-lantern`."""
-    drawn = rng.choice(WORD_PAIRS, size=count, replace=False)
-    return [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in drawn]
+    """Return `count` distinct pairs (at most `WORD_PAIRS`) such as `quiet-lantern`."""
+    indices = rng.choice(WORD_PAIRS, size=count, replace=False)
+    return [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in indices]
 
 
 def single_words(rng: np.random.Generator, count: int) -> list[str]:
-    """Return `count` different words: English ones, and invented ones only if those are too few."""
+    """Return `count` distinct words: English words, and invented words only if those are too few."""
     english = [*ADJECTIVES, *NOUNS]
     if count <= len(english):
         return [english[i] for i in rng.permutation(len(english))[:count]]
     invented = invented_words()
-    drawn = rng.permutation(len(invented))[: count - len(english)]
-    words = [*english, *(invented[i] for i in drawn)]
+    indices = rng.permutation(len(invented))[: count - len(english)]
+    words = [*english, *(invented[i] for i in indices)]
     return [words[i] for i in rng.permutation(count)]
 
 
