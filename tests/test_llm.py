@@ -168,7 +168,7 @@ def test_invalid_calls_raise_one_line(llm, model, tmp_path, monkeypatch):
         (lambda: llm.generate([]), "no prompt was given"),
         (lambda: llm.generate([[], [65]]), "prompt 0 is empty"),
         (lambda: llm.generate({"input_ids": [1]}), "prompts must be a text, token ids, a chat or a list"),
-        (lambda: llm.generate([TEXT] * 3, context=llm.prefill([TEXT] * 2)), "as many questions"),
+        (lambda: llm.generate([TEXT] * 3, context=llm.prefill([TEXT] * 2)), "the same number of questions"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             call()

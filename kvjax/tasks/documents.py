@@ -91,8 +91,8 @@ class DocumentText:
         opening = len(encode(Example("", ())).context)
         if length - opening < 2 * PARTS:
             raise UserError(f"text: {length} tokens are too few, at least {opening + 2 * PARTS} are needed")
-        description = self.documents.describe(split, f"passages of {length} tokens")
         candidates = passages(self.documents.for_split(split), length - opening)
+        description = self.documents.describe(split, f"passages of {length} tokens")
         texts = sample_items(candidates, split.seed, count, description)
         # a passage may be a few tokens longer than the sum of its paragraphs
         tokens = (encode(Example(text, ())).context[:length] for text in texts)

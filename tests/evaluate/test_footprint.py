@@ -189,7 +189,9 @@ def test_a_log_needs_the_whole_context_of_one_batch():
         inference.generate(model, [[3, 4]], SamplingParams(max_new_tokens=1), cache=cache)
         with pytest.raises(UserError, match="this footprint log begins after 8 tokens: log the context too"):
             occupancy(log, 0)
-        with pytest.raises(UserError, match="a footprint log is of one batch of sequences: open another one"):
+        with pytest.raises(
+            UserError, match="a footprint log is for one batch of sequences: open another one"
+        ):
             inference.prefill(model, [np.arange(8)])
     inference.prefill(model, [np.arange(8)])
     assert len(log) == 1

@@ -32,7 +32,7 @@ def compiles(monkeypatch):
     [
         (["fit"], "plan: expected train, serve, got fit"),
         ([*TRAIN, "--mesh", "4"], "--mesh 4 has 4 devices, --topology v5e:2x4 has 8"),
-        ([*TRAIN, "--model", "nobody"], "--model nobody: no such folder here"),
+        ([*TRAIN, "--model", "nobody"], "--model nobody: no such folder and no known shape"),
         ([*TRAIN, "--lenghts", "64"], "unknown option --lenghts; the nearest known: --lengths"),
         (
             [*TRAIN, "--mesh", "tensor=12", "--model", "llama-3.1-8b"],

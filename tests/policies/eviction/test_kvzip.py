@@ -209,7 +209,7 @@ def test_passes_past_the_models_length_give_one_warning(prompts, whole, monkeypa
     monkeypatch.setattr(reconstruction, "one_pass", lambda *args, **_: passed.append(1) or (args[3], None))
     fitting, short = (tiny_model(qk_norm=False, max_position=longest) for longest in (89, 88))
     reconstruct(fitting, policy_for(fitting, 1.0).compile(fitting), whole, prompts)
-    message = "^60 tokens and up to 29 that are read behind them to look at them are more than the 88 "
+    message = "^60 tokens and up to 29 of a reconstruction pass are more than the 88 "
     with pytest.warns(UserWarning, match=message):
         reconstruct(short, policy_for(short, 1.0).compile(short), whole, prompts)
     reconstruct(short, policy_for(short, 1.0).compile(short), whole, prompts)
@@ -350,7 +350,7 @@ def test_an_invalid_tokenizer_is_refused(model):
 
 
 def test_observers_and_chunk_triggers_are_refused(model, prompts):
-    with pytest.raises(UserError, match="observers are for an eviction that looks at tokens as they come"):
+    with pytest.raises(UserError, match="observers are for an eviction that observes tokens during prefill"):
         prefill(model, prompts, policy=policy_for(model, 0.5), observers=[[1], [2]])
     with pytest.raises(UserError, match="when must be 'prompt', got 'chunk'"):
         Policy(eviction=KVzip(**PARTS), schedule=Schedule(Ratio(0.5), Trigger("chunk", chunk=16)))

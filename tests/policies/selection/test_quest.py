@@ -264,6 +264,6 @@ def test_a_cache_without_bounds_is_refused_in_one_line(model, evicted):
     with pytest.raises(UserError) as error:
         inference.generate(model, [[1], [2]], cache=cache, policy=policy)
     assert str(error.value) == (
-        "policy quest selects pages by bounds of their keys, which this cache has none of: make it with a policy "
-        "that selects, too"
+        "policy quest selects pages by bounds of their keys, and this cache has no bounds: make it with a policy "
+        "that selects pages"
     )

@@ -212,9 +212,9 @@ INVALID_FILES = {
     ),
     "more": (
         changed(v_proj__weight=np.zeros((64, 32), np.float32)),
-        "layer 1 has 'v_proj.weight', which is not",
+        "layer 1 has 'v_proj.weight', which such gates do not have",
     ),
-    "code": (changed(b=Global("posix", "system")("true")), "asks for posix.system, which is not among"),
+    "code": (changed(b=Global("posix", "system")("true")), "asks for posix.system, which gates do not need"),
 }
 
 
