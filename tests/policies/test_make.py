@@ -241,7 +241,7 @@ def test_a_class_of_another_package_is_named_by_module_and_name():
 BUDGETS = "ratio, entries, size, threshold"
 OF_SNAPKV = (
     f"it has observed, pool, pooling, group, {BUDGETS}, when, chunk, every, drop, observers, guidance, positions, "
-    "adakv, pyramidkv, critical_kv, protected"
+    "adakv, pyramidkv, critical_kv, protected, refit"
 )
 
 

@@ -14,7 +14,7 @@ from kvjax.inference.forward import forward
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import KVzip, make_policy
 from kvjax.policies.eviction.refit import LARGEST, RIDGE, Target, bias, fit, ridge, target
-from tests.inference.dense import logits_over_what_is_stored
+from tests.inference.dense import logits_over_stored_entries
 from tests.policies.captured import LENGTHS, PAGE, captured_layers
 from tests.policies.published import softmax
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -198,7 +198,7 @@ def test_a_token_reads_biases_and_new_values(model, prompts):
     policy = policy_of(model)
     cache = prefill(model, prompts, policy=policy, page_size=PAGE, max_new_tokens=4)
     assert max(np.abs(biases).max() for *_, biases in heads(cache)) > 0.5
-    dense = logits_over_what_is_stored(model, cache, np.array([5, 5], np.int32))
+    dense = logits_over_stored_entries(model, cache, np.array([5, 5], np.int32))
     np.testing.assert_allclose(logits_after(model, policy, cache), dense, atol=1e-4)
 
 

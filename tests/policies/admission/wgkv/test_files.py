@@ -136,9 +136,9 @@ INVALID_FILES = {
     "a model": ({"model.embed_tokens.weight": np.zeros(3, np.float32)}, "which have no 'model.embed_tokens.weight'"),
     "no array": ({PREFIX + "conv2.bias": None}, r"layer 1: conv2.bias should have shape \(4,\), found nothing"),
     "another": ({PREFIX + "conv1.bias": np.zeros(4, np.float32)}, r"conv1.bias should have shape \(48,\), found"),
-    "more": ({PREFIX + "conv3.bias": np.zeros(4, np.float32)}, "layer 1 has 'conv3.bias', which such gates do not have"),
+    "more": ({PREFIX + "conv3.bias": np.zeros(4, np.float32)}, "layer 1 has 'conv3.bias', which such gates"),
     "a layer of nothing": ({PREFIX.replace("1", "4") + "conv2.bias": np.zeros(4, np.float32)}, "layer 3: pre_key_norm"),
-    "code": ({PREFIX + "conv2.bias": Global("posix", "system")("true")}, "asks for posix.system, which gates do not need"),
+    "code": ({PREFIX + "conv2.bias": Global("posix", "system")("true")}, "asks for posix.system, which gates do"),
 }  # fmt: skip
 
 
