@@ -3,6 +3,7 @@
 import functools
 
 import numpy as np
+import pytest
 
 from kvjax.engine import Engine
 from kvjax.policies import Policy, make_policy
@@ -22,6 +23,11 @@ POLICIES = [
     Policy(Delayed(np.float32(1), np.int32(12), delay=3, biased=True), window=8),
 ]
 NAMES = [getattr(policy, "name", policy) for policy in POLICIES]
+SOME_POLICIES = [
+    pytest.param(policy, id=name, marks=[] if place in (0, 2, 6) else pytest.mark.thorough)
+    for place, (policy, name) in enumerate(zip(POLICIES, NAMES, strict=True))
+]
+"""Parameters for tests of which three policies are enough in every run."""
 
 
 @functools.cache

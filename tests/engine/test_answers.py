@@ -62,6 +62,7 @@ def test_engine_answers_as_generate_does(policy):
         assert tokens == want.tokens[0].tolist()
 
 
+@pytest.mark.slow
 def test_sampling_parameters_give_the_answers_of_generate():
     served, tokenizer = engine(), byte_tokenizer()
     plain = {"max_new_tokens": 12, "ignore_eos": True}
@@ -96,6 +97,7 @@ def test_n_answers_to_a_prompt_differ():
     assert len({tuple(tokens) for tokens in answers}) == 3
 
 
+@pytest.mark.slow
 def test_other_answers_continue_between_reconstruction_passes(monkeypatch):
     """A turn makes one reconstruction pass, however long the prompt is."""
     passes, one_pass = [], reconstruction.one_pass

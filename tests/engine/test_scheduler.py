@@ -96,6 +96,7 @@ def test_a_pool_for_the_longest_answers_of_all_slots_runs_all_slots():
     run(served)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [26, 27, 31])
 @pytest.mark.usefixtures("too_few_pages_expected")
 def test_a_paused_answer_that_no_longer_fits_ends(capacity, monkeypatch):

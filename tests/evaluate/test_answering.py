@@ -68,6 +68,7 @@ def test_answers_equal_those_of_plain_attention(model, contexts):
     assert pace.per_second > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "slides"),
     [

@@ -26,6 +26,8 @@ from tests.policies.admission.wgkv.published import published_arrays
 from tests.policies.eviction.fast_kvzip.published import write_published
 from tests.tiny_models import tiny_gates, tiny_model
 
+pytestmark = pytest.mark.slow
+
 SMALL = [*whole_run.SMALL, "--budgets", "0.3", "0.8", "--tasks", "needle"]
 EXPORTED = {"large": (0.02, 0.3), "small": (0.16, 0.9)}
 """λ and τ of two sets of gates."""

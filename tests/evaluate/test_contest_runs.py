@@ -14,6 +14,8 @@ from kvjax.evaluate.recovery import Recovery, recovery
 from kvjax.evaluate.results import read_results
 from tests.evaluate.whole_run import lines, without_speeds
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 140
 """Length of a prompt of 75 tokens and an answer of 65, which is one token and one block."""
 POLICIES = ["full", "streaming_llm", "r_kv:when=position,every=16,observed=4"]

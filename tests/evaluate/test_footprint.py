@@ -121,6 +121,7 @@ def check_plan(policy, planned):
         assert measure(found) == pytest.approx(measure(planned))
 
 
+@pytest.mark.slow
 def test_a_real_cache_with_two_kinds_of_heads_equals_the_plan():
     heads = np.tile([0.0, 1.0, 1.0, 0.0], (3, 1))
     planned = mean_head([(0.5, streaming_head(8, 2, 4, sink=1, window=2)), (0.5, evicting_head(8, 2, 4))])

@@ -97,6 +97,7 @@ def test_the_report_explains_kvzips_footprint(arguments, evaluated, tmp_path):
         assert (explanation in (folder / "report.md").read_text()) == expected
 
 
+@pytest.mark.slow
 def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path, monkeypatch):
     """The full cache comes first, then the policies of each budget together, with means of their scores and sizes."""
     drawn = {}

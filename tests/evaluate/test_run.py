@@ -18,6 +18,7 @@ from tests.evaluate.inputs import TEST_MODEL
 from tests.evaluate.whole_run import SMALL, TASKS, lines, without_speeds
 
 
+@pytest.mark.slow
 def test_every_result_is_a_line(evaluated):
     results = lines(evaluated[0])
     wanted = [

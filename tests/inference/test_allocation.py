@@ -197,6 +197,7 @@ def test_a_pool_shrinks_if_less_is_admitted_than_expected(prompts, monkeypatch):
     np.testing.assert_array_equal(alone.tokens, fixed.tokens)
 
 
+@pytest.mark.slow
 def test_pools_grow_up_to_the_stated_capacity(model, prompts, exact):
     """The pool begins with the smaller of the stated capacity and a full page table of the prompt. Beyond the capacity
     the error names one that is enough."""

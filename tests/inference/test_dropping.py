@@ -22,6 +22,8 @@ from tests.inference.dense import dense_logits, logits_over_stored_entries
 from tests.policies.captured import pages_are_whole
 from tests.tiny_models import sliding_model, tiny_gates, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PAGE, READ, WINDOW = 4, 24, 6
 SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
 

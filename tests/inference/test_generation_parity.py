@@ -26,6 +26,7 @@ def twin_tokens(folder, prompt, count):
     return line[0, len(prompt) :].numpy()
 
 
+@pytest.mark.slow
 def test_a_random_model_answers_like_its_twin(tmp_path):
     save_model(tiny_model(), tmp_path / "model")
     model = load_model(tmp_path / "model")

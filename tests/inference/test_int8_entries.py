@@ -24,6 +24,8 @@ from tests.policies.captured import PAGE, pages_are_whole
 from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import policies_for, tiny_model
 
+pytestmark = pytest.mark.slow
+
 CALLS = [8] * 4 + [1] * 8
 NEAR = 0.1
 """Tolerance of logits, which are about 2 in the tiny model."""

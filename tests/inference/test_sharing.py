@@ -171,6 +171,7 @@ def test_share_needs_a_cache_and_several_questions_need_share(model):
     assert caches.stats(prefill(model, CONTEXTS[:1])).pages > 0
 
 
+@pytest.mark.slow
 def test_forks_that_compact_get_enough_pages(model):
     policy = make_policy("r_kv:entries=24,when=every,every=8", model=model)
     questions = [RANDOM.integers(0, 61, 3) for _ in range(12)]

@@ -24,6 +24,8 @@ from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.dense import dense_logits
 from tests.tiny_models import policies_for, sliding_model, tiny_model
 
+pytestmark = pytest.mark.slow
+
 GREEDY = kvjax.SamplingParams(max_new_tokens=12, ignore_eos=True)
 PROMPTS = [np.random.default_rng(1).integers(0, 61, size) for size in (50, 23)]
 QUESTIONS = [np.random.default_rng(2).integers(0, 61, size) for size in (9, 4)]

@@ -22,6 +22,8 @@ from tests.models.cases import CASES, PHI3, QWEN3, VOCABULARY, weights, write_fo
 from tests.models.files import WIDE, assert_equal
 from tests.models.refusals import error
 
+pytestmark = pytest.mark.slow
+
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 WHOLE_BLOCKS = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
 IN_BLOCKS = {

@@ -13,6 +13,8 @@ from pallas_kernels.paged_decode import Append, paged_decode, paged_decode_appen
 from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.paged import OTHERS, SHAPES, biased, cache, compiled
 
+pytestmark = pytest.mark.slow
+
 GARBAGE = 77, -1
 """The number and the scales (NaN) where nothing is stored."""
 CASES = {  # lengths of the rings and of the retained entries

@@ -91,6 +91,7 @@ def test_mismatched_arguments_are_refused(change, message):
         stack_product(arguments.pop("x"), arguments.pop("stack"), arguments.pop("layer"), **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [

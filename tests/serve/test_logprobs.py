@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 
 from kvjax.inference import logits
 from kvjax.serve.token_texts import TokenTexts
@@ -10,6 +11,7 @@ from tests.serve.running import NAME, chat, model
 from tests.tasks.model_tokenizers import byte_tokenizer, spaced_tokenizer
 
 
+@pytest.mark.slow
 def test_echo_returns_the_log_probabilities_of_the_prompt(served):
     tokens = byte_tokenizer()("Who is Emma?")["input_ids"]
     (choice,) = (
