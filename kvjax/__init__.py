@@ -17,7 +17,7 @@ Face hub; chat_template, chat_worker: rendering of chat templates; plugins: meth
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "LLM": "kvjax.llm",
