@@ -61,7 +61,7 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
     for index, problem in enumerate(problems):
         for draw in range(3):
             (tokens_of_answer,) = full.outputs[3 * index + draw]
-            sampling = DRAWING.sampling(index, draw, LENGTH - 14)
+            sampling = DRAWING.params(index, draw, LENGTH - 14)
             alone = generate(model, [problem.context], sampling, page_size=4, block=64)
             np.testing.assert_array_equal(tokens_of_answer, alone.tokens[0])
             if alone.finish_reasons == ["length"]:

@@ -106,7 +106,7 @@ def scored(model, policy, prompts):
 def retained_pages(cache, layer, b, head) -> np.ndarray:
     """Return the indices of the pages of a head's retained entries."""
     first = caches.ring_pages(cache.window, cache.page_size)
-    count = -(-int(cache.layers.length[layer, b, head]) // cache.page_size)
+    count = -(-int(np.asarray(cache.layers.length)[layer, b, head]) // cache.page_size)
     return np.asarray(cache.layers.page_table)[layer, b, head, first : first + count]
 
 
