@@ -18,6 +18,8 @@ COLORS = (
 
 FEW = 7
 """The most lines in a picture of means, so that their labels can be distinguished."""
+LONGEST_LABEL = 24
+"""The most characters of a label in a picture of means. Longer names would leave no width for the lines."""
 APART = 0.06
 """The least distance between two labels, as a share of the axes' height."""
 
@@ -143,6 +145,7 @@ def _label_ends(axes: Any, ends: Mapping[str, tuple[float, str]]) -> None:
     y = -np.inf
     for name, (score, color) in sorted(ends.items(), key=lambda item: item[1]):
         y = max(score, y + APART * (high - low))
+        name = name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…"
         axes.text(1.02, y, name, transform=axes.get_yaxis_transform(), color=color, fontsize=8, va="center")
 
 

@@ -38,7 +38,9 @@ def test_scores_are_drawn_against_footprint_and_entries_kept(sheets, tmp_path, t
 
 
 def test_lines_of_means_are_labelled_at_their_ends(sheets, tmp_path):
-    lines = {f"method {n}": [(0.25, 0.9), (0.125, 0.5 + n / 1000)] for n in range(7)}
+    long = "wgkv+snapkv:group=max,pooling=max,adakv.over=model,adakv.pinned=0.0"
+    names = [*(f"method {n}" for n in range(6)), long]
+    lines = {name: [(0.25, 0.9), (0.125, 0.5 + n / 1000)] for n, name in enumerate(names)}
     pictures.draw_means(tmp_path / "a.png", {"mean of 2 tasks, 2,048 tokens": (0.95, lines)})
     (sheet,) = sheets
     (axes,) = sheet.axes
@@ -47,8 +49,9 @@ def test_lines_of_means_are_labelled_at_their_ends(sheets, tmp_path):
     assert [line.get_ydata()[-1] for line in methods] == pytest.approx([50 + n / 10 for n in range(7)])
     assert level.get_ydata() == pytest.approx([95, 95])
     labels = {text.get_text(): text.get_window_extent() for text in axes.texts}
-    assert labels.keys() == {*lines, "full cache"}
-    below = [labels[f"method {n}"] for n in range(7)]
+    assert list(labels) == [*names[:6], "wgkv+snapkv:group=max,p…", "full cache"]
+    assert axes.get_window_extent().width > 0.5 * sheet.bbox.width
+    below = list(labels.values())
     assert all(one.y1 < other.y0 for one, other in itertools.pairwise(below))
     assert all(box.x1 <= sheet.bbox.x1 for box in labels.values())
     assert [text.get_color() for text in axes.texts[:7]] == [line.get_color() for line in methods]
