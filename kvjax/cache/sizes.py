@@ -193,7 +193,7 @@ class Layout:
     sliding_slots: int = 0
     """The slots of a sliding-window layer."""
     head_order: tuple[tuple[int, ...], ...] | None = None
-    """As in `Cache`."""
+    """See `Cache`."""
     masks_windows: bool = False
     """True if the sliding windows have a mask of dropped tokens from the beginning (`Cache.hidden`)."""
 

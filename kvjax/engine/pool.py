@@ -45,7 +45,7 @@ class HostSequence(NamedTuple):
     pieces: list[Contents]
     """The contents of its pages, in pieces of up to `PIECE`, in the order of its table."""
     specs: Any
-    """How the arrays of `row` and of a piece are split on the mesh."""
+    """The shardings of the arrays of `row` and of a piece."""
 
     @property
     def sizes(self) -> tuple[Int[np.ndarray, "l 1 k"], Int[np.ndarray, " 1"]]:

@@ -29,7 +29,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How answers to contests are sampled."""
+    """Settings for sampling answers to contests."""
 
     draws: int
     """The number of answers to each problem."""

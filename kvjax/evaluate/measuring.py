@@ -41,7 +41,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """How contexts are read and batched."""
+    """Settings for reading and batching contexts."""
 
     batch: int = 16
     """The most contexts in a batch."""

@@ -11,7 +11,7 @@ from pallas_kernels.ordering import after
 
 
 class Append(NamedTuple):
-    """Where each row's token is written, and where the entry that it replaces moves to.
+    """The place where each row's token is written, and the place to which the replaced entry moves.
 
     Both are indices of entries, counted through the pool page by page. Nothing is written at an index past the last
     entry. All other indices of a call are in different pages.

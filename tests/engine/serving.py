@@ -1,4 +1,4 @@
-"""What the engine's tests share: the tiny model, engines that serve it, questions, and runs of an engine to its end."""
+"""Helpers of the engine's tests: the tiny model, engines that serve it, questions, and runs of an engine to its end."""
 
 import functools
 

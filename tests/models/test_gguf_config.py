@@ -27,7 +27,7 @@ def test_turn_ends_are_eos_ids(tmp_path):
 
 
 def test_rope_factor_without_a_type_is_linear(tmp_path):
-    """As in llama.cpp."""
+    """The behaviour is that of llama.cpp."""
     found = write_gguf(
         tmp_path / "a.gguf", LLAMA, weights(LLAMA), metadata={"llama.rope.scaling.factor": 4.0}
     )

@@ -101,7 +101,7 @@ def test_a_run_on_two_sources(kind, two_sources, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.thorough), PASSKEYS])
+@pytest.mark.parametrize("kind", [[], PASSKEYS])
 def test_a_killed_run_ends_like_an_uninterrupted_one(kind, two_sources, tmp_path):
     args = [
         *ARGS,

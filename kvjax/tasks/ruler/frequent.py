@@ -41,7 +41,7 @@ class CommonWords:
 
     @property
     def repeats(self) -> tuple[int, int]:
-        """How often a common word and any other word occur."""
+        """The numbers of occurrences of a common word and of any other word."""
         return (6, 1) if self.length < 4096 else (30, 3)
 
     @property
