@@ -36,7 +36,7 @@ PASS_AT_1 = r"pass@1: the last \boxed{…} is right"
 
 @dataclass(frozen=True)
 class Contest:
-    """A contest: its data set, the instruction before its problems, and its grader."""
+    """A contest: its dataset, the instruction before its problems, and its grader."""
 
     hub: str
     """The default dataset on the hub."""
@@ -79,7 +79,7 @@ def read_problems(contest: str, data: Path | None, grader: Grader) -> list[Probl
 
     Args:
         data: a .jsonl or .parquet file; a folder with CONTEST.jsonl, CONTEST.parquet or a folder CONTEST of such files;
-            or a hub data set, OWNER/NAME. None stands for the contest's default dataset on the hub.
+            or a hub dataset, OWNER/NAME. None stands for the contest's default dataset on the hub.
 
     Raises:
         UserError: there is no data, a file cannot be read, or a row has no problem or no valid answer.
@@ -123,7 +123,7 @@ def _rows(contest: str, data: Path | None) -> Iterator[Row]:
         return folder_rows(data, contest, OPTION)
     if not is_hub_name(data):
         raise UserError(
-            f"{OPTION} {data}: expected a .jsonl or .parquet file, a folder of them, or a hub data set, OWNER/NAME"
+            f"{OPTION} {data}: expected a .jsonl or .parquet file, a folder of them, or a hub dataset, OWNER/NAME"
         )
     return hub_rows(data.as_posix(), OPTION)
 

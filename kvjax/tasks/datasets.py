@@ -118,7 +118,7 @@ def hub_splits(name: str, option: str, configuration: str | None = None) -> list
     except Exception as error:  # the hub's client raises dozens of kinds
         suffix = "" if configuration is None else f" with the configuration {configuration}"
         raise UserError(
-            f"{option} {name}: no such file or folder, and as a hub data set it cannot be loaded{suffix} "
+            f"{option} {name}: no such file or folder, and as a hub dataset it cannot be loaded{suffix} "
             f"({_reason(error)})"
         ) from None
     return [(config, splits["test" if "test" in splits else next(iter(splits))]) for config, splits in loaded]

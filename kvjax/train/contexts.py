@@ -70,7 +70,7 @@ class Choice:
 
 
 Document = tuple[str, int]
-"""A text and its number of tokens, which the data set may give itself."""
+"""A text and its number of tokens, which the dataset may give itself."""
 
 
 def context_texts(documents: Callable[[], Iterator[Document]], choice: Choice) -> Iterator[str]:
@@ -100,7 +100,7 @@ def context_texts(documents: Callable[[], Iterator[Document]], choice: Choice) -
 
 
 def source_documents(source: str, seed: int, tokens: int, count: Callable[[str], int]) -> Iterator[Document]:
-    """Yield each document once. A hub data set is read in its own order, local files in an order drawn from the seed. A
+    """Yield each document once. A hub dataset is read in its own order, local files in an order drawn from the seed. A
     long .txt file is cut into pieces of about `tokens` tokens."""
     if (path := local_path(source)) is not None:
         documents = Documents(path, seed, piece=BYTES_PER_TOKEN * tokens)
@@ -116,7 +116,7 @@ def source_documents(source: str, seed: int, tokens: int, count: Callable[[str],
 def text_contexts(
     source: str, choice: Choice, held_out: int, *, seed: int, tokenizer: Any, instruction: str
 ) -> tuple[list[Context], list[TokenRow]]:
-    """Return the contexts of a data set, and `held_out` sequences made of the documents that follow and are in no
+    """Return the contexts of a dataset, and `held_out` sequences made of the documents that follow and are in no
     context.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Training sequences from the built-in tasks, text files or a streamed hub data set. All rows of a step have the same
+"""Training sequences from the built-in tasks, text files or a streamed hub dataset. All rows of a step have the same
 length.
 
 The sequences depend on the seed only. The position of an iterator is a small JSON value that goes into checkpoints.
@@ -287,7 +287,7 @@ class DataRequest:
     """The data that a run asks for."""
 
     source: str
-    """`builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed)."""
+    """`builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub dataset (streamed)."""
     rows: Rows
     """The rows of this process."""
     step_lengths: Int[np.ndarray, " steps"]
@@ -327,7 +327,7 @@ def open_data(request: DataRequest) -> Data:
 
 
 def prefetched(dataset: grain.IterDataset) -> grain.DatasetIterator:
-    """Return an iterator over a data set's steps, which a thread reads ahead while the devices compute."""
+    """Return an iterator over a dataset's steps, which a thread reads ahead while the devices compute."""
     return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2))
 
 

@@ -41,7 +41,7 @@ class LabelledRecipe(Recipe):
         yield from super().rules()
         listed, count, single = ", ".join(self.sources), len(self.sources), not self.also
         yield len(set(self.sources)) == count, "--data and --also", "sources that are named once", listed
-        yield single or "builtin" not in self.sources, "--data and --also", "files or hub data sets", listed
+        yield single or "builtin" not in self.sources, "--data and --also", "files or hub datasets", listed
         expected = "left out without --also" if single else f"{count} weights, one for each of {listed}"
         yield len(self.mix) == (0 if single else count), "--mix", expected, list(self.mix)
         yield all(weight > 0 for weight in self.mix), "--mix", "weights above 0", list(self.mix)

@@ -1,4 +1,4 @@
-"""Readers of documents, from files on this machine or from a streamed hub data set."""
+"""Readers of documents, from files on this machine or from a streamed hub dataset."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +11,9 @@ from kvjax.train.conversation import document
 from kvjax.train.documents import KINDS, Check, Documents
 
 MAX_BAD, MAX_BAD_SHARE = 10, 0.01
-"""The number of records of a streamed data set that may be bad: a constant, plus a share of the records read."""
+"""The number of records of a streamed dataset that may be bad: a constant, plus a share of the records read."""
 HUB_SECONDS = 10.0
-"""The timeout of the question whether the hub has a data set."""
+"""The timeout of the question whether the hub has a dataset."""
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class FileReader:
 
 
 class Records:
-    """The documents of one pass over the records of a streamed data set. Records cannot be checked beforehand. Bad
+    """The documents of one pass over the records of a streamed dataset. Records cannot be checked beforehand. Bad
     records, which are not documents or which `check` refuses, are skipped up to a limit (`MAX_BAD`, `MAX_BAD_SHARE`).
     """
 
@@ -95,7 +95,7 @@ class Records:
 
 
 class HubReader:
-    """A reader of every `groups`-th document of a streamed hub data set, from the column `text` or `messages`."""
+    """A reader of every `groups`-th document of a streamed hub dataset, from the column `text` or `messages`."""
 
     def __init__(self, dataset: Any, group: int, groups: int, name: str, check: Check = lambda text: None):
         from datasets.distributed import split_dataset_by_node
@@ -149,7 +149,7 @@ def open_source(
 
 
 def open_hub(name: str) -> Any:
-    """Open a hub data set for streaming: `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT` (`NAME::SPLIT`), by default its
+    """Open a hub dataset for streaming: `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT` (`NAME::SPLIT`), by default its
     train split. Raises UserError if it cannot be opened."""
     path, config, split = [*name.split(":", 2), "", ""][:3]
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) or Path(path).suffix in KINDS:
@@ -165,6 +165,6 @@ def open_hub(name: str) -> Any:
     except Exception as error:  # the hub's client raises dozens of kinds
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"--data {name}: no such file or folder, and as a hub data set it cannot be had ({type(error).__name__}: "
+            f"--data {name}: no such file or folder, and as a hub dataset it cannot be had ({type(error).__name__}: "
             f"{reason})"
         ) from None

@@ -81,7 +81,7 @@ class Recipe(abc.ABC):
     """int8 or fp8: round the frozen model's matrices to 8 bits on loading; by default they stay as in the files."""
     data: str = "builtin"
     """The training data: `builtin` (for the built-in model), a .txt, .jsonl or .parquet file or a folder of them, or a
-    hub data set, NAME or NAME:CONFIG, which is streamed."""
+    hub dataset, NAME or NAME:CONFIG, which is streamed."""
     instruction: str = "Please analyze and summarize the following text:"
     """The text before each document in the user's turn, followed by an empty line. Only for models with a chat
     template."""

@@ -132,9 +132,9 @@ def test_missing_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for data, message in (
         (tmp_path, "there is no aime_2024.jsonl, aime_2024.parquet or folder aime_2024"),
-        (tmp_path / "none.jsonl", "expected a .jsonl or .parquet file, a folder of them, or a hub data set"),
+        (tmp_path / "none.jsonl", "expected a .jsonl or .parquet file, a folder of them, or a hub dataset"),
         (write(tmp_path / "a.txt", []), "expected a .jsonl or .parquet file"),
-        (Path("no/body"), "no such file or folder, and as a hub data set it cannot be loaded"),
+        (Path("no/body"), "no such file or folder, and as a hub dataset it cannot be loaded"),
     ):
         with pytest.raises(UserError, match=f"--data contests {data}: {message}") as error:
             read_problems("aime_2024", data, Integers())

@@ -231,7 +231,7 @@ def test_tokens_of_labelled_rows_are_counted():
             ["--data", "a", "--also", "a", "--mix", "1", "1"],
             "--data and --also must be sources that are named once",
         ),
-        (["--also", "b", "--mix", "1", "1"], "must be files or hub data sets, got builtin, b"),
+        (["--also", "b", "--mix", "1", "1"], "must be files or hub datasets, got builtin, b"),
         (["--passkeys", "21"], "--passkeys must be from 1 to 20, got 21"),
         (["--words", "0"], "--words must be at least 1, got 0"),
         (["--data", "a", "--passkeys", "5"], r"--passkeys must be left out where none are hidden .* got 5"),

@@ -1,4 +1,4 @@
-"""Test readers of documents from local files and hub data sets."""
+"""Test readers of documents from local files and hub datasets."""
 
 import datasets
 import huggingface_hub
@@ -11,7 +11,7 @@ from tests.train.texts import hub
 
 
 def test_the_error_for_an_unknown_source_mentions_the_hub():
-    with pytest.raises(UserError, match="--data no/such-set: no such file or folder, and as a hub data set"):
+    with pytest.raises(UserError, match="--data no/such-set: no such file or folder, and as a hub dataset"):
         open_hub("no/such-set")
 
 

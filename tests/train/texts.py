@@ -1,4 +1,4 @@
-"""Documents for tests: a file of them, and a streamed data set."""
+"""Documents for tests: a file of them, and a streamed dataset."""
 
 import json
 

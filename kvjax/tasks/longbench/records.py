@@ -43,7 +43,7 @@ def longbench_examples(name: str, data: Path | None) -> list[Example]:
     Args:
         name: one of `NAMES`.
         data: a folder with TASK.jsonl, TASK.parquet or a folder TASK of such files; data.zip as it is published; or a
-            hub data set, OWNER/NAME, with a configuration TASK. None stands for the published data.zip on the hub.
+            hub dataset, OWNER/NAME, with a configuration TASK. None stands for the published data.zip on the hub.
 
     Raises:
         UserError: the data is missing, a file cannot be read, or a field is missing or invalid.
@@ -59,7 +59,7 @@ def _rows(name: str, data: Path | None) -> Iterator[Row]:
         return folder_rows(data, name, OPTION)
     if is_hub_name(data):
         return hub_rows(data.as_posix(), OPTION, name)
-    raise UserError(f"{OPTION} {data}: expected a folder, {ARCHIVE} or a hub data set, OWNER/NAME")
+    raise UserError(f"{OPTION} {data}: expected a folder, {ARCHIVE} or a hub dataset, OWNER/NAME")
 
 
 def _archive_rows(archive: Path, name: str) -> Iterator[Row]:

@@ -103,7 +103,7 @@ def published_rows(data: Path, task: str, length: int) -> list[Row]:
 def _folder_rows(folder: Path, task: str) -> Iterator[Row]:
     if not folder.is_dir():
         raise UserError(
-            f"{OPTION} {folder}: there is no such folder; expected a folder, or a hub data set OWNER/NAME"
+            f"{OPTION} {folder}: there is no such folder; expected a folder, or a hub dataset OWNER/NAME"
         )
     for name in (f"{task}.jsonl", f"{task}.parquet", f"{task}/validation.jsonl"):
         if (folder / name).is_file():

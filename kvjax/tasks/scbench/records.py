@@ -60,7 +60,7 @@ def scbench_examples(name: str, data: Path | None, turns: str, encode: PromptEnc
 
     Args:
         name: one of `TASKS`.
-        data: a folder with NAME.jsonl, NAME.parquet or a folder NAME of such files, or a hub data set, OWNER/NAME, with
+        data: a folder with NAME.jsonl, NAME.parquet or a folder NAME of such files, or a hub dataset, OWNER/NAME, with
             a configuration of that name. None stands for microsoft/SCBench.
         turns: one of `TURNS`.
         encode: makes samples from the examples, and provides the text between turns.
@@ -83,7 +83,7 @@ def _rows(name: str, data: Path | None) -> list[Row]:
     if data is not None and data.is_dir():
         return list(folder_rows(data, name, OPTION))
     if data is not None and not is_hub_name(data):
-        raise UserError(f"{OPTION} {data}: expected a folder or a hub data set, OWNER/NAME")
+        raise UserError(f"{OPTION} {data}: expected a folder or a hub dataset, OWNER/NAME")
     return list(hub_rows(HUB if data is None else data.as_posix(), OPTION, name))
 
 

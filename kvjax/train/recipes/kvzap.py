@@ -46,7 +46,7 @@ class Surrogates(KVzipScores):
     """The number of positions of an update, the same ones for all layers, rounded up to a multiple of the mesh's
     data × fsdp (times --accumulate)."""
     shortest: int = 750
-    """For text: the minimum number of tokens of a document, by the data set's own count (`token_count`) if it has one.
+    """For text: the minimum number of tokens of a document, by the dataset's own count (`token_count`) if it has one.
     """
     longest: int = 1250
     """For text: the exclusive upper limit of the tokens of a document. Attention to a token is less in a longer

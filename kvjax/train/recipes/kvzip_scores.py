@@ -54,7 +54,7 @@ class KVzipScores(Recipe):
     contexts: int = 64
     """For the built-in tasks: the number of contexts."""
     shortest: int = 10_000
-    """For text: the minimum number of tokens of a document, by the data set's own count (`token_count`) if it has one.
+    """For text: the minimum number of tokens of a document, by the dataset's own count (`token_count`) if it has one.
     """
     longest: int = 30_000
     """For text: the exclusive upper limit of the tokens of a document."""

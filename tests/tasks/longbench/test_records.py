@@ -95,7 +95,7 @@ def test_longbench_e_reports_ranges_of_lengths(tmp_path):
 
 
 def test_rows_are_read_from_files_and_the_hub(tmp_path, monkeypatch):
-    """The rows are in a parquet file, the published archive, the hub's archive, and a hub data set, replaced here by a
+    """The rows are in a parquet file, the published archive, the hub's archive, and a hub dataset, replaced here by a
     folder."""
     rows = longbench_rows("triviaqa")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "triviaqa.parquet")
@@ -164,8 +164,8 @@ def test_missing_data_is_refused(tmp_path, monkeypatch):
         opened.writestr("data/qasper_e.jsonl", "")
     (tmp_path / "qasper.jsonl").write_text("")
     for data, message in (
-        (tmp_path / "none", "expected a folder, data.zip or a hub data set, OWNER/NAME"),
-        (tmp_path / "qasper.jsonl", "expected a folder, data.zip or a hub data set, OWNER/NAME"),
+        (tmp_path / "none", "expected a folder, data.zip or a hub dataset, OWNER/NAME"),
+        (tmp_path / "qasper.jsonl", "expected a folder, data.zip or a hub dataset, OWNER/NAME"),
         (tmp_path / "no.zip", "cannot be read"),
         (tmp_path / "not.zip", r"cannot be read \(.*No such file"),
         (tmp_path / "data.zip", "expected one qasper.jsonl in it, got no"),

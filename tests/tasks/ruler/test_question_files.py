@@ -23,7 +23,7 @@ def spoil(record, path, change):
 
 
 def refused(tokenizer, folder, data_set, content, message):
-    """Check that the content of a data set's file is refused in one line that begins with the file."""
+    """Check that the content of a dataset's file is refused in one line that begins with the file."""
     file = folder / "bad.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(UserError, match=message) as error:

@@ -100,7 +100,7 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="qa_2 needs the JSON file of HotpotQA, as --data hotpotqa=FILE"):
         make_ruler_task("qa_2", builtin)
     with pytest.raises(
-        UserError, match="none: there is no such folder; expected a folder, or a hub data set OWNER/NAME"
+        UserError, match="none: there is no such folder; expected a folder, or a hub dataset OWNER/NAME"
     ):
         published_examples(tmp_path / "none", "vt", 99)
     (tmp_path / "vt.jsonl").write_text("{}")

@@ -117,7 +117,7 @@ def test_at_most_five_questions_are_asked_and_reported_by_kind(tmp_path):
 
 
 def test_rows_are_read_from_files_and_the_hub(tmp_path, monkeypatch):
-    """The rows are in a parquet file, and in a hub data set, replaced here by a folder."""
+    """The rows are in a parquet file, and in a hub dataset, replaced here by a folder."""
     row = scbench_row("scbench_choice_eng")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "scbench_choice_eng.parquet")
     hub = tmp_path / "hub"
@@ -213,7 +213,7 @@ def test_missing_data_is_refused(tmp_path):
     file.write_text("")
     for data in (file, tmp_path / "none"):
         with pytest.raises(
-            UserError, match=f"--data scbench {data}: expected a folder or a hub data set, OWNER/NAME"
+            UserError, match=f"--data scbench {data}: expected a folder or a hub dataset, OWNER/NAME"
         ):
             examples(data, "scbench_kv")
     with pytest.raises(
