@@ -101,6 +101,11 @@ def put(x: Any, *spec: Any) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
+def specs_of(tree: Any) -> Any:
+    """Return how each array of `tree` is split over the mesh, in the tree's form. May be called while tracing."""
+    return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, tree)
+
+
 def adopt(tree: Any) -> Any:
     """Return `tree` with its arrays moved to the current mesh, each split along the same axes as before."""
 

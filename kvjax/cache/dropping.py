@@ -29,7 +29,7 @@ from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, ring_pages
 from kvjax.cache.sizes import CapacityError, pages_of, pool_size, resize, worth_shrinking
 from kvjax.cache.sliding import position_of_slot, used_slots
 from kvjax.errors import UserError, whole_number
-from kvjax.mesh import BATCH, HEADS, SHARDS, P, batch_shards, on_host, put, use_mesh
+from kvjax.mesh import BATCH, HEADS, SHARDS, P, batch_shards, on_host, put, specs_of, use_mesh
 from kvjax.struct import struct
 
 _copy = jax.jit(resize, static_argnums=1)
@@ -209,7 +209,7 @@ def _dropped(
         )
         return pages, layers
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layers))
+    specs = specs_of((pages, layers))
     return jax.shard_map(local, out_specs=specs)(pages, layers, index, start, end, kept)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.cache.pages import Cache, LayerCache, Pages, ring_pages
-from kvjax.mesh import BATCH, SHARDS, P
+from kvjax.mesh import BATCH, SHARDS, P, specs_of
 
 
 def selected(cache: Cache, index: Int[Array, " n"]) -> Cache:
@@ -37,8 +37,7 @@ def _selected(cache, index):
         return forked_sequences(*arguments, pages=pages)
 
     sequences = cache.layers, cache.seen, (cache.observations, cache.origin, cache.hidden), cache.sliding
-    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, sequences)
-    specs = *specs, (P(SHARDS), P(SHARDS), P(SHARDS))
+    specs = *specs_of(sequences), (P(SHARDS), P(SHARDS), P(SHARDS))
     return jax.shard_map(local, out_specs=specs)(*sequences, jax.sharding.reshard(index, P(BATCH)))
 
 
@@ -87,7 +86,7 @@ def copy_shared_pages(cache: Cache, newest: int | None) -> Cache:
     def local(pages, layers):
         return copies_of_shared_pages(pages, layers, ring, newest)
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
+    specs = specs_of((cache.pages, cache.layers))
     pages, layers = jax.shard_map(local, out_specs=specs)(cache.pages, cache.layers)
     return dataclasses.replace(cache, pages=pages, layers=layers)
 
@@ -96,38 +95,16 @@ def copies_of_shared_pages(
     pages: Pages, layers: LayerCache, ring: int, newest: int | None
 ) -> tuple[Pages, LayerCache]:
     """Do what `copy_shared_pages` does, on one shard whose local windows take up to `ring` pages each."""
-    assert pages.others is not None
-    (past_end, page_size, _), table, length = pages.pool.shape, layers.page_table, layers.length
-    columns = table.shape[-1]
-    column = jnp.broadcast_to(jnp.arange(columns), table.shape)
-    if newest is not None:
-        # the pages of the local window, of the newest entries, and of the next entry
-        first = ring + jnp.maximum(length - newest, 0) // page_size
-        count = min(-(-newest // page_size) + 1, columns - ring)
-        column = jnp.concatenate([column[..., :ring], first[..., None] + jnp.arange(count)], -1)
-    page = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), 3)
-    page = jnp.where(column < columns, page, past_end)
-    row = jnp.broadcast_to(jnp.arange(length.size).reshape(*length.shape, 1), page.shape)
-    keeper = jnp.full(past_end, length.size).at[page].min(row, mode="drop")
-    is_copied = (page < past_end) & (keeper.at[page].get(mode="clip") != row)
-    place = pages.free_count[0] - jnp.cumsum(is_copied, dtype=jnp.int32).reshape(is_copied.shape)
-    fresh = jnp.where(is_copied & (place >= 0), pages.free[jnp.maximum(place, 0)], past_end)
-
-    def with_copies(x: Shaped[Array, "p ..."]) -> Shaped[Array, "p ..."]:
-        return x.at[fresh].set(x.at[page].get(mode="clip"), mode="drop")
-
+    column, page = written_columns(pages, layers, ring, newest)
+    past_end, rows = pages.pool.shape[0], layers.length.size
+    row = jnp.broadcast_to(jnp.arange(rows).reshape(*layers.length.shape, 1), page.shape)
+    keeper = jnp.full(past_end, rows).at[page].min(row, mode="drop")
     # free pages still have the bounds of sequences that are gone, which must not mix with the bounds of new keys
     unheld = jnp.zeros(past_end, bool).at[pages.free].set(jnp.arange(past_end) < pages.free_count[0])
     bounds = jax.tree.map(lambda x: jnp.where(unheld[:, None], jnp.inf, x), pages.bounds)
-    pool, bounds, metadata = jax.tree.map(with_copies, (pages.pool, bounds, pages.metadata))
-    others = pages.others.at[jnp.where(is_copied, page, past_end)].add(-1, mode="drop")
-    l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
-    table = table.at[l, b, k, jnp.where(is_copied, column, columns)].set(fresh, mode="drop")
-    count = pages.free_count - is_copied.sum(dtype=jnp.int32)
-    pages = dataclasses.replace(
-        pages, pool=pool, bounds=bounds, metadata=metadata, others=others, free_count=count
-    )
-    return pages, dataclasses.replace(layers, page_table=table)
+    pages = dataclasses.replace(pages, bounds=bounds)
+    pages, page = with_copies(pages, page, keeper.at[page].get(mode="clip") != row)
+    return pages, dataclasses.replace(layers, page_table=with_columns(layers.page_table, column, page))
 
 
 def copies_where(
@@ -137,14 +114,50 @@ def copies_where(
     were copied. No two of these head caches may share a page with each other. If the pool has too few pages for the
     copies, the free count is negative."""
     assert pages.others is not None
+    return with_copies(pages, table, wanted & (pages.others.at[table].get(mode="clip") > 0))
+
+
+def written_columns(
+    pages: Pages, layers: LayerCache, ring: int, newest: int | None
+) -> tuple[Int[Array, "l b k n"], Int[Array, "l b k n"]]:
+    """Return the columns of the page tables whose pages a sequence may write to, and these pages: those of the local
+    window, of the `newest` entries (None: of all entries), and of the next entry. A column without a page has an index
+    past the pool's end."""
+    (past_end, page_size, _), table, length = pages.pool.shape, layers.page_table, layers.length
+    columns = table.shape[-1]
+    column = jnp.broadcast_to(jnp.arange(columns), table.shape)
+    if newest is not None:
+        first = ring + jnp.maximum(length - newest, 0) // page_size
+        count = min(-(-newest // page_size) + 1, columns - ring)
+        column = jnp.concatenate([column[..., :ring], first[..., None] + jnp.arange(count)], -1)
+    page = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), 3)
+    return column, jnp.where(column < columns, page, past_end)
+
+
+def with_copies(
+    pages: Pages, page: Int[Array, "l b k n"], wanted: Bool[Array, "l b k n"]
+) -> tuple[Pages, Int[Array, "l b k n"]]:
+    """Return a shard's pages after the `wanted` ones of `page` were copied to free pages and lost one holder each, and
+    `page` with the copies in their places. If too few pages are free, the free count is negative."""
+    assert pages.others is not None
     past_end = pages.pool.shape[0]
-    page = jnp.where(wanted, table, past_end)
-    is_copied = (page < past_end) & (pages.others.at[page].get(mode="clip") > 0)
-    place = pages.free_count[0] - jnp.cumsum(is_copied.reshape(-1), dtype=jnp.int32).reshape(is_copied.shape)
-    fresh = jnp.where(is_copied & (place >= 0), pages.free[jnp.maximum(place, 0)], past_end)
-    contents = {"pool": pages.pool, "bounds": pages.bounds, "metadata": pages.metadata}
-    contents = jax.tree.map(lambda x: x.at[fresh].set(x.at[page].get(mode="clip"), mode="drop"), contents)
-    others = pages.others.at[jnp.where(is_copied, page, past_end)].add(-1, mode="drop")
-    count = pages.free_count - is_copied.sum(dtype=jnp.int32)
+    wanted = wanted & (page < past_end)
+    place = pages.free_count[0] - jnp.cumsum(wanted, dtype=jnp.int32).reshape(wanted.shape)
+    copy = jnp.where(wanted & (place >= 0), pages.free[jnp.maximum(place, 0)], past_end)
+
+    def copied(x: Shaped[Array, "p ..."]) -> Shaped[Array, "p ..."]:
+        return x.at[copy].set(x.at[page].get(mode="clip"), mode="drop")
+
+    others = pages.others.at[jnp.where(wanted, page, past_end)].add(-1, mode="drop")
+    count = pages.free_count - wanted.sum(dtype=jnp.int32)
+    contents = jax.tree.map(copied, pages.contents)
     pages = dataclasses.replace(pages, others=others, free_count=count, **contents)
-    return pages, jnp.where(is_copied, fresh, table)
+    return pages, jnp.where(wanted, copy, page)
+
+
+def with_columns(
+    table: Int[Array, "l b k c"], column: Int[Array, "l b k n"], page: Int[Array, "l b k n"]
+) -> Int[Array, "l b k c"]:
+    """Return the page table with these pages in these columns. Columns past its end are dropped."""
+    l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
+    return table.at[l, b, k, column].set(page, mode="drop")

@@ -55,6 +55,9 @@ def ring_pages(window: Number, page_size: int) -> Number:
     return -(-(window - 1) // page_size)
 
 
+Contents = dict[str, Shaped[Array, "p ..."] | dict[str, Shaped[Array, "p ..."]] | None]
+"""What pages hold: entries, their bounds and their metadata, by the names of the fields of `Pages`."""
+
 KeyScale = Float[Array, "b k h"] | None
 """`LayerCache.key_scale` of one layer."""
 
@@ -135,6 +138,11 @@ class Pages:
         return dataclasses.replace(self, pool=pool, metadata=self.metadata | {SCALE: scale})
 
     @property
+    def contents(self) -> Contents:
+        """The contents of all pages."""
+        return {"pool": self.pool, "bounds": self.bounds, "metadata": self.metadata}
+
+    @property
     def int8(self) -> bool:
         """True if the pool holds int8 numbers with scales."""
         return self.pool.dtype == jnp.int8
@@ -142,7 +150,7 @@ class Pages:
     @property
     def nbytes(self) -> int:
         """Bytes of the entries, their bounds and their metadata."""
-        return sum(x.nbytes for x in jax.tree.leaves((self.pool, self.bounds, self.metadata)))
+        return sum(x.nbytes for x in jax.tree.leaves(self.contents))
 
 
 @struct

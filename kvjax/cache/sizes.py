@@ -18,7 +18,7 @@ from kvjax.cache.max_entries import PRIORITY
 from kvjax.cache.pages import SCALE, Cache, LayerCache, Pages, entry_bytes, ring_pages
 from kvjax.cache.sliding import grown
 from kvjax.errors import UserError, byte_size, whole_number
-from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards
+from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size, batch_shards, specs_of
 
 MARGIN = 1.25
 """The factor by which a pool exceeds the policy's expected need, up to the need of a full cache."""
@@ -297,7 +297,7 @@ def resize(cache: Cache, pages: int, columns: int = 0, tokens: int = 0) -> Cache
         )
         return new, dataclasses.replace(layers, page_table=table)
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
+    specs = specs_of((cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(local, out_specs=specs)(cache.pages, cache.layers)
     windows, hidden = cache.sliding, cache.hidden
     if windows is not None:

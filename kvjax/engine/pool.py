@@ -10,11 +10,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import POSITION, Cache, Layout, Span, drop, not_finite, ring_pages
+from kvjax.cache.pages import Contents
 from kvjax.engine.rows import (
-    Contents,
     Row,
     allocated,
-    contents_of,
     copied_in,
     copied_out,
     forked,
@@ -26,7 +25,7 @@ from kvjax.engine.rows import (
 )
 from kvjax.inference.allocation import laid_out
 from kvjax.inference.forward import drop_observation_state
-from kvjax.mesh import SHARDS, P, axis_size, on_host, put
+from kvjax.mesh import SHARDS, P, axis_size, on_host, put, specs_of
 from kvjax.policies.compiled import CompiledPolicy
 
 PIECE = 4096
@@ -138,7 +137,7 @@ class Pool:
     def copy_out(self, slot: int) -> HostSequence:
         """Return a copy of a slot's sequence in host memory."""
         row, pieces = taken_out(self._slots, np.int32(slot)), []
-        specs = jax.tree.map(lambda x: x.sharding.spec, (row, contents_of(self._pages)))
+        specs = specs_of((row, self._pages.contents))
         used = (on_host(row.layers.page_table) < self.layout.pages).sum((0, 1, 3))
         for start in range(0, int(used.reshape(axis_size("tensor"), -1).sum(1).max()), self._piece):
             pieces.append(jax.tree.map(on_host, copied_out(self._pages, row, np.int32(start), self._piece)))

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Cache, LayerCache, Layout, Pages
+from kvjax.cache.forks import with_columns, with_copies, written_columns
+from kvjax.cache.pages import Contents
 from kvjax.inference.allocation import laid_out
-from kvjax.mesh import SHARDS, P
+from kvjax.mesh import SHARDS, P, specs_of
 from kvjax.policies.compiled import View
 
 
@@ -37,10 +39,6 @@ class Row(NamedTuple):
 
 AXES = 1, 0, 0, 1, 0, 0
 """The axis of the sequences in the arrays of each field of `Row`."""
-
-
-Contents = dict[str, Shaped[Array, "n ..."] | dict[str, Shaped[Array, "n ..."]] | None]
-"""The contents of pages: of the pool, the bounds and the entry metadata."""
 
 
 def row_of(cache: Cache) -> Row:
@@ -68,7 +66,7 @@ def put_in(slots: Row, row: Row, slot: Int[Array, ""]) -> Row:
         )
         return Row(*parts)
 
-    return jax.shard_map(local, out_specs=_specs(slots))(slots, row, slot)
+    return jax.shard_map(local, out_specs=specs_of(slots))(slots, row, slot)
 
 
 @jax.jit
@@ -84,7 +82,7 @@ def taken_out(slots: Row, slot: Int[Array, ""]) -> Row:
         )
         return Row(*parts)
 
-    return jax.shard_map(local, out_specs=_specs(slots))(slots, slot)
+    return jax.shard_map(local, out_specs=specs_of(slots))(slots, slot)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
@@ -95,29 +93,15 @@ def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages
     free."""
 
     def local(pages, row):
-        (none, page_size, _), layers = pages.pool.shape, row.layers
-        table, columns = layers.page_table, layers.page_table.shape[-1]
-        column = jnp.broadcast_to(jnp.arange(columns), table.shape)
-        if newest is not None:
-            first = ring + jnp.maximum(layers.length - newest, 0) // page_size
-            count = min(-(-newest // page_size) + 1, columns - ring)
-            column = jnp.concatenate([column[..., :ring], first[..., None] + jnp.arange(count)], -1)
-        old = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), 3)
-        copied = (column < columns) & (old < none)
-        place = pages.free_count[0] - jnp.cumsum(copied.reshape(-1), dtype=jnp.int32).reshape(copied.shape)
-        fresh = jnp.where(copied, pages.free[jnp.maximum(place, 0)], none)
-        contents = jax.tree.map(
-            lambda x: x.at[fresh].set(x.at[old].get(mode="clip"), mode="drop"), contents_of(pages)
-        )
-        l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
-        shared = table.at[l, b, k, jnp.where(copied, column, columns)].set(none, mode="drop")
-        others = pages.others.at[shared].add(1, mode="drop")
-        count = pages.free_count - copied.sum(dtype=jnp.int32)
-        pages = dataclasses.replace(pages, others=others, free_count=count, **contents)
-        table = table.at[l, b, k, jnp.where(copied, column, columns)].set(fresh, mode="drop")
-        return pages, row._replace(layers=dataclasses.replace(layers, page_table=table))
+        table = row.layers.page_table
+        column, page = written_columns(pages, row.layers, ring, newest)
+        # The fork holds every page of its table, until a copy takes the page's place.
+        pages = dataclasses.replace(pages, others=pages.others.at[table].add(1, mode="drop"))
+        pages, page = with_copies(pages, page, jnp.ones_like(page, bool))
+        table = with_columns(table, column, page)
+        return pages, row._replace(layers=dataclasses.replace(row.layers, page_table=table))
 
-    return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
+    return jax.shard_map(local, out_specs=specs_of((pages, row)))(pages, row)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -144,7 +128,7 @@ def freed(pages: Pages, row: Row) -> tuple[Pages, Row]:
         row = row._replace(layers=empty, seen=jnp.zeros_like(row.seen), origin=jnp.zeros_like(row.origin))
         return dataclasses.replace(pages, free=free, free_count=count, bounds=bounds, others=others), row
 
-    return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
+    return jax.shard_map(local, out_specs=specs_of((pages, row)))(pages, row)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -153,9 +137,9 @@ def copied_out(pages: Pages, row: Row, start: Int[Array, ""], count: int) -> Con
 
     def local(pages, row, start):
         listed = _listed(row.layers.page_table, pages.pool.shape[0], start, count)
-        return jax.tree.map(lambda x: x.at[listed].get(mode="clip"), contents_of(pages))
+        return jax.tree.map(lambda x: x.at[listed].get(mode="clip"), pages.contents)
 
-    specs = jax.tree.map(lambda x: P(SHARDS, *(None,) * (x.ndim - 1)), contents_of(pages))
+    specs = jax.tree.map(lambda x: P(SHARDS, *(None,) * (x.ndim - 1)), pages.contents)
     return jax.shard_map(local, out_specs=specs)(pages, row, start)
 
 
@@ -167,10 +151,10 @@ def copied_in(pages: Pages, row: Row, start: Int[Array, ""], contents: Contents)
     def local(pages, row, start, contents):
         count = jax.tree.leaves(contents)[0].shape[0]
         listed = _listed(row.layers.page_table, pages.pool.shape[0], start, count)
-        new = jax.tree.map(lambda x, new: x.at[listed].set(new, mode="drop"), contents_of(pages), contents)
+        new = jax.tree.map(lambda x, new: x.at[listed].set(new, mode="drop"), pages.contents, contents)
         return dataclasses.replace(pages, **new)
 
-    return jax.shard_map(local, out_specs=_specs(pages))(pages, row, start, contents)
+    return jax.shard_map(local, out_specs=specs_of(pages))(pages, row, start, contents)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -188,7 +172,7 @@ def allocated(pages: Pages, row: Row) -> tuple[Pages, Row]:
         layers = dataclasses.replace(row.layers, page_table=table)
         return dataclasses.replace(pages, free_count=count), row._replace(layers=layers)
 
-    return jax.shard_map(local, out_specs=_specs((pages, row)))(pages, row)
+    return jax.shard_map(local, out_specs=specs_of((pages, row)))(pages, row)
 
 
 def _listed(
@@ -200,12 +184,3 @@ def _listed(
     place = jnp.cumsum(used) - 1 - start
     place = jnp.where(used & (place >= 0), place, count)
     return jnp.full(count, none, jnp.int32).at[place].set(page, mode="drop")
-
-
-def contents_of(pages: Pages) -> Contents:
-    """Return the contents of all pages."""
-    return {"pool": pages.pool, "bounds": pages.bounds, "metadata": pages.metadata}
-
-
-def _specs(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, tree)
