@@ -1,5 +1,7 @@
 """`stack_product` in XLA: a slice and a product. TPUs read the slice in place; other backends may copy it."""
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +14,8 @@ INPUTS = {1: 64, 2: 64, 4: 16}
 """Inputs that are processed at a time for one row on a CPU, by the bytes of a weight."""
 SUMS = 4
 """The number of independent sums of these products."""
+FEW_ROWS, FEWEST, MOST = 64, 32, 128
+"""The most rows that a CPU multiplies block by block, and the fewest and the most inputs of a block."""
 
 
 def xla(x, stack, layer, scale=None):
@@ -24,6 +28,9 @@ def xla(x, stack, layer, scale=None):
     block = stack.shape[1] // (1 if scale is None else len(scale))
     if on_cpu and len(x) == 1 and block % INPUTS[kind.itemsize] == 0:
         return _one_row(x, stack, layer, scale, kind)
+    step = math.gcd(block, MOST)
+    if on_cpu and len(x) <= FEW_ROWS and FEWEST <= step < stack.shape[1]:
+        return _few_rows(x, stack, layer, scale, kind, step)
     weights = as_floats(lax.dynamic_index_in_dim(stack, layer, keepdims=False), kind)
     if scale is None:
         return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
@@ -52,4 +59,23 @@ def _one_row(x, stack, layer, scale, kind):
         return sums + sum(parts) * (1 if scale is None else scale[first * len(scale) // inputs])
 
     sums = jnp.zeros((1, columns), jnp.float32)
+    return lax.fori_loop(0, inputs // step, add, alike(sums, x, stack)[0])
+
+
+def _few_rows(x, stack, layer, scale, kind, step):
+    """Return x · stack[layer] for few rows of x on a CPU, by blocks of `step` inputs, which stay in the processor's cache
+    between their copy and their product. kind: as in `_one_row`."""
+    (_, inputs, columns), rows = stack.shape, len(x)
+
+    def add(index, sums):
+        first = index * step
+        weights = as_floats(lax.dynamic_slice(stack, (layer, first, 0), (1, step, columns))[0], kind)
+        part = jnp.matmul(
+            lax.dynamic_slice(x, (0, first), (rows, step)),
+            widened(weights, x.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return sums + (part if scale is None else part * scale[first * len(scale) // inputs])
+
+    sums = jnp.zeros((rows, columns), jnp.float32)
     return lax.fori_loop(0, inputs // step, add, alike(sums, x, stack)[0])
