@@ -278,7 +278,7 @@ def _reads_in_place(config: ModelConfig, x: Float[Array, "b t d"]) -> bool:
     """Return True if products read weights in place in their stacks, so that XLA does not copy each layer's weights.
     They do for few tokens on a GPU and, in dense models, on a CPU."""
     rows, platform = x.shape[0] // batch_shards() * x.shape[1], target().platform
-    reads = platform == "gpu" or platform == "cpu" and config.num_experts == 0
+    reads = platform == "gpu" or (platform == "cpu" and config.num_experts == 0)
     return reads and rows <= MOST_ROWS and axis_size("fsdp") == 1 and x.dtype in DTYPES
 
 

@@ -63,8 +63,8 @@ def _one_row(x, stack, layer, scale, kind):
 
 
 def _few_rows(x, stack, layer, scale, kind, step):
-    """Return x · stack[layer] for few rows of x on a CPU, by blocks of `step` inputs, which stay in the processor's cache
-    between their copy and their product. kind: as in `_one_row`."""
+    """Return x · stack[layer] for few rows of x on a CPU, by blocks of `step` inputs, which stay in the processor's
+    cache between their copy and their product. kind: as in `_one_row`."""
     (_, inputs, columns), rows = stack.shape, len(x)
 
     def add(index, sums):

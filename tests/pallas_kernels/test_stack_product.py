@@ -18,7 +18,8 @@ from pallas_kernels.stack_product.api import IMPLEMENTATIONS
 from tests.tiny_models import policies_for, sliding_model, tiny_model
 
 SHAPES = [(1, 600, 130), (5, 1100, 64), (33, 160, 200)]
-"""Rows, inputs and outputs that no tile divides. A CPU reads the inputs of the last one in blocks. Several programs share the inputs of the second shape."""
+"""Rows, inputs and outputs that no tile divides. A CPU reads the inputs of the last one in blocks. Several programs
+share the inputs of the second shape."""
 
 
 def arrays(shape, dtype=jnp.float32):
