@@ -189,7 +189,7 @@ class Session:
                 return drop_observation_state(cache, llm.policy.compile(llm.model).decode)
         with use_mesh(llm.model):
             compiled = llm.policy.compile(llm.model)
-            cache, _ = extend(llm.model, compiled, cache, rows, 0, llm.chunk, None)
+            cache, _ = extend(llm.model, compiled, cache, rows, 0, llm.chunk)
             caches.check(cache, llm.policy.name)
         return cache
 

@@ -170,7 +170,6 @@ BAD_CALLS = [
     ("prefill", "capacity", (NAN, [5], True, 0, "x", "5", "aGiB")),
     ("prefill", "chunk", (2.5, None, 0)),
     ("prefill", "policy", ("snapkv", 5)),
-    ("prefill", "implementation", ("x", 5, [5])),
     ("prefill", "model", ("x", None)),
     ("prefill", "prompt", (None, 5, [[1, [2]]], "text", ["text"], [None], [{1, 2}], [[True]], [[2**70]], np.array(5))),
 ]  # fmt: skip
@@ -247,7 +246,7 @@ def test_bad_arguments_of_calls_raise_one_line(model, compiled, function, argume
         prompts = value if argument == "prompt" else PROMPTS
         first = value if argument == "model" else model
         one_line(partial(call, first, prompts, **options), argument, value)
-        if argument in ("chunk", "page_size", "policy", "implementation", "prompt"):
+        if argument in ("chunk", "page_size", "policy", "prompt"):
             one_line(partial(next, inference.stream(first, prompts, **options)), argument, value)
     assert not compiled
 

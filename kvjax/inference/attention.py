@@ -28,11 +28,11 @@ from pallas_kernels.vertical_slash import vertical_slash
 SPLIT = P(BATCH, HEADS)
 
 
-def causal_attention(step: Step, *, implementation: str | None = None) -> Float[Array, "b n t h"]:
+def causal_attention(step: Step) -> Float[Array, "b n t h"]:
     """Return plain causal attention of a call's tokens among themselves."""
 
     def local(step):
-        result = attention_on_replicas(step.q, step.k, step.v, window=1, implementation=implementation)
+        result = attention_on_replicas(step.q, step.k, step.v, window=1)
         return with_sink(*result, step.sink)[0]
 
     return jax.shard_map(local, out_specs=SPLIT)(step)
@@ -44,7 +44,6 @@ def masked_attention(
     document: Int[Array, "b t"] | None = None,
     *,
     window: int,
-    implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, "b k"]]]:
     """Return one layer's attention in training, which is the weighted sum over the method's masks, and the method's
     figures of each sequence and kv head. `document`: as in `Decoder.hidden`."""
@@ -58,7 +57,6 @@ def masked_attention(
                 window=window,
                 log_gate=mask.log_gate,
                 segment_ids=document,
-                implementation=implementation,
             )
             outputs.append(with_sink(*result, step.sink))
         group = step.q.shape[1] // step.k.shape[1]
@@ -89,7 +87,6 @@ def cached_attention(
     counted: Int[Array, " b"],
     valid: Int[Array, " b"],
     write: bool = True,
-    implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Pages, caches.LayerCache]:
     """Attend from one layer's new tokens to the cache and to each other. Returns outputs, log-sum-exp, and the cache
     after the tokens were written. Without `write` only the methods' memories change.
@@ -119,7 +116,7 @@ def cached_attention(
         pages = caches.if_finite(pages, ~(leaving & jnp.isnan(priority[..., :tokens])))
         # ask the cache, not the policy: the method that wrote the bias may be gone
         bias = view.bias(states, step) if BIAS in pages.metadata else None
-        arguments = view, step, pages, layer, priority, bias, counted, valid, implementation
+        arguments = view, step, pages, layer, priority, bias, counted, valid
         attended = _decode(*arguments, seen, write) if tokens == 1 else _prefill(*arguments)
         o, lse = with_sink(attended.o, attended.lse, step.sink)
         if not write:
@@ -175,7 +172,6 @@ def _decode(
     bias: Float[Array, "b k t"] | None,
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
-    implementation: str | None,
     tokens: Int[Array, " b"],
     write: bool,
 ) -> Attended:
@@ -192,7 +188,7 @@ def _decode(
     (q, k), scale = _scaled_for_int8(step, layer), pages.metadata.get(caches.SCALE)
     stored = q, pages.pool, layer.page_table, layer.length, jnp.minimum(seen, window - 1)
     options: dict[str, Any] = {
-        "ring_pages": ring, "new": (k, step.v), "pages": chosen, "implementation": implementation,
+        "ring_pages": ring, "new": (k, step.v), "pages": chosen,
         "bias": None if bias is None else pages.metadata[BIAS], "scale": scale,
     }  # fmt: skip
     if not write:
@@ -241,7 +237,6 @@ def _prefill(
     bias: Float[Array, "b k t"] | None,
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
-    implementation: str | None,
 ) -> Attended:
     """Attend from many tokens to the local window and the new tokens, under the admission's mask, and to all retained
     entries."""
@@ -250,13 +245,13 @@ def _prefill(
         stored_bias = pages.metadata[BIAS]
         bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], seen), bias], -1)
     if keep.max_entries is not None:
-        return _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid, implementation)
+        return _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid)
     wanted = keep.wanted(priority)
     turnover = caches.Turnover(wanted[..., : step.q.shape[2]])
     table = layer.page_table[..., caches.ring_pages(view.window, pages.pool.shape[1]) :]
     is_empty = table.shape[-1] == 0  # nothing can have left the window
     # parts that are merged are rounded only once, after the merge
-    options = {"implementation": implementation, "dtype": None if is_empty else jnp.float32}
+    dtype = None if is_empty else jnp.float32
     # if everything is retained nothing is masked, since padding comes after every real token
     k, v, end, window = step.k, step.v, None, 1
     if not view.stores_all:
@@ -264,12 +259,12 @@ def _prefill(
         end, window = caches.ends(wanted, priority, None, window=view.window, exists=exists), view.window
 
     def attend(q, scaled):
-        recent = vertical_slash(q, k, v, end, window=window, log_gate=bias, **options)
+        recent = vertical_slash(q, k, v, end, window=window, log_gate=bias, dtype=dtype)
         if is_empty:
             return recent
         scale = pages.metadata.get(caches.SCALE)
         stored = paged_decode(
-            scaled, pages.pool, table, layer.length, bias=stored_bias, scale=scale, **options
+            scaled, pages.pool, table, layer.length, bias=stored_bias, scale=scale, dtype=dtype
         )
         return merge(*recent, *stored)
 
@@ -290,7 +285,7 @@ def _attended(o, lse, step, pages, layer, priority, turnover, seen, valid, windo
     return Attended(o, lse, push)
 
 
-def _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid, implementation) -> Attended:
+def _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid) -> Attended:
     """Attend from many tokens under `max_entries`, where a stored entry may be replaced between one query and the next.
     The stored entries, the window's tokens and the new tokens are the keys of one call. No query sees a key after
     better ones have taken its place."""
@@ -331,7 +326,6 @@ def _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid, i
         end[..., :-1],
         window=window,
         log_gate=bias,
-        implementation=implementation,
     )
     return _attended(o, lse, step, pages, layer, priority, turnover, seen, valid, window)
 

@@ -27,7 +27,6 @@ def captured_layers(
     cache: Cache | None,
     rows: Sequence[Int[np.ndarray, " _"]],
     names: Sequence[str],
-    implementation: str | None = None,
 ) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
     """Run `rows` over the cache without writing to it, and yield the captured arrays of each layer with full attention
     in turn, on the host. Only one layer's arrays are on the devices at a time, and one program serves all such layers.
@@ -61,7 +60,7 @@ def captured_layers(
         with use_mesh(model):
             x, captured, finite = _layer(
                 model, compiled.read, cache, x, tokens, valid, np.int32(index), np.int32(layers_before[slides]),
-                slides=slides, names=tuple(names), implementation=implementation,
+                slides=slides, names=tuple(names),
             )  # fmt: skip
         if not on_host(finite):
             raise not_finite(model.dtype)
@@ -82,7 +81,7 @@ def _embedded(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"
     return model.embed_tokens(tokens, frozen=True)
 
 
-@functools.partial(jax.jit, donate_argnums=3, static_argnames=("slides", "names", "implementation"))
+@functools.partial(jax.jit, donate_argnums=3, static_argnames=("slides", "names"))
 def _layer(
     model: Decoder,
     view: View,
@@ -95,14 +94,13 @@ def _layer(
     *,
     slides: bool,
     names: tuple[str, ...],
-    implementation: str | None,
 ) -> tuple[Float[Array, "b t d"], dict[str, Shaped[Array, "b ..."]], Bool[Array, ""]]:
     """Run one layer, the `place`-th of its kind. Returns x, the captured arrays, and True if x is finite."""
     position = positions(cache.seen, valid, tokens.shape[1])
     if slides:
-        attend, layer_arguments, captured = sliding(cache, valid, implementation), None, {}
+        attend, layer_arguments, captured = sliding(cache, valid), None, {}
     else:
-        attend = attending(cache, valid, False, names, implementation)
+        attend = attending(cache, valid, False, names)
         layer_arguments = layer_at((cache.layers, view), place)
     body = layer_body(model, position, attend, tokens, slides=slides)
     (x, _), ys = body((x, None), (layer_at(model.layers, index), index, place, layer_arguments))

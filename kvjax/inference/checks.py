@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from kvjax.cache import MAX_ENTRIES_METADATA, Cache, capacity_pages, check_alive
-from kvjax.errors import UserError, one_of, shown, warn
+from kvjax.errors import UserError, shown, warn
 from kvjax.mesh import batch_shards, on_host
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -16,7 +16,6 @@ from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
-from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
 _WARNED: set[ModelConfig] = set()
 """Models for which a warning of too many tokens was given."""
@@ -46,13 +45,7 @@ def check_length(
         )
 
 
-def check_arguments(
-    where: str,
-    model: Any,
-    policy: Any = None,
-    cache: Any = None,
-    implementation: str | None = None,
-) -> None:
+def check_arguments(where: str, model: Any, policy: Any = None, cache: Any = None) -> None:
     """Refuse arguments of wrong types, a donated cache, and a policy for another model."""
     for name, value, type_, source in (
         ("model", model, Decoder, "kvjax.load_model"),
@@ -64,8 +57,6 @@ def check_arguments(
             raise UserError(f"{where}: {name} must come from {source}, got {shown(value)}{hint}")
     if cache is not None:
         check_alive(where, cache)
-    if implementation is not None:
-        one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
     if policy is not None:
         layers, heads = model.config.num_full_layers, model.config.num_kv_heads
         placed = filter(is_placed, jax.tree.leaves(policy))

@@ -68,7 +68,6 @@ def decode(
     advance: Callable[[Any, Any, Float[Array, "b v"]], tuple[Any, Any]],
     *,
     recurring: Recurring | None = None,
-    implementation: str | None = None,
 ) -> tuple[Cache, Any, Any, Before]:
     """Run several tokens of each sequence, one after another, as one scan with the cache as its carry. Jit it with the
     cache donated.
@@ -89,7 +88,7 @@ def decode(
         token, running = feed(carry, x)
         before = cache.layers.length, cache.seen, running
         valid = running.astype(jnp.int32)
-        cache, hidden, _ = forward(model, view, cache, token[:, None], valid, implementation=implementation)
+        cache, hidden, _ = forward(model, view, cache, token[:, None], valid)
         if recurring is not None:
             cache = recurring(model, view, cache, running)
         logits = model.logits(hidden)
@@ -101,7 +100,7 @@ def decode(
     return cache, carry, ys, before
 
 
-@functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "implementation"))
+@functools.partial(jax.jit, donate_argnums=2, static_argnames="count")
 def decode_block(
     model: Decoder,
     view: View,
@@ -115,7 +114,6 @@ def decode_block(
     count: int,
     limit: Int[Array, ""] | None = None,
     recurring: Recurring | None = None,
-    implementation: str | None = None,
 ) -> tuple[
     Cache,
     tuple[Int[Array, "count b"], Logprobs | None],
@@ -145,10 +143,10 @@ def decode_block(
         running &= ~(live & sampler.ends(new, drawn_before + index + 1))
         return (new, running, counts), (new, log_probabilities(sampler, logits, new))
 
+    carry = token, running, counts
     cache, carry, drawn, before = decode(
-        model, view, cache, (token, running, counts), jnp.arange(count), feed_last, draw_next,
-        recurring=recurring, implementation=implementation,
-    )  # fmt: skip
+        model, view, cache, carry, jnp.arange(count), feed_last, draw_next, recurring=recurring
+    )
     return cache, drawn, carry, before
 
 

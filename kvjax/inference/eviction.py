@@ -44,7 +44,6 @@ def at_prompt_end(
     rows: TokenRows,
     observers: TokenRows | None = None,
     run: Feed | None = None,
-    implementation: str | None = None,
     reconstructed: bool = False,
 ) -> CacheSteps:
     """Return the steps that compact the cache (donated) of the prompts `rows` once, as the policy's schedule says: each
@@ -64,7 +63,7 @@ def at_prompt_end(
         references = References(model, passes, refitted.queries, batch)
     # before the observers are read, which the passes would see
     if references is not None or (isinstance(innermost(host.eviction), Reconstruction) and not reconstructed):
-        cache = yield from reconstruct(model, policy, cache, rows, implementation, references)
+        cache = yield from reconstruct(model, policy, cache, rows, references)
         cache = yield cache
     if references is not None:
         references.look_at(cache)

@@ -40,7 +40,6 @@ def forward(
     *,
     write: bool = True,
     capture: Sequence[str] = (),
-    implementation: str | None = None,
 ) -> tuple[Cache, Float[Array, "b t d"], dict[str, Any]]:
     """Run the first `valid` tokens of each sequence over the cache. To be jitted, the cache donated if it is written.
 
@@ -64,10 +63,10 @@ def forward(
         model,
         model.embed_tokens(tokens, frozen=True),
         position,
-        attending(cache, valid, write, capture, implementation),
+        attending(cache, valid, write, capture),
         carry=cache.pages if write else None,
         xs=(cache.layers, view),
-        slide=sliding(cache, valid, implementation),
+        slide=sliding(cache, valid),
         token=tokens,
         frozen=True,
     )
@@ -123,19 +122,16 @@ def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> I
     return jnp.where(index < valid[:, None], seen[:, None] + index, -1)
 
 
-def attending(
-    cache: Cache, valid: Int[Array, " b"], write: bool, capture: Sequence[str], implementation: str | None
-) -> Attend:
+def attending(cache: Cache, valid: Int[Array, " b"], write: bool, capture: Sequence[str]) -> Attend:
     """Return the attention over the cache that `scan_layers` calls. Its carry is the pages, if they are written. Its x
     is a layer's cache and view; its y is the layer's cache (if it is written), the captured arrays and the layer's
     records for the observation buffer."""
 
     def attend(step, pages, xs):
         (layer, view), step = xs, step.without_padding()
-        o, lse, pages, layer = cached_attention(
-            view, step, pages if write else cache.pages, layer,
-            seen=cache.seen, counted=cache.counted, valid=valid, write=write, implementation=implementation,
-        )  # fmt: skip
+        counts = {"seen": cache.seen, "counted": cache.counted, "valid": valid}
+        pages = pages if write else cache.pages
+        o, lse, pages, layer = cached_attention(view, step, pages, layer, **counts, write=write)
         layer_results = {"lse": lse, "state": layer.state}
         names = [name for name in capture if name != "observations"]
         captured = {
@@ -182,17 +178,16 @@ def _with_records(cache: Cache, new: Observations, valid: Int[Array, " b"]) -> O
     return jax.shard_map(local, out_specs=specs)(cache.observations, new, cache.seen, valid)
 
 
-@functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")
+@functools.partial(jax.jit, donate_argnums=2)
 def last_logits(
     model: Decoder,
     view: View,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
-    implementation: str | None = None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """Run `forward`, and return the cache and the logits that follow each sequence's last valid token."""
-    cache, hidden, _ = forward(model, view, cache, tokens, valid, implementation=implementation)
+    cache, hidden, _ = forward(model, view, cache, tokens, valid)
     # a sum over one token and zeros, which is exact also if tokens are split over devices
     last = (jnp.arange(hidden.shape[1]) == jnp.maximum(valid - 1, 0)[:, None])[..., None]
     logits = model.logits(jnp.where(last, hidden, 0).sum(1, keepdims=True))
@@ -275,7 +270,6 @@ def feed(
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
     chunk: int,
-    implementation: str | None = None,
     logits: Float[Array, "b v"] | None = None,
     new_tokens: int = 0,
     grows: bool = True,
@@ -303,8 +297,8 @@ def feed(
             part = [row[start : start + count] for row in rows]
             tokens, valid = padded(part, size)
             start += count
-            arguments = model, view, tokens, valid, implementation
-            cache, new = _read_call(*arguments, cache, host, longest - start + new_tokens, grows)
+            later_tokens = longest - start + new_tokens
+            cache, new = _read_call(model, host, view, cache, tokens, valid, later_tokens, grows)
             if logits is not None and not all(row.size for row in part):
                 new = jnp.where((valid > 0)[:, None], new, logits)
             logits = new
@@ -314,12 +308,11 @@ def feed(
 
 def _read_call(
     model: Decoder,
+    host: Policy,
     view: View,
+    cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
-    implementation: str | None,
-    cache: Cache,
-    host: Policy,
     later_tokens: int,
     grows: bool,
 ) -> tuple[Cache, Float[Array, "b v"]]:
@@ -327,12 +320,12 @@ def _read_call(
     admits do not depend on the free pages, so there are enough pages the second time."""
     count = int(on_host(valid).max())
     if more_pages(host, cache, count) <= free_pages(cache):
-        return last_logits(model, view, cache, tokens, valid, implementation=implementation)
+        return last_logits(model, view, cache, tokens, valid)
     mark = marked(cache) if grows and may_grow(cache) else None
-    cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
+    cache, new = last_logits(model, view, cache, tokens, valid)
     if (missing := -free_pages(cache)) > 0 and mark is not None:
         need = pool_pages(cache) + missing
         cache = grow(host, rolled_back(cache, mark), need, count, later_tokens)
-        cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
+        cache, new = last_logits(model, view, cache, tokens, valid)
     caches.check(cache, host.name, later_tokens)
     return cache, new

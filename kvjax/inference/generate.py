@@ -47,14 +47,13 @@ def stream(
     page_size: int | None = None,
     chunk: int = CHUNK,
     block: int = BLOCK,
-    implementation: str | None = None,
 ) -> Iterator[Block]:
     """Generate block by block. Arguments and errors are as in `generate`.
 
     The first block is the single token after prefill; the next `block` tokens are computed only when they are asked
     for. An answer's tokens include the stop token or the stop text that ends it.
     """
-    check_arguments("generate", model, policy, cache, implementation)
+    check_arguments("generate", model, policy, cache)
     page_size = None if page_size is None else whole_number("generate", "page_size", page_size)
     chunk, block = whole_number("generate", "chunk", chunk), whole_number("generate", "block", block)
     part = "whole" if cache is None else "end"
@@ -74,8 +73,8 @@ def stream(
         host, order = compiled.host, list(range(len(rows)))
         if cache is None:
             current, after = read(
-                model, compiled, rows, longest_answer, chunk, implementation, page_size=page_size, capacity=capacity
-            )  # fmt: skip
+                model, compiled, rows, longest_answer, chunk, page_size=page_size, capacity=capacity
+            )
             current = drop_observation_state(current, compiled.decode)
         else:
             if capacity is not None:
@@ -86,7 +85,7 @@ def stream(
             if share is not False:
                 cache, order = forked(cache, share, params[0].n, len(rows))
                 rows = _in_batch(rows, order, cache.seen.shape[0])
-            current, after = extend(model, compiled, cache, rows, longest_answer, chunk, implementation)
+            current, after = extend(model, compiled, cache, rows, longest_answer, chunk)
         batch, vocabulary = current.seen.shape[0], model.config.vocab_size
         eos = model.config.eos_ids
         sampler = make_sampler(params, numbers, eos, vocabulary, order, batch)
@@ -108,7 +107,7 @@ def stream(
             count, size, current = eviction.next_block(host, current, was_running, length - 1, left, block)
             current, drawn, (token, running, counts), states = decode_block(
                 model, compiled.decode, current, token, running, sampler, np.int32(length), counts,
-                limit=np.int32(count), count=size, recurring=compaction, implementation=implementation,
+                limit=np.int32(count), count=size, recurring=compaction,
             )  # fmt: skip
         caches.check(current, host.name, left - count)
         log_steps(states, current.origin, current.window, count=count, sequences=len(rows))
@@ -221,7 +220,6 @@ def generate(
     page_size: int | None = None,
     chunk: int = CHUNK,
     block: int = BLOCK,
-    implementation: str | None = None,
 ) -> Generation:
     """Answer prompts, as one batch.
 
@@ -250,7 +248,7 @@ def generate(
     asked, blocks = prompt_list(prompts), []
     for new in stream(
         model, asked, sampling, tokenizer=tokenizer, policy=policy, cache=cache, share=share, capacity=capacity,
-        page_size=page_size, chunk=chunk, block=block, implementation=implementation,
+        page_size=page_size, chunk=chunk, block=block,
     ):  # fmt: skip
         # before the cache is donated to the next block
         stats = caches.stats(new.cache)

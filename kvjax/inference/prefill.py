@@ -38,7 +38,6 @@ def prefill(
     page_size: int | None = None,
     chunk: int = CHUNK,
     observers: Prompts | None = None,
-    implementation: str | None = None,
 ) -> Cache:
     """Run prompts and keep what the policy keeps of them.
 
@@ -68,7 +67,7 @@ def prefill(
         CapacityError: the pool ran out, or the capacity is too small for the windows. The message names a sufficient
             one.
     """
-    check_arguments("prefill", model, policy, implementation=implementation)
+    check_arguments("prefill", model, policy)
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
     page_size = None if page_size is None else whole_number("prefill", "page_size", page_size)
     chunk = whole_number("prefill", "chunk", chunk)
@@ -80,7 +79,7 @@ def prefill(
         if observer_rows is not None:
             check_observers(compiled.host, rows, observer_rows)
         cache, _ = read(
-            model, compiled, rows, max_new_tokens, chunk, implementation,
+            model, compiled, rows, max_new_tokens, chunk,
             observers=observer_rows, page_size=page_size, capacity=capacity,
         )  # fmt: skip
         caches.check(cache, compiled.host.name, max_new_tokens)
@@ -93,7 +92,6 @@ def read(
     rows: list[Int[np.ndarray, " _"]],
     new_tokens: int,
     chunk: int,
-    implementation: str | None = None,
     *,
     page_size: int | None = None,
     capacity: int | str | None = None,
@@ -113,7 +111,7 @@ def read(
     host, observer_tokens = policy.host, max((row.size for row in observers or ()), default=0)
     cache = new_cache(model, policy, rows, max(new_tokens, observer_tokens), page_size, capacity)
     check_length(model, rows, new_tokens)
-    steps = reading(model, policy, rows, chunk, implementation, new_tokens=new_tokens, observers=observers)
+    steps = reading(model, policy, rows, chunk, new_tokens=new_tokens, observers=observers)
     cache, after = _finished(steps, cache)
     return resize_after_prompt(host, cache, new_tokens), after
 
@@ -142,7 +140,6 @@ def reading(
     policy: CompiledPolicy,
     rows: list[Int[np.ndarray, " _"]],
     chunk: int,
-    implementation: str | None = None,
     *,
     new_tokens: int = 0,
     observers: Sequence[Int[np.ndarray, " _"]] | None = None,
@@ -159,20 +156,18 @@ def reading(
 
     The other arguments are as in `read`.
     """
-    steps = _steps(model, policy, rows, chunk, implementation, new_tokens, observers, grows, continues)
+    steps = _steps(model, policy, rows, chunk, new_tokens, observers, grows, continues)
     next(steps)
     return steps
 
 
-def _steps(model, policy, rows, chunk, implementation, new_tokens, observers, grows, continues) -> Steps:
+def _steps(model, policy, rows, chunk, new_tokens, observers, grows, continues) -> Steps:
     """Return the generator that is sent the cache and yields it after each step."""
     host, schedule, longest = policy.host, policy.host.schedule, max(row.size for row in rows)
     if continues and not host.compacts_answers:
         schedule = None
-    run = functools.partial(
-        feed, model, host, policy.extend if continues else policy.read,
-        chunk=chunk, implementation=implementation, new_tokens=new_tokens, grows=grows,
-    )  # fmt: skip
+    view = policy.extend if continues else policy.read
+    run = functools.partial(feed, model, host, view, chunk=chunk, new_tokens=new_tokens, grows=grows)
 
     def parts(size: int) -> Iterator[tuple[int, list[Int[np.ndarray, " _"]], int]]:
         for start in range(0, longest, size):
@@ -200,7 +195,7 @@ def _steps(model, policy, rows, chunk, implementation, new_tokens, observers, gr
     elif schedule is not None:
         cache = yield cache
         observers = eviction.guidance(schedule, len(rows)) if observers is None else observers
-        cache = yield from eviction.at_prompt_end(model, policy, cache, rows, observers, run, implementation)
+        cache = yield from eviction.at_prompt_end(model, policy, cache, rows, observers, run)
     return cache, after
 
 
@@ -211,7 +206,6 @@ def extend(
     rows: list[Int[np.ndarray, " _"]],
     new_tokens: int,
     chunk: int,
-    implementation: str | None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """Read tokens that continue each sequence of a cache, into a copy of it. Arguments as in `read`.
 
@@ -221,9 +215,8 @@ def extend(
     check_length(model, rows, new_tokens, cache)
     cache = copy_for_question(policy.host, cache, max(row.size for row in rows), new_tokens)
     cache = drop_observation_state(cache, policy.decode)
-    return _finished(
-        reading(model, policy, rows, chunk, implementation, new_tokens=new_tokens, continues=True), cache
-    )
+    steps = reading(model, policy, rows, chunk, new_tokens=new_tokens, continues=True)
+    return _finished(steps, cache)
 
 
 @named_arguments()

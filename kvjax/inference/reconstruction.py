@@ -50,7 +50,6 @@ def reconstruct(
     policy: CompiledPolicy,
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
-    implementation: str | None = None,
     references: References | None = None,
 ) -> CacheSteps:
     """Return the passes that the policy's eviction, or the refit around it, makes over the cache (donated) of `rows`,
@@ -82,10 +81,10 @@ def reconstruct(
             existing = [x for x in current if x is not None]
             fed, valid = padded(tokens, bucket(_longest(existing)))
             sample = None if references is None else (references.q, references.index(index))
+            current_spans = spans(current, fed.shape[0])
             cache, q = one_pass(
-                model, policy.read, traced, cache, fed, valid, spans(current, fed.shape[0]), sample,
-                first=first, implementation=implementation,
-            )  # fmt: skip
+                model, policy.read, traced, cache, fed, valid, current_spans, sample, first=first
+            )
             if references is not None:
                 references.q = q
     return cache
@@ -125,7 +124,7 @@ def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
     return Spans(*(put(x, BATCH) for x in table))
 
 
-@functools.partial(jax.jit, donate_argnums=3, static_argnames=("first", "implementation"))
+@functools.partial(jax.jit, donate_argnums=3, static_argnames="first")
 def one_pass(
     model: Decoder,
     view: View,
@@ -137,7 +136,6 @@ def one_pass(
     sample: tuple[Float[Array, "l b n r h"], Int[Array, "b r"]] | None = None,
     *,
     first: int,
-    implementation: str | None,
 ) -> tuple[Cache, Float[Array, "l b n r h"] | None]:
     """Return the cache after one pass of each sequence, and the reference queries. No span may be longer than the
     padded tokens.
@@ -151,10 +149,8 @@ def one_pass(
 
     def attend(step, metadata, xs):
         (layer, view, eviction, output), step = xs, step.without_padding()
-        o, _, _, _ = cached_attention(
-            view, step, cache.pages, layer,
-            seen=cache.seen, counted=cache.counted, valid=valid, write=False, implementation=implementation,
-        )  # fmt: skip
+        counts = {"seen": cache.seen, "counted": cache.counted, "valid": valid}
+        o, _, _, _ = cached_attention(view, step, cache.pages, layer, **counts, write=False)
         pages = dataclasses.replace(cache.pages, metadata=metadata)
         if eviction is not None:
             metadata = _looked_at(eviction, step, pages, layer, output, valid, spans, first)
@@ -168,7 +164,7 @@ def one_pass(
         attend,
         cache.pages.metadata,
         (cache.layers, view, eviction, output_projections(model)),
-        slide=sliding(cache, valid, implementation),
+        slide=sliding(cache, valid),
         token=tokens,
         frozen=True,
     )

@@ -20,7 +20,7 @@ from pallas_kernels.vertical_slash import ends
 SPLIT = P(BATCH, HEADS)
 
 
-def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -> Attend:
+def sliding(cache: Cache, valid: Int[Array, " b"]) -> Attend:
     """Return the attention of sliding-window layers over the cache, for the first `valid` tokens of each sequence, as
     `scan_layers` calls it. Its y is the newest entries [b k n 2h], for `with_windows`."""
     window, dtype = cache.sliding_window, cache.pages.dtype
@@ -31,14 +31,14 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
             pool, table = as_pages(windows, step.layer)
             no_entries = jnp.zeros(table.shape[:2], jnp.int32)
             length_of_window = jnp.minimum(seen, used_slots(windows, window))
-            options = {"new": (step.k, step.v), "implementation": implementation}
+            new = step.k, step.v
             if hidden is None:
                 o, lse = paged_decode(
-                    step.q, pool, table, no_entries, length_of_window, ring_pages=table.shape[2], **options
+                    step.q, pool, table, no_entries, length_of_window, ring_pages=table.shape[2], new=new
                 )
             else:  # `paged_decode` gives entries of ring pages no bias
                 length = jnp.broadcast_to(length_of_window[:, None], table.shape[:2])
-                o, lse = paged_decode(step.q, pool, table, length, bias=mask_bias, **options)
+                o, lse = paged_decode(step.q, pool, table, length, bias=mask_bias, new=new)
             return with_sink(o, lse, step.sink)[0], kv
         earlier, exists = recent(windows, step.layer, seen, window, dtype)
         k, v = jnp.split(jnp.concatenate([earlier.astype(step.k.dtype), kv], 2), 2, -1)
@@ -48,7 +48,7 @@ def sliding(cache: Cache, valid: Int[Array, " b"], implementation: str | None) -
         end = ends(jnp.zeros(k.shape[:3], bool), window)
         # a slot that was never written may hold anything
         end = jnp.where(exists[:, None], end, 0)
-        result = attention_on_replicas(step.q, k, v, end, window=window, implementation=implementation)
+        result = attention_on_replicas(step.q, k, v, end, window=window)
         return with_sink(*result, step.sink)[0], newest(kv, used_slots(windows, window), valid)
 
     mask_bias = None

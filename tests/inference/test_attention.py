@@ -41,7 +41,7 @@ def test_attention_to_stored_and_new_entries_is_rounded_once():
         sizes = {"batch": 1, "layers": 1, "kv_heads": 1, "head_dim": 8, "tokens": 16}
         cache = empty_cache(policy, **sizes, dtype=jnp.bfloat16)
         pages, layer = cache.pages, jax.tree.map(lambda x: x[0], cache.layers)
-        attend = jax.jit(functools.partial(cached_attention, policy.read, implementation="xla"))
+        attend = jax.jit(functools.partial(cached_attention, policy.read))
         two, five = (jnp.full_like(cache.seen, n) for n in (2, 5))
         none = {"seen": cache.seen, "counted": cache.seen}
         _, _, pages, layer = attend(step_of([1] * 5), pages, layer, **none, valid=two)

@@ -227,7 +227,7 @@ def test_outputs_do_not_depend_on_mesh_and_batch(prompts, admitted):
 def test_prompts_read_everything_even_if_a_chunk_has_one_token(model, prompts, monkeypatch):
     used = []
 
-    def last_logits(model, view, cache, tokens, valid, implementation=None):
+    def last_logits(model, view, cache, tokens, valid):
         used.append((tokens.shape[1], view.selection))
         return cache, jnp.zeros((len(prompts), 61))
 
