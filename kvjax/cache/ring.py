@@ -7,8 +7,7 @@ them for all layers at once. When the pool runs out, nothing is overwritten and 
 
 With `max_entries` (`kvjax.cache.max_entries`) a token may take the place of a stored one.
 
-`seen` is the number of tokens that the window counts (`Cache.counted`). It differs from the next token's position once
-tokens of the window were dropped.
+`counted` is `Cache.counted`: it differs from the next token's position once tokens of the window were dropped.
 """
 
 import dataclasses
@@ -25,13 +24,13 @@ from pallas_kernels.paged_decode import Append
 
 
 def ring_entries(
-    pages: Pages, layer: LayerCache, seen: Int[Array, " b"], count: int, window: int, first: int = 0
+    pages: Pages, layer: LayerCache, counted: Int[Array, " b"], count: int, window: int, first: int = 0
 ) -> tuple[Float[Array, "b k r kv"], Bool[Array, "b r"]]:
     """Return `count` of the `window − 1` tokens of the local window in order of position, without the `first` oldest
     ones, and a mask of those that exist."""
     slots, index = window - 1, first + jnp.arange(count)
-    at = _addresses(layer, (seen[:, None] + index) % max(slots, 1), pages.pool.shape[1])
-    return pages.entries(*at, layer.key_scale), index >= slots - seen[:, None]
+    at = _addresses(layer, (counted[:, None] + index) % max(slots, 1), pages.pool.shape[1])
+    return pages.entries(*at, layer.key_scale), index >= slots - counted[:, None]
 
 
 def _addresses(
@@ -44,7 +43,7 @@ def _addresses(
 
 def ring_priority(
     layer: LayerCache,
-    seen: Int[Array, " b"],
+    counted: Int[Array, " b"],
     priority: Float[Array, "b k t"],
     valid: Int[Array, " b"],
     delay: int,
@@ -52,7 +51,7 @@ def ring_priority(
     """Return the priorities of the local window's tokens in order, followed by those of the call's `t` tokens. An
     admission rates tokens `delay` tokens late: `priority` holds the priorities of the tokens `delay` before the
     call's."""
-    slots, ring = layer.priority.shape[-1], in_order(layer.priority, seen)
+    slots, ring = layer.priority.shape[-1], in_order(layer.priority, counted)
     _check_delay(delay, slots)
     joined = jnp.concatenate([ring, jnp.full_like(priority, jnp.nan)], -1)
     tokens = priority.shape[-1]
@@ -69,18 +68,20 @@ def _check_delay(delay: int, slots: int) -> None:
         )
 
 
-def in_order(by_slot: Shaped[Array, "b k r"], seen: Int[Array, " b"]) -> Shaped[Array, "b k r"]:
+def in_order(by_slot: Shaped[Array, "b k r"], counted: Int[Array, " b"]) -> Shaped[Array, "b k r"]:
     """Return the numbers of the local window's tokens in order, the oldest first."""
     slots = by_slot.shape[-1]
-    order = (seen[:, None] + jnp.arange(slots)) % max(slots, 1)
+    order = (counted[:, None] + jnp.arange(slots)) % max(slots, 1)
     return jnp.take_along_axis(by_slot, order[:, None], 2)
 
 
-def leaving(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int, window: int) -> Bool[Array, "b t"]:
+def leaving(
+    counted: Int[Array, " b"], valid: Int[Array, " b"], tokens: int, window: int
+) -> Bool[Array, "b t"]:
     """Return a mask over the oldest `tokens` tokens of window and call, in order: True if the token leaves the window
     when the call's first `valid` enter it."""
     index = jnp.arange(tokens)
-    return (index < valid[:, None]) & (index >= window - 1 - seen[:, None])
+    return (index < valid[:, None]) & (index >= window - 1 - counted[:, None])
 
 
 def push(
@@ -90,7 +91,7 @@ def push(
     priority: Float[Array, "b k rt"],
     turnover: Turnover,
     numbers: dict[str, Shaped[Array, "b k t"]],
-    seen: Int[Array, " b"],
+    counted: Int[Array, " b"],
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Pages, LayerCache]:
@@ -106,14 +107,14 @@ def push(
     leaving_from_ring = min(tokens, slots)
     stored, scale = pages.as_stored(kv, layer.key_scale)
     numbers = numbers if scale is None else numbers | {SCALE: scale}
-    oldest = (seen[:, None] + jnp.arange(leaving_from_ring)) % max(slots, 1)
+    oldest = (counted[:, None] + jnp.arange(leaving_from_ring)) % max(slots, 1)
     old = pages.pool[_addresses(layer, oldest, page_size)]
     outgoing = jnp.concatenate([old, stored[:, :, : tokens - leaving_from_ring]], 2)
-    stays = turnover.stays & leaving(seen, valid, tokens, window)[:, None]
+    stays = turnover.stays & leaving(counted, valid, tokens, window)[:, None]
     old_length = layer.length
-    pages, layer, place = _allocate(pages, layer, stays, turnover.gone, seen, valid, window)
+    pages, layer, place = _allocate(pages, layer, stays, turnover.gone, counted, valid, window)
     numbers = {
-        name: jnp.concatenate([in_order(old := layer.numbers[name], seen), new.astype(old.dtype)], -1)
+        name: jnp.concatenate([in_order(old := layer.numbers[name], counted), new.astype(old.dtype)], -1)
         for name, new in numbers.items()
     }
     table = layer.page_table[..., ring_pages(window, page_size) :]
@@ -139,7 +140,7 @@ def push(
 
     # newest tokens into the local window: the last min(t, slots) valid ones, each in the slot of its position
     entering = jnp.arange(leaving_from_ring) + valid[:, None] - leaving_from_ring
-    ring_slot, token = (seen[:, None] + entering) % max(slots, 1), jnp.maximum(entering, 0)[:, None]
+    ring_slot, token = (counted[:, None] + entering) % max(slots, 1), jnp.maximum(entering, 0)[:, None]
     ring_page, ring_offset = _addresses(layer, ring_slot, page_size)
     ring_page = jnp.where(entering[:, None] >= 0, ring_page, capacity)
     ring_kv = jnp.take_along_axis(stored, token[..., None], 2)
@@ -158,9 +159,9 @@ def push(
         metadata[SCALE] = _in_ring(metadata[SCALE], layer, jnp.broadcast_to(place, shape), new, window)
     pages = dataclasses.replace(pages, pool=pool, bounds=bounds, metadata=pages.metadata | metadata)
 
-    seen_after = seen + valid
-    newest = seen_after[:, None] - 1 - (seen_after[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
-    place = jnp.clip(newest - (seen[:, None] - slots), 0, slots + tokens - 1)
+    counted_after = counted + valid
+    newest = counted_after[:, None] - 1 - (counted_after[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
+    place = jnp.clip(newest - (counted[:, None] - slots), 0, slots + tokens - 1)
     by_slot = {name: jnp.take_along_axis(x, place[:, None], 2) for name, x in numbers.items()}
     ring = jnp.take_along_axis(priority, place[:, None], 2)
     return pages, dataclasses.replace(layer, priority=ring, numbers=layer.numbers | by_slot)
@@ -196,7 +197,7 @@ class Reserved(NamedTuple):
 
 
 def reserve(
-    pages: Pages, layers: LayerCache, seen: Int[Array, " b"], valid: Int[Array, " b"], window: int
+    pages: Pages, layers: LayerCache, counted: Int[Array, " b"], valid: Int[Array, " b"], window: int
 ) -> tuple[LayerCache, Reserved]:
     """Put pages for the next token of each sequence into the tables of all layers, whether or not a token will be
     retained. `push_one` uses them, and `release_unused` takes back the others. A sequence whose `valid` is 0 has no
@@ -204,9 +205,9 @@ def reserve(
     page_size, columns = pages.pool.shape[1], layers.page_table.shape[-1]
     ring = ring_pages(window, page_size)
     window_pages, window_pages_after = (
-        ring_pages(jnp.minimum(count + 1, window), page_size) for count in (seen, seen + valid)
+        ring_pages(jnp.minimum(count + 1, window), page_size) for count in (counted, counted + valid)
     )
-    leaves = (valid > 0) & (seen >= window - 1)
+    leaves = (valid > 0) & (counted >= window - 1)
     column = ring + layers.length // page_size
     needed = jnp.stack(
         [
@@ -249,7 +250,7 @@ def release_unused(
 
 def slot_priority(
     layer: LayerCache,
-    seen: Int[Array, " b"],
+    counted: Int[Array, " b"],
     priority: Float[Array, "b k 1"],
     valid: Int[Array, " b"],
     delay: int,
@@ -262,12 +263,12 @@ def slot_priority(
     priority = jnp.where(known, priority[..., 0], jnp.nan)
     if slots == 0:
         return layer, priority[..., None]
-    ring, b = layer.priority, jnp.arange(seen.shape[0])
+    ring, b = layer.priority, jnp.arange(counted.shape[0])
     if delay:
-        slot = (seen - delay) % slots
+        slot = (counted - delay) % slots
         ring = ring.at[b, :, slot].set(jnp.where(known, priority, ring[b, :, slot]))
         priority = jnp.full_like(priority, jnp.nan)
-    slot = seen % slots
+    slot = counted % slots
     oldest = ring[b, :, slot]
     ring = ring.at[b, :, slot].set(jnp.where((valid > 0)[:, None], priority, oldest))
     return dataclasses.replace(layer, priority=ring), oldest[..., None]
@@ -290,14 +291,14 @@ def place_one(
     pages: Pages,
     layer: LayerCache,
     turnover: Turnover,
-    seen: Int[Array, " b"],
+    counted: Int[Array, " b"],
     valid: Int[Array, " b"],
     window: int,
 ) -> PlaceOfOne:
     """Return where `push_one` writes a token. Its pages must be reserved. It takes the slot of the oldest token in the
     local window, which is retained or dropped."""
     slots, (capacity, page_size, _) = window - 1, pages.pool.shape
-    stays = turnover.stays[..., 0] & leaving(seen, valid, 1, window)
+    stays = turnover.stays[..., 0] & leaving(counted, valid, 1, window)
     place, length = layer.length, layer.length + stays
     if turnover.gone is not None:
         gone = turnover.gone.any(-1)
@@ -311,7 +312,7 @@ def place_one(
     kept = entry(stays, ring_pages(window, page_size) + place // page_size, place % page_size)
     if not slots:
         return PlaceOfOne(Append(kept, jnp.full_like(kept, capacity * page_size)), stays, place, length)
-    slot = (seen % slots)[:, None]
+    slot = (counted % slots)[:, None]
     slot = entry((valid > 0)[:, None], slot // page_size, slot % page_size)
     return PlaceOfOne(Append(slot, kept), stays, place, length)
 
@@ -322,7 +323,7 @@ def push_one(
     at: PlaceOfOne,
     oldest: Float[Array, "b k 1"],
     numbers: dict[str, Shaped[Array, "b k 1"]],
-    seen: Int[Array, " b"],
+    counted: Int[Array, " b"],
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Pages, LayerCache]:
@@ -333,8 +334,8 @@ def push_one(
         oldest: the priority of the token that left the window.
         numbers: the metadata of the new token, including its scale.
     """
-    slots, page_size, b = window - 1, pages.pool.shape[1], jnp.arange(seen.shape[0])
-    slot, table = seen % max(slots, 1), layer.page_table[..., ring_pages(window, page_size) :]
+    slots, page_size, b = window - 1, pages.pool.shape[1], jnp.arange(counted.shape[0])
+    slot, table = counted % max(slots, 1), layer.page_table[..., ring_pages(window, page_size) :]
     place = jnp.where(at.stays, at.place, table.shape[-1] * page_size)[..., None]
     moved = {name: layer.numbers[name][b, :, slot][..., None] for name in numbers} if slots else dict(numbers)
     moved |= {PRIORITY: oldest} if PRIORITY in pages.metadata else {}
@@ -357,7 +358,7 @@ def push_one(
     return pages, dataclasses.replace(layer, length=at.length, numbers=by_slot)
 
 
-def _allocate(pages, layer, stays, gone, seen, valid, window):
+def _allocate(pages, layer, stays, gone, counted, valid, window):
     """Take pages for the tokens that stay and for the local windows. Returns pages, layer and the place of each token
     in its head cache. The place is past the head cache's end for tokens that are dropped."""
     page_size, capacity = pages.pool.shape[1], pages.pool.shape[0]
@@ -374,7 +375,7 @@ def _allocate(pages, layer, stays, gone, seen, valid, window):
         length = layer.length + stays.sum(-1, dtype=jnp.int32) - freed[..., 0]
     window_pages = [
         jnp.broadcast_to(ring_pages(jnp.minimum(count + 1, window), page_size)[:, None], length.shape)
-        for count in (seen, seen + valid)
+        for count in (counted, counted + valid)
     ]
     # for local window and retained entries: the column after the last page, and the number of missing pages
     column = jnp.stack([window_pages[0], ring - (-layer.length // page_size)], -1)

@@ -118,11 +118,11 @@ def _share(capacity: str) -> float:
 
 
 def pages_of(
-    length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
+    length: Int[np.ndarray, "l b k"], counted: Int[np.ndarray, " b"], window: int, page_size: int
 ) -> np.ndarray:
-    """Return the pages that each head cache's local window and its retained entries take [l b k 2]. `seen`: the tokens
-    that the window counts (`Cache.counted`)."""
-    rings = ring_pages(np.minimum(seen + 1, window), page_size)
+    """Return the pages that each head cache's local window and its retained entries take [l b k 2]. `counted`:
+    `Cache.counted`."""
+    rings = ring_pages(np.minimum(counted + 1, window), page_size)
     rings = np.broadcast_to(rings[None, :, None], length.shape)
     return np.stack([rings, -(-length // page_size)], -1)
 
@@ -135,22 +135,22 @@ def by_shard(x: Int[np.ndarray, "l b k *r"]) -> Int[np.ndarray, "shards rows *r"
 
 
 def shard_pages(
-    length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
+    length: Int[np.ndarray, "l b k"], counted: Int[np.ndarray, " b"], window: int, page_size: int
 ) -> Int[np.ndarray, " shards"]:
     """Return the pages that each shard's head caches take. Arguments as in `pages_of`."""
-    return by_shard(pages_of(length, seen, window, page_size)).sum((1, 2))
+    return by_shard(pages_of(length, counted, window, page_size)).sum((1, 2))
 
 
 def longest_lengths(
     length: Int[np.ndarray, "l b k"],
-    seen: Int[np.ndarray, " b"],
+    counted: Int[np.ndarray, " b"],
     tokens: int | Int[np.ndarray, " b"],
     window: int,
     max_entries: int | None,
 ) -> Int[np.ndarray, "l b k"]:
     """Return the most retained entries that each head cache may have after `tokens` more tokens, whatever the policy
-    retains. `seen`: the tokens that the window counts (`Cache.counted`)."""
-    leaving = np.maximum(seen + tokens - window + 1, 0) - np.maximum(seen - window + 1, 0)
+    retains. `counted`: `Cache.counted`."""
+    leaving = np.maximum(counted + tokens - window + 1, 0) - np.maximum(counted - window + 1, 0)
     longest = length + leaving[:, None]
     return longest if max_entries is None else np.maximum(np.minimum(longest, max_entries), length)
 

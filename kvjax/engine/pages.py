@@ -12,31 +12,31 @@ MEASURED = 0.2
 
 
 class PageCounts:
-    """Counts pages of a pool, on the shard that has the most of them in use. `seen`: the tokens that the windows of
-    sequences count (`Cache.counted`)."""
+    """Counts pages of a pool, on the shard that has the most of them in use. `counted`: `Cache.counted`."""
 
     def __init__(self, policy: Policy, layout: Layout):
         self._policy, self._layout = policy, layout
         self._share = MARGIN
         self._entry_bytes = layout.layers * layout.kv_heads * layout.entry_bytes
 
-    def held(self, length: Lengths, seen: Int[np.ndarray, " b"]) -> int:
+    def held(self, length: Lengths, counted: Int[np.ndarray, " b"]) -> int:
         """Return the pages that sequences with these retained entries and tokens hold."""
-        return int(shard_pages(length, seen, self._layout.window, self._layout.page_size).max())
+        return int(shard_pages(length, counted, self._layout.window, self._layout.page_size).max())
 
-    def growth(self, length: Lengths, seen: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> int:
+    def growth(self, length: Lengths, counted: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> int:
         """Return the most further pages that `tokens` more tokens of each sequence may take, whatever the policy
         retains."""
-        longer = longest_lengths(length, seen, tokens, self._layout.window, self._policy.max_entries)
+        longer = longest_lengths(length, counted, tokens, self._layout.window, self._policy.max_entries)
         sizes = self._layout.window, self._layout.page_size
-        return int((shard_pages(longer, seen + tokens, *sizes) - shard_pages(length, seen, *sizes)).max())
+        after, held = shard_pages(longer, counted + tokens, *sizes), shard_pages(length, counted, *sizes)
+        return int((after - held).max())
 
-    def copied(self, length: Lengths, seen: Int[np.ndarray, " b"]) -> int:
+    def copied(self, length: Lengths, counted: Int[np.ndarray, " b"]) -> int:
         """Return the most pages that a fork of a sequence does not share with it (`kvjax.engine.rows.forked`)."""
         if (newest := self._policy.rewritten) is not None:
             page_size = self._layout.page_size
             length = length - np.maximum(length - newest, 0) // page_size * page_size
-        return self.held(length, seen)
+        return self.held(length, counted)
 
     def while_read(self, prompt: int) -> int:
         """Return the most pages that a prompt of `prompt` tokens is expected to take while it is read."""

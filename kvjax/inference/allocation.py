@@ -303,12 +303,12 @@ def more_pages(
 
     expected: retained entries that each head cache is expected to have afterwards; None: the most that it may have.
     """
-    length, seen = on_host(cache.layers.length), on_host(cache.counted)
-    longer = longest_lengths(length, seen, tokens, cache.window, policy.max_entries)
+    length, counted = on_host(cache.layers.length), on_host(cache.counted)
+    longer = longest_lengths(length, counted, tokens, cache.window, policy.max_entries)
     if expected is not None:
         longer = np.minimum(longer, np.ceil(expected).astype(np.int64))
     sizes = cache.window, cache.page_size
-    return int((shard_pages(longer, seen + tokens, *sizes) - shard_pages(length, seen, *sizes)).max())
+    return int((shard_pages(longer, counted + tokens, *sizes) - shard_pages(length, counted, *sizes)).max())
 
 
 def _expected_pages(policy: Policy, cache: Cache, question: int, answer: int) -> int:

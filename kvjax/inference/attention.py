@@ -142,10 +142,10 @@ def cached_attention(
     )
 
 
-def _with_earlier_tokens(step: Step, pages, layer, seen, distance: int, window: int) -> Step:
+def _with_earlier_tokens(step: Step, pages, layer, counted, distance: int, window: int) -> Step:
     """Return the call's tokens with the tokens `distance` before them, the first of which are in the local window."""
     count = min(step.k.shape[2], distance)
-    earlier, exists = caches.ring_entries(pages, layer, seen, count, window, first=window - 1 - distance)
+    earlier, exists = caches.ring_entries(pages, layer, counted, count, window, first=window - 1 - distance)
     earlier = jnp.where(exists[:, None, :, None], earlier, 0).astype(step.k.dtype)
     return step.revisiting(*jnp.split(earlier, 2, -1))
 
@@ -170,9 +170,9 @@ def _decode(
     layer: caches.LayerCache,
     oldest: Float[Array, "b k 1"],
     bias: Float[Array, "b k t"] | None,
-    seen: Int[Array, " b"],
+    counted: Int[Array, " b"],
     valid: Int[Array, " b"],
-    tokens: Int[Array, " b"],
+    seen: Int[Array, " b"],
     write: bool,
 ) -> Attended:
     """Attend from one token to the local window and to the pages of retained entries that the selection chooses."""
@@ -183,18 +183,18 @@ def _decode(
         bounds = pages.bounds.at[layer.page_table[..., ring:]].get(mode="clip")
         chosen = view.selection.select(
             step.q, bounds, layer.length, layer=step.layer,
-            local=jnp.minimum(seen + 1, window), seen=tokens + 1, page_size=page_size,
+            local=jnp.minimum(counted + 1, window), seen=seen + 1, page_size=page_size,
         )  # fmt: skip
     (q, k), scale = _scaled_for_int8(step, layer), pages.metadata.get(caches.SCALE)
-    stored = q, pages.pool, layer.page_table, layer.length, jnp.minimum(seen, window - 1)
+    stored = q, pages.pool, layer.page_table, layer.length, jnp.minimum(counted, window - 1)
     options: dict[str, Any] = {
         "ring_pages": ring, "new": (k, step.v), "pages": chosen,
         "bias": None if bias is None else pages.metadata[BIAS], "scale": scale,
     }  # fmt: skip
     if not write:
         return Attended(*paged_decode(*stored, **options), lambda numbers: (pages, layer), chosen)
-    turnover = _turnover_of_one(view.admission.keep(), pages, layer, oldest, seen, valid, window)
-    at = caches.place_one(pages, layer, turnover, seen, valid, window)
+    turnover = _turnover_of_one(view.admission.keep(), pages, layer, oldest, counted, valid, window)
+    at = caches.place_one(pages, layer, turnover, counted, valid, window)
     o, lse, pool = paged_decode_append(*stored, append=at.append, **options)
     if bias is not None or scale is not None:  # this metadata is read before it is written
         at = at._replace(place=after(at.place, lse))
@@ -204,7 +204,7 @@ def _decode(
         if scale is not None:
             kv = jnp.concatenate([k, step.v], -1)
             numbers = numbers | {caches.SCALE: after(quantised_entries(kv)[1], lse)}
-        return caches.push_one(current, layer, at, oldest, numbers, seen, valid, window)
+        return caches.push_one(current, layer, at, oldest, numbers, counted, valid, window)
 
     return Attended(o, lse, push, chosen)
 
@@ -217,14 +217,14 @@ def _scaled_for_int8(
     return q, k if layer.key_scale is None else (k / layer.key_scale[:, :, None]).astype(k.dtype)
 
 
-def _turnover_of_one(keep: Keep, pages, layer, oldest, seen, valid, window) -> caches.Turnover:
+def _turnover_of_one(keep: Keep, pages, layer, oldest, counted, valid, window) -> caches.Turnover:
     """Return the turnover of one new token: whether the token that leaves the window is retained, and which entry it
     replaces."""
     wanted = keep.wanted(oldest)
     if keep.max_entries is None:
         return caches.Turnover(wanted)
     stored = caches.stored_entries(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
-    wanted &= caches.leaving(seen, valid, 1, window)[:, None]
+    wanted &= caches.leaving(counted, valid, 1, window)[:, None]
     return caches.swap_worst(stored, layer.length, keep.max_entries, wanted[..., 0], oldest[..., 0])
 
 
@@ -235,7 +235,7 @@ def _prefill(
     layer: caches.LayerCache,
     priority: Float[Array, "b k rt"],
     bias: Float[Array, "b k t"] | None,
-    seen: Int[Array, " b"],
+    counted: Int[Array, " b"],
     valid: Int[Array, " b"],
 ) -> Attended:
     """Attend from many tokens to the local window and the new tokens, under the admission's mask, and to all retained
@@ -243,9 +243,9 @@ def _prefill(
     keep, stored_bias = view.admission.keep(), None
     if bias is not None:
         stored_bias = pages.metadata[BIAS]
-        bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], seen), bias], -1)
+        bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], counted), bias], -1)
     if keep.max_entries is not None:
-        return _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid)
+        return _prefill_with_limit(view, step, pages, layer, priority, bias, counted, valid)
     wanted = keep.wanted(priority)
     turnover = caches.Turnover(wanted[..., : step.q.shape[2]])
     table = layer.page_table[..., caches.ring_pages(view.window, pages.pool.shape[1]) :]
@@ -255,7 +255,7 @@ def _prefill(
     # if everything is retained nothing is masked, since padding comes after every real token
     k, v, end, window = step.k, step.v, None, 1
     if not view.stores_all:
-        k, v, exists = _window_and_new(step, pages, layer, seen, valid, view.window)
+        k, v, exists = _window_and_new(step, pages, layer, counted, valid, view.window)
         end, window = caches.ends(wanted, priority, None, window=view.window, exists=exists), view.window
 
     def attend(q, scaled):
@@ -270,22 +270,22 @@ def _prefill(
 
     o, lse = by_replica(attend, step.q, _scaled_for_int8(step, layer)[0], heads=k.shape[1])
     return _attended(
-        o.astype(step.q.dtype), lse, step, pages, layer, priority, turnover, seen, valid, view.window
+        o.astype(step.q.dtype), lse, step, pages, layer, priority, turnover, counted, valid, view.window
     )
 
 
-def _attended(o, lse, step, pages, layer, priority, turnover, seen, valid, window) -> Attended:
+def _attended(o, lse, step, pages, layer, priority, turnover, counted, valid, window) -> Attended:
     """Return the result of attention for many tokens. The pool is written only after it was read; otherwise XLA would
     copy it in every layer."""
 
     def push(numbers: Numbers) -> tuple[caches.Pages, caches.LayerCache]:
         kv = jnp.concatenate([step.k, step.v], -1)
-        return caches.push(pages, layer, kv, priority, turnover, numbers, after(seen, o), valid, window)
+        return caches.push(pages, layer, kv, priority, turnover, numbers, after(counted, o), valid, window)
 
     return Attended(o, lse, push)
 
 
-def _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid) -> Attended:
+def _prefill_with_limit(view, step, pages, layer, priority, bias, counted, valid) -> Attended:
     """Attend from many tokens under `max_entries`, where a stored entry may be replaced between one query and the next.
     The stored entries, the window's tokens and the new tokens are the keys of one call. No query sees a key after
     better ones have taken its place."""
@@ -295,13 +295,13 @@ def _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid) -
     stored_count = stored.exists.shape[-1]
     entries = pages.rows(layer.page_table[..., ring:], layer.key_scale)
     stored_k, stored_v = jnp.split(entries.astype(step.k.dtype), 2, -1)
-    k, v, exists = _window_and_new(step, pages, layer, seen, valid, window)
+    k, v, exists = _window_and_new(step, pages, layer, counted, valid, window)
     # stored entries stay until better ones come, whatever the threshold is now
     wanted = jnp.concatenate([stored.exists, keep.wanted(priority)], -1)
     priorities = jnp.concatenate([stored.priority, priority], -1)
     exists = jnp.concatenate([stored.exists, jnp.broadcast_to(exists, (*k.shape[:2], k.shape[2]))], -1)
     new = jnp.broadcast_to(step.position[:, None], step.k.shape[:3])
-    position = [stored.position, caches.in_order(layer.numbers[caches.POSITION], seen), new]
+    position = [stored.position, caches.in_order(layer.numbers[caches.POSITION], counted), new]
     position = jnp.concatenate(position, -1)
     # append a dummy query, so that the mask also tells what survives the call
     wanted, priorities, exists, position = (
@@ -327,12 +327,12 @@ def _prefill_with_limit(view, step, pages, layer, priority, bias, seen, valid) -
         window=window,
         log_gate=bias,
     )
-    return _attended(o, lse, step, pages, layer, priority, turnover, seen, valid, window)
+    return _attended(o, lse, step, pages, layer, priority, turnover, counted, valid, window)
 
 
-def _window_and_new(step, pages, layer, seen, valid, window):
+def _window_and_new(step, pages, layer, counted, valid, window):
     """Return keys and values of the window's tokens and the new ones, and a mask of those that exist."""
-    ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
+    ring, exists = caches.ring_entries(pages, layer, counted, window - 1, window)
     ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
     real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]
     return jnp.concatenate([ring_k, step.k], 2), jnp.concatenate([ring_v, step.v], 2), real

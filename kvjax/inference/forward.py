@@ -94,8 +94,8 @@ def forward(
 def reserve(cache: Cache, valid: Int[Array, " b"]) -> tuple[Cache, caches.Reserved]:
     """Return the cache with pages for one token of each sequence in the tables of all layers, and these pages."""
 
-    def local(pages, layers, seen, valid):
-        return caches.reserve(pages, layers, seen, valid, cache.window)
+    def local(pages, layers, counted, valid):
+        return caches.reserve(pages, layers, counted, valid, cache.window)
 
     specs = _specs(cache.layers), P(None, None, BATCH, HEADS)
     arguments = cache.pages, cache.layers, cache.counted, valid
