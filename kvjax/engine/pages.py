@@ -14,8 +14,8 @@ MEASURED = 0.2
 class PageCounts:
     """Counts pages of a pool, on the shard that has the most of them in use. `counted`: `Cache.counted`."""
 
-    def __init__(self, policy: Policy, layout: Layout):
-        self._policy, self._layout = policy, layout
+    def __init__(self, host: Policy, layout: Layout):
+        self._host, self._layout = host, layout
         self._share = MARGIN
         self._entry_bytes = layout.layers * layout.kv_heads * layout.entry_bytes
 
@@ -26,35 +26,35 @@ class PageCounts:
     def growth(self, length: Lengths, counted: Int[np.ndarray, " b"], tokens: Int[np.ndarray, " b"]) -> int:
         """Return the most further pages that `tokens` more tokens of each sequence may take, whatever the policy
         retains."""
-        longer = longest_lengths(length, counted, tokens, self._layout.window, self._policy.max_entries)
+        longer = longest_lengths(length, counted, tokens, self._layout.window, self._host.max_entries)
         sizes = self._layout.window, self._layout.page_size
         after, held = shard_pages(longer, counted + tokens, *sizes), shard_pages(length, counted, *sizes)
         return int((after - held).max())
 
     def copied(self, length: Lengths, counted: Int[np.ndarray, " b"]) -> int:
         """Return the most pages that a fork of a sequence does not share with it (`kvjax.engine.rows.forked`)."""
-        if (newest := self._policy.rewritten) is not None:
+        if (newest := self._host.rewritten) is not None:
             page_size = self._layout.page_size
             length = length - np.maximum(length - newest, 0) // page_size * page_size
         return self.held(length, counted)
 
     def while_read(self, prompt: int) -> int:
         """Return the most pages that a prompt of `prompt` tokens is expected to take while it is read."""
-        return self._expected(self._policy.expected_entries(prompt, self._entry_bytes), prompt)
+        return self._expected(self._host.expected_entries(prompt, self._entry_bytes), prompt)
 
     def at_end(self, tokens: int) -> int:
         """Return the pages that a sequence of `tokens` tokens, prompt and answer, is expected to take at its end."""
-        schedule = self._policy.schedule
-        entries = self._policy.expected_entries(tokens, self._entry_bytes)
+        schedule = self._host.schedule
+        entries = self._host.expected_entries(tokens, self._entry_bytes)
         if schedule is not None:
             entries = np.minimum(entries, schedule.allowance([tokens], self._entry_bytes)[0])
         return self._expected(entries, tokens)
 
     def measure(self, length: Lengths, tokens: int) -> None:
         """Update the expected share of retained entries with those of a sequence of `tokens` tokens."""
-        if self._policy.schedule is None and tokens >= self._layout.window and length.size:
+        if self._host.schedule is None and tokens >= self._layout.window and length.size:
             ring = self._layout.window - 1
-            expected = float(np.mean(self._policy.expected_entries(tokens, self._entry_bytes))) - ring
+            expected = float(np.mean(self._host.expected_entries(tokens, self._entry_bytes))) - ring
             if expected > 0:
                 share = float(length.mean()) / expected
                 self._share += MEASURED * (max(share * MARGIN, 0.1) - self._share)
@@ -67,7 +67,7 @@ class PageCounts:
         """Return the pages of a sequence of `tokens` tokens of which heads are expected to keep `entries` entries."""
         layout = self._layout
         ring = min(tokens, layout.window - 1)
-        retained = (np.asarray(entries) - ring) * (self._share if self._policy.schedule is None else 1)
+        retained = (np.asarray(entries) - ring) * (self._share if self._host.schedule is None else 1)
         retained = np.ceil(np.clip(retained, 0, tokens - ring)).astype(np.int64)
         # a mean does not bound a single head: each may have one page more
         retained = np.where(

@@ -164,18 +164,18 @@ class Request:
             self.kv_ratio = float((length.mean() + local) / max(1, seen))
 
 
-def refusal(policy: Policy, knows_positions: bool) -> str:
+def refusal(host: Policy, knows_positions: bool) -> str:
     """Return why spans cannot be dropped under a policy; empty if they can. knows_positions: True if the positions of
     entries are known."""
-    decides_late = policy.schedule is not None or policy.admission.revisits is not None
-    if decides_late or policy.max_entries is not None:
+    decides_late = host.schedule is not None or host.admission.revisits is not None
+    if decides_late or host.max_entries is not None:
         return (
-            f"policy {policy.name} does not decide token by token, so conversations are read again: leave the tokens "
+            f"policy {host.name} does not decide token by token, so conversations are read again: leave the tokens "
             "out of the prompt instead of dropping them"
         )
     if not knows_positions:
         return (
-            f"policy {policy.name} does not know the positions of its entries, so none can be dropped: use a policy "
+            f"policy {host.name} does not know the positions of its entries, so none can be dropped: use a policy "
             "that keeps positions, such as full:positions=true"
         )
     return ""

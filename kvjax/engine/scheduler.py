@@ -29,7 +29,7 @@ class Scheduler:
 
     def __init__(
         self,
-        policy: Policy,
+        host: Policy,
         pool: Pool,
         slots: Slots,
         forks: Forks,
@@ -37,7 +37,7 @@ class Scheduler:
         page_counts: PageCounts,
         block: int,
     ):
-        self._policy, self._pool, self._slots, self._forks = policy, pool, slots, forks
+        self._host, self._pool, self._slots, self._forks = host, pool, slots, forks
         self._reader, self._page_counts, self._block = reader, page_counts, block
         self.waiting: collections.deque[Request] = collections.deque()
         """Requests that are not begun."""
@@ -125,7 +125,7 @@ class Scheduler:
             paused: a sequence in host memory, whose pages are needed too.
             pages: pages that are needed in addition.
         """
-        if self._policy.compacts_answers and not self._pool.is_counted:
+        if self._host.compacts_answers and not self._pool.is_counted:
             # that block may free pages: the free count and the lengths must be of the same time
             self._slots.look_at_block()
         parts = [(self._slots.length, self._slots.counted, self._slots.tokens_to_come(tokens))]

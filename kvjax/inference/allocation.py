@@ -104,7 +104,7 @@ def empty_cache(
 
 
 def layout_for(
-    policy: Policy,
+    host: Policy,
     *,
     batch: int,
     layers: int,
@@ -142,37 +142,37 @@ def layout_for(
             has free.
         CapacityError: the capacity is too small for the windows, or needs more memory than a device has free.
     """
-    page_size = page_size_of(policy, page_size, int8=int8)
+    page_size = page_size_of(host, page_size, int8=int8)
     lengths = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
-    table_length, max_entries = caches.table_tokens(max(longest, *lengths)), policy.max_entries
+    table_length, max_entries = caches.table_tokens(max(longest, *lengths)), host.max_entries
     slots = slots_for(sliding_window, table_length) if sliding_layers else 0
     if max_entries is not None:
-        table_length = min(table_length, max_entries + policy.window - 1)
+        table_length = min(table_length, max_entries + host.window - 1)
     dtype = jnp.dtype(dtype)
     stored, bounds = stored_as(dtype)
     cache_fields = {} if max_entries is None else caches.MAX_ENTRIES_METADATA
-    if taken := {caches.PRIORITY, caches.SCALE} & {*policy.metadata}:
-        raise UserError(f"policy {policy.name}: metadata called {min(taken)!r} is the cache's own")
-    metadata = tuple((name, jnp.dtype(x)) for name, x in (policy.metadata | cache_fields).items())
+    if taken := {caches.PRIORITY, caches.SCALE} & {*host.metadata}:
+        raise UserError(f"policy {host.name}: metadata called {min(taken)!r} is the cache's own")
+    metadata = tuple((name, jnp.dtype(x)) for name, x in (host.metadata | cache_fields).items())
     stored_bytes = caches.entry_bytes(head_dim, dtype, int8=int8) + sum(x.itemsize for _, x in metadata)
     if free is not None:
         rows = sliding_layers * max(batch, windows) // batch_shards() * kv_heads // axis_size(*HEADS)
         free = max(0, free - rows * slots * 2 * head_dim * dtype.itemsize)
-    page_bytes = page_size * stored_bytes + 2 * head_dim * bounds.itemsize * (policy.selection is not None)
+    page_bytes = page_size * stored_bytes + 2 * head_dim * bounds.itemsize * (host.selection is not None)
 
     def pages(tokens: Sequence[int], entries: Float[np.ndarray, "l b k"]) -> int:
         """Return the pages of the fullest shard, for windows and retained entries. A head retains at most its
         tokens."""
         seen = np.array(tokens)
-        possible = np.maximum(seen - policy.window + 1, 0)[:, None]
+        possible = np.maximum(seen - host.window + 1, 0)[:, None]
         possible = possible if max_entries is None else np.minimum(possible, max_entries)
         retained = np.ceil(np.clip(entries, 0, possible)).astype(np.int64)
-        return max(1, int(shard_pages(retained, seen, policy.window, page_size).max()))
+        return max(1, int(shard_pages(retained, seen, host.window, page_size).max()))
 
     def expected(tokens: Sequence[int]) -> int:
-        entry_bytes, slots = layers * kv_heads * page_bytes // page_size, policy.window - 1
+        entry_bytes, slots = layers * kv_heads * page_bytes // page_size, host.window - 1
         entries_of = {
-            n: policy.expected_entries(n, entry_bytes) * caches.MARGIN - min(n, slots) for n in {*tokens}
+            n: host.expected_entries(n, entry_bytes) * caches.MARGIN - min(n, slots) for n in {*tokens}
         }
         retained = np.stack([np.broadcast_to(entries_of[n], (layers, kv_heads)) for n in tokens], 1)
         # a mean does not bound a single head: each may have one page more
@@ -186,7 +186,7 @@ def layout_for(
                 max(lengths), lambda n: expected([min(x, n) for x in lengths]) * page_bytes <= free
             )
             raise UserError(
-                f"policy {policy.name}: sequences of up to {max(lengths)} tokens, prompt and answer, take "
+                f"policy {host.name}: sequences of up to {max(lengths)} tokens, prompt and answer, take "
                 f"{need * page_bytes / 2**30:.2f} GiB of cache on a device that has {free / 2**30:.2f} GiB free; "
                 f"{fitting} tokens would fit"
             )
@@ -210,11 +210,11 @@ def layout_for(
                 f"{free / 2**30:.2f} GiB free"
             )
     return Layout(
-        batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table_length,
+        batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=host.window, tokens=table_length,
         page_size=page_size, pages=size, dtype=dtype, stored=stored, int8=int8,
-        bounds=None if policy.selection is None else bounds, metadata=metadata, limit=limit,
+        bounds=None if host.selection is None else bounds, metadata=metadata, limit=limit,
         sliding_layers=sliding_layers, sliding_window=sliding_window, sliding_slots=slots, head_order=head_order,
-        masks_windows=policy.positions,
+        masks_windows=host.positions,
     )  # fmt: skip
 
 
@@ -227,10 +227,10 @@ def _largest(high: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def page_size_of(policy: Policy, stated: int | None, *, int8: bool = False) -> int:
+def page_size_of(host: Policy, stated: int | None, *, int8: bool = False) -> int:
     """Return the tokens per page of a policy's cache on the current mesh: the stated number or the default."""
     if stated is None:
-        return caches.default_page_size(selects=policy.selection is not None, int8=int8)
+        return caches.default_page_size(selects=host.selection is not None, int8=int8)
     size = whole_number("cache", "page_size", stated)
     if (
         int8
@@ -297,47 +297,47 @@ def may_grow(cache: Cache) -> bool:
 
 
 def more_pages(
-    policy: Policy, cache: Cache, tokens: int, expected: Float[np.ndarray, "l b k"] | None = None
+    host: Policy, cache: Cache, tokens: int, expected: Float[np.ndarray, "l b k"] | None = None
 ) -> int:
     """Return the pages that `tokens` more tokens of each sequence take, on the shard where they take most.
 
     expected: retained entries that each head cache is expected to have afterwards; None: the most that it may have.
     """
     length, counted = on_host(cache.layers.length), on_host(cache.counted)
-    longer = longest_lengths(length, counted, tokens, cache.window, policy.max_entries)
+    longer = longest_lengths(length, counted, tokens, cache.window, host.max_entries)
     if expected is not None:
         longer = np.minimum(longer, np.ceil(expected).astype(np.int64))
     sizes = cache.window, cache.page_size
     return int((shard_pages(longer, counted + tokens, *sizes) - shard_pages(length, counted, *sizes)).max())
 
 
-def _expected_pages(policy: Policy, cache: Cache, question: int, answer: int) -> int:
+def _expected_pages(host: Policy, cache: Cache, question: int, answer: int) -> int:
     """Return the pages that a question and an answer of each sequence are expected to take."""
-    length, schedule, tokens = on_host(cache.layers.length), policy.schedule, question + answer
-    admitted = policy.admission.admitted(tokens + cache.window) * caches.MARGIN + cache.page_size
+    length, schedule, tokens = on_host(cache.layers.length), host.schedule, question + answer
+    admitted = host.admission.admitted(tokens + cache.window) * caches.MARGIN + cache.page_size
     expected = length + np.broadcast_to(admitted, length.shape[::2])[:, None]
     if schedule is not None and schedule.trigger.while_decoding:
         # at most the budget and the tokens between two compactions
         budget = schedule.allowance([int(on_host(cache.seen).max()) + tokens], cache.entry_bytes)[0]
         longest = np.maximum(length + question, budget) + max(schedule.trigger.every, 1) + cache.page_size
         expected = np.minimum(expected, longest)
-    return more_pages(policy, cache, tokens, expected)
+    return more_pages(host, cache, tokens, expected)
 
 
-def copied_pages(policy: Policy, cache: Cache) -> int:
+def copied_pages(host: Policy, cache: Cache) -> int:
     """Return the most pages, on one shard, that forks of a context copy before they run."""
     if cache.pages.others is None:
         return 0
     shared = on_host(cache.pages.others).reshape(cache.pages.free_count.shape[0], -1).sum(1)
     written = on_host(cache.layers.length)
-    if (newest := policy.rewritten) is not None:
+    if (newest := host.rewritten) is not None:
         # whole pages before the newest entries are only read
         written = written - np.maximum(written - newest, 0) // cache.page_size * cache.page_size
     copied = shard_pages(written, on_host(cache.counted), cache.window, cache.page_size)
     return int(np.minimum(copied, shared).max())
 
 
-def grow(policy: Policy, cache: Cache, need: int, now: int, later: int) -> Cache:
+def grow(host: Policy, cache: Cache, need: int, now: int, later: int) -> Cache:
     """Return a copy with a larger pool: twice as many pages, or the pages that are needed now if these are more. The
     pool gets no more pages than its tokens may take, the stated capacity allows and the devices have memory for.
 
@@ -348,28 +348,28 @@ def grow(policy: Policy, cache: Cache, need: int, now: int, later: int) -> Cache
     Raises CapacityError if the devices have too little memory for the pages that are needed.
     """
     pool = pool_pages(cache)
-    largest = pool - free_pages(cache) + more_pages(policy, cache, now + later)
+    largest = pool - free_pages(cache) + more_pages(host, cache, now + later)
     size = _size(cache, max(need, min(2 * pool, largest)))
     if size < need and size != cache.limit:
         read, needed = int(on_host(cache.seen).max()) + now, need * _page_bytes(cache) / 2**20
         raise CapacityError(
-            f"policy {policy.name}: {read} tokens take {need} pages of {cache.page_size} tokens on a device, "
+            f"policy {host.name}: {read} tokens take {need} pages of {cache.page_size} tokens on a device, "
             f"{needed:.1f} MiB, and it has memory for {size}: give shorter prompts, a smaller batch or more devices"
         )
     return resize(cache, size, 0)
 
 
-def resize_after_prompt(policy: Policy, cache: Cache, answer: int) -> Cache:
+def resize_after_prompt(host: Policy, cache: Cache, answer: int) -> Cache:
     """Return the cache with a pool for its entries and an answer of `answer` tokens. The pool grows if it has too few
     pages, and shrinks if half of it is enough. A small pool and one of stated capacity never shrink."""
     have = pool_pages(cache)
-    need = have - free_pages(cache) + _expected_pages(policy, cache, 0, answer)
+    need = have - free_pages(cache) + _expected_pages(host, cache, 0, answer)
     size = _size(cache, need)
     shrinks = cache.limit is None and need <= size and caches.worth_shrinking(have, size, _page_bytes(cache))
     return resize(cache, size, 0) if size > have or shrinks else cache
 
 
-def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) -> Cache:
+def copy_for_question(host: Policy, cache: Cache, question: int, answer: int) -> Cache:
     """Return a copy of `cache` that a question and an answer are expected to fit into. Forks get their own copies of
     the pages that they write to (`kvjax.cache.forks`).
 
@@ -382,22 +382,22 @@ def copy_for_question(policy: Policy, cache: Cache, question: int, answer: int) 
     pool, forked = pool_pages(cache), cache.pages.others is not None
     # page tables are rounded up so that questions of similar lengths run the same programs; many forks get no extra
     answer_tokens = answer if forked else caches.table_tokens(question + answer) - question
-    needed_pages = pool - free_pages(cache) + copied_pages(policy, cache)
+    needed_pages = pool - free_pages(cache) + copied_pages(host, cache)
     tokens = _missing_slots(cache, question + answer)
     size = _size(
-        cache, max(pool, needed_pages + _expected_pages(policy, cache, question, answer_tokens)), tokens
+        cache, max(pool, needed_pages + _expected_pages(host, cache, question, answer_tokens)), tokens
     )
     if size < needed_pages and size != cache.limit:
         needed, free = needed_pages * _page_bytes(cache) / 2**20, caches.device_bytes(free=True) / 2**20
         raise CapacityError(
-            f"policy {policy.name}: a cache that is continued is copied, {needed:.1f} MiB on a device that has "
+            f"policy {host.name}: a cache that is continued is copied, {needed:.1f} MiB on a device that has "
             f"{free:.1f} MiB free: give shorter prompts, a smaller batch or more devices"
         )
-    copy = resize(cache, size, _missing_columns(policy, cache, question + answer), tokens)
+    copy = resize(cache, size, _missing_columns(host, cache, question + answer), tokens)
     if not forked:
         return copy
-    copy = copy_shared_pages(copy, policy.rewritten)
-    caches.check(copy, policy.name, question + answer)
+    copy = copy_shared_pages(copy, host.rewritten)
+    caches.check(copy, host.name, question + answer)
     return copy
 
 
@@ -414,14 +414,14 @@ def _size(cache: Cache, pages: int, tokens: int = 0) -> int:
     return size if cache.limit is None else min(size, cache.limit)
 
 
-def _missing_columns(policy: Policy, cache: Cache, tokens: int) -> int:
+def _missing_columns(host: Policy, cache: Cache, tokens: int) -> int:
     """Return the number of columns that the page tables lack for `tokens` more tokens of each sequence."""
     seen, longest = int(on_host(cache.seen).max()), int(on_host(cache.layers.length).max(initial=0))
 
     def columns(tokens: int) -> int:
         most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
-        if policy.max_entries is not None:
-            most = min(most, max(policy.max_entries, longest))
+        if host.max_entries is not None:
+            most = min(most, max(host.max_entries, longest))
         return -(-most // cache.page_size)
 
     if columns(tokens) <= cache.columns:

@@ -72,19 +72,19 @@ def check_capacity(capacity: int | str) -> None:
     capacity_pages(capacity, rows=1, page_size=1, page_bytes=1)
 
 
-def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:
+def check_observers(host: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:
     """Refuse observers for a policy that does not observe tokens, or not at a prompt's end."""
     if len(observers) != len(rows):
         raise UserError(f"prefill: observers are one row a prompt, got {len(observers)} for {len(rows)}")
-    if policy.compacts_answers:
+    if host.compacts_answers:
         raise UserError(
-            f"prefill: observers look at a prompt's end, and {policy.name} compacts while it decodes"
+            f"prefill: observers look at a prompt's end, and {host.name} compacts while it decodes"
         )
-    if not policy.observes:
-        reason = "evicts nothing" if policy.schedule is None else "scores stored entries alone"
+    if not host.observes:
+        reason = "evicts nothing" if host.schedule is None else "scores stored entries alone"
         raise UserError(
             "prefill: observers are for an eviction that observes tokens during prefill, such as snapkv, and "
-            f"{policy.name} {reason}"
+            f"{host.name} {reason}"
         )
 
 

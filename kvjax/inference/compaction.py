@@ -45,7 +45,7 @@ def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quot
 
 
 def quota(
-    policy: Policy,
+    host: Policy,
     cache: Cache,
     tokens: Sequence[int],
     *,
@@ -63,7 +63,7 @@ def quota(
         dropped: the number of further entries of each sequence whose tokens were only read to observe; None: 0.
         prefix: the number of each prompt's first tokens that always stay; (): 0.
     """
-    schedule = policy.schedule
+    schedule = host.schedule
     assert schedule is not None
     layers, slots = len(cache.layers.length), cache.window - 1
     due = [True] * len(tokens) if due is None else list(due)
@@ -84,7 +84,7 @@ def quota(
 
 
 def range_quota(
-    policy: Policy,
+    host: Policy,
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
     read: int | None = None,
@@ -98,7 +98,7 @@ def range_quota(
         read: the most tokens that were read of each prompt so far; None: all.
         before: the most tokens that were read of each prompt before the last compaction.
     """
-    schedule = policy.schedule
+    schedule = host.schedule
     assert schedule is not None
     layers, _, heads = cache.layers.length.shape
 
@@ -120,10 +120,10 @@ def range_quota(
     return dataclasses.replace(quota, ahead=put(np.pad(ahead, (0, batch - len(ahead))), BATCH))
 
 
-def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
+def overflow_quota(host: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
     """Return the quota of `when="overflow"`: every head loses a share of its entries, repeatedly, until the sequence
     has lost the entries that it is `over` its budget. A sequence that is not over its budget loses none."""
-    schedule = policy.schedule
+    schedule = host.schedule
     assert schedule is not None
     length = on_host(cache.layers.length)[:, : len(over)]
     seen, slots = on_host(cache.seen)[: len(over)], cache.window - 1

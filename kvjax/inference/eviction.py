@@ -188,14 +188,14 @@ def _with_memories(cache: Cache, states: States, observations: Observations) -> 
     )
 
 
-def recurring(policy: Policy, cache: Cache) -> Recurring | None:
+def recurring(host: Policy, cache: Cache) -> Recurring | None:
     """Return the compaction that runs inside the decoding loop; None if the policy has none."""
-    schedule = policy.schedule
+    schedule = host.schedule
     if schedule is None or schedule.trigger.when != "position":
         return None
     # the budget does not depend on the length, so that of a very long sequence is right for all
     lengths = [ENDLESS] * cache.seen.shape[0]
-    stays = quota(policy, cache, lengths)
+    stays = quota(host, cache, lengths)
     how = {"over": schedule.shares.over, "ties": schedule.ties, "observed": schedule.needs.observed}
     return Recurring(stays, put(np.int32(schedule.trigger.every)), **how)
 
@@ -211,7 +211,7 @@ def block_size(tokens: int, block: int) -> int:
 
 
 def next_block(
-    policy: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, left: int, block: int
+    host: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, left: int, block: int
 ) -> tuple[int, int, Cache]:
     """Return how many of the `left` tokens can be decoded before a compaction may be due, the `block_size` for them,
     and the cache with pages for them.
@@ -220,25 +220,25 @@ def next_block(
         running: the sequences that continue.
         fed: tokens decoded so far.
     """
-    schedule, due = policy.schedule, left
+    schedule, due = host.schedule, left
     when = None if schedule is None else schedule.trigger.when
     if schedule is not None and when == "every":
         due = schedule.trigger.every - fed % schedule.trigger.every
     elif when == "overflow":
         layers, _, heads = cache.layers.length.shape
-        over = _entries_over(policy, cache, len(running))[running]
+        over = _entries_over(host, cache, len(running))[running]
         # a token adds at most one entry to a head cache
         due = max(1, int(-over.max()) // (layers * heads))
     # a single token if a compaction follows it
     size = 1 if due == 1 and when in ("every", "overflow") else block_size(min(due, left), block)
     count = min(due, left, size)
     # check before the pool grows: its new pages would hide a debt
-    check(cache, policy.name, left)
-    if may_grow(cache) and (short := more_pages(policy, cache, count) - free_pages(cache)) > 0:
+    check(cache, host.name, left)
+    if may_grow(cache) and (short := more_pages(host, cache, count) - free_pages(cache)) > 0:
         later = left - count
         if schedule is not None and schedule.trigger.while_decoding:
             later = min(due, schedule.trigger.every or due)
-        cache = grow(policy, cache, pool_pages(cache) + short, count, later)
+        cache = grow(host, cache, pool_pages(cache) + short, count, later)
     return count, size, cache
 
 
@@ -254,12 +254,12 @@ def after_block(
     return _evict_to_budget(model, policy, cache, running)
 
 
-def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
+def _entries_over(host: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
     """Return the number of retained entries by which each sequence is over its budget."""
     layers, _, heads = cache.layers.length.shape
-    assert policy.schedule is not None
+    assert host.schedule is not None
     seen = on_host(cache.seen)[:sequences]
     in_window = np.minimum(on_host(cache.counted)[:sequences], cache.window - 1)
-    allowed = policy.schedule.allowance(seen.tolist(), cache.entry_bytes) - in_window
+    allowed = host.schedule.allowance(seen.tolist(), cache.entry_bytes) - in_window
     stored = on_host(cache.layers.length)[:, :sequences].sum((0, 2))
     return stored - np.floor(layers * heads * np.maximum(allowed, 0)).astype(np.int64)

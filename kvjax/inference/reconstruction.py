@@ -90,11 +90,11 @@ def reconstruct(
     return cache
 
 
-def passes_of(policy: Policy, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
+def passes_of(host: Policy, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
     """Return the reconstruction passes after a prompt of these token ids. A refit makes its reader's passes, other
     policies those of their eviction, if it has any."""
-    refit = refitting(policy.eviction)
-    method = innermost(policy.eviction) if refit is None else refit.reader
+    refit = refitting(host.eviction)
+    method = innermost(host.eviction) if refit is None else refit.reader
     return method.passes(row) if isinstance(method, Reconstruction) else ()
 
 

@@ -60,8 +60,8 @@ class View:
 
     @property
     def stores_all(self) -> bool:
-        """True if every token is stored for good as it comes: all are admitted, and there is no local window."""
-        return isinstance(self.admission, Full) and self.window == 1
+        """True if every token is stored for good as it comes (`stores_every_token`)."""
+        return stores_every_token(self.admission, self.window)
 
     @property
     def observer(self) -> Observer | None:
@@ -171,6 +171,11 @@ def compile_policy(
 
     read, extend = (view(x if observes_tokens(x) else None) for x in (eviction, while_decoding))
     return CompiledPolicy(host, read, extend, view(while_decoding, host.selection), eviction)
+
+
+def stores_every_token(admission: Admission, window: int) -> bool:
+    """Return True if every token is stored for good as it comes: all are admitted, and there is no local window."""
+    return isinstance(admission, Full) and window == 1
 
 
 def observes_tokens(eviction: Eviction | None) -> bool:

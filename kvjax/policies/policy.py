@@ -11,7 +11,7 @@ from kvjax.mesh import on_host, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.base import Admission, Eviction, LateMetadata, Method, Selection
 from kvjax.policies.budget import BUDGETS
-from kvjax.policies.compiled import CompiledPolicy, compile_policy, observes_tokens
+from kvjax.policies.compiled import CompiledPolicy, compile_policy, observes_tokens, stores_every_token
 from kvjax.policies.eviction.refit import refitting
 from kvjax.policies.eviction.wrapper import innermost, metadata_of
 from kvjax.policies.schedule import Schedule
@@ -172,8 +172,8 @@ class Policy:
 
     @property
     def stores_all(self) -> bool:
-        """True if every token is stored for good as it comes: all are admitted, and there is no local window."""
-        return isinstance(self.admission, Full) and self.window == 1
+        """True if every token is stored for good as it comes (`stores_every_token`)."""
+        return stores_every_token(self.admission, self.window)
 
     @property
     def compacts_answers(self) -> bool:
