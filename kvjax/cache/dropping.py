@@ -9,7 +9,7 @@ head cache retains all tokens gets this metadata with its first drop, since plac
 Tokens of the local window that stay are moved together, and the window counts from the oldest of them on
 (`Cache.origin`). It then fills again: it always holds the last tokens that remain, so tokens before the span leave it
 later than they would have. Sliding-window layers see by position, as their models do: a mask hides the slots of dropped
-tokens until other tokens are written to them (`Cache.hidden`).
+tokens until other tokens are written to them (`Cache.dropped_slots`).
 """
 
 import dataclasses
@@ -165,15 +165,15 @@ def drop(cache: Cache, span: Span) -> Cache:
     """Return the cache (donated) without a span. It must have the positions of its entries. Pages that the sequence
     shares with others are copied where its entries move. If there are too few free pages for the copies, the free count
     is negative."""
-    window, origin, hidden = _window(cache, span), on_host(cache.origin).copy(), cache.hidden
+    window, origin, dropped = _window(cache, span), on_host(cache.origin).copy(), cache.dropped_slots
     if window.moves:
         origin[span.sequence] = on_host(cache.seen)[span.sequence] - int(window.left)
     if cache.sliding is not None:
         slots, seen = cache.sliding.shape[3], on_host(cache.seen)[[span.sequence]]
         position = position_of_slot(slots, used_slots(cache.sliding, cache.sliding_window), seen)[0]
-        mask = np.zeros((len(origin), slots), bool) if hidden is None else on_host(hidden).copy()
+        mask = np.zeros((len(origin), slots), bool) if dropped is None else on_host(dropped).copy()
         mask[span.sequence] |= (position >= span.start) & (position < span.end)
-        hidden = put(mask, BATCH, None)
+        dropped = put(mask, BATCH, None)
     shard_batch = len(origin) // batch_shards()
     index = np.full(batch_shards(), -1, np.int32)
     index[span.sequence // shard_batch] = span.sequence % shard_batch
@@ -181,7 +181,9 @@ def drop(cache: Cache, span: Span) -> Cache:
     pages, layers = _dropped(
         cache.pages, cache.layers, put(index, BATCH), *bounds, window, window=cache.window
     )
-    return dataclasses.replace(cache, pages=pages, layers=layers, origin=put(origin, BATCH), hidden=hidden)
+    return dataclasses.replace(
+        cache, pages=pages, layers=layers, origin=put(origin, BATCH), dropped_slots=dropped
+    )
 
 
 @jax.jit(donate_argnums=(0, 1), static_argnames="window")

@@ -21,12 +21,14 @@ def selected(cache: Cache, index: Int[Array, " n"]) -> Cache:
     """Return a cache whose sequence i is a fork of sequence `index[i]`. An index counts within its batch shard; a
     negative one gives an empty sequence. Pages that no sequence holds any more are free. `cache` stays as it is, and
     the result shares the memory of its pool: pass it to `copy_shared_pages` before anything is written to it."""
-    layers, seen, (observations, origin, hidden), sliding, (free, free_count, others) = _selected(
+    layers, seen, (observations, origin, dropped), sliding, (free, free_count, others) = _selected(
         cache, index
     )
     pages = dataclasses.replace(cache.pages, free=free, free_count=free_count, others=others)
     state = {"seen": seen, "origin": jnp.minimum(origin, seen), "observations": observations}
-    return dataclasses.replace(cache, pages=pages, layers=layers, sliding=sliding, hidden=hidden, **state)
+    return dataclasses.replace(
+        cache, pages=pages, layers=layers, sliding=sliding, dropped_slots=dropped, **state
+    )
 
 
 @jax.jit
@@ -36,7 +38,8 @@ def _selected(cache, index):
     def local(*arguments):
         return forked_sequences(*arguments, pages=pages)
 
-    sequences = cache.layers, cache.seen, (cache.observations, cache.origin, cache.hidden), cache.sliding
+    by_sequence = cache.observations, cache.origin, cache.dropped_slots
+    sequences = cache.layers, cache.seen, by_sequence, cache.sliding
     specs = *specs_of(sequences), (P(SHARDS), P(SHARDS), P(SHARDS))
     return jax.shard_map(local, out_specs=specs)(*sequences, jax.sharding.reshard(index, P(BATCH)))
 

@@ -23,8 +23,9 @@ Arrays = dict[str, np.ndarray]
 all head caches (layer, sequence, kv head) one after another, the window's oldest token first. "metadata.…" [n] hold the
 metadata of the retained entries. "length" [l b k], "seen" [b], "priority", "numbers.…" and "state.…" [l b …] and
 "observations.…" [b …] are as in the cache. So are "key_scale", if there is one, and "sliding", which has no more slots
-than its tokens need. "origin" [b] and "hidden" [b s] exist only if tokens of windows were dropped."""
-ORIGIN, HIDDEN = "origin", "hidden"
+than its tokens need. "origin" [b] and "hidden" [b s], which is `Cache.dropped_slots`, exist only if tokens of
+windows were dropped."""
+ORIGIN, DROPPED_SLOTS = "origin", "hidden"
 
 
 class Places(NamedTuple):
@@ -137,8 +138,9 @@ def packed(cache: Cache) -> Arrays:
     if cache.sliding is not None:
         slots = slots_for(cache.sliding_window, table_tokens(int(arrays["seen"].max())))
         arrays["sliding"] = _as_floats(np.asarray(cache.sliding), pages.dtype)[:, live, :, :slots]
-        if cache.hidden is not None and (hidden := np.asarray(cache.hidden)[live, :slots]).any():
-            arrays[HIDDEN] = hidden
+        mask = cache.dropped_slots
+        if mask is not None and (dropped := np.asarray(mask)[live, :slots]).any():
+            arrays[DROPPED_SLOTS] = dropped
     return arrays | leaves_by_path({"observations": observations})
 
 
@@ -211,12 +213,14 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     windows = like.sliding
     if windows is not None:
         windows = padded(arrays["sliding"], 1).view(windows.dtype)
-    hidden = like.hidden
-    if hidden is not None:
-        hidden = padded(arrays[HIDDEN], 0) if HIDDEN in arrays else np.zeros(hidden.shape, bool)
+    dropped = like.dropped_slots
+    if dropped is not None:
+        dropped = (
+            padded(arrays[DROPPED_SLOTS], 0) if DROPPED_SLOTS in arrays else np.zeros(dropped.shape, bool)
+        )
     cache = changed(
         like, pages=pages, layers=layers, seen=seen, origin=origin, observations=observations, sliding=windows,
-        hidden=hidden,
+        dropped_slots=dropped,
     )  # fmt: skip
     return jax.tree.map(_put, cache, like)
 

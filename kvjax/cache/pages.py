@@ -196,7 +196,7 @@ class Cache:
     sliding: Shaped[Array, "l b k s kv"] | None = None
     """The windows of sliding-window layers (`kvjax.cache.sliding`), which have no pages. None: there are no such
     layers."""
-    hidden: Bool[Array, "b s"] | None = None
+    dropped_slots: Bool[Array, "b s"] | None = None
     """True for slots of `sliding` whose tokens were dropped. None: no layer has a window, or no token was ever dropped
     from it."""
     sliding_window: int = static(default=0)

@@ -34,7 +34,7 @@ class Mark:
     """The whole pool, with `max_entries`; else None."""
     sliding: Shaped[Array, "l b k s kv"] | None
     """The windows of sliding-window layers."""
-    hidden: Bool[Array, "b s"] | None
+    dropped_slots: Bool[Array, "b s"] | None
     """The mask of their dropped tokens."""
 
 
@@ -53,7 +53,7 @@ def marked(cache: Cache) -> Mark:
     )
     mark = Mark(
         cache.layers, cache.seen, cache.observations, pages.free, pages.free_count, pages.bounds, pages.metadata,
-        window_pages, pages.pool if capped else None, cache.sliding, cache.hidden,
+        window_pages, pages.pool if capped else None, cache.sliding, cache.dropped_slots,
     )  # fmt: skip
     return jax.tree.map(jnp.copy, mark)
 
@@ -66,7 +66,8 @@ def rolled_back(cache: Cache, mark: Mark) -> Cache:
         pool = _with_rings(cache.pages.pool, mark.layers.page_table, mark.rings)
     of_pages = {name: getattr(mark, name) for name in ("free", "free_count", "bounds", "metadata")}
     pages = dataclasses.replace(cache.pages, pool=pool, **of_pages)
-    of_cache = {name: getattr(mark, name) for name in ("layers", "seen", "observations", "sliding", "hidden")}
+    names = "layers", "seen", "observations", "sliding", "dropped_slots"
+    of_cache = {name: getattr(mark, name) for name in names}
     return dataclasses.replace(cache, pages=pages, **of_cache)
 
 

@@ -195,7 +195,7 @@ class Layout:
     head_order: tuple[tuple[int, ...], ...] | None = None
     """See `Cache`."""
     masks_windows: bool = False
-    """True if the sliding windows have a mask of dropped tokens from the beginning (`Cache.hidden`)."""
+    """True if the sliding windows have a mask of dropped tokens from the beginning (`Cache.dropped_slots`)."""
 
     @property
     def entry_bytes(self) -> int:
@@ -252,15 +252,15 @@ def empty(
         layer_cache = dataclasses.replace(layer_cache, key_scale=key_scale)
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     storage = Pages(pool, free, count, layout.dtype, bounds, metadata)
-    windows, hidden = None, None
+    windows, dropped = None, None
     if layout.sliding_layers:
         shape = layout.sliding_layers, batch, heads, layout.sliding_slots, width
         windows = jnp.zeros(shape, layout.stored, out_sharding=P(None, BATCH, HEADS, None, None))
         if layout.masks_windows:
-            hidden = jnp.zeros((batch, layout.sliding_slots), bool, out_sharding=P(BATCH, None))
+            dropped = jnp.zeros((batch, layout.sliding_slots), bool, out_sharding=P(BATCH, None))
     return Cache(
         storage, layer_cache, seen, jnp.zeros_like(seen), observations, window=layout.window, limit=layout.limit,
-        sliding=windows, hidden=hidden, sliding_window=layout.sliding_window, head_order=layout.head_order,
+        sliding=windows, dropped_slots=dropped, sliding_window=layout.sliding_window, head_order=layout.head_order,
     )  # fmt: skip
 
 
@@ -299,9 +299,11 @@ def resize(cache: Cache, pages: int, columns: int = 0, tokens: int = 0) -> Cache
 
     specs = specs_of((cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(local, out_specs=specs)(cache.pages, cache.layers)
-    windows, hidden = cache.sliding, cache.hidden
+    windows, dropped = cache.sliding, cache.dropped_slots
     if windows is not None:
         windows = grown(windows, cache.sliding_window, tokens)
-        if hidden is not None:
-            hidden = jnp.pad(hidden, ((0, 0), (0, windows.shape[3] - hidden.shape[1])))
-    return dataclasses.replace(cache, pages=new_pages, layers=new_layers, sliding=windows, hidden=hidden)
+        if dropped is not None:
+            dropped = jnp.pad(dropped, ((0, 0), (0, windows.shape[3] - dropped.shape[1])))
+    return dataclasses.replace(
+        cache, pages=new_pages, layers=new_layers, sliding=windows, dropped_slots=dropped
+    )

@@ -58,7 +58,7 @@ def as_pages(
 
 def written(
     windows: Shaped[Array, "l b k s kv"],
-    hidden: Bool[Array, "b s"] | None,
+    dropped: Bool[Array, "b s"] | None,
     new: Float[Array, "l b k n kv"],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
@@ -71,20 +71,20 @@ def written(
     slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % slots, windows.shape[3])
     new = as_bits(new) if windows.dtype == jnp.uint16 else new.astype(windows.dtype)
     windows = windows.at[:, row, :, slot].set(jnp.moveaxis(new, (1, 3), (0, 1)), mode="drop")
-    return windows, None if hidden is None else hidden.at[row, slot].set(False, mode="drop")
+    return windows, None if dropped is None else dropped.at[row, slot].set(False, mode="drop")
 
 
 def in_order(
-    hidden: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"], seen: Int[Array, " b"], window: int
+    dropped: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"], seen: Int[Array, " b"], window: int
 ) -> Bool[Array, "b r"]:
     """Return the mask of dropped tokens in the order of `recent`."""
     slots = used_slots(windows, window)
-    return jnp.take_along_axis(hidden, (seen[:, None] + jnp.arange(slots)) % slots, 1)
+    return jnp.take_along_axis(dropped, (seen[:, None] + jnp.arange(slots)) % slots, 1)
 
 
-def bias(hidden: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"]) -> Float[Array, "p page"]:
+def bias(dropped: Bool[Array, "b s"], windows: Shaped[Array, "l b k s kv"]) -> Float[Array, "p page"]:
     """Return the bias of the logits of the entries of `as_pages`: −inf for dropped tokens, 0 for others."""
-    of_slot = jnp.where(hidden, -jnp.inf, 0.0).astype(jnp.float32)[None, :, None]
+    of_slot = jnp.where(dropped, -jnp.inf, 0.0).astype(jnp.float32)[None, :, None]
     return jnp.broadcast_to(of_slot, windows.shape[:4]).reshape(-1, PAGE)
 
 

@@ -29,7 +29,7 @@ class Row(NamedTuple):
     observations: Any
     sliding: Any
     origin: Int[Array, " 1"]
-    hidden: Bool[Array, "1 s"] | None
+    dropped_slots: Bool[Array, "1 s"] | None
 
     @property
     def counted(self) -> Int[Array, " 1"] | Int[np.ndarray, " 1"]:
@@ -43,7 +43,7 @@ AXES = 1, 0, 0, 1, 0, 0
 
 def row_of(cache: Cache) -> Row:
     """Return the state of a cache's sequences without its pages."""
-    return Row(cache.layers, cache.seen, cache.observations, cache.sliding, cache.origin, cache.hidden)
+    return Row(cache.layers, cache.seen, cache.observations, cache.sliding, cache.origin, cache.dropped_slots)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

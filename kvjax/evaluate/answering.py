@@ -153,7 +153,7 @@ def _take_rows(
 
     layers, windows = jax.tree.map(partial(take, axis=1), (cache.layers, cache.sliding))
     counters = jax.tree.map(
-        partial(take, axis=0), {x: getattr(cache, x) for x in ("seen", "origin", "hidden")}
+        partial(take, axis=0), {x: getattr(cache, x) for x in ("seen", "origin", "dropped_slots")}
     )
     return dataclasses.replace(cache, layers=layers, sliding=windows, **counters), take(last, 0)
 

@@ -77,7 +77,7 @@ def forward(
         layers = dataclasses.replace(layers, key_scale=cache.layers.key_scale)
         if reserved is not None:
             pages, layers = release_unused(cache, pages, layers, reserved)
-        windows, hidden = with_windows(cache, entries, valid)
+        windows, dropped = with_windows(cache, entries, valid)
         cache = dataclasses.replace(
             cache,
             pages=pages,
@@ -85,7 +85,7 @@ def forward(
             seen=seen,
             observations=observations,
             sliding=windows,
-            hidden=hidden,
+            dropped_slots=dropped,
         )
     hidden = model.norm(x)
     return caches.check_finite(cache, hidden, position >= 0), hidden, captured

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.packed_entries import (
-    HIDDEN,
+    DROPPED_SLOTS,
     ORIGIN,
     Arrays,
     head_at_place,
@@ -379,8 +379,8 @@ def _wanted(
         slots = slots_for(config.sliding_window, caches.table_tokens(max(description["tokens"])))
         shape = len(config.sliding_layers), sequences, config.num_kv_heads, slots, 2 * config.head_dim
         wanted["sliding"] = jax.ShapeDtypeStruct(shape, dtype)
-        if HIDDEN in description["arrays"] and caches.POSITION in description["metadata"]:
-            wanted[HIDDEN] = jax.ShapeDtypeStruct((sequences, slots), np.bool_)
+        if DROPPED_SLOTS in description["arrays"] and caches.POSITION in description["metadata"]:
+            wanted[DROPPED_SLOTS] = jax.ShapeDtypeStruct((sequences, slots), np.bool_)
     wanted |= memories
     described = {name: (tuple(x["shape"]), x["dtype"]) for name, x in description["arrays"].items()}
     expected = {name: (x.shape, np.dtype(x.dtype).name) for name, x in wanted.items()}
@@ -473,7 +473,7 @@ def _template(
         **sizes_of(config), batch=batch, window=window, tokens=tokens, page_size=page_size, pages=pages, dtype=dtype,
         stored=stored, bounds=bounds if description["selects"] else None, metadata=tuple(metadata.items()), limit=limit,
         sliding_slots=slots,
-        masks_windows=policy.host.positions or HIDDEN in description["arrays"],
+        masks_windows=policy.host.positions or DROPPED_SLOTS in description["arrays"],
     )  # fmt: skip
     group = config.num_heads // config.num_kv_heads
     like = jax.eval_shape(lambda: laid_out(policy.decode, layout, group))

@@ -25,14 +25,14 @@ def sliding(cache: Cache, valid: Int[Array, " b"]) -> Attend:
     `scan_layers` calls it. Its y is the newest entries [b k n 2h], for `with_windows`."""
     window, dtype = cache.sliding_window, cache.pages.dtype
 
-    def local(step: Step, windows, hidden, mask_bias, seen, valid):
+    def local(step: Step, windows, dropped, mask_bias, seen, valid):
         kv = jnp.concatenate([step.k, step.v], -1)
         if step.q.shape[2] == 1:
             pool, table = as_pages(windows, step.layer)
             no_entries = jnp.zeros(table.shape[:2], jnp.int32)
             length_of_window = jnp.minimum(seen, used_slots(windows, window))
             new = step.k, step.v
-            if hidden is None:
+            if dropped is None:
                 o, lse = paged_decode(
                     step.q, pool, table, no_entries, length_of_window, ring_pages=table.shape[2], new=new
                 )
@@ -42,8 +42,8 @@ def sliding(cache: Cache, valid: Int[Array, " b"]) -> Attend:
             return with_sink(o, lse, step.sink)[0], kv
         earlier, exists = recent(windows, step.layer, seen, window, dtype)
         k, v = jnp.split(jnp.concatenate([earlier.astype(step.k.dtype), kv], 2), 2, -1)
-        if hidden is not None:
-            exists &= ~in_order(hidden, windows, seen, window)
+        if dropped is not None:
+            exists &= ~in_order(dropped, windows, seen, window)
         exists = jnp.pad(exists, ((0, 0), (0, kv.shape[2])), constant_values=True)
         end = ends(jnp.zeros(k.shape[:3], bool), window)
         # a slot that was never written may hold anything
@@ -52,12 +52,12 @@ def sliding(cache: Cache, valid: Int[Array, " b"]) -> Attend:
         return with_sink(*result, step.sink)[0], newest(kv, used_slots(windows, window), valid)
 
     mask_bias = None
-    if cache.hidden is not None and cache.sliding is not None:  # once for all layers
-        mask_bias = jax.shard_map(bias, out_specs=P(SHARDS, None))(cache.hidden, cache.sliding)
+    if cache.dropped_slots is not None and cache.sliding is not None:  # once for all layers
+        mask_bias = jax.shard_map(bias, out_specs=P(SHARDS, None))(cache.dropped_slots, cache.sliding)
 
     def attend(step: Step, carry: Any, xs: None):
         step = step.without_padding()
-        stored = cache.sliding, cache.hidden, mask_bias, cache.seen
+        stored = cache.sliding, cache.dropped_slots, mask_bias, cache.seen
         o, new = jax.shard_map(local, out_specs=(SPLIT, SPLIT))(step, *stored, valid)
         return o, carry, new
 
@@ -69,10 +69,10 @@ def with_windows(
 ) -> tuple[Shaped[Array, "l b k s kv"] | None, Bool[Array, "b s"] | None]:
     """Return the cache's windows after the newest entries of a call were written, and the mask of dropped tokens."""
     if new is None:
-        return cache.sliding, cache.hidden
+        return cache.sliding, cache.dropped_slots
 
-    def local(windows, hidden, new, seen, valid):
-        return written(windows, hidden, new, seen, valid, cache.sliding_window)
+    def local(windows, dropped, new, seen, valid):
+        return written(windows, dropped, new, seen, valid, cache.sliding_window)
 
     specs = P(None, BATCH, HEADS), P(BATCH)
-    return jax.shard_map(local, out_specs=specs)(cache.sliding, cache.hidden, new, cache.seen, valid)
+    return jax.shard_map(local, out_specs=specs)(cache.sliding, cache.dropped_slots, new, cache.seen, valid)
