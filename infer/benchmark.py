@@ -350,8 +350,8 @@ def decodes(
     from synthetic_cache import bytes_read, synthetic_caches
 
     from kvjax.inference.decode import decode_block
-    from kvjax.inference.eviction import recurring
     from kvjax.inference.sampler import make_sampler
+    from kvjax.inference.triggers import recurring
     from kvjax.mesh import BATCH, put
 
     count = config.new_tokens

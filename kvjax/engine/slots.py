@@ -17,8 +17,8 @@ from kvjax.engine.request import FinishReason, Request
 from kvjax.engine.rows import Row
 from kvjax.engine.samplers import InSlots, constrained, logprobs_of, sampler_of
 from kvjax.inference.decode import decode_block, first_tokens
-from kvjax.inference.eviction import recurring
 from kvjax.inference.sampler import Counts, Logprobs, Sampler
+from kvjax.inference.triggers import recurring
 from kvjax.mesh import BATCH, on_host, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy

@@ -23,10 +23,10 @@ from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.interval import mean_interval
 from kvjax.evaluate.joint_eviction import JointEviction, metadata_of_method
 from kvjax.inference import reconstruction
-from kvjax.inference.eviction import TokenRows, at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.inference.forward import drop_observation_state, feed
 from kvjax.inference.prefill import CHUNK, prefill
+from kvjax.inference.triggers import TokenRows, at_prompt_end
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import BIAS, Reconstruction

@@ -311,9 +311,9 @@ def more_pages(
     return int((shard_pages(longer, counted + tokens, *sizes) - shard_pages(length, counted, *sizes)).max())
 
 
-def _expected_pages(host: Policy, cache: Cache, question: int, answer: int) -> int:
-    """Return the pages that a question and an answer of each sequence are expected to take."""
-    length, schedule, tokens = on_host(cache.layers.length), host.schedule, question + answer
+def _expected_pages(host: Policy, cache: Cache, question: int, new_tokens: int) -> int:
+    """Return the pages that a question and `new_tokens` more tokens of each sequence are expected to take."""
+    length, schedule, tokens = on_host(cache.layers.length), host.schedule, question + new_tokens
     admitted = host.admission.admitted(tokens + cache.window) * caches.MARGIN + cache.page_size
     expected = length + np.broadcast_to(admitted, length.shape[::2])[:, None]
     if schedule is not None and schedule.trigger.while_decoding:
@@ -337,18 +337,18 @@ def copied_pages(host: Policy, cache: Cache) -> int:
     return int(np.minimum(copied, shared).max())
 
 
-def grow(host: Policy, cache: Cache, need: int, now: int, later: int) -> Cache:
+def grow(host: Policy, cache: Cache, need: int, now: int, new_tokens: int) -> Cache:
     """Return a copy with a larger pool: twice as many pages, or the pages that are needed now if these are more. The
     pool gets no more pages than its tokens may take, the stated capacity allows and the devices have memory for.
 
     Args:
         need: pages of a shard that are needed for `now` more tokens of each sequence.
-        later: further tokens that follow these.
+        new_tokens: further tokens that follow these.
 
     Raises CapacityError if the devices have too little memory for the pages that are needed.
     """
     pool = pool_pages(cache)
-    largest = pool - free_pages(cache) + more_pages(host, cache, now + later)
+    largest = pool - free_pages(cache) + more_pages(host, cache, now + new_tokens)
     size = _size(cache, max(need, min(2 * pool, largest)))
     if size < need and size != cache.limit:
         read, needed = int(on_host(cache.seen).max()) + now, need * _page_bytes(cache) / 2**20
@@ -359,45 +359,44 @@ def grow(host: Policy, cache: Cache, need: int, now: int, later: int) -> Cache:
     return resize(cache, size, 0)
 
 
-def resize_after_prompt(host: Policy, cache: Cache, answer: int) -> Cache:
-    """Return the cache with a pool for its entries and an answer of `answer` tokens. The pool grows if it has too few
+def resize_after_prompt(host: Policy, cache: Cache, new_tokens: int) -> Cache:
+    """Return the cache with a pool for its entries and `new_tokens` more tokens. The pool grows if it has too few
     pages, and shrinks if half of it is enough. A small pool and one of stated capacity never shrink."""
     have = pool_pages(cache)
-    need = have - free_pages(cache) + _expected_pages(host, cache, 0, answer)
+    need = have - free_pages(cache) + _expected_pages(host, cache, 0, new_tokens)
     size = _size(cache, need)
     shrinks = cache.limit is None and need <= size and caches.worth_shrinking(have, size, _page_bytes(cache))
     return resize(cache, size, 0) if size > have or shrinks else cache
 
 
-def copy_for_question(host: Policy, cache: Cache, question: int, answer: int) -> Cache:
+def copy_for_question(host: Policy, cache: Cache, question: int, new_tokens: int) -> Cache:
     """Return a copy of `cache` that a question and an answer are expected to fit into. Forks get their own copies of
     the pages that they write to (`kvjax.cache.forks`).
 
     Args:
-        question, answer: the number of tokens of each in a sequence.
+        question: tokens of each sequence's question.
+        new_tokens: tokens that will follow.
 
     Raises CapacityError if the devices have too little memory for the copy, or the stated capacity has too few pages
     for the copies of forks.
     """
     pool, forked = pool_pages(cache), cache.pages.others is not None
     # page tables are rounded up so that questions of similar lengths run the same programs; many forks get no extra
-    answer_tokens = answer if forked else caches.table_tokens(question + answer) - question
+    rounded = new_tokens if forked else caches.table_tokens(question + new_tokens) - question
     needed_pages = pool - free_pages(cache) + copied_pages(host, cache)
-    tokens = _missing_slots(cache, question + answer)
-    size = _size(
-        cache, max(pool, needed_pages + _expected_pages(host, cache, question, answer_tokens)), tokens
-    )
+    tokens = _missing_slots(cache, question + new_tokens)
+    size = _size(cache, max(pool, needed_pages + _expected_pages(host, cache, question, rounded)), tokens)
     if size < needed_pages and size != cache.limit:
         needed, free = needed_pages * _page_bytes(cache) / 2**20, caches.device_bytes(free=True) / 2**20
         raise CapacityError(
             f"policy {host.name}: a cache that is continued is copied, {needed:.1f} MiB on a device that has "
             f"{free:.1f} MiB free: give shorter prompts, a smaller batch or more devices"
         )
-    copy = resize(cache, size, _missing_columns(host, cache, question + answer), tokens)
+    copy = resize(cache, size, _missing_columns(host, cache, question + new_tokens), tokens)
     if not forked:
         return copy
     copy = copy_shared_pages(copy, host.rewritten)
-    caches.check(copy, host.name, question + answer)
+    caches.check(copy, host.name, question + new_tokens)
     return copy
 
 

@@ -24,20 +24,20 @@ _WARNED: set[ModelConfig] = set()
 def check_length(
     model: Decoder,
     rows: Sequence[np.ndarray],
-    new: int,
+    new_tokens: int,
     cache: Cache | None = None,
     kind: str = "new ones",
 ) -> None:
-    """Warn, once per model, if the longest prompt with its `new` tokens, and with the tokens of a cache, is longer than
+    """Warn, once per model, if the longest prompt with its `new_tokens`, and with the tokens of a cache, is longer than
     the model's context. It runs, but its output may be meaningless. `kind` describes the new tokens."""
     config = model.config
     read = np.array([row.size for row in rows])
     if cache is not None:
         read = read + on_host(cache.seen)[: len(rows)]
     longest = int(read.max())
-    if longest + new > config.longest and config not in _WARNED:
+    if longest + new_tokens > config.longest and config not in _WARNED:
         _WARNED.add(config)
-        suffix = f" and up to {new:,} {kind}" if new else ""
+        suffix = f" and up to {new_tokens:,} {kind}" if new_tokens else ""
         warn(
             f"{longest:,} tokens{suffix} are more than the {config.longest:,} that the model declares or was trained "
             "for: its output may be meaningless",

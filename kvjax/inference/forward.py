@@ -297,8 +297,9 @@ def feed(
             part = [row[start : start + count] for row in rows]
             tokens, valid = padded(part, size)
             start += count
-            later_tokens = longest - start + new_tokens
-            cache, new = _read_call(model, host, view, cache, tokens, valid, later_tokens, grows)
+            cache, new = _read_call(
+                model, host, view, cache, tokens, valid, longest - start + new_tokens, grows
+            )
             if logits is not None and not all(row.size for row in part):
                 new = jnp.where((valid > 0)[:, None], new, logits)
             logits = new
@@ -313,7 +314,7 @@ def _read_call(
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
-    later_tokens: int,
+    new_tokens: int,
     grows: bool,
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """Run `last_logits`. If the pool runs out and may grow, run it again with a larger one. The tokens that a call
@@ -325,7 +326,7 @@ def _read_call(
     cache, new = last_logits(model, view, cache, tokens, valid)
     if (missing := -free_pages(cache)) > 0 and mark is not None:
         need = pool_pages(cache) + missing
-        cache = grow(host, rolled_back(cache, mark), need, count, later_tokens)
+        cache = grow(host, rolled_back(cache, mark), need, count, new_tokens)
         cache, new = last_logits(model, view, cache, tokens, valid)
-    caches.check(cache, host.name, later_tokens)
+    caches.check(cache, host.name, new_tokens)
     return cache, new

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, shown, whole_number
-from kvjax.inference import eviction
+from kvjax.inference import triggers
 from kvjax.inference.answers import Answers, Block, Generation, stop_tokens_of, whole_answers
 from kvjax.inference.checks import check_arguments, check_in_front
 from kvjax.inference.decode import decode_block, first_tokens
@@ -98,24 +98,26 @@ def stream(
         new, logprobs = answers.block(jax.tree.map(lambda x: x[None], (token, logprobs_of_token)), live, 1)
         caches.check(current, host.name, longest_answer)
         running = answers.still(running)
-        compaction = eviction.recurring(host, current)
+        compaction = triggers.recurring(host, current)
     yield Block(new, current, order, logprobs)
     length = 1
     while length < longest_answer and (was_running := on_host(running)[: len(rows)]).any():
         with use_mesh(model):
-            left = longest_answer - length
-            count, size, current = eviction.next_block(host, current, was_running, length - 1, left, block)
+            new_tokens = longest_answer - length
+            count, size, current = triggers.next_block(
+                host, current, was_running, length - 1, new_tokens, block
+            )
             current, drawn, (token, running, counts), states = decode_block(
                 model, compiled.decode, current, token, running, sampler, np.int32(length), counts,
                 limit=np.int32(count), count=size, recurring=compaction,
             )  # fmt: skip
-        caches.check(current, host.name, left - count)
+        caches.check(current, host.name, new_tokens - count)
         log_steps(states, current.origin, current.window, count=count, sequences=len(rows))
         length += count
         new, logprobs = answers.block(drawn, was_running, count)
         with use_mesh(model):
             running = answers.still(running)
-            current = eviction.after_block(
+            current = triggers.after_block(
                 model, compiled, current, on_host(running)[: len(rows)], length - 1
             )
         yield Block(new, current, order, logprobs)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, whole_number
-from kvjax.inference import eviction
+from kvjax.inference import triggers
 from kvjax.inference.allocation import copy_for_question, new_cache, resize_after_prompt
 from kvjax.inference.checks import check_arguments, check_continues, check_length, check_observers
 from kvjax.inference.forward import drop_observation_state, feed, padded
@@ -176,11 +176,11 @@ def _steps(model, policy, rows, chunk, new_tokens, observers, grows, continues) 
     cache = yield None
     after = None
     if schedule is not None and schedule.trigger.in_chunks:
-        observers = eviction.guidance(schedule, len(rows)) if observers is None else observers
+        observers = triggers.guidance(schedule, len(rows)) if observers is None else observers
         for start, part, left in parts(schedule.trigger.chunk):
             before = jnp.copy(cache.layers.length) if schedule.by_chunk and not schedule.in_ranges else None
             cache, after = run(cache, part, logits=after, new_tokens=new_tokens + left)
-            cache = eviction.after_chunk(model, policy, cache, rows, observers, start, before, run)
+            cache = triggers.after_chunk(model, policy, cache, rows, observers, start, before, run)
             if left:
                 cache = yield cache
         assert after is not None
@@ -191,11 +191,11 @@ def _steps(model, policy, rows, chunk, new_tokens, observers, grows, continues) 
             cache = yield cache
     assert after is not None
     if schedule is not None and schedule.trigger.while_decoding:
-        cache = eviction.at_end(model, policy, cache, len(rows))
+        cache = triggers.evict_to_budget(model, policy, cache, np.ones(len(rows), bool))
     elif schedule is not None:
         cache = yield cache
-        observers = eviction.guidance(schedule, len(rows)) if observers is None else observers
-        cache = yield from eviction.at_prompt_end(model, policy, cache, rows, observers, run)
+        observers = triggers.guidance(schedule, len(rows)) if observers is None else observers
+        cache = yield from triggers.at_prompt_end(model, policy, cache, rows, observers, run)
     return cache, after
 
 

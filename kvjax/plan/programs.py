@@ -17,11 +17,11 @@ from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
 from kvjax.inference.allocation import laid_out, layout_for, sizes_of, token_bytes
 from kvjax.inference.decode import decode_block
-from kvjax.inference.eviction import recurring
 from kvjax.inference.forward import last_logits, pieces
 from kvjax.inference.generate import BLOCK
 from kvjax.inference.prefill import CHUNK
 from kvjax.inference.sampler import make_sampler
+from kvjax.inference.triggers import recurring
 from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder

@@ -10,8 +10,8 @@ from kvjax.cache.packed_entries import packed, places
 from kvjax.errors import UserError
 from kvjax.inference import generate, load_cache, prefill, save_cache
 from kvjax.inference.allocation import empty_cache, sizes_of
-from kvjax.inference.eviction import _entries_over
 from kvjax.inference.key_scale import key_scale
+from kvjax.inference.triggers import _entries_over
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax import inference
-from kvjax.inference import eviction
+from kvjax.inference import triggers
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.footprint_log import footprint_log
 from kvjax.mesh import BATCH, put, use_mesh
@@ -187,7 +187,7 @@ def test_the_decoding_loop_compacts_running_sequences_that_are_due(model, prompt
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, [prompts[0]] * 4, 0, PAGE, None)
-        again = eviction.recurring(compiled.host, cache)
+        again = triggers.recurring(compiled.host, cache)
         cache = dataclasses.replace(cache, seen=put(np.array([16, 16, 15, 24], np.int32), BATCH))
         pages = dataclasses.replace(cache.pages, free_count=cache.pages.free_count * 0 - 1)
         running = put(np.array([True, False, True, True]), BATCH)

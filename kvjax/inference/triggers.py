@@ -109,14 +109,7 @@ def _after_observers(
     return cache, sizes if policy.read.stores_all else [0] * len(sizes)
 
 
-def at_end(model: Decoder, policy: CompiledPolicy, cache: Cache, sequences: int) -> Cache:
-    """Return the cache after a prompt or a question, compacted if the policy also compacts while decoding."""
-    if not policy.host.compacts_answers:
-        return cache
-    return _evict_to_budget(model, policy, cache, np.ones(sequences, bool))
-
-
-def _evict_to_budget(
+def evict_to_budget(
     model: Decoder, policy: CompiledPolicy, cache: Cache, rows: Bool[np.ndarray, " b"]
 ) -> Cache:
     """Return the cache after the sequences in `rows` that are over their budgets were compacted."""
@@ -211,16 +204,16 @@ def block_size(tokens: int, block: int) -> int:
 
 
 def next_block(
-    host: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, left: int, block: int
+    host: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, new_tokens: int, block: int
 ) -> tuple[int, int, Cache]:
-    """Return how many of the `left` tokens can be decoded before a compaction may be due, the `block_size` for them,
+    """Return how many of `new_tokens` tokens can be decoded before a compaction may be due, the `block_size` for them,
     and the cache with pages for them.
 
     Args:
         running: the sequences that continue.
         fed: tokens decoded so far.
     """
-    schedule, due = host.schedule, left
+    schedule, due = host.schedule, new_tokens
     when = None if schedule is None else schedule.trigger.when
     if schedule is not None and when == "every":
         due = schedule.trigger.every - fed % schedule.trigger.every
@@ -230,15 +223,15 @@ def next_block(
         # a token adds at most one entry to a head cache
         due = max(1, int(-over.max()) // (layers * heads))
     # a single token if a compaction follows it
-    size = 1 if due == 1 and when in ("every", "overflow") else block_size(min(due, left), block)
-    count = min(due, left, size)
+    size = 1 if due == 1 and when in ("every", "overflow") else block_size(min(due, new_tokens), block)
+    count = min(due, new_tokens, size)
     # check before the pool grows: its new pages would hide a debt
-    check(cache, host.name, left)
+    check(cache, host.name, new_tokens)
     if may_grow(cache) and (short := more_pages(host, cache, count) - free_pages(cache)) > 0:
-        later = left - count
+        further = new_tokens - count
         if schedule is not None and schedule.trigger.while_decoding:
-            later = min(due, schedule.trigger.every or due)
-        cache = grow(host, cache, pool_pages(cache) + short, count, later)
+            further = min(due, schedule.trigger.every or due)
+        cache = grow(host, cache, pool_pages(cache) + short, count, further)
     return count, size, cache
 
 
@@ -251,7 +244,7 @@ def after_block(
         return cache
     if schedule.trigger.when == "every" and fed % schedule.trigger.every:
         return cache
-    return _evict_to_budget(model, policy, cache, running)
+    return evict_to_budget(model, policy, cache, running)
 
 
 def _entries_over(host: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
