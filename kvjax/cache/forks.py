@@ -2,8 +2,8 @@
 
 `selected` makes a cache of chosen sequences, any of them several times. It copies no page; each page counts the head
 caches that hold it. Before a fork runs, it gets its own copies of the shared pages that it may write to: those of its
-local window and of its newest entries, or all of them where a compaction may move any entry. All other pages of a
-context are only read, and are freed when the last fork is gone.
+local window and the page of its next entry, or all of them if the policy rewrites retained entries. All other pages of
+a context are only read, and are freed when the last fork is gone.
 """
 
 import dataclasses
@@ -80,14 +80,15 @@ def forked_sequences(
     return layers, jnp.where(exists, taken(seen, 0), 0), observations, sliding, free_list
 
 
-def copy_shared_pages(cache: Cache, newest: int | None) -> Cache:
-    """Return the cache in which each head cache has its own copies of the pages of its local window and of its `newest`
-    entries (None: of all entries). Of the head caches that share such a page, one keeps it and the others get copies.
-    If the pool has too few pages for the copies, the free count is negative. May be jitted with the cache donated."""
+def copy_shared_pages(cache: Cache, rewrites_entries: bool) -> Cache:
+    """Return the cache in which each head cache has its own copies of the pages of its local window and of the page of
+    its next entry, or of all pages if the policy `rewrites_entries`. Of the head caches that share such a page, one
+    keeps it and the others get copies. If the pool has too few pages for the copies, the free count is negative. May be
+    jitted with the cache donated."""
     ring = ring_pages(cache.window, cache.page_size)
 
     def local(pages, layers):
-        return copies_of_shared_pages(pages, layers, ring, newest)
+        return copies_of_shared_pages(pages, layers, ring, rewrites_entries)
 
     specs = specs_of((cache.pages, cache.layers))
     pages, layers = jax.shard_map(local, out_specs=specs)(cache.pages, cache.layers)
@@ -95,10 +96,10 @@ def copy_shared_pages(cache: Cache, newest: int | None) -> Cache:
 
 
 def copies_of_shared_pages(
-    pages: Pages, layers: LayerCache, ring: int, newest: int | None
+    pages: Pages, layers: LayerCache, ring: int, rewrites_entries: bool
 ) -> tuple[Pages, LayerCache]:
     """Do what `copy_shared_pages` does, on one shard whose local windows take up to `ring` pages each."""
-    column, page = written_columns(pages, layers, ring, newest)
+    column, page = written_columns(pages, layers, ring, rewrites_entries)
     past_end, rows = pages.pool.shape[0], layers.length.size
     row = jnp.broadcast_to(jnp.arange(rows).reshape(*layers.length.shape, 1), page.shape)
     keeper = jnp.full(past_end, rows).at[page].min(row, mode="drop")
@@ -121,18 +122,17 @@ def copies_where(
 
 
 def written_columns(
-    pages: Pages, layers: LayerCache, ring: int, newest: int | None
+    pages: Pages, layers: LayerCache, ring: int, rewrites_entries: bool
 ) -> tuple[Int[Array, "l b k n"], Int[Array, "l b k n"]]:
     """Return the columns of the page tables whose pages a sequence may write to, and these pages: those of the local
-    window, of the `newest` entries (None: of all entries), and of the next entry. A column without a page has an index
-    past the pool's end."""
+    window and that of the next entry, or all of them if the policy `rewrites_entries`. A column without a page has an
+    index past the pool's end."""
     (past_end, page_size, _), table, length = pages.pool.shape, layers.page_table, layers.length
     columns = table.shape[-1]
     column = jnp.broadcast_to(jnp.arange(columns), table.shape)
-    if newest is not None:
-        first = ring + jnp.maximum(length - newest, 0) // page_size
-        count = min(-(-newest // page_size) + 1, columns - ring)
-        column = jnp.concatenate([column[..., :ring], first[..., None] + jnp.arange(count)], -1)
+    if not rewrites_entries:
+        of_next_entry = (ring + length // page_size)[..., None]
+        column = jnp.concatenate([column[..., :ring], of_next_entry], -1)
     page = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), 3)
     return column, jnp.where(column < columns, page, past_end)
 

@@ -33,9 +33,8 @@ class PageCounts:
 
     def copied(self, length: Lengths, counted: Int[np.ndarray, " b"]) -> int:
         """Return the most pages that a fork of a sequence does not share with it (`kvjax.engine.rows.forked`)."""
-        if (newest := self._host.rewritten) is not None:
-            page_size = self._layout.page_size
-            length = length - np.maximum(length - newest, 0) // page_size * page_size
+        if not self._host.rewrites_entries:  # full pages are only read
+            length = length % self._layout.page_size
         return self.held(length, counted)
 
     def while_read(self, prompt: int) -> int:

@@ -182,7 +182,7 @@ class Pool:
     def fork(self, row: Row) -> Row:
         """Return a fork of a sequence. Enough pages must be free."""
         ring = ring_pages(self.layout.window, self.layout.page_size)
-        self._pages, new = forked(self._pages, row, ring, self._policy.host.rewritten)
+        self._pages, new = forked(self._pages, row, ring, self._policy.host.rewrites_entries)
         self._changed()
         return new
 

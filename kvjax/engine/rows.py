@@ -86,15 +86,14 @@ def taken_out(slots: Row, slot: Int[Array, ""]) -> Row:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
-def forked(pages: Pages, row: Row, ring: int, newest: int | None) -> tuple[Pages, Row]:
+def forked(pages: Pages, row: Row, ring: int, rewrites_entries: bool) -> tuple[Pages, Row]:
     """Return the pages, and a second sequence that continues the same tokens. The two share all pages that neither may
     write to. The fork has copies of the others: the pages of the local window, which are the first `ring` columns of a
-    table, those of the `newest` retained entries (None: of all), and the page of the next entry. Enough pages must be
-    free."""
+    table, and the page of the next entry, or all pages if the policy `rewrites_entries`. Enough pages must be free."""
 
     def local(pages, row):
         table = row.layers.page_table
-        column, page = written_columns(pages, row.layers, ring, newest)
+        column, page = written_columns(pages, row.layers, ring, rewrites_entries)
         # The fork holds every page of its table, until a copy takes the page's place.
         pages = dataclasses.replace(pages, others=pages.others.at[table].add(1, mode="drop"))
         pages, page = with_copies(pages, page, jnp.ones_like(page, bool))

@@ -330,9 +330,8 @@ def copied_pages(host: Policy, cache: Cache) -> int:
         return 0
     shared = on_host(cache.pages.others).reshape(cache.pages.free_count.shape[0], -1).sum(1)
     written = on_host(cache.layers.length)
-    if (newest := host.rewritten) is not None:
-        # whole pages before the newest entries are only read
-        written = written - np.maximum(written - newest, 0) // cache.page_size * cache.page_size
+    if not host.rewrites_entries:  # full pages are only read
+        written = written % cache.page_size
     copied = shard_pages(written, on_host(cache.counted), cache.window, cache.page_size)
     return int(np.minimum(copied, shared).max())
 
@@ -395,7 +394,7 @@ def copy_for_question(host: Policy, cache: Cache, question: int, new_tokens: int
     copy = resize(cache, size, _missing_columns(host, cache, question + new_tokens), tokens)
     if not forked:
         return copy
-    copy = copy_shared_pages(copy, host.rewritten)
+    copy = copy_shared_pages(copy, host.rewrites_entries)
     caches.check(copy, host.name, question + new_tokens)
     return copy
 

@@ -34,7 +34,7 @@ def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quot
     assert schedule is not None
     assert eviction is not None
     # entries may only be moved in pages that no fork shares
-    assert cache.pages.others is None or policy.host.rewritten is None
+    assert cache.pages.others is None or policy.host.rewrites_entries
     free_counts(cache)  # raises if a number is not finite: no entry may be chosen by it
     longest = int(on_host(cache.layers.length).max())
     if longest == 0:

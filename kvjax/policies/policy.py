@@ -236,11 +236,9 @@ class Policy:
         return None if max_entries is None else int(on_host(max_entries).max())
 
     @property
-    def rewritten(self) -> int | None:
-        """The number of a head cache's newest entries that may be written to after the prompt; None: any of them
-        may."""
-        written = self.max_entries is not None or self.admission.updates or self.compacts_answers
-        return None if written else 0
+    def rewrites_entries(self) -> bool:
+        """True if retained entries or their metadata may be changed or moved after the prompt."""
+        return self.max_entries is not None or self.admission.updates or self.compacts_answers
 
     def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:
         """Return the largest number of entries expected at one time while `tokens` tokens are read, local window

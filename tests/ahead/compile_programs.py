@@ -126,7 +126,7 @@ def programs(mesh, config, which="all"):
 
     page_counts = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
     shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=page_counts))
-    yield "forks", copy_shared_pages, (shared, 0), {}
+    yield "forks", copy_shared_pages, (shared, False), {}
 
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(

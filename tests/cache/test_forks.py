@@ -28,27 +28,25 @@ from tests.cache.lists import (
 
 ROWS, ENTRIES, WINDOW = 4, CALLS * TOKENS, 5
 RING = caches.ring_pages(WINDOW, PAGE)
-NEWEST = 0, 0, 4, None
-"""The numbers of newest entries that a method may still write to once they are stored. None means all of them."""
 
 
 @jax.jit
 def moved(cache, kept):
     """Return the cache after a compaction. Before it, each head cache gets its own copy of shared pages."""
-    pages, layers = copies_of_shared_pages(cache.pages, cache.layers, RING, None)
+    pages, layers = copies_of_shared_pages(cache.pages, cache.layers, RING, True)
     cache = dataclasses.replace(cache, pages=pages, layers=layers)
     pages, layers = compaction.moved(cache.pages, cache.layers, kept[None], RING)
     return dataclasses.replace(cache, pages=pages, layers=layers)
 
 
-@partial(jax.jit, static_argnames="newest")
-def forked(cache, index, newest):
+@partial(jax.jit, static_argnames="rewrites_entries")
+def forked(cache, index, rewrites_entries):
     forks = forked_sequences(
         cache.layers, cache.seen, cache.observations, cache.sliding, index, pages=cache.pages.pool.shape[0]
     )
     layers, seen, observations, _, (free, count, others) = forks
     pages = dataclasses.replace(cache.pages, free=free, free_count=count, others=others)
-    pages, layers = copies_of_shared_pages(pages, layers, RING, newest)
+    pages, layers = copies_of_shared_pages(pages, layers, RING, rewrites_entries)
     rest = {"seen": seen, "origin": jnp.zeros_like(seen), "observations": observations}
     return dataclasses.replace(cache, pages=pages, layers=layers, **rest)
 
@@ -62,7 +60,7 @@ def saved(cache, alive):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), alone)
         loaded = jax.device_get(unpacked(like, packed(cache)))
     index = jnp.where(jnp.arange(ROWS) < alive.sum(), jnp.arange(ROWS), -1)
-    return forked(jax.tree.map(jnp.asarray, loaded), index, 0)
+    return forked(jax.tree.map(jnp.asarray, loaded), index, False)
 
 
 EVERY = 5
@@ -118,7 +116,7 @@ def retained_pages(sequence):
 def test_forks_keep_their_own_tokens_and_pages_count_their_owners(operations):
     random = np.random.default_rng(operations)
     (_, cache), sequences = started(WINDOW, 1000), [Sequence() for _ in range(ROWS)]
-    cache = forked(cache, jnp.array([0, 1, -1, -1]), 0)
+    cache = forked(cache, jnp.array([0, 1, -1, -1]), False)
     counts = dict.fromkeys(("write", "compact", "fork", "save"), 0)
     alive, token, shared = np.arange(ROWS) < 2, 0, 0
     for _ in range(operations):
@@ -167,7 +165,7 @@ def test_forks_keep_their_own_tokens_and_pages_count_their_owners(operations):
             index[0] = random.choice(np.flatnonzero(alive))
             if sum(retained_pages(sequences[i]) + RING * HEADS for i in index[index >= 0]) > pool_pages:
                 index[1:] = -1
-            cache = forked(cache, jnp.asarray(index), NEWEST[random.integers(4)])
+            cache = forked(cache, jnp.asarray(index), random.random() < 0.25)
             sequences = [copy.deepcopy(sequences[i]) if i >= 0 else Sequence() for i in index]
             alive = index >= 0
         if counts["write"] % EVERY == 0:
