@@ -17,9 +17,9 @@ import markupsafe
 from kvjax.chat_worker import BYTES, SECONDS
 from kvjax.errors import UserError, check_unicode, shown
 
-PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
+PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
 """The character that stands for a message's content in a rendered template."""
-CONVERSATION = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
+CONVERSATION = [{"role": role, "content": PLACEHOLDER} for role in ("user", "assistant", "user")]
 """A conversation of three turns."""
 MAX_CHARACTERS = 2**18
 """The maximum characters of a chat template. Published templates have up to 30,000."""
@@ -101,18 +101,19 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning} | message | {_REASONING[0]: reasoning}
 
 
-def around(
+def text_around_placeholder(
     tokenizer: Any, messages: list[dict[str, Any]] | None = None, /, **options: Any
 ) -> tuple[str, str]:
-    """Return the rendered text before and after `PLACE` in these messages. By default they are one user's message.
+    """Return the rendered text before and after `PLACEHOLDER` in these messages. By default they are one user's
+    message.
 
-    Raises UserError if the template does not show `PLACE` exactly once.
+    Raises UserError if the template does not show `PLACEHOLDER` exactly once.
     """
-    messages = [{"role": "user", "content": PLACE}] if messages is None else messages
+    messages = [{"role": "user", "content": PLACEHOLDER}] if messages is None else messages
     text = templated(tokenizer, messages, **options)
-    if text.count(PLACE) != 1:
+    if text.count(PLACEHOLDER) != 1:
         raise UserError("the tokenizer's chat template does not show the user's text exactly once")
-    before, _, after = text.partition(PLACE)
+    before, _, after = text.partition(PLACEHOLDER)
     return before, after
 
 
@@ -121,7 +122,7 @@ def between(tokenizer: Any, **options: Any) -> str:
 
     Raises UserError if the template does not show each of three turns exactly once.
     """
-    parts = templated(tokenizer, CONVERSATION, **options).split(PLACE)
+    parts = templated(tokenizer, CONVERSATION, **options).split(PLACEHOLDER)
     if len(parts) != len(CONVERSATION) + 1:
         raise UserError(
             "the tokenizer's chat template does not show the turns of a conversation exactly once"
@@ -135,8 +136,8 @@ def keeps_turns(tokenizer: Any, /, **options: Any) -> bool:
     not accept three turns."""
     if not getattr(tokenizer, "chat_template", None):
         return True
-    user = {"role": "user", "content": PLACE}
-    answer = f"<think>\n{PLACE}\n</think>\n\n{PLACE}"
+    user = {"role": "user", "content": PLACEHOLDER}
+    answer = f"<think>\n{PLACEHOLDER}\n</think>\n\n{PLACEHOLDER}"
     try:
         first = templated(tokenizer, [user], **options)
         later = templated(tokenizer, [user, {"role": "assistant", "content": answer}, user], **options)
@@ -149,7 +150,7 @@ def opening(tokenizer: Any) -> tuple[int, ...]:
     """Return the token ids before a user's text. They come from the template, or without one from the tokenizer, if it
     begins every text with special tokens."""
     if getattr(tokenizer, "chat_template", None):
-        before, _ = around(tokenizer)
+        before, _ = text_around_placeholder(tokenizer)
         return tuple(token_ids(tokenizer, before))
     ids = tokenizer("a", add_special_tokens=True)["input_ids"]
     first = tokenizer("a", add_special_tokens=False)["input_ids"][0]

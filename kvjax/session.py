@@ -8,7 +8,7 @@ import numpy as np
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.chat_template import PLACE, around, keeps_turns, templated, token_ids
+from kvjax.chat_template import PLACEHOLDER, keeps_turns, templated, text_around_placeholder, token_ids
 from kvjax.errors import UserError, check_unicode, named_arguments, shown, warn, whole_number
 from kvjax.inference.answers import stop_tokens_of, whole_answers
 from kvjax.inference.forward import drop_observation_state
@@ -270,7 +270,7 @@ class Session:
             raise UserError(
                 "Session.drop: an older kvjax saved the conversation, and not where its turns are"
             )
-        following = {"role": "user", "content": PLACE}
+        following = {"role": "user", "content": PLACEHOLDER}
         if self._templated and not self._length_in(
             templated(tokenizer, [*self.messages, following], **options)
         ):
@@ -287,8 +287,9 @@ class Session:
             return end - len(token_ids(tokenizer, part)), end
         rendered = templated(tokenizer, self.messages[: user + 1], **options)
         other = [dict(message) for message in self.messages[: user + 1]]
-        other[turn]["content"] = PLACE
-        text = PLACE.join(around(tokenizer, other, **options))[len(rendered) - len(part) :]
+        other[turn]["content"] = PLACEHOLDER
+        text = PLACEHOLDER.join(text_around_placeholder(tokenizer, other, **options))
+        text = text[len(rendered) - len(part) :]
         start, stop = differing_span(self.tokens[begin:end], token_ids(tokenizer, text))
         return begin + start, begin + stop
 

@@ -19,8 +19,8 @@ def static(default: Any = dataclasses.MISSING) -> Any:
 
 
 def host(default: Any = dataclasses.MISSING, *, repr: bool = True) -> Any:
-    """Return a static field that only the host reads. Compiled programs get None instead (`bare`), so that one program
-    serves all values."""
+    """Return a static field that only the host reads. Compiled programs get None instead (`without_host_fields`), so
+    that one program serves all values."""
     return dataclasses.field(default=default, repr=repr, metadata={"static": True, "host": True})
 
 
@@ -72,7 +72,7 @@ def changed(x: T, **values: Any) -> T:
     return new
 
 
-def bare(x: T) -> T:
+def without_host_fields(x: T) -> T:
     """Return a copy with None in the fields that only the host reads."""
     fields: Any = dataclasses.fields(x)  # pyright: ignore[reportArgumentType]
     return changed(x, **{f.name: None for f in fields if f.metadata.get("host")})

@@ -35,7 +35,7 @@ class Quota:
     dropped: Int[Array, " b"]
     """The number of the newest entries of each head cache that are dropped, since their tokens were read only to
     observe the others."""
-    ahead: Int[Array, " b"]
+    undecided: Int[Array, " b"]
     """The number of the newest entries before the dropped ones that are not judged yet and therefore stay."""
     last: Int[Array, " b"]
     """The number of the newest entries before the dropped ones that always stay. They count towards `count`."""
@@ -66,7 +66,7 @@ def eligible_entries(
     entry stays. Those are the entries from place `since` on, except the newest ones that go anyway or are not judged
     yet."""
     place = places(length, entries)
-    passed_over = (quota.dropped + quota.ahead)[:, None, None]
+    passed_over = (quota.dropped + quota.undecided)[:, None, None]
     return (place >= 0) & (place >= since[..., None]) & (length[..., None] - place > passed_over)
 
 

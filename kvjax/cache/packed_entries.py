@@ -60,7 +60,9 @@ def place_of_head(x: Any) -> Order:
     return None if x.head_order is None else np.argsort(x.head_order)
 
 
-def in_order(x: Shaped[np.ndarray, "..."], order: Order, layer: int, head: int) -> Shaped[np.ndarray, "..."]:
+def with_heads_in_order(
+    x: Shaped[np.ndarray, "..."], order: Order, layer: int, head: int
+) -> Shaped[np.ndarray, "..."]:
     """Return an array with its heads in another order. layer, head: the axes of layers and heads. The heads may be
     query heads, of which each kv head has the same number."""
     if order is None:
@@ -71,13 +73,13 @@ def in_order(x: Shaped[np.ndarray, "..."], order: Order, layer: int, head: int) 
     return np.moveaxis(groups[np.arange(layers)[:, None], order].reshape(x.shape), (0, 1), (layer, head))
 
 
-def _all_in_order(arrays: Any, like: Any, order: Order, layer: int) -> Any:
+def _all_with_heads_in_order(arrays: Any, like: Any, order: Order, layer: int) -> Any:
     """Return arrays with their heads in another order. like: jax arrays of the same axes, whose shardings show which
     axes are heads."""
 
     def reordered(x, like):
         spec = list(like.sharding.spec)
-        return in_order(x, order, layer, spec.index(HEADS)) if HEADS in spec else x
+        return with_heads_in_order(x, order, layer, spec.index(HEADS)) if HEADS in spec else x
 
     return arrays if order is None else jax.tree.map(reordered, arrays, like)
 
@@ -87,7 +89,7 @@ def _shards_of_rows(shape: tuple[int, ...], order: Order) -> Int[np.ndarray, " r
     layers, batch, heads = shape
     b, h = batch_shards(), axis_size(*HEADS)
     shard = np.arange(batch)[:, None] // (batch // b) * h + np.arange(heads) // (heads // h)
-    return in_order(np.broadcast_to(shard, (layers, batch, heads)), order, 0, 2).reshape(-1)
+    return with_heads_in_order(np.broadcast_to(shard, (layers, batch, heads)), order, 0, 2).reshape(-1)
 
 
 def _addresses(
@@ -116,7 +118,7 @@ def packed(cache: Cache) -> Arrays:
     """Return the contents of a cache, without the empty sequences that a mesh adds. Call it on the cache's mesh."""
     live, counted = np.asarray(cache.seen) > 0, np.asarray(cache.counted)
     pages, order = cache.pages, place_of_head(cache)
-    layers = _all_in_order(jax.tree.map(np.asarray, cache.layers), cache.layers, order, 0)
+    layers = _all_with_heads_in_order(jax.tree.map(np.asarray, cache.layers), cache.layers, order, 0)
     size, pool_pages = cache.page_size, pages.pool.shape[0] // len(np.asarray(pages.free_count))
     in_window = np.minimum(counted, cache.window - 1)
     in_window = np.broadcast_to(in_window[None, :, None], layers.length.shape)
@@ -133,7 +135,9 @@ def packed(cache: Cache) -> Arrays:
         arrays[ORIGIN] = origin
     arrays |= {f"metadata.{name}": np.asarray(x)[entry_places] for name, x in pages.metadata.items()}
     arrays |= {name: x[:, live] for name, x in leaves_by_path(_small(layers)).items()}
-    observations = _all_in_order(jax.tree.map(np.asarray, cache.observations), cache.observations, order, 2)
+    observations = _all_with_heads_in_order(
+        jax.tree.map(np.asarray, cache.observations), cache.observations, order, 2
+    )
     observations = jax.tree.map(lambda x: _as_floats(x, pages.dtype)[live], observations)
     if cache.sliding is not None:
         slots = slots_for(cache.sliding_window, table_tokens(int(arrays["seen"].max())))
@@ -205,11 +209,11 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
     leaves = [padded(arrays[name], 1, int(name == "key_scale")) for name in names]
     small = jax.tree.unflatten(jax.tree.structure(small), leaves)
     layers = changed(like.layers, page_table=table, **small)
-    layers = _all_in_order(layers, like.layers, head_at_place(like), 0)
+    layers = _all_with_heads_in_order(layers, like.layers, head_at_place(like), 0)
     observations = leaves_by_path({"observations": like.observations})
     observations = [padded(arrays[name], 0).view(x.dtype) for name, x in observations.items()]
     observations = jax.tree.unflatten(jax.tree.structure(like.observations), observations)
-    observations = _all_in_order(observations, like.observations, head_at_place(like), 2)
+    observations = _all_with_heads_in_order(observations, like.observations, head_at_place(like), 2)
     windows = like.sliding
     if windows is not None:
         windows = padded(arrays["sliding"], 1).view(windows.dtype)
@@ -239,7 +243,7 @@ def _page_table(like: Cache, need: Int[np.ndarray, "l b k 2"]) -> tuple[np.ndarr
     for part, start in ((0, 0), (1, ring)):
         row, place = places(need[..., part])
         table[row, start + place] = first[row] + part * flat[row, 0] + place
-    used = by_shard(in_order(need, head_at_place(like), 0, 2)).reshape(shards, -1).sum(1)
+    used = by_shard(with_heads_in_order(need, head_at_place(like), 0, 2)).reshape(shards, -1).sum(1)
     return table.reshape(*need.shape[:3], -1), used
 
 

@@ -167,7 +167,7 @@ class LayerCache:
     numbers: dict[str, Shaped[Array, "*l b k r"]]
     """Metadata of the local window's tokens, by slot. `Pages.metadata` holds that of retained entries."""
     state: Any
-    """The methods' memories (`kvjax.policies.policy.States`)."""
+    """The methods' memories (`kvjax.policies.compiled.States`)."""
     key_scale: Float[Array, "*l b k h"] | None = None
     """The factors by which keys are divided before they are rounded to int8, and queries multiplied
     (`kvjax.inference.key_scale`); None: entries are floats."""

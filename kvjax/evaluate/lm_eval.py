@@ -21,7 +21,7 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
 )
 from tqdm import tqdm
 
-from kvjax.chat_template import PLACE, around, templated, token_ids
+from kvjax.chat_template import PLACEHOLDER, templated, text_around_placeholder, token_ids
 from kvjax.cli.launch import MeshShape, run_command, start
 from kvjax.cli.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError, warn
@@ -104,8 +104,8 @@ class KVJaxLM(TemplateLM):
         if add_generation_prompt:
             return templated(self.tokenizer, chat_history)
         *before, last = chat_history
-        opened = [*before, last | {"content": last["content"] + PLACE}]
-        return around(self.tokenizer, opened, add_generation_prompt=False)[0]
+        opened = [*before, last | {"content": last["content"] + PLACEHOLDER}]
+        return text_around_placeholder(self.tokenizer, opened, add_generation_prompt=False)[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Return the tokens of a text. By default special tokens are added unless the text begins with one."""

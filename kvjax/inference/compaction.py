@@ -90,7 +90,7 @@ def range_quota(
     read: int | None = None,
     before: int = 0,
 ) -> Quota:
-    """Return the quota of the ranges that a schedule with `Needs.ahead` compacts, in prompts of these token ids.
+    """Return the quota of the ranges that a schedule with `Needs.undecided` compacts, in prompts of these token ids.
 
     A range has int(ratio · entries) places, counted over all entries that compete and not over those of each head.
 
@@ -109,15 +109,14 @@ def range_quota(
 
     ranges = [looked_at(row) for row in rows]
     counts = np.stack([places(x.tokens * x.ratio, layers, heads, schedule.shares.over) for x in ranges], 1)
-    newest = np.array([x.tokens + x.ahead for x in ranges], np.int32)
+    undecided = np.array([x.undecided for x in ranges], np.int32)
+    newest = np.array([x.tokens for x in ranges], np.int32) + undecided
     none = np.zeros(len(ranges), np.int32)
-    batch = cache.layers.length.shape[1]
-    undecided = put(np.pad(newest, (0, batch - len(newest))), BATCH)
-    since = cache.layers.length - undecided[:, None]
+    empty = (0, cache.layers.length.shape[1] - len(ranges))
+    since = cache.layers.length - put(np.pad(newest, empty), BATCH)[:, None]
     due = [x.tokens > 0 for x in ranges]
     quota = _on_devices(schedule, cache, due, counts, none, none, none, since)
-    ahead = np.array([x.ahead for x in ranges], np.int32)
-    return dataclasses.replace(quota, ahead=put(np.pad(ahead, (0, batch - len(ahead))), BATCH))
+    return dataclasses.replace(quota, undecided=put(np.pad(undecided, empty), BATCH))
 
 
 def overflow_quota(host: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
@@ -164,7 +163,7 @@ def _on_devices(schedule: Schedule, cache: Cache, due, counts, last, first, drop
         pinned=by_row(schedule.shares.pins(counts)),
         since=by_row(zero) if since is None else since,
         dropped=by_sequence(np.array(dropped, np.int32)),
-        ahead=by_sequence(np.zeros(len(due), np.int32)),
+        undecided=by_sequence(np.zeros(len(due), np.int32)),
         last=by_sequence(last.astype(np.int32)),
         first=by_sequence(first.astype(np.int32)),
         floor=put(np.float32(schedule.budget.floor)),

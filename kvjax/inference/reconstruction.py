@@ -27,7 +27,7 @@ from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.policies.eviction.refit import refitting
 from kvjax.policies.eviction.wrapper import innermost
 from kvjax.policies.policy import Policy
-from kvjax.policies.views import Passage, Step
+from kvjax.policies.views import PassEntries, Step
 from kvjax.struct import struct
 
 CacheSteps = Generator[Cache, Cache, Cache]
@@ -195,7 +195,7 @@ def _looked_at(
         # every token is stored, so there is no local window, and a token's place is its position
         at = addresses(layer, place, pages.pool.shape[1], 0)
         k, v = jnp.split(pages.entries(*at, layer.key_scale), 2, -1)
-        numbers = eviction.reconstruct(step, Passage(k, v, exists, first, valid, by_head(output, k)))
+        numbers = eviction.reconstruct(step, PassEntries(k, v, exists, first, valid, by_head(output, k)))
         end = layer.page_table.shape[-1] * pages.pool.shape[1]
         place = jnp.where(exists[:, None], place, end)
         return pages.metadata | {

@@ -149,7 +149,7 @@ def _keys(seed: UInt[Array, ""], number: UInt[Array, ""]) -> jax.Array:
 
 
 def _space(count: int) -> int:
-    """Return a power of two that is at least `count` and `FEWEST`."""
+    """Return a power of two that is at least `count` and `SMALLEST_SPACE`."""
     return max(SMALLEST_SPACE, 1 << max(count - 1, 0).bit_length())
 
 

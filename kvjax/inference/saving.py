@@ -27,10 +27,10 @@ from kvjax.cache.packed_entries import (
     ORIGIN,
     Arrays,
     head_at_place,
-    in_order,
     packed,
     place_of_head,
     unpacked,
+    with_heads_in_order,
 )
 from kvjax.cache.saved import (
     DESCRIPTION,
@@ -218,7 +218,7 @@ def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
                 for name, leaf in leaves_by_path(getattr(method, method.trained, ())).items():
                     array = np.asarray(leaf)
                     if is_split_by_head(leaf):
-                        array = in_order(array, place_of_head(cache), 0, 1)
+                        array = with_heads_in_order(array, place_of_head(cache), 0, 1)
                     digest.update(repr((name, array.shape, array.dtype.name)).encode() + array.tobytes())
                 method = getattr(method, "eviction", None)  # within a wrapper
             digests[role] = digest.hexdigest()[:16]
@@ -445,7 +445,7 @@ def _template(
     page_bytes += 2 * config.head_dim * bounds.itemsize * description["selects"]
     padded = np.pad(seen, (0, batch - len(seen)))
     lengths = np.pad(length, ((0, 0), (0, batch - len(seen)), (0, 0)))
-    lengths = in_order(lengths, head_at_place(config), 0, 2)
+    lengths = with_heads_in_order(lengths, head_at_place(config), 0, 2)
     counted = np.pad(counted_tokens(description), (0, batch - len(seen)))
     used = int(caches.shard_pages(lengths, counted, window, page_size).max())
     pages, limit = caches.pool_size(used, page_bytes), None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.chat_template import PLACE, around, templated, token_ids
+from kvjax.chat_template import PLACEHOLDER, templated, text_around_placeholder, token_ids
 from kvjax.errors import UserError, check_unicode, shown
 
 Prompts = Iterable[Any]
@@ -93,7 +93,7 @@ def encode(tokenizer: Any, prompt: Any, part: Part = "whole", /, **options: Any)
         if not has_template:
             return token_ids(tokenizer, prompt, **{} if part == "end" else {"add_special_tokens": True})
         if part == "end":
-            return token_ids(tokenizer, prompt + around(tokenizer, **options)[1])
+            return token_ids(tokenizer, prompt + text_around_placeholder(tokenizer, **options)[1])
     else:
         messages = _messages(prompt)
         if not has_template:
@@ -105,8 +105,8 @@ def encode(tokenizer: Any, prompt: Any, part: Part = "whole", /, **options: Any)
                 "a cache is continued by text or token ids, which end its last turn, not by chat messages"
             )
     if part == "beginning":
-        last = messages[-1] | {"content": messages[-1]["content"] + PLACE}
-        return token_ids(tokenizer, around(tokenizer, [*messages[:-1], last], **options)[0])
+        last = messages[-1] | {"content": messages[-1]["content"] + PLACEHOLDER}
+        return token_ids(tokenizer, text_around_placeholder(tokenizer, [*messages[:-1], last], **options)[0])
     return token_ids(tokenizer, templated(tokenizer, messages, **options))
 
 
@@ -124,8 +124,8 @@ def content_span(
     Raises UserError if the template does not show the content exactly once.
     """
     other = [dict(message) for message in messages]
-    other[index]["content"] = PLACE
-    text = PLACE.join(around(tokenizer, other, **options))
+    other[index]["content"] = PLACEHOLDER
+    text = PLACEHOLDER.join(text_around_placeholder(tokenizer, other, **options))
     return differing_span(tokens, token_ids(tokenizer, text))
 
 

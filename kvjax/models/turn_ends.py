@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.chat_template import CONVERSATION, PLACE, default_template, render
+from kvjax.chat_template import CONVERSATION, PLACEHOLDER, default_template, render
 from kvjax.errors import UserError
 from kvjax.models.json_file import JSON_BYTES, VOCABULARY_BYTES, JsonObject, read_file
 
@@ -49,7 +49,7 @@ def _text_after_answer(template: str, special: str) -> str:
     for messages in (CONVERSATION, [system, *CONVERSATION], CONVERSATION[:2]):
         variables = {"messages": messages, "add_generation_prompt": False, **json.loads(special)}
         with contextlib.suppress(UserError):
-            parts = render(template, variables).split(PLACE)
+            parts = render(template, variables).split(PLACEHOLDER)
             if len(parts) > 2:
                 return parts[2].lstrip()
     return ""

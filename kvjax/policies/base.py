@@ -27,8 +27,8 @@ from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.policies.budget import Shares
 from kvjax.policies.schedule import Needs, Schedule
 from kvjax.policies.trigger import Trigger
-from kvjax.policies.views import Passage, Readout, Shape, Step, Stored
-from kvjax.struct import bare, struct
+from kvjax.policies.views import PassEntries, Readout, Shape, Step, Stored
+from kvjax.struct import struct, without_host_fields
 
 Number = Any
 """A method's own array: a NumPy array until it is placed on a mesh, then a JAX array."""
@@ -64,7 +64,7 @@ class Method:
     @property
     def traced(self) -> Any:
         """The method as compiled programs see it, without the fields that only the host reads."""
-        return bare(self)
+        return without_host_fields(self)
 
     def check(self, model: Any) -> None:
         """Raise UserError if the method is not for a model of this configuration (`num_full_layers`, `num_kv_heads`,
@@ -101,7 +101,7 @@ class Eviction(Method, abc.ABC):
         """The trigger of policies that name none."""
         return Trigger()
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         """Return the reason why the eviction cannot be used with a schedule, or with an admission that does not store
         every token. An empty string means that it can."""
         return ""
@@ -197,7 +197,7 @@ class LateMetadata(TokenMetadata, Observer, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def of_prompts(self) -> Eviction:
+    def for_prompts(self) -> Eviction:
         """The method's form for policies that compact nothing while decoding, so that no token has to wait."""
         ...
 
@@ -228,11 +228,11 @@ class Reconstruction(EntryMetadata, abc.ABC):
         ...
 
     @abc.abstractmethod
-    def reconstruct(self, step: Step, passage: Passage) -> Numbers:
-        """Return the metadata of the entries in a passage, computed from a pass's tokens (`step`)."""
+    def reconstruct(self, step: Step, entries: PassEntries) -> Numbers:
+        """Return the metadata of the entries that a pass looks at, computed from the pass's tokens (`step`)."""
         ...
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         when = schedule.trigger.when
         if when != "prompt":
             return f"scores a prompt by passes over all of it: when must be 'prompt', got {when!r}"

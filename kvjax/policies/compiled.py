@@ -162,7 +162,7 @@ def compile_policy(
     if eviction is not None:
         method = innermost(eviction)
         if isinstance(method, LateMetadata) and host.schedule is not None and not host.compacts_answers:
-            eviction = with_innermost(eviction, method.of_prompts)
+            eviction = with_innermost(eviction, method.for_prompts)
         eviction = eviction.traced
     while_decoding = eviction if host.compacts_answers else None
 

@@ -140,10 +140,10 @@ def check_policy(
             on_mesh(policy, config.num_full_layers, config.num_kv_heads)
 
 
-def takes_tokenizer(policy: str | Mapping[str, Any], gates: Any = None) -> bool:
+def takes_tokenizer(policy: str | Mapping[str, Any]) -> bool:
     """Return True if `make_policy` uses the tokenizer for this policy. Raises UserError for unknown methods and
     arguments."""
-    return _needs_tokenizer(_parts(policy, gates))
+    return _needs_tokenizer(_parts(policy, None))
 
 
 def parse_policy(text: str) -> Described:

@@ -116,7 +116,7 @@ class Policy:
         """Raise UserError if the eviction cannot be used with its schedule, the window or the admission."""
         name, trigger, last = self.name, schedule.trigger, schedule.needs.last
         observed = schedule.observed_in_context
-        if refusal := eviction.refuses(schedule, self.stores_all):
+        if refusal := eviction.refusal(schedule, self.stores_all):
             raise UserError(f"{eviction.label} {refusal}")
         if self.selection is not None and refitting(eviction):
             raise UserError(

@@ -15,7 +15,7 @@ from kvjax.policies.trigger import Trigger
 from kvjax.struct import short
 
 
-class Ahead(NamedTuple):
+class Undecided(NamedTuple):
     """The newest tokens of a prompt, which a compaction passes over. The next compaction looks at them, and the last
     compaction keeps them. The other tokens stay if their scores are above that of the last place or, while decoding, at
     least that score (Fast KVzip, arXiv:2601.17668, Sec. 4; ties as in its code)."""
@@ -39,7 +39,7 @@ class Needs(NamedTuple):
     """The share of the budget that always goes to the newest entries, if that is more than `last`."""
     observed: int = 0
     """The number of last tokens whose queries score the entries."""
-    ahead: Ahead | None = None
+    undecided: Undecided | None = None
     """The newest tokens that a compaction of a prompt passes over, in place of `last` and `first`. The prompt's budget
     is then divided among ranges of it. None: it passes over nothing."""
     prefix: int = 0
@@ -68,8 +68,8 @@ class Range(NamedTuple):
     """The number of tokens."""
     ratio: float
     """The share of their entries that stays."""
-    ahead: int
-    """The number of tokens after these that have been read."""
+    undecided: int
+    """The number of undecided tokens that follow these."""
 
 
 @named_fields
@@ -136,17 +136,17 @@ class Schedule:
     @property
     def by_chunk(self) -> bool:
         """True if a chunk's survivors are chosen among the chunk's own entries."""
-        return self.trigger.in_chunks and (self.budget.proportional or self.needs.ahead is not None)
+        return self.trigger.in_chunks and (self.budget.proportional or self.needs.undecided is not None)
 
     @property
     def in_ranges(self) -> bool:
         """True if a prompt is compacted range by range, whatever the kind of its budget."""
-        return self.needs.ahead is not None and not self.trigger.while_decoding
+        return self.needs.undecided is not None and not self.trigger.while_decoding
 
     @property
     def ties(self) -> str:
         """The rule for entries with the last place's score, one of `kvjax.topk.TIES`."""
-        if self.needs.ahead is None:
+        if self.needs.undecided is None:
             return "first"
         return "out" if self.in_ranges else "in"
 
@@ -154,18 +154,18 @@ class Schedule:
         """Return the range of a prompt that a compaction looks at. `read` of the prompt's `tokens` tokens have been
         read, `before` of them before the previous compaction (Fast KVzip's code, `prefill`). The first `prefix` tokens
         stay in addition to the budget."""
-        assert self.needs.ahead is not None
+        assert self.needs.undecided is not None
         of_prompt = max(tokens - prefix, 0)
         kept = min(self.budget.of(of_prompt, entry_bytes), of_prompt)
-        ahead = self.needs.ahead.tokens
-        if of_prompt < self.needs.ahead.short:
-            ahead = int(self.needs.ahead.share * of_prompt)
-        if kept < ahead:
-            ahead, ratio = rounded_down(kept), 0.0
+        undecided = self.needs.undecided.tokens
+        if of_prompt < self.needs.undecided.short:
+            undecided = int(self.needs.undecided.share * of_prompt)
+        if kept < undecided:
+            undecided, ratio = rounded_down(kept), 0.0
         else:
-            ratio = (kept - ahead) / (of_prompt - ahead) if of_prompt > ahead else 1.0
-        start = max(prefix, before - ahead)
-        return Range(max(read - ahead - start, 0), ratio, min(ahead, max(read - start, 0)))
+            ratio = (kept - undecided) / (of_prompt - undecided) if of_prompt > undecided else 1.0
+        start = max(prefix, before - undecided)
+        return Range(max(read - undecided - start, 0), ratio, min(undecided, max(read - start, 0)))
 
     @property
     def observed_in_context(self) -> int:
@@ -265,7 +265,7 @@ class Schedule:
         chunk = self.trigger.chunk
         if not self.trigger.in_chunks:
             return float(tokens)
-        if self.needs.ahead is not None:
+        if self.needs.undecided is not None:
             kept = self.budget.of(tokens, entry_bytes) + self.needs.longest_prefix
         elif self.by_chunk:
             # a chunk keeps a whole number of entries in each layer

@@ -150,7 +150,7 @@ class Stored:
 
 
 @struct
-class Passage:
+class PassEntries:
     """One layer's stored entries that a reconstruction pass looks at (`Reconstruction.passes`): first entries at the
     start of the sequence, then the entries of the pass's part."""
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvjax.chat_template import around, keeps_turns, templated, token_ids
+from kvjax.chat_template import keeps_turns, templated, text_around_placeholder, token_ids
 from kvjax.errors import UserError, check_unicode
 from kvjax.models.chat import content_span, encode, stable_prefix_length
 from kvjax.serve.body import CompletionRequest
@@ -17,7 +17,7 @@ def chat_prompt(tokenizer: Any, completion: CompletionRequest) -> tuple[list[int
             raise UserError("with a context, messages must be one user message, without tools and drop")
         tokens = encode(tokenizer, message["content"], "end", **completion.template_options)
         has_template = getattr(tokenizer, "chat_template", None)
-        after = around(tokenizer, **completion.template_options)[1] if has_template else ""
+        after = text_around_placeholder(tokenizer, **completion.template_options)[1] if has_template else ""
         return tokens, _ends_in_thinking(after), {}
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the model has no chat template: use /v1/completions")

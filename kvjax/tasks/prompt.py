@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.chat_template import around, between
+from kvjax.chat_template import between, text_around_placeholder
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 
 REACH = 32
@@ -95,7 +95,7 @@ class PromptEncoder:
         self._before, self._after = "", ""
         self.chat = chat and bool(getattr(tokenizer, "chat_template", None))
         if self.chat:
-            self._before, self._after = around(tokenizer, enable_thinking=False)
+            self._before, self._after = text_around_placeholder(tokenizer, enable_thinking=False)
         letter = self._ids("a")
         # some tokenizers also add tokens at the end, which a prompt must not have
         with_special = self._ids("a", add_special_tokens=True).tolist()

@@ -86,14 +86,15 @@ def test_compacting_one_sequence_leaves_others_in_the_pool_unchanged():
 
 def test_eligible_entries_exclude_old_and_passed_over_ones():
     """Head caches of every length are checked entry by entry."""
-    dropped, ahead, length, since = np.mgrid[:3, :3, :8, :8].reshape(4, 9, 64).astype(np.int32)
+    dropped, undecided, length, since = np.mgrid[:3, :3, :8, :8].reshape(4, 9, 64).astype(np.int32)
     none = jnp.zeros((1, 9, 1), jnp.int32)
     quota = caches.Quota(
         due=jnp.ones(9, bool), count=none, pinned=none, since=jnp.array(since)[None], last=none[0, :, 0],
-        first=none[0, :, 0], floor=jnp.float32(0), dropped=jnp.array(dropped[:, 0]), ahead=jnp.array(ahead[:, 0]),
+        first=none[0, :, 0], floor=jnp.float32(0), dropped=jnp.array(dropped[:, 0]),
+        undecided=jnp.array(undecided[:, 0]),
     )  # fmt: skip
     found = compaction.eligible_entries(jnp.array(length), jnp.array(since), 9, quota)
     for row in np.ndindex(9, 64):
-        n, stop = length[row], length[row] - dropped[row] - ahead[row]
+        n, stop = length[row], length[row] - dropped[row] - undecided[row]
         wanted = [since[row] <= place < stop for place in range(n)]
         assert found[row].tolist() == [False] * (9 - n) + wanted

@@ -7,7 +7,7 @@ from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.policies import Entries, Ratio, Schedule, Trigger, make_policy
 from kvjax.policies.budget import Shares
-from kvjax.policies.schedule import Ahead, Needs, Range
+from kvjax.policies.schedule import Needs, Range, Undecided
 from tests.policies.captured import OBSERVED
 
 CHUNK = 20
@@ -84,7 +84,7 @@ def ranges(schedule, tokens, chunk):
 def test_ranges_match_a_worked_example():
     """For Fast KVzip with 100,000 tokens at 0.3 and a window of 4,096, r' = .27010, and in all 30,000 entries per kv
     head stay."""
-    needs = Needs(ahead=Ahead(4096, 16_000, 0.02))
+    needs = Needs(undecided=Undecided(4096, 16_000, 0.02))
     schedule = Schedule(Ratio(0.3), Trigger("chunk", chunk=16_000), needs, Shares(over="model"))
     found = ranges(schedule, 100_000, 16_000)
     assert found[0] == Range(16_000 - 4096, pytest.approx(0.27010, abs=5e-6), 4096)
@@ -93,7 +93,7 @@ def test_ranges_match_a_worked_example():
 
 
 def test_ranges_follow_the_prefix_which_is_not_counted():
-    schedule = Schedule(Ratio(0.5), Trigger(), Needs(ahead=Ahead(10)), Shares(over="model"))
+    schedule = Schedule(Ratio(0.5), Trigger(), Needs(undecided=Undecided(10)), Shares(over="model"))
     assert schedule.range(107, 0, 107, 1, prefix=7) == Range(90, pytest.approx(40 / 90), 10)
 
 
@@ -101,24 +101,28 @@ def test_ranges_follow_the_prefix_which_is_not_counted():
     ("ratio", "tokens", "newest"), [(0.25, 16, 4), (0.29, 100, 29), (0.01, 50, 0), (0.3, 100, 30)]
 )
 def test_a_window_that_fills_the_budget_leaves_no_other_entries(ratio, tokens, newest):
-    schedule = Schedule(Ratio(ratio), Trigger(), Needs(ahead=Ahead(31)), Shares(over="model"))
+    schedule = Schedule(Ratio(ratio), Trigger(), Needs(undecided=Undecided(31)), Shares(over="model"))
     assert schedule.range(tokens, 0, tokens, 1) == Range(tokens - newest, 0.0, newest)
 
 
 def test_a_short_prompts_window_is_a_share_of_it():
-    schedule = Schedule(Ratio(0.5), Trigger(), Needs(ahead=Ahead(4096, 16_000, 0.02)), Shares(over="model"))
-    assert schedule.range(15_999, 0, 15_999, 1).ahead == 319
-    assert schedule.range(16_000, 0, 16_000, 1).ahead == 4096
+    schedule = Schedule(
+        Ratio(0.5), Trigger(), Needs(undecided=Undecided(4096, 16_000, 0.02)), Shares(over="model")
+    )
+    assert schedule.range(15_999, 0, 15_999, 1).undecided == 319
+    assert schedule.range(16_000, 0, 16_000, 1).undecided == 4096
 
 
 def test_a_budget_in_entries_is_divided_among_ranges():
-    schedule = Schedule(Entries(40), Trigger("chunk", chunk=32), Needs(ahead=Ahead(10)), Shares(over="model"))
+    schedule = Schedule(
+        Entries(40), Trigger("chunk", chunk=32), Needs(undecided=Undecided(10)), Shares(over="model")
+    )
     found = ranges(schedule, 100, 32)
     assert 10 + sum(x.ratio * x.tokens for x in found) == pytest.approx(40)
     assert schedule.range(39, 0, 39, 1).ratio == 1.0, "a context within the budget is kept whole"
 
 
 def test_ranges_bound_the_peak_by_budget_and_chunk():
-    needs = Needs(ahead=Ahead(4096, 16_000, 0.02), prefix=30)
+    needs = Needs(undecided=Undecided(4096, 16_000, 0.02), prefix=30)
     schedule = Schedule(Ratio(0.3), Trigger("chunk", chunk=16_000), needs, Shares(over="head"))
     assert schedule.peak_entries(100_000, 1) == 0.3 * 100_000 + 30 + 16_000

@@ -34,10 +34,10 @@ class CriticalKV(Wrapper):
         epsilon = real_number(self.name, "epsilon", self.epsilon, 0.0)
         assign(self, eviction=_without_values(self.eviction), first_stage=first, epsilon=epsilon)
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         if isinstance(schedule.budget, Threshold):
             return "divides the places of a budget, and a threshold has none"
-        return super().refuses(schedule, stores_all)
+        return super().refusal(schedule, stores_all)
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
         score = self.eviction.score(state, stored)

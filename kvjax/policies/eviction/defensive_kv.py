@@ -70,7 +70,7 @@ class DefensiveKV(queries.LastQueries, ValueWeighted):
     def without_values(self) -> Eviction:
         return replace(self, values=False)
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         once = schedule.trigger.when == "prompt" or schedule.by_chunk
         if not self.values or (stores_all and once):
             return ""

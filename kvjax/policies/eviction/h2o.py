@@ -39,7 +39,7 @@ class H2O(TokenMetadata, Eviction):
     def metadata(self) -> Mapping[str, str]:
         return {"attention": "float32"}
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         if stores_all:
             return ""
         return (

@@ -9,14 +9,14 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.chat_template import around, opening
+from kvjax.chat_template import opening, text_around_placeholder
 from kvjax.errors import UserError, one_of, whole_number
 from kvjax.policies.base import Eviction, Numbers, Pass, Reconstruction, State
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.texts import check_tokenizer, token_ids
 from kvjax.policies.numbers import EXACT
 from kvjax.policies.schedule import Needs
-from kvjax.policies.views import Passage, Step, Stored
+from kvjax.policies.views import PassEntries, Step, Stored
 from kvjax.struct import assign, host, static, struct
 from pallas_kernels.attention_mass import attention_mass
 
@@ -115,38 +115,38 @@ class KVzip(Reconstruction, Eviction):
             passes.append(Pass(tokens, start, start + part.size, first))
         return passes
 
-    def reconstruct(self, step: Step, passage: Passage) -> Numbers:
-        entries, tokens = passage.k.shape[2], step.q.shape[2]
-        real = jnp.arange(tokens) < passage.valid[:, None]
+    def reconstruct(self, step: Step, entries: PassEntries) -> Numbers:
+        count, tokens = entries.k.shape[2], step.q.shape[2]
+        real = jnp.arange(tokens) < entries.valid[:, None]
         # Padding must not raise a maximum, so the first query takes its place. At a later index it sees the same keys
         # and more, so it pays none of them more than before.
-        q = jnp.where(real[:, None, :, None], step.q, step.q[:, :, :1]).astype(passage.k.dtype)
-        k = jnp.concatenate([passage.k, step.k.astype(passage.k.dtype)], 2)
-        exists = jnp.concatenate([passage.exists, real], 1)[:, None]
+        q = jnp.where(real[:, None, :, None], step.q, step.q[:, :, :1]).astype(entries.k.dtype)
+        k = jnp.concatenate([entries.k, step.k.astype(entries.k.dtype)], 2)
+        exists = jnp.concatenate([entries.exists, real], 1)[:, None]
         valid = jnp.broadcast_to(exists, k.shape[:3])
-        query_factor, key_factor = _factors(step, passage, real) if self.plus else (None, None)
+        query_factor, key_factor = _factors(step, entries, real) if self.plus else (None, None)
         score = attention_mass(
             q, k, over="max", group="max", valid=valid, query_factor=query_factor, key_factor=key_factor
-        )[..., :entries]
-        return {"score": jnp.where(jnp.arange(entries) < passage.first, jnp.inf, score)}
+        )[..., :count]
+        return {"score": jnp.where(jnp.arange(count) < entries.first, jnp.inf, score)}
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
         return stored.metadata["score"]
 
 
 def _factors(
-    step: Step, passage: Passage, real: Bool[Array, "b t"]
+    step: Step, entries: PassEntries, real: Bool[Array, "b t"]
 ) -> tuple[Float[Array, "b n t"], Float[Array, "b n s"]]:
     """Return the factors of KVzip+: 1/‖h_i‖ of the queries, and ‖W_O v_j‖ of the entries. The factor of the pass's own
     keys is 1, because their scores are not used."""
     batch, heads, tokens = step.q.shape[:3]
     norm = jnp.linalg.norm(step.hidden.astype(jnp.float32), axis=-1)
     norm = jnp.where(real, norm, norm[:, :1])
-    kv_heads = passage.v.shape[1]
-    weight = rearrange(passage.output.astype(jnp.float32), "(k g) h d -> k g h d", k=kv_heads)
+    kv_heads = entries.v.shape[1]
+    weight = rearrange(entries.output.astype(jnp.float32), "(k g) h d -> k g h d", k=kv_heads)
     # ‖W v‖² = v · (W Wᵀ) v is far less work than W v, because a head is narrow and the model is wide
     square = jnp.einsum("kghd,kgid->kghi", weight, weight, **EXACT)
-    v = jnp.where(passage.exists[:, None, :, None], passage.v, 0).astype(jnp.float32)
+    v = jnp.where(entries.exists[:, None, :, None], entries.v, 0).astype(jnp.float32)
     added = jnp.einsum("bkgsi,bksi->bkgs", jnp.einsum("bksh,kghi->bkgsi", v, square, **EXACT), v, **EXACT)
     added = jnp.sqrt(jnp.maximum(added, 0)).reshape(batch, heads, -1)
     query_factor = jnp.broadcast_to(1 / norm[:, None], (batch, heads, tokens))
@@ -156,7 +156,8 @@ def _factors(
 def _default_ids(tokenizer: Any) -> dict[str, tuple[int, ...]]:
     """Return the token ids of the published texts and of the chat template's. Without a template a line break ends the
     request, as in kvpress."""
-    after = around(tokenizer, enable_thinking=False)[1] if getattr(tokenizer, "chat_template", None) else "\n"
+    has_template = getattr(tokenizer, "chat_template", None)
+    after = text_around_placeholder(tokenizer, enable_thinking=False)[1] if has_template else "\n"
     texts = {"instruction": INSTRUCTION, "resumption": RESUMPTION, "tail": after}
     options = {"add_special_tokens": False, "verbose": False}
     ids = {name: tuple(tokenizer(text, **options)["input_ids"]) for name, text in texts.items()}

@@ -40,7 +40,7 @@ class OracleKV(SnapKV):
     def shares(self) -> Shares:
         return ALLOCATIONS[self.allocation]
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         if not schedule.trigger.guidance:
             return "needs guidance: a text or token ids that are read after a prompt to look at it"
-        return super().refuses(schedule, stores_all)
+        return super().refusal(schedule, stores_all)

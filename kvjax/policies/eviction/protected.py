@@ -23,14 +23,14 @@ class Protected(Wrapper):
             if (number := getattr(self, name)) is not None:
                 assign(self, **{name: whole_number("eviction", name, number, 0)})
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         for name, for_prompts in (("first", "prefix"), ("last", "window")):
             if getattr(self, name) is not None and schedule.in_ranges:
                 return (
                     f"takes {name} only while decoding, got when={schedule.trigger.when!r}: for prompts the argument "
                     f"is {for_prompts}"
                 )
-        return super().refuses(schedule, stores_all)
+        return super().refusal(schedule, stores_all)
 
     @property
     def needs(self) -> Needs:

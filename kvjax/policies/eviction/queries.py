@@ -48,20 +48,20 @@ def attention(stored: Stored) -> Float[Array, "b k s"]:
 
 REDUCE = {"sum": (0.0, jnp.add, jnp.sum), "max": (-jnp.inf, jnp.maximum, jnp.max)}
 """The initial value of a reduction, its function of two numbers, and its function of an axis."""
+QUERY_BLOCK = 8
+"""The most queries that `over_queries` processes at a time."""
 
 
 def over_queries(
     stored: Stored,
     weigh: Callable[[Float[Array, "b k g w s"]], Float[Array, "b k w s"]],
     reduce: str = "sum",
-    block: int = 8,
 ) -> Float[Array, "b k s"]:
     """Return the sum, or with "max" the maximum, over the last queries of `weigh(logits)`. A logit is −inf where the
-    query does not see the entry. This is for methods that combine a group's query heads query by query. `block` queries
-    are processed at a time."""
+    query does not see the entry. This is for methods that combine a group's query heads query by query."""
     q = rearrange(stored.observations.astype(stored.k.dtype), "b (k g) w h -> w b k g h", k=stored.k.shape[1])
     window, entries = len(q), stored.k.shape[2]
-    block = math.gcd(window, block)
+    block = math.gcd(window, QUERY_BLOCK)
     index = jnp.arange(entries)
     initial, merge, within = REDUCE[reduce]
 

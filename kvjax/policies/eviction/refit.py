@@ -78,7 +78,7 @@ class Refit(Wrapper):
     def entry_fields(self) -> Mapping[str, str]:
         return {**super().entry_fields, BIAS: "float32"}
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         when = schedule.trigger.when
         if when != "prompt":
             return f"fits the remaining entries to the whole prompt once: when must be 'prompt', got {when!r}"
@@ -88,7 +88,7 @@ class Refit(Wrapper):
             )
         if BIAS in super().entry_fields:
             return "gives entries biases, and so does the eviction that it wraps"
-        return super().refuses(schedule, stores_all)
+        return super().refusal(schedule, stores_all)
 
 
 def refitting(eviction: Eviction | None) -> Refit | None:

@@ -121,7 +121,7 @@ class TriAttention(Eviction):
                 "each: layers must be 'own'"
             )
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         if self.layers == "own":
             return ""
         if not stores_all:

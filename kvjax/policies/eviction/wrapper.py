@@ -11,7 +11,7 @@ from kvjax.policies.budget import Shares
 from kvjax.policies.schedule import Needs, Schedule
 from kvjax.policies.trigger import Trigger
 from kvjax.policies.views import Stored
-from kvjax.struct import bare, changed, struct
+from kvjax.struct import changed, struct, without_host_fields
 
 
 @struct
@@ -45,7 +45,9 @@ class Wrapper(Eviction):
     def traced(self) -> Any:
         """The wrapped eviction alone, unless this one has a score of its own."""
         inner = self.eviction.traced
-        return inner if type(self).score is Wrapper.score else changed(bare(self), eviction=inner)
+        if type(self).score is Wrapper.score:
+            return inner
+        return changed(without_host_fields(self), eviction=inner)
 
     def check(self, model: Any) -> None:
         self.eviction.check(model)
@@ -70,8 +72,8 @@ class Wrapper(Eviction):
         """The names and dtypes of the entry metadata, of the wrapped eviction and of this wrapper."""
         return metadata_of(self.eviction)
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
-        return self.eviction.refuses(schedule, stores_all)
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
+        return self.eviction.refusal(schedule, stores_all)
 
 
 def innermost(eviction: Eviction | None) -> Eviction | None:

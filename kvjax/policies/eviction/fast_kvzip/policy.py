@@ -16,7 +16,7 @@ from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, check_made_for, load_gates
 from kvjax.policies.eviction.fast_kvzip.gate import INPUTS, SinkGate, inputs
 from kvjax.policies.eviction.texts import check_tokenizer, token_ids
-from kvjax.policies.schedule import Ahead, Needs, Schedule
+from kvjax.policies.schedule import Needs, Schedule, Undecided
 from kvjax.policies.trigger import Trigger
 from kvjax.policies.views import Readout, Shape, Step, Stored
 from kvjax.struct import assign, changed, host, remembered, static, struct
@@ -99,7 +99,7 @@ class FastKVzip(LateMetadata, Eviction):
         # the trained opening may have an instruction after the template's own tokens
         return given or (trained if trained[: len(template)] == template else template)
 
-    def refuses(self, schedule: Schedule, stores_all: bool) -> str:
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
         trigger = schedule.trigger
         for field in dataclasses.fields(self) if trigger.while_decoding else ():
             if field.name in PROMPT_FIELDS and getattr(self, field.name) != field.default:
@@ -116,10 +116,10 @@ class FastKVzip(LateMetadata, Eviction):
 
     @property
     def needs(self) -> Needs:
-        ahead = Ahead(self.window, self.short, self.share)
+        undecided = Undecided(self.window, self.short, self.share)
         prefix, opening = (FIRST, self.opening) if self.prefix is None else (self.prefix, ())
         last = max(LAST, self.pending)
-        return Needs(last=last, first=FIRST, ahead=ahead, prefix=prefix, opening=opening)
+        return Needs(last=last, first=FIRST, undecided=undecided, prefix=prefix, opening=opening)
 
     @property
     def shares(self) -> Shares:
@@ -138,7 +138,7 @@ class FastKVzip(LateMetadata, Eviction):
         return self.buffer if self.buffer > 1 else 0
 
     @property
-    def of_prompts(self) -> Eviction:
+    def for_prompts(self) -> Eviction:
         return changed(self, buffer=1)
 
     def observations(self, shape: Shape) -> Waiting:
