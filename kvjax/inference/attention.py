@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
-from kvjax.mesh import BATCH, HEADS, P, gather
+from kvjax.mesh import BATCH, HEADS, P, gather, specs_of
 from kvjax.models.layers import attention_on_replicas, by_replica
 from kvjax.policies.base import BIAS, Keep, Numbers, Trainable
 from kvjax.policies.compiled import States, View
@@ -135,7 +135,7 @@ def cached_attention(
         metadata = view.update(states, pages.metadata, step, readout)
         return o, lse, dataclasses.replace(pages, metadata=metadata), layer
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
+    specs = specs_of((pages, layer))
     gathered_view = gather(view, "data", "fsdp")
     return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(
         gathered_view, step, pages, layer, seen, counted, valid

@@ -14,7 +14,7 @@ from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, free_counts
 from kvjax.cache.metadata import appended
 from kvjax.cache.observations import by_layer
 from kvjax.inference.forward import bucket
-from kvjax.mesh import BATCH, HEADS, P, gather, on_host, put
+from kvjax.mesh import BATCH, HEADS, P, gather, on_host, put, specs_of
 from kvjax.models.decoder import Decoder
 from kvjax.models.layers import gathered
 from kvjax.policies.base import Eviction, LateMetadata, Observations
@@ -210,7 +210,7 @@ def compacted(
         pages, layers = compaction.moved(pages, layers, chosen, ring)
         return if_finite(pages, finite), layers
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
+    specs = specs_of((cache.pages, cache.layers))
     gathered_eviction = gather(eviction, "data", "fsdp")
     arguments = (
         gathered_eviction,

@@ -18,7 +18,7 @@ from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, p
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.sliding import sliding, with_windows
-from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_host, put
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_host, put, specs_of
 from kvjax.models.decoder import Attend, Decoder, scan_layers
 from kvjax.policies.base import BIAS, Observations
 from kvjax.policies.compiled import States, View
@@ -97,7 +97,7 @@ def reserve(cache: Cache, valid: Int[Array, " b"]) -> tuple[Cache, caches.Reserv
     def local(pages, layers, counted, valid):
         return caches.reserve(pages, layers, counted, valid, cache.window)
 
-    specs = _specs(cache.layers), P(None, None, BATCH, HEADS)
+    specs = specs_of(cache.layers), P(None, None, BATCH, HEADS)
     arguments = cache.pages, cache.layers, cache.counted, valid
     layers, reserved = jax.shard_map(local, out_specs=specs)(*arguments)
     return dataclasses.replace(cache, layers=layers), reserved
@@ -108,12 +108,8 @@ def release_unused(
 ) -> tuple[Pages, LayerCache]:
     """Return pages and layers after a call. Reserved pages that were not used are free again."""
     layers = dataclasses.replace(layers, page_table=cache.layers.page_table)
-    call = jax.shard_map(caches.release_unused, out_specs=_specs((pages, layers)))
+    call = jax.shard_map(caches.release_unused, out_specs=specs_of((pages, layers)))
     return call(pages, layers, reserved, cache.layers.length)
-
-
-def _specs(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, tree)
 
 
 def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> Int[Array, "b t"]:
@@ -174,7 +170,7 @@ def _with_records(cache: Cache, new: Observations, valid: Int[Array, " b"]) -> O
     def local(observations, new, seen, valid):
         return jax.tree.map(lambda buffer, x: written(buffer, x, seen, valid), observations, new)
 
-    specs = jax.tree.map(lambda buffer: jax.typeof(buffer).sharding.spec, cache.observations)
+    specs = specs_of(cache.observations)
     return jax.shard_map(local, out_specs=specs)(cache.observations, new, cache.seen, valid)
 
 

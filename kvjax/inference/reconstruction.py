@@ -20,7 +20,7 @@ from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, padded, positions
 from kvjax.inference.refitting import References, sampled
 from kvjax.inference.sliding import sliding
-from kvjax.mesh import BATCH, gather, put, use_mesh
+from kvjax.mesh import BATCH, gather, put, specs_of, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.base import Metadata, Pass, Reconstruction
 from kvjax.policies.compiled import CompiledPolicy, View
@@ -203,6 +203,6 @@ def _looked_at(
             for name, x in numbers.items()
         }
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, pages.metadata)
+    specs = specs_of(pages.metadata)
     whole = gather(eviction, "data", "fsdp")
     return jax.shard_map(local, out_specs=specs)(whole, step, pages, layer, output, valid, spans)

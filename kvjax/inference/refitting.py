@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Cache, LayerCache, Pages, if_finite
 from kvjax.cache.compaction import addresses
 from kvjax.inference.forward import bucket
-from kvjax.mesh import BATCH, HEADS, P, on_host, put
+from kvjax.mesh import BATCH, HEADS, P, on_host, put, specs_of
 from kvjax.models.decoder import Decoder
 from kvjax.policies.base import BIAS, Pass
 from kvjax.policies.eviction.refit import Target, fit, target
@@ -124,7 +124,7 @@ def _refitted(
         pages, finite = lax.scan(in_layer, pages, (layers, by_kv_head(q, layers), before, full))
         return if_finite(pages, finite)
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, cache.pages)
+    specs = specs_of(cache.pages)
     arguments = cache.pages, cache.layers, q, real, before, full
     return dataclasses.replace(cache, pages=jax.shard_map(local, out_specs=specs)(*arguments))
 
