@@ -48,7 +48,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def train(args: list[str]) -> None:
-    """Print the memory of each phase's longest update, then the longest sequence that fits."""
+    """Print the memory of the longest update, then the longest sequence that fits."""
     from kvjax.train.config import parse
 
     topology = find_value(args, "--topology")
@@ -56,21 +56,17 @@ def train(args: list[str]) -> None:
     recipe = parse(arguments)
     model = find_shape(recipe.model, weights=recipe.weights)
     fit_mesh(recipe.mesh, model.config)
-    phases = recipe.phases()
-    for phase in phases:
-        phase.check_model(model.config)
+    recipe.check_model(model.config)
     usable = _start_planning(recipe.model, model, recipe.dtype, topology, recipe.mesh)
-    for index, phase in enumerate(phases):
-        job = Job("train", arguments, max(phase.lengths), index, topology)
-        warn_if_too_long(model.config, job.length)
-        which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
-        _print_lines(f"train, {recipe.method}{which}: an update of {phase.update_of(job.length)}")
-        memory = _report(job, usable)
-        if NO_SEARCH not in args and phase.unit == "sequences":
-            longest_length, growing = model.config.longest, (TEMPORARIES, "batch")
-            measured = {job.length: memory}
-            search(_measure([job], usable), measured, usable, growing, longest_length, recipe.mesh.sequence)
-            _print_lines(longest_line(measured, usable, "longest sequence", longest_length))
+    job = Job("train", arguments, max(recipe.lengths), topology)
+    warn_if_too_long(model.config, job.length)
+    _print_lines(f"train, {recipe.method}: an update of {recipe.update_of(job.length)}")
+    memory = _report(job, usable)
+    if NO_SEARCH not in args and recipe.unit == "sequences":
+        longest_length, growing = model.config.longest, (TEMPORARIES, "batch")
+        measured = {job.length: memory}
+        search(_measure([job], usable), measured, usable, growing, longest_length, recipe.mesh.sequence)
+        _print_lines(longest_line(measured, usable, "longest sequence", longest_length))
 
 
 def serve(args: list[str]) -> None:

@@ -122,8 +122,6 @@ class Job:
     """The command line of `kvjax.train`, or of `kvjax.plan serve`."""
     length: int
     """Tokens of a training sequence or of a context. Overrides the command line's length."""
-    phase: int = 0
-    """Index of the training run's phase."""
     topology: str | None = None
     """The chips, as `Topology.parse` takes them; None: this machine's devices."""
 

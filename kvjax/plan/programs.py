@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,7 @@ from kvjax.struct import changed
 from kvjax.train.config import parse
 from kvjax.train.memory import batch_of
 from kvjax.train.recipe import Recipe
-from kvjax.train.update import first_state, make_update, param_dtypes
+from kvjax.train.update import initial_state, make_update, param_dtypes
 
 WEIGHTS = "weights"
 POOL = "KV pool"
@@ -91,7 +90,7 @@ def program_of(job: Job, mesh: Mesh) -> Program:
     model = find_shape(config.model, longest, config.weights, entries)
     dtype = config.dtype or model.dtype
     if isinstance(config, Recipe):
-        return update(config, model.config, dtype, mesh, job.length, job.phase)
+        return update(config, model.config, dtype, mesh, job.length)
     serving = Serving(dataclasses.replace(config, context=job.length), model.config, dtype, mesh)
     return serving.prefill() if job.stage == "prefill" else serving.decode()
 
@@ -106,27 +105,20 @@ def model_of(mesh: Mesh, config: ModelConfig, dtype: str) -> Decoder:
     return abstract(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=parameter_dtype(dtype)), mesh)
 
 
-def update(
-    recipe: Recipe, config: ModelConfig, dtype: str, mesh: Mesh, length: int, phase: int = 0
-) -> Program:
-    """Return the update of one phase of a run on sequences of `length` tokens, on the current mesh."""
-    phases = tuple(recipe.phases())
+def update(recipe: Recipe, config: ModelConfig, dtype: str, mesh: Mesh, length: int) -> Program:
+    """Return the update of a run on sequences of `length` tokens, on the current mesh."""
     model = model_of(mesh, config, dtype)
-    dtypes = param_dtypes(phases, model)
-    state = abstract(lambda model: first_state(phases, dtypes, model, phase), mesh, model)
-    current = phases[phase]
-    ends = [0, *itertools.accumulate(item.steps for item in phases)]
+    state = abstract(lambda model: initial_state(recipe, model), mesh, model)
     weights = None if recipe.takes_model else model
-    batch = batch_of(current, mesh, length, model)
+    batch = batch_of(recipe, mesh, length, model)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     parts = {
         WEIGHTS: weights,
         "trained parameters": state.params,
         "optimizer": state.opt,
-        "held": state.constants,
         "batch": (batch, step),
     }
-    function = make_update(current, dtypes[phase], before=ends[phase])
+    function = make_update(recipe, param_dtypes(recipe, model))
     return Program(function, (state, weights, batch, step), parts, donated=0)
 
 

@@ -1,4 +1,4 @@
-"""A training run, from its configuration to its export."""
+"""A training run, from its options to its export."""
 
 import contextlib
 import dataclasses
@@ -63,101 +63,98 @@ class RunOutput:
     """The held-out sequences, which were never trained on."""
 
 
-def check(config: Recipe) -> None:
+def check(recipe: Recipe) -> None:
     """Raise UserError for every problem that can be found before a device is used."""
-    folder = find_model(config.model)
-    model = read_config(folder, weights=config.weights)
-    if config.data == "builtin" and not has_builtin_vocabulary(folder):
+    folder = find_model(recipe.model)
+    model = read_config(folder, weights=recipe.weights)
+    if recipe.data == "builtin" and not has_builtin_vocabulary(folder):
         raise UserError(
-            f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
+            f"--data builtin is made of the built-in model's tokens, which {recipe.model} does not have: name a file, "
             "a folder or a hub data set"
         )
-    if config.tasks:
+    if recipe.tasks:
         if has_builtin_vocabulary(folder):
             raise UserError(
                 "--tasks are for the report of another model than the built-in one, which has its own: leave them out"
             )
         from kvjax.train.held_out_report import task_samples
 
-        task_samples(config, 1)
-    if config.tensorboard:
+        task_samples(recipe, 1)
+    if recipe.tensorboard:
         check_tensorboard()
-    check_shape(config, model)
+    check_shape(recipe, model)
 
 
-def check_shape(config: Recipe, model: ModelConfig) -> None:
+def check_shape(recipe: Recipe, model: ModelConfig) -> None:
     """Raise UserError if the options do not fit a model of this shape."""
-    fit_mesh(config.mesh, model)
-    if model.weights is not None and any(phase.trains_model for phase in config.phases()):
+    fit_mesh(recipe.mesh, model)
+    if model.weights is not None and recipe.trains_model:
         raise UserError(
-            f"{config.method} trains the model itself, which weights of 8 bits ({model.weights}) do not allow"
+            f"{recipe.method} trains the model itself, which weights of 8 bits ({model.weights}) do not allow"
         )
-    for phase in config.phases():
-        phase.check_model(model)
-    longest = max(phase.most_tokens for phase in config.phases())
+    recipe.check_model(model)
+    longest = recipe.most_tokens
     subject = f"--lengths {longest}: more tokens"
     warn_if_too_long(
-        model, longest, subject if config.unit == "sequences" else f"contexts of {longest:,} tokens: more"
+        model, longest, subject if recipe.unit == "sequences" else f"contexts of {longest:,} tokens: more"
     )
 
 
-def train(config: Recipe) -> RunOutput:
-    """Train according to `config` (from `parse`). Checkpoints and metrics are written on the way. The parameters are
+def train(recipe: Recipe) -> RunOutput:
+    """Train according to `recipe` (from `parse`). Checkpoints and metrics are written on the way. The parameters are
     exported at the end.
 
     Raises:
         UserError: before the first update, for anything wrong with the model, the data, the folder or the devices;
             later, for numbers that are not finite or a disk that is full.
     """
-    check(config)
-    phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model))
+    check(recipe)
+    mesh = start(fit_mesh_to(recipe.mesh, recipe.model))
     is_first = jax.process_index() == 0
-    assert config.out is not None, "parse chose it"
-    no_report = check_report(config)
-    with jax.set_mesh(mesh), FolderLock(config.out, "--out", wanted=is_first) as lock:
-        model, rows, open_data, tokens = _load(config, phases, mesh)
-        dtypes = param_dtypes(phases, model)
-        begins = np.cumsum([0, *(phase.steps for phase in phases)]).tolist()
-        updates = tuple(map(make_update, phases, dtypes, begins))
-        extra_bytes = memory.check(phases, updates, dtypes, mesh, model)
+    assert recipe.out is not None, "parse chose it"
+    no_report = check_report(recipe)
+    with jax.set_mesh(mesh), FolderLock(recipe.out, "--out", wanted=is_first) as lock:
+        model, rows, open_data, tokens = _load(recipe, mesh)
+        dtypes = param_dtypes(recipe, model)
+        update = make_update(recipe, dtypes)
+        extra_bytes = memory.check(recipe, update, mesh, model)
         # take the folder only after everything that the user may have to fix was checked
-        folder = prepare_folder(config, write=is_first)
+        folder = prepare_folder(recipe, write=is_first)
         lock.take()
-        with _explain_ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+        with _explain_ending(recipe, folder), Checkpoints(folder / "checkpoints", recipe.keep) as checkpoints:
             data = open_data(model, rows, folder, _say)
             position = data.sequences.get_state()
-            config.prepare(model, data.sequences, data.held_out, mesh, tokens, _say)
+            recipe.prepare(model, data.sequences, data.held_out, mesh, tokens, _say)
             data.sequences.set_state(position)
-            run = Run(
-                config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates, tuple(extra_bytes)
-            )
+            run = Run(recipe, folder, mesh, rows, data, checkpoints, dtypes)
             state, first = run.begin(model)
-            if config.report != "none":
-                no_report = no_report or check_report(config, _policy(config, state, model))
+            if recipe.report != "none":
+                no_report = no_report or check_report(recipe, _policy(recipe, state, model))
             if no_report:
                 _say(no_report)
-            loaded = None if config.takes_model else model
+            loaded = None if recipe.takes_model else model
             del model  # otherwise a recipe that took over the model would have two copies
-            state, validation = run.steps(state, first, loaded, tokens=tokens)
-            exports = folder / config.exports
-            output = _export(run, len(phases) - 1, exports, state, loaded, validation)
+            state, validation = run.steps(
+                update, state, first, loaded, tokens=tokens, extra_bytes=extra_bytes
+            )
+            output = _export(run, folder / recipe.exports, state, loaded, validation)
             if is_first:
-                config.draw(folder, validation)
+                recipe.draw(folder, validation)
             return output
 
 
-def compute_share(config: Recipe) -> None:
-    """Compute this machine's share of what a run needs before its first update, into the folder `config.kept`.
+def compute_share(recipe: Recipe) -> None:
+    """Compute this machine's share of what a run needs before its first update, into the folder `recipe.kept`.
 
     Raises:
         UserError: as `train` before its first update.
     """
-    check(config)
-    phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model), alone=True)
+    check(recipe)
+    mesh = start(fit_mesh_to(recipe.mesh, recipe.model), alone=True)
     with jax.set_mesh(mesh):
-        model, rows, open_data, tokens = _load(config, phases, mesh)
-        data = open_data(model, rows, config.out or Path(), _say)
-        config.prepare(model, data.sequences, data.held_out, mesh, tokens, _say)
+        model, rows, open_data, tokens = _load(recipe, mesh)
+        data = open_data(model, rows, recipe.out or Path(), _say)
+        recipe.prepare(model, data.sequences, data.held_out, mesh, tokens, _say)
 
 
 def _say(text: str) -> None:
@@ -166,19 +163,19 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _policy(config: Recipe, state: TrainState, loaded: Decoder) -> Policy:
+def _policy(recipe: Recipe, state: TrainState, loaded: Decoder) -> Policy:
     """Return the policy that deploys a state."""
-    params, trained = config.split(state.params)
-    return config.deploy(params, loaded if trained is None else trained)
+    params, trained = recipe.split(state.params)
+    return recipe.deploy(params, loaded if trained is None else trained)
 
 
 def export_checkpoint(
-    config: Recipe, step: int | None, destination: Path | None
+    recipe: Recipe, step: int | None, destination: Path | None
 ) -> tuple[RunOutput, int, Path]:
     """Export the parameters of a run's checkpoint, as the run does at its end. The run may still be in progress.
 
     Args:
-        config: the configuration of the run, from `parse` with --resume.
+        recipe: the recipe of the run, from `parse` with --resume.
         step: the step of the checkpoint; None: the last one.
         destination: a new folder; None: the run's own.
 
@@ -188,88 +185,71 @@ def export_checkpoint(
     Raises:
         UserError: there is no such checkpoint, `destination` exists, or `train` would raise one for the same options.
     """
-    check(config)
-    assert config.out is not None, "parse chose it"
-    folder, saved = config.out / "checkpoints", saved_steps(config.out / "checkpoints")
+    check(recipe)
+    assert recipe.out is not None, "parse chose it"
+    folder, saved = recipe.out / "checkpoints", saved_steps(recipe.out / "checkpoints")
     if not saved or step not in (None, *saved):
         problem = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise UserError(
             f"{folder} has {problem}; it has those of steps {saved}" if saved else f"{folder} has {problem}"
         )
-    step, own_exports = saved[-1] if step is None else step, config.out / config.exports
+    step, own_exports = saved[-1] if step is None else step, recipe.out / recipe.exports
     if destination is not None and destination.resolve() != own_exports.resolve() and destination.exists():
         raise UserError(f"--out {destination} exists: name a new folder")
-    phases, mesh = _phases(config), start(fit_mesh_to(config.mesh, config.model))
+    mesh = start(fit_mesh_to(recipe.mesh, recipe.model))
     with jax.set_mesh(mesh):
-        model, rows, open_data, _ = _load(config, phases, mesh)
-        data = open_data(model, rows, config.out, _say)
-        config.prepare(model, iter(()), data.held_out, mesh, 0, _say)
+        model, rows, open_data, _ = _load(recipe, mesh)
+        data = open_data(model, rows, recipe.out, _say)
+        recipe.prepare(model, iter(()), data.held_out, mesh, 0, _say)
         with Checkpoints(folder, None) as checkpoints:
-            run = Run(config, phases, config.out, mesh, rows, data, checkpoints, param_dtypes(phases, model))
+            run = Run(recipe, recipe.out, mesh, rows, data, checkpoints, param_dtypes(recipe, model))
             state, _ = run.restore(model, step)
-        phase, loaded = run.phase(step), None if config.takes_model else model
+        loaded = None if recipe.takes_model else model
         del model
-        validate = make_validate(phases[phase], mesh, data.held_out, run.dtypes[phase], data.held_rows)
+        validate = make_validate(recipe, mesh, data.held_out, run.dtypes, data.held_rows)
         validation = validate(state, loaded)
         check_numbers(step, validation.numbers, "held-out ")
         destination = destination or own_exports
-        return _export(run, phase, destination, state, loaded, validation), step, destination
+        return _export(run, destination, state, loaded, validation), step, destination
 
 
-def _phases(config: Recipe) -> tuple[Recipe, ...]:
-    phases = tuple(config.phases())
-    if any(phase.rows != config.rows for phase in phases):
-        raise ValueError(
-            f"{type(config).__name__}.phases: each must have the run's {config.rows} {config.unit} an update"
-        )
-    return phases
-
-
-def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder, Rows, Open, int]:
+def _load(recipe: Recipe, mesh: Mesh) -> tuple[Decoder, Rows, Open, int]:
     """Return the model, this process's rows, a function that opens the data, and the number of tokens of the whole run
     (the number of rows if these are not sequences)."""
-    rows = Rows.of_this_process(mesh, config.rows)
-    longest = max(phase.most_tokens for phase in phases)
-    if (open_own := config.collect()) is not None:
-        model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
-        return model, rows, open_own, rows.total * sum(phase.steps for phase in phases)
-    lengths = step_lengths(phases)
-    last = phases[-1]
+    rows = Rows.of_this_process(mesh, recipe.rows)
+    longest = recipe.most_tokens
+    if (open_own := recipe.collect()) is not None:
+        model = load_model(recipe.model, dtype=recipe.dtype, weights=recipe.weights, max_length=longest)
+        return model, rows, open_own, rows.total * recipe.steps
+    lengths = draw_step_lengths(recipe.steps, recipe.lengths, recipe.shares, recipe.seed)
     request = DataRequest(
-        config.data,
+        recipe.data,
         rows=rows,
         step_lengths=lengths,
-        lengths=sorted({length for phase in phases for length in phase.lengths}),
-        validation=draw_step_lengths(config.validation, last.lengths, last.shares, last.seed),
-        seed=config.seed,
-        tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
-        instruction=config.instruction,
+        lengths=recipe.lengths,
+        validation=draw_step_lengths(recipe.validation, recipe.lengths, recipe.shares, recipe.seed),
+        seed=recipe.seed,
+        tokenizer=None if recipe.data == "builtin" else load_tokenizer(recipe.model),
+        instruction=recipe.instruction,
     )
-    data = config.open_data(request)
-    model = load_model(config.model, dtype=config.dtype, weights=config.weights, max_length=longest)
+    data = recipe.open_data(request)
+    model = load_model(recipe.model, dtype=recipe.dtype, weights=recipe.weights, max_length=longest)
     return model, rows, lambda *_: data, rows.total * int(lengths.sum())
 
 
-def step_lengths(phases: Sequence[Recipe]) -> Int[np.ndarray, " steps"]:
-    """Return the sequence length of every update of a run."""
-    return np.concatenate(
-        [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
-    )
-
-
 @contextlib.contextmanager
-def _explain_ending(config: Recipe, folder: Path) -> Iterator[None]:
+def _explain_ending(recipe: Recipe, folder: Path) -> Iterator[None]:
     """A context that adds to the errors of a run how to go on. A run that fails before its first checkpoint releases
     its folder. A run that is stopped keeps it."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        raise type(stop)(stopped_message(config.method, folder)) from None
+        raise type(stop)(stopped_message(recipe.method, folder)) from None
     except Exception as error:
         if jax.process_index() == 0 and not saved_steps(folder / "checkpoints"):
             release_folder(folder)
         if isinstance(error, NotFiniteError):
-            raise UserError(not_finite_message(config, folder, error)) from None
+            raise UserError(not_finite_message(recipe, folder, error)) from None
         raise
 
 
@@ -295,15 +275,14 @@ def _method_option(method: str) -> list[str]:
 
 
 def _export(
-    run: "Run",
-    phase: int,
+    run: Run,
     destination: Path,
     state: TrainState,
     loaded: Decoder | None,
     validation: Validation,
 ) -> RunOutput:
-    """Export the parameters of a phase's state into a folder, which is written atomically and replaces an older one."""
-    recipe, params = run.phases[phase], round_parameters(state.params, run.dtypes[phase])
+    """Export the parameters of a state into a folder, which is written atomically and replaces an older one."""
+    recipe, params = run.recipe, round_parameters(state.params, run.dtypes)
     own_params, trained = recipe.split(params)
     model = loaded if trained is None else trained
     assert model is not None, f"{type(recipe).__name__} takes the model, so its split gives it back"
@@ -335,16 +314,15 @@ def _export(
     return RunOutput(model, own_params, run.mesh, run.folder, validation, run.data.held_out_tokens)
 
 
-def not_finite_message(config: Recipe, folder: Path, error: NotFiniteError) -> str:
+def not_finite_message(recipe: Recipe, folder: Path, error: NotFiniteError) -> str:
     """Return a line for a run that stopped since a number is not finite: which number, what is kept, how to go on."""
-    total = sum(phase.steps for phase in config.phases())
-    rate, saved = config.own_options().get("lr"), saved_steps(folder / "checkpoints")
+    rate, saved = recipe.own_options().get("lr"), saved_steps(folder / "checkpoints")
     advice = "there is no checkpoint before it"
     if saved:
-        command = shlex.join(["python", "-m", "kvjax.export", str(folder), *_method_option(config.method)])
+        command = shlex.join(["python", "-m", "kvjax.export", str(folder), *_method_option(recipe.method)])
         advice = f"the last good checkpoint is of step {saved[-1]}, in {folder / 'checkpoints'}: {command} exports it"
     than = "" if rate is None else f" than {rate:g}"
     return (
-        f"step {error.step} of {total}: {error.what}: the run is stopped and exports nothing; {advice}. If weights and "
-        f"data are right, start another run with a smaller --lr{than}"
+        f"step {error.step} of {recipe.steps}: {error.what}: the run is stopped and exports nothing; {advice}. If "
+        f"weights and data are right, start another run with a smaller --lr{than}"
     )

@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,67 +17,51 @@ from kvjax.errors import UserError, shown_bytes
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder
 from kvjax.train.recipe import Recipe
-from kvjax.train.update import TrainState, Update, first_state
+from kvjax.train.update import TrainState, Update, initial_state
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def check(
-    phases: Sequence[Recipe], updates: Sequence[Update], dtypes: Sequence[Any], mesh: Mesh, model: Decoder
-) -> list[int]:
+def check(recipe: Recipe, update: Update, mesh: Mesh, model: Decoder) -> int:
     """Check that the longest sequence of a run fits this machine's devices. A virtual CPU device has its share of the
     host's memory. The run reuses the programs that are compiled here.
 
     Returns:
-        the bytes per device that each phase's longest update takes in addition to model and state; 0 if its batches
-        cannot be planned without the weights.
+        the bytes per device that the longest update takes in addition to model and state; 0 if its batches cannot be
+        planned without the weights.
 
     Raises:
         UserError: the longest sequence does not fit. The message names one that would.
     """
-    usable, extra_bytes = device_bytes(), []
+    usable = device_bytes()
     shapes = jax.tree.map(_shape, model)
-    for index, (phase, update) in enumerate(zip(phases, updates, strict=True)):
-        loaded = None if phase.takes_model else shapes
-        state = abstract(
-            lambda model, phase_index=index: first_state(phases, dtypes, model, phase_index), mesh, shapes
-        )
+    loaded = None if recipe.takes_model else shapes
+    state = abstract(lambda model: initial_state(recipe, model), mesh, shapes)
 
-        def need(
-            length: int, phase: Recipe = phase, update: Any = update, loaded: Any = loaded, state: Any = state
-        ) -> int:
-            arguments = state, loaded, batch_of(phase, mesh, length, shapes), np.int32(0)
-            return _program_bytes(update, arguments)
+    def need(length: int) -> int:
+        return _program_bytes(update, (state, loaded, batch_of(recipe, mesh, length, shapes), np.int32(0)))
 
-        *shorter, longest = phase.lengths
-        try:
-            needed = need(longest)
-        except UserError:
-            extra_bytes.append(0)
-            continue
-        if needed <= usable:
-            extra_bytes.append(needed - device_bytes_of(state, loaded))
-            continue
-        fitting = next((length for length in reversed(shorter) if need(length) <= usable), None)
-        remedy = f"--lengths up to {fitting} would fit" if fitting else "none of its lengths fits"
-        remedy = remedy if phase.unit == "sequences" else "a smaller --batch would"
-        size = shown_bytes(needed) if needed < sys.maxsize else "more"
-        raise UserError(
-            f"an update of {phase.update_of(longest)} takes {size} of a device that has {shown_bytes(usable)}: "
-            f"on --mesh {phase.mesh} {remedy}"
-        )
-    return extra_bytes
+    *shorter, longest = recipe.lengths
+    try:
+        needed = need(longest)
+    except UserError:
+        return 0
+    if needed <= usable:
+        return needed - device_bytes_of(state, loaded)
+    fitting = next((length for length in reversed(shorter) if need(length) <= usable), None)
+    remedy = f"--lengths up to {fitting} would fit" if fitting else "none of its lengths fits"
+    remedy = remedy if recipe.unit == "sequences" else "a smaller --batch would"
+    size = shown_bytes(needed) if needed < sys.maxsize else "more"
+    raise UserError(
+        f"an update of {recipe.update_of(longest)} takes {size} of a device that has {shown_bytes(usable)}: "
+        f"on --mesh {recipe.mesh} {remedy}"
+    )
 
 
 def describe(recipe: Recipe, state: TrainState, model: Decoder | None, extra: int) -> str:
     """Return a line with the bytes per device of each part. `extra`: the bytes that the update of the longest sequence
     takes in addition (`check`); 0: not known."""
-    trees = {
-        "weights": model,
-        "trained parameters": state.params,
-        "optimizer": state.opt,
-        "held": state.constants,
-    }
+    trees = {"weights": model, "trained parameters": state.params, "optimizer": state.opt}
     parts = {name: device_bytes_of(tree) for name, tree in trees.items()}
     listed = ", ".join(f"{name} {shown_bytes(number)}" for name, number in parts.items() if number)
     longest = f"; an update of {recipe.update_of(max(recipe.lengths))} takes {shown_bytes(extra)} more"

@@ -254,10 +254,6 @@ class Recipe(abc.ABC):
         """Raise UserError if the options do not fit the model. This is called before a device is used."""
         return None
 
-    def phases(self) -> Sequence[Recipe]:
-        """Return the run's phases in order, each with its own sequences, lengths, loss and optimizer."""
-        return (self,)
-
     @abc.abstractmethod
     def init(self, model: Decoder) -> Any:
         """Return the parameters before the first update, in float32 unless they are the model's own. They may include
@@ -267,16 +263,6 @@ class Recipe(abc.ABC):
         """Return the first parameters of a new run, given the result of `init`. Parameters from files must have the
         same shapes, dtypes and shardings. This is not jitted, and not called if a run resumes from a checkpoint."""
         return params
-
-    def enter(self, params: Any) -> tuple[Any, Any]:
-        """Return a later phase's first parameters, given those of the phase before, and its constants, such as a
-        teacher, which no update changes."""
-        return params, None
-
-    def frozen(self, model: Decoder | None, constants: Any) -> Any:
-        """Return the arrays that the loss reads and no update changes, by default the loaded model. `constants`: the
-        constants of `enter`."""
-        return model
 
     def split(self, params: Any) -> tuple[Any, Decoder | None]:
         """Split the parameters into the method's own and, if the run trained it, the model."""
@@ -337,14 +323,15 @@ class Recipe(abc.ABC):
         shown.
 
         Args:
+            frozen: the loaded model, which no update changes; None if `takes_model`.
             batch: the batch of an update or of a part of it, split over the mesh by rows.
             key: the key of the update, which all its parts share.
-            step: the number of updates before this one, in this phase.
+            step: the number of updates before this one.
         """
 
     @abc.abstractmethod
     def optimizer(self) -> optax.GradientTransformation:
-        """Return the optimizer of the phase. Groups with their own rates, ascent and clipping are made with optax."""
+        """Return the optimizer. Groups with their own rates, ascent and clipping are made with optax."""
 
     def measure(self, params: Any, frozen: Any, batch: Any) -> dict[str, Float[Array, "b ..."]]:
         """Return figures for each held-out sequence. The means of figures [b] are logged and exported; other figures

@@ -1,6 +1,5 @@
 """The updates of a training run, from its first step to its last, with their log, validations and checkpoints."""
 
-import bisect
 import dataclasses
 import functools
 import json
@@ -24,7 +23,7 @@ from kvjax.train.data import Data
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers
 from kvjax.train.preemption import preemption
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.update import TrainState, Update, enter, first_state
+from kvjax.train.update import TrainState, Update, initial_state
 from kvjax.train.validation import make_validate
 
 
@@ -58,7 +57,7 @@ def check_taken(recipe: Recipe, count: int) -> None:
         )
 
 
-def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
+def plan(recipe: Recipe, first: int, tokens: int, parameters: int) -> str:
     """Return a line that says what a run is going to do.
 
     Args:
@@ -66,12 +65,12 @@ def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
         tokens: the number of tokens of the whole run.
         parameters: the number of trained parameters.
     """
-    rows, steps = config.rows, sum(phase.steps for phase in config.phases())
-    token_count = f", {tokens:,} tokens" if config.unit == "sequences" else ""
-    text = f"{parameters:,} parameters, {rows * steps:,} {config.unit}{token_count} in all: {steps} updates of {rows}"
-    if rows > config.batch:
-        shards = config.mesh.batch_shards
-        text += f", not {config.batch}: the mesh splits a batch into {shards} (its axes `tensor` and `sequence` do not)"
+    rows, steps = recipe.rows, recipe.steps
+    token_count = f", {tokens:,} tokens" if recipe.unit == "sequences" else ""
+    text = f"{parameters:,} parameters, {rows * steps:,} {recipe.unit}{token_count} in all: {steps} updates of {rows}"
+    if rows > recipe.batch:
+        shards = recipe.mesh.batch_shards
+        text += f", not {recipe.batch}: the mesh splits a batch into {shards} (its axes `tensor` and `sequence` do not)"
     if first:
         text += f"; going on with update {first + 1}" if first < steps else "; all are done"
     return text
@@ -81,10 +80,8 @@ def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
 class Run:
     """The parts of a run that stay the same from the first step to the last."""
 
-    config: Recipe
-    """The configuration of the run."""
-    phases: tuple[Recipe, ...]
-    """The phases of its recipe, one after another."""
+    recipe: Recipe
+    """The method and its options."""
     folder: Path
     """The folder of the run."""
     mesh: Mesh
@@ -95,30 +92,18 @@ class Run:
     """The data, positioned at the next update's sequences."""
     checkpoints: Checkpoints
     """The checkpoints of the run."""
-    dtypes: tuple[Any, ...]
-    """The dtypes of each phase's parameters with master weights (`param_dtypes`)."""
-    updates: tuple[Update, ...] = ()
-    """The update function of each phase; empty if only a checkpoint is read."""
-    extra_bytes: tuple[int, ...] = ()
-    """The result of `memory.check` for each phase, in bytes; empty if only a checkpoint is read."""
-
-    @property
-    def ends(self) -> list[int]:
-        """The number of the run's updates after which each phase ends."""
-        return np.cumsum([phase.steps for phase in self.phases]).tolist()
-
-    def first_state(self, model: Decoder, phase: int) -> TrainState:
-        """Return `kvjax.train.update.first_state` for this run."""
-        return first_state(self.phases, self.dtypes, model, phase)
+    dtypes: Any
+    """The dtypes of parameters with master weights (`param_dtypes`)."""
 
     def begin(self, model: Decoder) -> tuple[TrainState, int]:
         """Return the state to start from and its step, and move the data there. On a resume it is the state of the last
         checkpoint, else the first state."""
-        step = self.checkpoints.latest() if self.config.resume else None
+        step = self.checkpoints.latest() if self.recipe.resume else None
         if step is None:
-            donated = 0 if self.config.takes_model else ()
-            state = jax.jit(self.first_state, static_argnums=1, donate_argnums=donated)(model, 0)
-            return dataclasses.replace(state, params=self.phases[0].begin(state.params)), 0
+            donated = 0 if self.recipe.takes_model else ()
+            first_state = jax.jit(functools.partial(initial_state, self.recipe), donate_argnums=donated)
+            state = first_state(model)
+            return dataclasses.replace(state, params=self.recipe.begin(state.params)), 0
         state, notes = self.restore(model, step)
         positions = notes["data"]
         if len(positions) != self.rows.groups and any(position != positions[0] for position in positions):
@@ -129,17 +114,21 @@ class Run:
         self.data.sequences.set_state(positions[self.rows.group if len(positions) == self.rows.groups else 0])
         return state, step
 
-    def phase(self, step: int) -> int:
-        """Return the index of the phase to which the state after `step` updates belongs."""
-        return bisect.bisect_left(self.ends, step)
-
     def restore(self, model: Decoder, step: int) -> tuple[TrainState, dict[str, Any]]:
         """Return a checkpoint's state and its notes."""
-        like = abstract(lambda model: self.first_state(model, self.phase(step)), self.mesh, model)
-        return self.checkpoints.restore(step, like)
+        return self.checkpoints.restore(
+            step, abstract(lambda model: initial_state(self.recipe, model), self.mesh, model)
+        )
 
     def steps(
-        self, state: TrainState, first: int, model: Decoder | None, *, tokens: int
+        self,
+        update: Update,
+        state: TrainState,
+        first: int,
+        model: Decoder | None,
+        *,
+        tokens: int,
+        extra_bytes: int,
     ) -> tuple[TrainState, Validation]:
         """Run the steps from `first` on, and return the last state and its validation.
 
@@ -147,70 +136,60 @@ class Run:
 
         Args:
             tokens: the number of tokens of the whole run.
+            extra_bytes: the result of `memory.check`.
 
         Raises:
             NotFiniteError: the loss, a gradient, the parameters or a figure of the validation is not finite. All
                 processes see the same numbers and stop together.
         """
-        config, ends = self.config, self.ends
-        total, validation = ends[-1], None
-        validate_every = config.validate_every or config.checkpoint_every
+        recipe, total, validation = self.recipe, self.recipe.steps, None
+        validate_every = recipe.validate_every or recipe.checkpoint_every
+        counts_tokens = recipe.unit == "sequences"
+        validate = make_validate(recipe, self.mesh, self.data.held_out, self.dtypes, self.data.held_rows)
         with (
             Metrics(
                 self.folder,
                 total=total,
                 first=first,
-                shown=config.shown,
-                tensorboard=config.tensorboard,
+                shown=recipe.shown,
+                tensorboard=recipe.tensorboard,
                 quiet=jax.process_index() > 0,
-                unit="tokens" if config.unit == "sequences" else config.unit,
+                unit="tokens" if counts_tokens else recipe.unit,
             ) as metrics,
             preemption() as preempted,
         ):
             parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-            metrics.say(plan(config, first, tokens, parameters))
+            metrics.say(plan(recipe, first, tokens, parameters))
             if self.data.remark:
                 metrics.say(self.data.remark)
             metrics.say(f"the run is kept in {self.folder}")
-            for index, recipe in enumerate(self.phases):
-                start, end = ([0, *ends][index], ends[index])
-                held_out_arguments = self.data.held_out, self.dtypes[index], self.data.held_rows
-                validate = make_validate(recipe, self.mesh, *held_out_arguments)
-                if first >= end:
-                    continue
-                if index and first <= start:
-                    enter_phase = functools.partial(enter, recipe, dtypes=self.dtypes[index - 1])
-                    state = jax.jit(enter_phase, donate_argnums=0)(state.params)
-                    metrics.say(f"phase {index + 1} of {len(self.phases)}: {recipe.steps} updates")
-                update, counts_tokens = self.updates[index], config.unit == "sequences"
-                counted = TokenCount(self.data.sequences, self.rows.total, counts_tokens)
-                metrics.say(memory.describe(recipe, state, model, self.extra_bytes[index]))
-                batches = recipe.batches(iter(counted), model)
-                for step in range(max(first, start), end):
-                    batch = to_mesh(self.mesh, self.rows, next(batches))
-                    check_taken(recipe, counted.taken)
-                    state, numbers = update(state, model, batch, np.int32(step - start))
-                    metrics.step(step, numbers, tokens=counted.take())
-                    done = step + 1
-                    validated = done % validate_every == 0 or done == end
-                    stops = preempted(done)
-                    saved = done % config.checkpoint_every == 0 or done == end or stops
-                    if validated or saved:
-                        metrics.flush()
-                        if not all_finite(state):
-                            raise NotFiniteError(done, "the parameters are no longer finite")
-                    if validated:
-                        validation = validate(state, model)
-                        check_numbers(done, validation.numbers, "held-out ")
-                        metrics.note(
-                            step, "validation", validation.numbers | {"sequences": validation.sequences}
-                        )
-                        metrics.say(f"step {done}: {validation}")
-                    if saved:
-                        metrics.flush()
-                        self.checkpoints.save(done, state, {"data": self.positions()})
-                    if stops:
-                        raise Termination
+            if first < total:
+                metrics.say(memory.describe(recipe, state, model, extra_bytes))
+            counted = TokenCount(self.data.sequences, self.rows.total, counts_tokens)
+            batches = recipe.batches(iter(counted), model)
+            for step in range(first, total):
+                batch = to_mesh(self.mesh, self.rows, next(batches))
+                check_taken(recipe, counted.taken)
+                state, numbers = update(state, model, batch, np.int32(step))
+                metrics.step(step, numbers, tokens=counted.take())
+                done = step + 1
+                validated = done % validate_every == 0 or done == total
+                stops = preempted(done)
+                saved = done % recipe.checkpoint_every == 0 or done == total or stops
+                if validated or saved:
+                    metrics.flush()
+                    if not all_finite(state):
+                        raise NotFiniteError(done, "the parameters are no longer finite")
+                if validated:
+                    validation = validate(state, model)
+                    check_numbers(done, validation.numbers, "held-out ")
+                    metrics.note(step, "validation", validation.numbers | {"sequences": validation.sequences})
+                    metrics.say(f"step {done}: {validation}")
+                if saved:
+                    metrics.flush()
+                    self.checkpoints.save(done, state, {"data": self.positions()})
+                if stops:
+                    raise Termination
         return state, validation or validate(state, model)
 
     def positions(self) -> list[Any]:

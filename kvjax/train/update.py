@@ -1,7 +1,7 @@
 """The update of a training step: parameters and optimizer state become the next ones, with numbers to log."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,34 +28,12 @@ class TrainState:
     """The recipe's parameters. With master weights, 16-bit parameters are float32."""
     opt: Any
     """The state of the optax optimizer."""
-    constants: Any = None
-    """Arrays that a later phase keeps from the phase before it. No update changes them."""
 
 
 def initial_state(recipe: Recipe, model: Decoder) -> TrainState:
     """Return the state before the first update. Callers jit it under a mesh."""
     params = _masters(recipe, recipe.init(model))
     return TrainState(params, recipe.optimizer().init(params))
-
-
-def enter(recipe: Recipe, before: Any, dtypes: Any = None) -> TrainState:
-    """Return the first state of a later phase, from the parameters of the phase before. Callers jit it under a mesh.
-
-    If the parameters `before` are master weights, `dtypes` are the dtypes that they are rounded to. Training goes on
-    from the master weights, and constants are rounded.
-    """
-    params = _masters(recipe, recipe.enter(before)[0])
-    constants = recipe.enter(round_parameters(before, dtypes))[1]
-    return TrainState(params, recipe.optimizer().init(params), constants)
-
-
-def first_state(phases: Sequence[Recipe], dtypes: Sequence[Any], model: Decoder, phase: int) -> TrainState:
-    """Return a state with the structure and shardings of a phase's states; for the first phase it is the state before
-    any update. `dtypes`: the result of `param_dtypes`. Callers jit it under a mesh."""
-    state = initial_state(phases[0], model)
-    for later, before in zip(phases[1 : phase + 1], dtypes, strict=False):
-        state = enter(later, state.params, before)
-    return state
 
 
 def _masters(recipe: Recipe, params: Any) -> Any:
@@ -68,15 +46,11 @@ def _masters(recipe: Recipe, params: Any) -> Any:
     return jax.tree.map(master, params)
 
 
-def param_dtypes(phases: Sequence[Recipe], model: Decoder) -> tuple[Any, ...]:
-    """Return the dtypes of each phase's parameters, or None for a phase without master weights."""
-    if not any(phase.master_weights for phase in phases):
-        return (None,) * len(phases)
-    params, dtypes = jax.eval_shape(phases[0].init, model), []
-    for index, phase in enumerate(phases):
-        params = jax.eval_shape(phase.enter, params)[0] if index else params
-        dtypes.append(jax.tree.map(lambda x: x.dtype, params) if phase.master_weights else None)
-    return tuple(dtypes)
+def param_dtypes(recipe: Recipe, model: Decoder) -> Any:
+    """Return the dtypes of the parameters as the loss sees them, or None without master weights."""
+    if not recipe.master_weights:
+        return None
+    return jax.tree.map(lambda x: x.dtype, jax.eval_shape(recipe.init, model))
 
 
 def round_parameters(params: Any, dtypes: Any) -> Any:
@@ -87,13 +61,12 @@ def round_parameters(params: Any, dtypes: Any) -> Any:
 Update = Callable[[TrainState, Decoder | None, Any, Any], tuple[TrainState, dict[str, Any]]]
 
 
-def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
+def make_update(recipe: Recipe, dtypes: Any = None) -> Update:
     """Return the jitted step `(state, model, batch, step) -> (state, numbers)`, which donates the state. The numbers
     are the loss, the recipe's scalars and `FINITE`, True if loss and gradients are finite.
 
     Args:
         dtypes: the dtypes of parameters with master weights (`param_dtypes`).
-        before: the number of updates of the run before this phase, whose steps count from 0.
 
     Raises:
         ValueError: a scalar of the recipe's loss has a name that the log reserves. Raised when the step is traced.
@@ -102,8 +75,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
 
     def gradient(state: TrainState, model: Decoder | None, batch: Any, key: jax.Array, step: Any):
         def loss(params):
-            frozen = recipe.frozen(model, state.constants)
-            value, numbers = recipe.loss(round_parameters(params, dtypes), frozen, batch, key, step)
+            value, numbers = recipe.loss(round_parameters(params, dtypes), model, batch, key, step)
             if reserved := {"loss", FINITE, *RESERVED} & numbers.keys():
                 raise ValueError(
                     f"{type(recipe).__name__}.loss: {min(reserved)!r} is reserved by the log: choose another name"
@@ -114,7 +86,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
         return gradients, numbers
 
     def update(state: TrainState, model: Decoder | None, batch: Any, step: Any):
-        key = jax.random.fold_in(jax.random.key(recipe.seed), before + step)
+        key = jax.random.fold_in(jax.random.key(recipe.seed), step)
         if recipe.accumulate == 1:
             gradients, numbers = gradient(state, model, batch, key, step)
         else:
@@ -123,7 +95,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
             gradients = jax.tree.map(lambda x, param: x.astype(param.dtype), gradients, state.params)
         numbers[FINITE] = all_finite((numbers["loss"], gradients))
         change, opt = tx.update(gradients, state.opt, state.params)
-        return TrainState(optax.apply_updates(state.params, change), opt, state.constants), numbers
+        return TrainState(optax.apply_updates(state.params, change), opt), numbers
 
     return jax.jit(update, donate_argnums=0)
 

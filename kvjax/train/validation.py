@@ -34,8 +34,7 @@ def make_validate(
 
     @jax.jit
     def measure(state: TrainState, model: Decoder | None, batch: Any) -> dict[str, Array]:
-        params, frozen = round_parameters(state.params, dtypes), recipe.frozen(model, state.constants)
-        return reshard(recipe.measure(params, frozen, batch), P())
+        return reshard(recipe.measure(round_parameters(state.params, dtypes), model, batch), P())
 
     def batches(model: Decoder | None):
         if held_rows is not None:

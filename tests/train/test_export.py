@@ -94,7 +94,7 @@ def test_a_failed_export_keeps_the_previous_one(run, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_trained_model_of_an_earlier_phase_is_exported_whole(tmp_path):
+def test_a_trained_model_of_an_earlier_step_is_exported_whole(tmp_path):
     method = "tests.train.recipes.whole_model:WholeModel"
     folder = train(parse(arguments(method, tmp_path / "run"))).folder
     resumed = parse(["--resume", "--method", method, "--out", str(folder)])

@@ -205,7 +205,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
 
     validation = Validation({"distillation": 1.0}, {"rates": np.zeros((1, 2, 4))}, 1)
     monkeypatch.setattr(loop, "make_update", make_update)
-    monkeypatch.setattr(loop.memory, "check", lambda *_: [0])  # the replaced update cannot be compiled
+    monkeypatch.setattr(loop.memory, "check", lambda *_: 0)  # the replaced update cannot be compiled
     monkeypatch.setattr(loop, "make_validate", lambda *args: lambda state, model: validation)
     problems = {"loss": "loss is nan", "gradient": "the gradient is not finite"}
     problem = problems.get(broken, "the parameters are no longer finite")
@@ -406,21 +406,17 @@ def test_a_checkpoint_without_a_validation_comes_after_its_metrics(tmp_path, mon
 def resuming(notes, group, groups):
     """Return the position at which a run resumes from a checkpoint with these notes."""
     places, mesh, state = [], make_mesh(), TrainState(None, None)
-    config = WriteGates(resume=True, window=4, expand=4.0)
+    recipe = WriteGates(resume=True, window=4, expand=4.0)
     checkpoints = SimpleNamespace(latest=lambda: 3, restore=lambda step, like: (state, {"data": notes}))
     with jax.set_mesh(mesh):
         run = SimpleNamespace(
-            config=config,
-            phases=(config,),
-            dtypes=(None,),
-            ends=[config.steps],
+            recipe=recipe,
             mesh=mesh,
             rows=SimpleNamespace(group=group, groups=groups),
             checkpoints=checkpoints,
             data=SimpleNamespace(sequences=SimpleNamespace(set_state=places.append)),
         )
-        for name in ("first_state", "restore", "phase"):
-            setattr(run, name, functools.partial(getattr(Run, name), run))
+        run.restore = functools.partial(Run.restore, run)
         assert Run.begin(run, tiny_model())[1] == 3
     return places
 

@@ -11,7 +11,7 @@ from kvjax.mesh import make_mesh
 from kvjax.train import memory
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.update import initial_state, make_update, param_dtypes
+from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import tiny_model
 
 RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(32, 64), shares=(1.0, 1.0), sequences=10)
@@ -47,7 +47,7 @@ def test_the_check_compiles_the_runs_own_program(mesh, monkeypatch):
 
         monitoring.register_event_duration_secs_listener(on_event)
         try:
-            (extra,) = memory.check((RUN,), (update,), param_dtypes((RUN,), model), mesh, model)
+            extra = memory.check(RUN, update, mesh, model)
             checked = len(compiles)
             description = memory.describe(RUN, state, model, extra)
             without_extra = memory.describe(RUN, state, model, 0)
@@ -70,11 +70,8 @@ def test_the_check_compiles_the_runs_own_program(mesh, monkeypatch):
 def test_lengths_that_do_not_fit_are_refused_with_one_that_does(mesh, monkeypatch):
     """Devices have exactly the bytes that the longer or the shorter sequences need, or one byte less."""
     with jax.set_mesh(mesh):
-        model, update, dtypes = (
-            tiny_model(tied=False),
-            make_update(RUN),
-            (None,),
-        )  # the loss does not read this model's output head
+        model = tiny_model(tied=False)  # the loss does not read this model's output head
+        update = make_update(RUN)
         state = jax.jit(lambda model: initial_state(RUN, model))(model)
         needs = {}
         for length in RUN.lengths:
@@ -97,10 +94,10 @@ def test_lengths_that_do_not_fit_are_refused_with_one_that_does(mesh, monkeypatc
         ]:
             monkeypatch.setattr(memory, "device_bytes", lambda usable=usable: usable)
             if instead is None:
-                memory.check((RUN,), (update,), dtypes, mesh, model)
+                memory.check(RUN, update, mesh, model)
                 continue
             with pytest.raises(UserError, match="^an update of 2 × 64 tokens takes ") as refused:
-                memory.check((RUN,), (update,), dtypes, mesh, model)
+                memory.check(RUN, update, mesh, model)
             assert instead in str(refused.value)
             assert "\n" not in str(refused.value)
 
@@ -114,7 +111,7 @@ def test_virtual_cpu_devices_share_the_host_s_memory(mesh, monkeypatch):
         "^an update of 2 × 64 tokens takes .* of a device that has 64.00 KiB: .*none of its lengths fits"
     )
     with jax.set_mesh(mesh), pytest.raises(UserError, match=refusal):
-        memory.check((RUN,), (make_update(RUN),), (None,), mesh, tiny_model())
+        memory.check(RUN, make_update(RUN), mesh, tiny_model())
 
 
 def test_a_compilers_refusal_is_an_error_of_one_line(mesh, monkeypatch):
@@ -132,7 +129,7 @@ def test_a_compilers_refusal_is_an_error_of_one_line(mesh, monkeypatch):
         jax.set_mesh(mesh),
         pytest.raises(UserError, match="takes more of a device that has 1.00 GiB: .*none of its"),
     ):
-        memory.check((RUN,), (update,), (None,), mesh, tiny_model())
+        memory.check(RUN, update, mesh, tiny_model())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from kvjax.train import loop, recipes
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.recipes import find_recipe
-from kvjax.train.update import enter, initial_state, make_update, param_dtypes
+from kvjax.train.update import initial_state, make_update, param_dtypes
 from kvjax.train.validation import make_validate
 from tests.tiny_models import filled, tiny_config, tiny_model
 from tests.train.recipes.whole_model import WholeModel
@@ -150,10 +150,7 @@ def test_every_update_has_new_samples():
         for step in (0, 0, 1):
             state, numbers = update(state, model, batch, np.int32(step))
             losses.append(float(numbers["cross_entropy"]))
-        _, later = make_update(recipe, before=1)(state, model, batch, np.int32(0))
-    as_before = pytest.approx(losses[2], rel=1e-6)
-    assert float(later["cross_entropy"]) == as_before, "a second phase draws on, though its steps begin at 0"
-    assert losses[0] == losses[1] != as_before
+    assert losses[0] == losses[1] != pytest.approx(losses[2], rel=1e-6)
 
 
 def arguments(method, folder, *more):
@@ -200,8 +197,7 @@ def stopping_after(count):
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_stopped_run_ends_like_an_uninterrupted_one(method, tmp_path, monkeypatch):
-    """The run is stopped in its third update, so that a second phase begins after the resume. The test also reads the
-    export."""
+    """The run is stopped after three of its four updates. The test also reads the export."""
     uninterrupted = loop.train(parse(arguments(method, tmp_path / "whole")))
     with monkeypatch.context() as patched:
         patched.setattr(loop, "make_update", stopping_after(3))
@@ -268,29 +264,23 @@ def test_every_recipe_is_tested():
 @pytest.mark.slow
 @each_method("duo_attention", "kvpop", "prulong", "fast_kvzip")
 def test_frozen_arrays_do_not_change(method):
-    """An update changes the trained parameters, which include neither a frozen model's weights nor constants."""
+    """An update changes the trained parameters, which do not include a frozen model's weights."""
     recipe = make_recipe(method)
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
         before = jax.device_get(jax.tree.leaves(model))
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
-        later = recipe.phases()[-1]
-        if later is not recipe:
-            state = jax.jit(lambda params: enter(later, params))(state.params)
-        constants = jax.device_get(jax.tree.leaves(state.constants))
         params = jax.device_get(jax.tree.leaves(state.params))
         loaded = None if recipe.takes_model else model
-        batch = to_mesh(make_mesh(), Rows(0, 8, 8), batch_of(later, loaded, 0))
+        batch = to_mesh(make_mesh(), Rows(0, 8, 8), batch_of(recipe, loaded, 0))
         if recipe.split(state.params)[1] is None:
             random_params = [x for x in params if np.ptp(x)]  # the ones of a norm may be equal by chance
             assert not [
                 x for x in random_params for y in before if x.shape == y.shape and np.array_equal(x, y)
             ]
         for step in range(2):  # the first update may have a rate of 0
-            state, _ = make_update(later)(state, loaded, batch, np.int32(step))
-    for actual, expected in zip(
-        jax.tree.leaves((state.constants, model)), [*constants, *before], strict=True
-    ):
+            state, _ = make_update(recipe)(state, loaded, batch, np.int32(step))
+    for actual, expected in zip(jax.tree.leaves(model), before, strict=True):
         np.testing.assert_array_equal(actual, expected)
     changed = [np.any(x != y) for x, y in zip(jax.tree.leaves(state.params), params, strict=True)]
     assert any(changed)
@@ -337,7 +327,7 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose():
         with jax.set_mesh(mesh):
             model = filled(tiny_config(), jnp.bfloat16)
             first = np.asarray(model.layers.down[...], np.float32)
-            (dtypes,) = param_dtypes([recipe], model)
+            dtypes = param_dtypes(recipe, model)
             state = jax.jit(lambda model, recipe=recipe: initial_state(recipe, model))(model)
             tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (8, 32)), jnp.int32)
             update = make_update(recipe, dtypes)
@@ -348,34 +338,6 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose():
         ends[master_weights] = np.mean(np.asarray(weights, np.float32) != first)
     assert ends[True] > 0.99
     assert ends[False] < 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class NewTree(WholeModel):
-    """A recipe whose second phase trains one more array, and keeps the first phase's model as a constant."""
-
-    def enter(self, params):
-        return params | {"more": jnp.zeros(3)}, params["model"]
-
-
-def test_a_later_phase_continues_from_master_weights_and_keeps_rounded_constants():
-    first = NewTree(master_weights=True)
-    second = first.phases()[1]
-    with jax.set_mesh(make_mesh()):
-        model = filled(tiny_config(), jnp.bfloat16)
-        dtypes = param_dtypes([first, second], model)
-
-        @jax.jit
-        def begun(model):
-            params = initial_state(first, model).params
-            return jax.tree.map(lambda x: x * (1 + 2**-12), params)  # less than bfloat16 can tell apart
-
-        before = begun(model)
-        state = jax.jit(lambda params: enter(second, params, dtypes[0]))(before)
-    assert jax.tree.structure(dtypes[1]) == jax.tree.structure(state.params) != jax.tree.structure(before)
-    assert {x.dtype for x in jax.tree.leaves(state.constants)} == {jnp.dtype(jnp.bfloat16)}
-    for actual, expected in zip(jax.tree.leaves(state.params["model"]), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.thorough
