@@ -34,15 +34,15 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.train.config import read_run
 
     mesh = None if arguments.mesh is None else MeshShape.parse(arguments.mesh)
-    config = read_run(arguments.run, mesh, arguments.method)
+    recipe = read_run(arguments.run, mesh, arguments.method)
 
     import jax
 
     from kvjax.train.loop import export_checkpoint
 
-    result, step, folder = export_checkpoint(config, arguments.step, arguments.out)
+    result, step, folder = export_checkpoint(recipe, arguments.step, arguments.out)
     if jax.process_index() == 0:
-        print(f"step {step}: {result.validation}\n{config.exports}: {folder}")
+        print(f"step {step}: {result.validation}\n{recipe.exports}: {folder}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ MAY_CHANGE = {
 
 
 def parse(args: Sequence[str] | None = None) -> Recipe:
-    """Return the run's configuration: the command line over its --config, or over the options of the run to resume.
+    """Return the run's recipe: the command line over its --config, or over the options of the run to resume.
 
     `out` is chosen, but nothing is written. Raises UserError for anything wrong.
     """
@@ -35,33 +35,33 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
         return _parse_resume(args, arguments)
     model = find_value(arguments, "--model")
     config_name = find_value(arguments, "--config")
-    recipe = _choose_recipe(
+    recipe_class = _choose_recipe(
         find_value(arguments, "--method"), find_config(config_name) if config_name else None
     )
     if config_name is None and model in (None, BUILTIN):
-        config_name = recipe.builtin
-    config = parse_command(
-        recipe, args, default=_from_file(recipe, config_name, arguments) if config_name else None
+        config_name = recipe_class.builtin
+    recipe = parse_command(
+        recipe_class, args, default=_from_file(recipe_class, config_name, arguments) if config_name else None
     )
-    fields = [field.name for field in dataclasses.fields(recipe)]
+    fields = [field.name for field in dataclasses.fields(recipe_class)]
     given = {field for field in fields if find_value(arguments, option(field)) is not None}
-    config = config.with_derived_defaults(given)
-    if config.resume:
+    recipe = recipe.with_derived_defaults(given)
+    if recipe.resume:
         raise UserError(f"--config {config_name}: resume belongs on the command line, as --resume")
-    config.check()
-    _check_tasks(config, arguments)
+    recipe.check()
+    _check_tasks(recipe, arguments)
     if find_value(arguments, "--out") == "":
         raise UserError("--out is empty, expected a folder")
-    out = (config.out or RUNS / f"train-{_newest_run() + 1}").expanduser()
+    out = (recipe.out or RUNS / f"train-{_newest_run() + 1}").expanduser()
     if _out_exists(out) and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
     if (out / SAVED).is_file():
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
-    if (out / config.exports).exists():
+    if (out / recipe.exports).exists():
         raise UserError(
-            f"--out {out} has {config.exports} in it, which the run would replace: name another folder"
+            f"--out {out} has {recipe.exports} in it, which the run would replace: name another folder"
         )
-    return dataclasses.replace(config, out=out)
+    return dataclasses.replace(recipe, out=out)
 
 
 def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recipe:
@@ -73,27 +73,29 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
     if out_option is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
     out = RUNS / f"train-{newest}" if out_option is None else Path(out_option)
-    recipe, saved = _load_saved(out, find_value(arguments, "--method"), "--resume: ")
-    config = parse_command(recipe, args, default=load_config(recipe, config_name) if config_name else saved)
-    if config.rows != saved.batch:
+    recipe_class, saved = _load_saved(out, find_value(arguments, "--method"), "--resume: ")
+    recipe = parse_command(
+        recipe_class, args, default=load_config(recipe_class, config_name) if config_name else saved
+    )
+    if recipe.rows != saved.batch:
         raise UserError(
-            f"--resume goes on with the run's own {saved.batch} sequences an update, got {config.rows}, by --batch "
-            f"or rounded up to --mesh {config.mesh}"
+            f"--resume goes on with the run's own {saved.batch} sequences an update, got {recipe.rows}, by --batch "
+            f"or rounded up to --mesh {recipe.mesh}"
         )
-    for field in dataclasses.fields(recipe):
-        saved_value, value = getattr(saved, field.name), getattr(config, field.name)
+    for field in dataclasses.fields(recipe_class):
+        saved_value, value = getattr(saved, field.name), getattr(recipe, field.name)
         if field.name not in MAY_CHANGE and saved_value != value:
             raise UserError(
                 f"--resume goes on with the run's own {option(field.name)} {saved_value}, got {value}: start another "
                 "run for it"
             )
-    config.check()
-    _check_tasks(config, arguments)
-    return dataclasses.replace(config, out=out, resume=True)
+    recipe.check()
+    _check_tasks(recipe, arguments)
+    return dataclasses.replace(recipe, out=out, resume=True)
 
 
 def read_run(out: Path, mesh: MeshShape | None = None, method: str | None = None) -> Recipe:
-    """Return the configuration of the run in a folder, for its own mesh or another.
+    """Return the recipe of the run in a folder, for its own mesh or another.
 
     Args:
         method: the run's method. A method package.module:NAME is imported only if the caller names it.
@@ -104,38 +106,38 @@ def read_run(out: Path, mesh: MeshShape | None = None, method: str | None = None
     _, saved = _load_saved(out, method)
     if method not in (None, saved.method):
         raise UserError(f"--method {method}: the run in {out} is of --method {saved.method}")
-    config = dataclasses.replace(saved, out=out, resume=True, mesh=mesh or saved.mesh)
-    if config.rows != saved.batch:
+    recipe = dataclasses.replace(saved, out=out, resume=True, mesh=mesh or saved.mesh)
+    if recipe.rows != saved.batch:
         raise UserError(
             f"--mesh {mesh}: the run in {out} has {saved.batch} sequences an update, which this mesh would round up "
-            f"to {config.rows}"
+            f"to {recipe.rows}"
         )
-    config.check()
-    return config
+    recipe.check()
+    return recipe
 
 
 def _load_saved(out: Path, method: str | None, where: str = "") -> tuple[type[Recipe], Recipe]:
-    """Return the recipe and the configuration of the run in a folder. `method`: the method that the command line
+    """Return the recipe class and the recipe of the run in a folder. `method`: the method that the command line
     names."""
     file = out / SAVED
     if not is_there(file, where):
         raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
-    recipe = _choose_recipe(method if method == _method_of(file) else None, file)
-    return recipe, load_config(recipe, str(file))
+    recipe_class = _choose_recipe(method if method == _method_of(file) else None, file)
+    return recipe_class, load_config(recipe_class, str(file))
 
 
-def _check_tasks(config: Recipe, arguments: Sequence[str]) -> None:
-    if config.report == "none" and find_value(arguments, "--tasks"):
+def _check_tasks(recipe: Recipe, arguments: Sequence[str]) -> None:
+    if recipe.report == "none" and find_value(arguments, "--tasks"):
         raise UserError(
-            f"--tasks {' '.join(config.tasks)} are for the report, which --report none leaves out"
+            f"--tasks {' '.join(recipe.tasks)} are for the report, which --report none leaves out"
         )
 
 
-def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:
+def _from_file(recipe_class: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:
     """Return the options of a YAML file. Raises UserError for unknown options, and says if the file is for another
     method."""
     try:
-        loaded = load_config(recipe, name)
+        loaded = load_config(recipe_class, name)
     except UserError as error:
         file_method = _method_of(find_config(name))
         requested = find_value(arguments, "--method")
@@ -144,12 +146,12 @@ def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Rec
         raise UserError(f"{error}. The file is for --method {file_method}, not {requested}") from None
     keys = {f"--{key}".replace("_", "-") for key in read_values(find_config(name))}
     return loaded.with_derived_defaults(
-        {x.name for x in dataclasses.fields(recipe) if option(x.name) in keys}
+        {x.name for x in dataclasses.fields(recipe_class) if option(x.name) in keys}
     )
 
 
 def _choose_recipe(method: str | None, file: Path | None) -> type[Recipe]:
-    """Return the recipe that the command line names, else the one of the file, else the default.
+    """Return the recipe class that the command line names, else the one of the file, else the default.
 
     A file may come from a stranger, so a module is not imported if only a file names it.
     """
@@ -180,24 +182,24 @@ def _newest_run() -> int:
     return max((int(match[1]) for match in matches if match), default=0)
 
 
-def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
-    """Make the run's folder and, if `write`, save the configuration in it. Raises UserError if it cannot be written."""
-    assert config.out is not None, "parse chose it"
+def prepare_folder(recipe: Recipe, *, write: bool = True) -> Path:
+    """Make the run's folder and, if `write`, save the options in it. Raises UserError if it cannot be written."""
+    assert recipe.out is not None, "parse chose it"
     try:
-        config.out.mkdir(parents=True, exist_ok=True)
-        saved = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
+        recipe.out.mkdir(parents=True, exist_ok=True)
+        saved = dataclasses.replace(recipe, batch=recipe.rows)  # another mesh must not change what is trained
         if write:
             write_values(
-                config.out / SAVED,
+                recipe.out / SAVED,
                 saved,
                 omit=("config", "out", "resume", "dry_run", "shard"),
-                new=not config.resume,
+                new=not recipe.resume,
             )
     except FileExistsError:
-        raise UserError(f"--out {config.out} already holds a run, started just now: start again") from None
+        raise UserError(f"--out {recipe.out} already holds a run, started just now: start again") from None
     except OSError as error:
-        raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
-    return config.out
+        raise UserError(f"--out {recipe.out} cannot be written: {error.strerror or error}") from None
+    return recipe.out
 
 
 def release_folder(folder: Path) -> None:

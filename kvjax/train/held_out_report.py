@@ -64,17 +64,17 @@ class Row:
     """The number of answers; for text the number of predicted tokens."""
 
 
-def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:
+def task_samples(recipe: Recipe, count: int) -> dict[str, list[Sample]]:
     """Return `count` samples of each task of --tasks, as long as the longest training sequence. Raises UserError for a
     task that is not for the model or for that length."""
-    inputs = Inputs(config.model)
+    inputs = Inputs(recipe.model)
     samples = {}
-    for name in config.tasks:
+    for name in recipe.tasks:
         if name in FILE_TASKS:
             raise UserError(
                 f"--tasks {name} is made of files, which kvjax.evaluate takes and a training run does not"
             )
-        samples[name] = open_task(name, inputs).samples(Split(0, count), count, config.most_tokens)
+        samples[name] = open_task(name, inputs).samples(Split(0, count), count, recipe.most_tokens)
         check_separable(name, samples[name])
     return samples
 
@@ -82,7 +82,7 @@ def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:
 def report(
     model: Decoder,
     params: Any,
-    config: Recipe,
+    recipe: Recipe,
     folder: Path,
     held_out: Sequence[Int[ndarray, " _"]],
     validation: Validation,
@@ -95,14 +95,14 @@ def report(
         validation: the run's last validation.
         summary: lines with the folder of the export, its last validation and the commands that use it.
     """
-    detail = str(config.report)
+    detail = str(recipe.report)
     tasks = {TEXT: [continuation(tokens, most=MAX_PREDICTED[detail]) for tokens in held_out]}
-    tasks |= task_samples(config, SAMPLES[detail])
-    sweep = config.sweep(params, model, held_out)
-    policies = {f"{config.method}:{arguments}".rstrip(":"): policy for arguments, policy in sweep.items()}
+    tasks |= task_samples(recipe, SAMPLES[detail])
+    sweep = recipe.sweep(params, model, held_out)
+    policies = {f"{recipe.method}:{arguments}".rstrip(":"): policy for arguments, policy in sweep.items()}
     losses = distillation(model, policies, held_out) | {FULL: 0.0}
-    rows, rates = compare(model, policies, tasks, losses, shards=config.mesh.batch_shards, say=say)
-    soft = None if config.soft is None else validation.numbers[config.soft]
+    rows, rates = compare(model, policies, tasks, losses, shards=recipe.mesh.batch_shards, say=say)
+    soft = None if recipe.soft is None else validation.numbers[recipe.soft]
     write(folder, rows, rates, soft, summary)
     return table(rows, soft)
 

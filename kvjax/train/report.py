@@ -146,23 +146,23 @@ def compare(
 
 
 def report(
-    model: Decoder, params: Any, config: Recipe, folder: Path, say: Callable[[str], None]
+    model: Decoder, params: Any, recipe: Recipe, folder: Path, say: Callable[[str], None]
 ) -> list[Row]:
     """Measure, write the report's files into `folder`, and return the rows. For models with the built-in vocabulary."""
     started, processor_started = time.perf_counter(), time.process_time()
     tasks = {}
-    for kind, count in SAMPLES[config.report].items():
+    for kind, count in SAMPLES[recipe.report].items():
         task = builtin_task(kind)
         source, others = FromSeeds(lambda _, task=task: task, RIGHT), RIVAL_SAMPLES[kind]
         compared = source.samples(Split(0, count), count, CONTEXT)
         tasks[task.name] = compared, source.samples(Split(0, count, calibration=True), others, CONTEXT)
-    policy = config.deploy(params, model)
-    options = {"evictions": config.rivals, "context": CONTEXT, "seed": config.seed, "say": say}
-    rows, rates = compare(model, (config.method, policy), tasks, **options)
-    method_options = {option(name).removeprefix("--"): value for name, value in config.own_options().items()}
+    policy = recipe.deploy(params, model)
+    options = {"evictions": recipe.rivals, "context": CONTEXT, "seed": recipe.seed, "say": say}
+    rows, rates = compare(model, (recipe.method, policy), tasks, **options)
+    method_options = {option(name).removeprefix("--"): value for name, value in recipe.own_options().items()}
     description = {
-        "model": config.model, "method": config.method, **method_options, "steps": config.steps, "seed": config.seed,
-        "mesh": str(config.mesh), "jax": jax.__version__, "device": jax.devices()[0].device_kind,
+        "model": recipe.model, "method": recipe.method, **method_options, "steps": recipe.steps, "seed": recipe.seed,
+        "mesh": str(recipe.mesh), "jax": jax.__version__, "device": jax.devices()[0].device_kind,
         "report seconds": round(time.perf_counter() - started),
         "report processor seconds": round(time.process_time() - processor_started),
     }  # fmt: skip

@@ -25,14 +25,14 @@ def reason_without_report(policy: "Policy | None" = None) -> str:
     return ""
 
 
-def check_report(config: Recipe, policy: "Policy | None" = None) -> str:
+def check_report(recipe: Recipe, policy: "Policy | None" = None) -> str:
     """Return a line that says that a run cannot have its report, empty if it can or if no report is asked for.
 
     Raises:
         UserError: the options ask for a report that cannot be made.
     """
-    reason = "" if config.report == "none" else reason_without_report(policy)
-    if reason and (config.report == "full" or config.tasks):
-        option = "--report full" if config.report == "full" else f"--tasks {' '.join(config.tasks)}"
+    reason = "" if recipe.report == "none" else reason_without_report(policy)
+    if reason and (recipe.report == "full" or recipe.tasks):
+        option = "--report full" if recipe.report == "full" else f"--tasks {' '.join(recipe.tasks)}"
         raise UserError(f"{option}: there can be no report ({reason}): leave it out")
     return f"there will be no report: {reason}" if reason else ""
