@@ -38,7 +38,7 @@ def main(args: list[str] | None = None) -> None:
 
     import jax
 
-    from kvjax.train.loop import export_checkpoint
+    from kvjax.train.run import export_checkpoint
 
     result, step, folder = export_checkpoint(recipe, arguments.step, arguments.out)
     if jax.process_index() == 0:

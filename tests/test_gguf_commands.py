@@ -21,9 +21,9 @@ from kvjax.policies.admission.wgkv import save_gates
 from kvjax.tasks import heldout_files
 from kvjax.train import __main__ as train
 from kvjax.train import held_out_report
-from kvjax.train.loop import RunOutput
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.run import RunOutput
 from tests.models.cases import LLAMA, weights
 from tests.models.gguf_cases import write_gguf
 from tests.tasks.model_tokenizers import smol_tokenizer

@@ -1,9 +1,9 @@
 """Training: `python -m kvjax.train --method NAME`.
 
 A run:
-    config: the options of a run. loop: a run from its options to its export. run, update: its updates.
-    validation: figures of held-out sequences. checkpoints, metrics: files that a run keeps. memory: the memory that a
-    run needs on a device. dry_run: the check without weights. preemption: SIGTERM.
+    config: the options of a run. run: a run from its options to its export. loop: the training loop. update: one
+    update. validation: figures of held-out sequences. checkpoints, metrics: files that a run keeps. memory: the memory
+    that a run needs on a device. dry_run: the check without weights. preemption: SIGTERM.
 
 Methods:
     recipe: the base class of training methods. recipes: one file per method. objective: losses that recipes share.

@@ -13,7 +13,7 @@ from kvjax.train.reporting import can_measure, reason_without_report
 
 if TYPE_CHECKING:
     from kvjax.policies import Policy
-    from kvjax.train.loop import RunOutput
+    from kvjax.train.run import RunOutput
 
 
 def main(args: list[str] | None = None) -> None:
@@ -27,7 +27,7 @@ def main(args: list[str] | None = None) -> None:
     # the libraries of model and data are imported only once the command line is known to be good
     import jax
 
-    from kvjax.train.loop import compute_share, resume_command, train
+    from kvjax.train.run import compute_share, resume_command, train
 
     if recipe.shard is not None:
         compute_share(recipe)

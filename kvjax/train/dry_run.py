@@ -6,9 +6,9 @@ from kvjax.cli.launch import start_without_devices
 from kvjax.models.loading import model_shapes
 from kvjax.models.shapes import find_shape
 from kvjax.train.data import draw_step_lengths
-from kvjax.train.loop import check_shape
+from kvjax.train.loop import plan
 from kvjax.train.recipe import Recipe
-from kvjax.train.run import plan
+from kvjax.train.run import check_shape
 
 
 def dry_run(recipe: Recipe) -> str:

@@ -350,7 +350,7 @@ class Recipe(abc.ABC):
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
         """Write the files that `policy` reads into `folder`, by default the method's own parameters by name and the
-        recipe's own options. The loop adds an Orbax checkpoint of all parameters (`orbax`) and, if the run trained the
+        recipe's own options. The run adds an Orbax checkpoint of all parameters (`orbax`) and, if the run trained the
         model, the model (`model`). Called in every process.
 
         Args:

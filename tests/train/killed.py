@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.train.config import parse
-from kvjax.train.loop import RunOutput, train
+from kvjax.train.run import RunOutput, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ ocp.JsonCheckpointHandler.async_save = killed_in_the_second
 TRAIN = """
 import sys
 from kvjax.train.config import parse
-from kvjax.train.loop import train
+from kvjax.train.run import train
 
 train(parse(sys.argv[1:]))
 """

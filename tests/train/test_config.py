@@ -11,9 +11,9 @@ from kvjax.train import config as module
 from kvjax.train import hard_concrete
 from kvjax.train.config import SAVED, parse, prepare_folder
 from kvjax.train.data import draw_step_lengths
-from kvjax.train.loop import check, train
+from kvjax.train.loop import plan
 from kvjax.train.recipes import duo_attention, find_recipe, prulong
-from kvjax.train.run import plan
+from kvjax.train.run import check, train
 
 PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 

@@ -13,7 +13,7 @@ PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 def nothing_is_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvjax.models.folder.fetch", None)
-    monkeypatch.setattr("kvjax.train.loop.train", None)
+    monkeypatch.setattr("kvjax.train.run.train", None)
 
 
 @pytest.mark.parametrize("name", PACKAGED)

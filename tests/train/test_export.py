@@ -14,9 +14,8 @@ from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
-from kvjax.train import loop
 from kvjax.train.config import parse
-from kvjax.train.loop import export_checkpoint, train
+from kvjax.train.run import export_checkpoint, train
 
 
 def arguments(method, folder):
@@ -85,7 +84,7 @@ def test_a_failed_export_keeps_the_previous_one(run, monkeypatch):
         raise UserError("the disk is full")
 
     names = sorted(file.name for file in run.iterdir())
-    monkeypatch.setattr(loop, "export", fails)
+    monkeypatch.setattr("kvjax.train.run.export", fails)
     with pytest.raises(UserError, match="the disk is full"):
         command.main([str(run), "--step", "1"])
     assert contents(run / "gates") == before

@@ -16,7 +16,7 @@ from kvjax.policies.admission.wgkv import WriteGate, load_gates, save_gates
 from kvjax.policies.admission.wgkv.files import Sizes
 from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.config import parse, prepare_folder
-from kvjax.train.loop import check, export_checkpoint, train
+from kvjax.train.run import check, export_checkpoint, train
 from tests.checkpoints.torch_files import write_torch
 from tests.policies.admission.wgkv.published import published_arrays
 

@@ -18,9 +18,9 @@ from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.data import FIRST_HELD_OUT, DataRequest
 from kvjax.train.labelled import ANSWER_SHARES
-from kvjax.train.loop import train
+from kvjax.train.loop import TokenCount
 from kvjax.train.memory import batch_of
-from kvjax.train.run import TokenCount
+from kvjax.train.run import train
 from tests.tiny_models import tiny_model
 from tests.train.killed import go_on, run_until_killed
 from tests.train.recipes.labelled_scale import Scale

@@ -10,7 +10,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
-from kvjax.train import loop, report
+from kvjax.train import report
 from kvjax.train.__main__ import main, summary
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
@@ -73,7 +73,7 @@ def test_a_stopped_report_says_how_to_make_it(monkeypatch, tmp_path):
         params=None,
         model=None,
     )
-    monkeypatch.setattr(loop, "train", lambda config: output)
+    monkeypatch.setattr("kvjax.train.run.train", lambda config: output)
     monkeypatch.setattr(WriteGates, "deploy", lambda *_: make_policy("h2o:entries=64"))
 
     def stopped(*_):

@@ -6,10 +6,10 @@ import signal
 import pytest
 
 from kvjax.cli.launch import Termination
-from kvjax.train import loop
+from kvjax.train import run
 from kvjax.train.checkpoints import saved_steps
 from kvjax.train.config import parse
-from kvjax.train.loop import train
+from kvjax.train.run import train
 from tests.processes import TRAIN, run_processes
 from tests.train.killed import go_on
 from tests.train.short_run import ARGS, losses, written
@@ -19,9 +19,9 @@ import signal
 
 import jax
 
-from kvjax.train import loop
+from kvjax.train import run
 
-made, make_update = [], loop.make_update
+made, make_update = [], run.make_update
 
 def making(*args):
     update = make_update(*args)
@@ -35,7 +35,7 @@ def making(*args):
     signalled.lower = update.lower
     return signalled
 
-loop.make_update = making
+run.make_update = making
 """
 """Code that sends SIGTERM to the last process in its third update."""
 
@@ -43,7 +43,7 @@ loop.make_update = making
 @pytest.mark.slow
 def test_sigterm_saves_the_current_step(tmp_path, monkeypatch):
     uninterrupted = train(parse([*ARGS, "--mesh", "1", "--out", str(tmp_path / "whole")]))
-    monkeypatch.setattr(loop, "make_update", loop.make_update)
+    monkeypatch.setattr(run, "make_update", run.make_update)
     exec(SIGNALLED, {})
     before, folder = signal.getsignal(signal.SIGTERM), tmp_path / "run"
     with pytest.raises(Termination, match="the last checkpoint is of step 3: .* goes on from there"):

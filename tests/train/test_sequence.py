@@ -15,11 +15,11 @@ from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
-from kvjax.train.loop import train
 from kvjax.train.recipes.duo_attention import DuoAttention
 from kvjax.train.recipes.kvpop import ConstantCache
 from kvjax.train.recipes.prulong import PruLong
 from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.run import train
 from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import tiny_model
 
@@ -222,7 +222,7 @@ def test_features_and_gates_match_one_device(tmp_path):
 )
 def test_a_mesh_that_does_not_fit_the_run_is_an_error_of_one_line(args, message, tmp_path, monkeypatch):
     """The error comes before weights are read."""
-    monkeypatch.setattr("kvjax.train.loop.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("kvjax.train.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UserError) as error:
         train(parse([*ARGS, "--out", str(tmp_path / "run"), *args]))
     assert message in str(error.value)

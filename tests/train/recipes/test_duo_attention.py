@@ -10,8 +10,8 @@ from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.train.config import parse
-from kvjax.train.loop import train
 from kvjax.train.recipes.duo_attention import DuoAttention
+from kvjax.train.run import train
 from tests.tiny_models import tiny_model
 from tests.train.recipes.packed import rows, weighted
 

@@ -20,8 +20,8 @@ from kvjax.train import targets
 from kvjax.train.__main__ import main
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import SAVED, parse
-from kvjax.train.loop import check, export_checkpoint, train
 from kvjax.train.recipes.fast_kvzip import KVzipGates
+from kvjax.train.run import check, export_checkpoint, train
 from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
 from kvjax.train.update import initial_state, make_update
 from tests.processes import TRAIN, run_processes
@@ -344,7 +344,7 @@ def refused_before_anything_is_read(args, folder, monkeypatch, message):
     def read(*_, **__):
         raise AssertionError("the model is read")
 
-    monkeypatch.setattr("kvjax.train.loop.load_model", read)
+    monkeypatch.setattr("kvjax.train.run.load_model", read)
     with pytest.raises(UserError, match=message):
         train(parse([*ARGS, "--mesh", "1", "--out", str(folder), *args]))
     assert not (folder / SAVED).exists()

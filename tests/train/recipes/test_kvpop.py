@@ -23,9 +23,9 @@ from kvjax.policies import make_policy
 from kvjax.train.__main__ import summary
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
-from kvjax.train.loop import train
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.kvpop import ConstantCache
+from kvjax.train.run import train
 from kvjax.train.update import initial_state, make_update
 from tests.ahead.hlo import exchanged
 from tests.models.pieces import ends

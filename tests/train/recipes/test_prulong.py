@@ -22,9 +22,9 @@ from kvjax.tasks import Recall
 from kvjax.train import __main__ as command
 from kvjax.train import hard_concrete, held_out_report, mask_pictures, report
 from kvjax.train.config import parse
-from kvjax.train.loop import train
 from kvjax.train.recipes import prulong
 from kvjax.train.recipes.prulong import PruLong, decays
+from kvjax.train.run import train
 from tests.tiny_models import tiny_config, tiny_model
 from tests.train.killed import go_on, run_until_killed
 from tests.train.recipes.packed import rows, weighted

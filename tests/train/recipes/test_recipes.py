@@ -23,10 +23,11 @@ from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from kvjax.struct import leaves_by_path
-from kvjax.train import loop, recipes
+from kvjax.train import recipes
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.recipes import find_recipe
+from kvjax.train.run import train
 from kvjax.train.update import initial_state, make_update, param_dtypes
 from kvjax.train.validation import make_validate
 from tests.tiny_models import filled, tiny_config, tiny_model
@@ -198,20 +199,20 @@ def stopping_after(count):
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_stopped_run_ends_like_an_uninterrupted_one(method, tmp_path, monkeypatch):
     """The run is stopped after three of its four updates. The test also reads the export."""
-    uninterrupted = loop.train(parse(arguments(method, tmp_path / "whole")))
+    uninterrupted = train(parse(arguments(method, tmp_path / "whole")))
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "make_update", stopping_after(3))
+        patched.setattr("kvjax.train.run.make_update", stopping_after(3))
         with pytest.raises(Stopped):
-            loop.train(parse(arguments(method, tmp_path / "run")))
+            train(parse(arguments(method, tmp_path / "run")))
     resume_args = ["--resume", "--method", method, "--out", str(tmp_path / "run"), "--mesh", "2"]
-    resumed = loop.train(parse(resume_args))
+    resumed = train(parse(resume_args))
     for actual, expected in zip(
         *(jax.tree.leaves((x.params, x.model)) for x in (resumed, uninterrupted)), strict=True
     ):
         np.testing.assert_array_equal(actual, expected)
     assert resumed.validation.numbers == uninterrupted.validation.numbers
     if method in recipes.RECIPES:  # resume once more, with nothing left to do
-        ended = loop.train(parse(resume_args))
+        ended = train(parse(resume_args))
         for actual, expected in zip(
             jax.tree.leaves(ended.params), jax.tree.leaves(uninterrupted.params), strict=True
         ):
@@ -348,13 +349,13 @@ def test_a_run_in_bfloat16_and_in_parts_is_resumed_exactly(more, tmp_path):
         "tests.train.recipes.whole_model:WholeModel",
         ("--dtype", "bfloat16", "--accumulate", "2", *more),
     )
-    uninterrupted = loop.train(parse(arguments(method, tmp_path / "whole", *options)))
+    uninterrupted = train(parse(arguments(method, tmp_path / "whole", *options)))
     args = arguments(method, tmp_path / "run", *options)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "make_update", stopping_after(2))
+        patched.setattr("kvjax.train.run.make_update", stopping_after(2))
         with pytest.raises(Stopped):
-            loop.train(parse(args))
-    resumed = loop.train(parse(["--resume", "--method", method, "--out", str(tmp_path / "run")]))
+            train(parse(args))
+    resumed = train(parse(["--resume", "--method", method, "--out", str(tmp_path / "run")]))
     for actual, expected in zip(
         jax.tree.leaves(resumed.model), jax.tree.leaves(uninterrupted.model), strict=True
     ):
@@ -390,4 +391,4 @@ def test_a_batch_from_more_than_one_update_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match="TwoAtOnce.batches must take the sequences of one update .* those of 2"
     ):
-        loop.train(dataclasses.replace(recipe, mesh=MeshShape(fsdp=2)))
+        train(dataclasses.replace(recipe, mesh=MeshShape(fsdp=2)))
