@@ -70,7 +70,7 @@ def check(recipe: Recipe) -> None:
     if recipe.data == "builtin" and not has_builtin_vocabulary(folder):
         raise UserError(
             f"--data builtin is made of the built-in model's tokens, which {recipe.model} does not have: name a file, "
-            "a folder or a hub data set"
+            "a folder or a hub dataset"
         )
     if recipe.tasks:
         if has_builtin_vocabulary(folder):
