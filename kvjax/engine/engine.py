@@ -279,9 +279,9 @@ class Engine:
             raise UserError(f"no context {shown(context)} was read")
         with use_mesh(self._model):
             if context is None:
-                self._forks.drop_unnamed()
+                self._forks.release_unnamed()
             else:
-                self._forks.drop(context)
+                self._forks.release(context)
 
     @property
     def busy(self) -> bool:

@@ -45,7 +45,7 @@ class Forks:
         if (copy := self.copy(row)) is not None:
             self._unnamed.append(self._made(tokens, copy, logits, dropped))
         if len(self._unnamed) > self._max_unnamed:
-            self._drop(self._unnamed[0])
+            self._release(self._unnamed[0])
 
     def name(self, request: Request, row: Row, logits: Array) -> None:
         """Keep the sequence of a context that was read, under the context's name."""
@@ -92,21 +92,21 @@ class Forks:
         they are free now."""
         others = [fork for fork in self._unnamed if fork is not keep]
         while pages > self._pool.free and pages <= self._pool.free + sum(fork.pages for fork in others):
-            self._drop(others.pop(0))
+            self._release(others.pop(0))
         return pages <= self._pool.free
 
-    def _drop(self, fork: Fork) -> None:
+    def _release(self, fork: Fork) -> None:
         self._unnamed = [x for x in self._unnamed if x is not fork]
-        self._pool.drop(fork.row)
+        self._pool.release(fork.row)
 
-    def drop(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Free the pages of a named fork."""
-        self._pool.drop(self.named.pop(name).row)
+        self._pool.release(self.named.pop(name).row)
 
-    def drop_unnamed(self) -> None:
+    def release_unnamed(self) -> None:
         """Free the pages of all forks without a name."""
         while self._unnamed:
-            self._drop(self._unnamed[0])
+            self._release(self._unnamed[0])
 
 
 def _within(spans: Spans, others: Spans) -> bool:

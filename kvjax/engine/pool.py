@@ -131,7 +131,7 @@ class Pool:
 
     def clear(self, slot: int) -> None:
         """Free the pages of a slot."""
-        empty = self.drop(taken_out(self._slots, np.int32(slot)))
+        empty = self.release(taken_out(self._slots, np.int32(slot)))
         self._slots = put_in(self._slots, empty, np.int32(slot))
 
     def copy_out(self, slot: int) -> HostSequence:
@@ -207,7 +207,7 @@ class Pool:
         by_shard = np.split(table, len(others), 2)
         return max(int((np.append(x, 0)[pages] > 0).sum()) for x, pages in zip(others, by_shard, strict=True))
 
-    def drop(self, row: Row) -> Row:
+    def release(self, row: Row) -> Row:
         """Free the pages of a sequence. Returns an empty one."""
         self._pages, empty = freed(self._pages, row)
         self._changed()

@@ -134,7 +134,7 @@ class Reader:
                     self._row = self._pool.without(self._row, *span)
             except UserError:
                 request.finish_reason = "abort"
-                self.drop()
+                self.release()
                 return None
             self._spans, self._dropped = (), request.dropped
         size = self._step_tokens
@@ -153,7 +153,7 @@ class Reader:
         self.request = None
         return self._row, logits
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Stop reading, and free the pages."""
-        self._pool.drop(self._row)
+        self._pool.release(self._row)
         self.request = None

@@ -102,7 +102,7 @@ class Scheduler:
             self.paused.remove(paused)
         if (request := self._reader.request) is not None and request.cancelled:
             request.finish_reason = "abort"
-            self._reader.drop()
+            self._reader.release()
         for slot, answer in self._slots.running:
             if answer.cancelled:
                 self._slots.end(slot, "abort")
@@ -153,7 +153,7 @@ class Scheduler:
         if self._reader.request is not None:
             self._crowded = True
             self.waiting.appendleft(self._reader.request)
-            self._reader.drop()
+            self._reader.release()
             return
         slot, _ = max(self._slots.running, key=lambda pair: pair[1].arrival)
         if len(self._slots.running) == 1:
@@ -195,7 +195,7 @@ class Scheduler:
         if not any(self._fits(read=self._reader.tokens, pages=self._reader.copied) for _ in range(2)):
             if not self._slots.running and not self.paused:
                 request.finish_reason = "capacity"
-                self._reader.drop()
+                self._reader.release()
             return
         if (sequence := self._reader.step()) is None:
             return

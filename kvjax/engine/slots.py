@@ -122,7 +122,7 @@ class Slots:
         length, seen, counted = map(on_host, (row.layers.length, row.seen, row.counted))
         local = min(int(counted[0]), self._pool.layout.window - 1)
         request.end(request.finish_reason, length, local, int(seen[0]))
-        self._pool.drop(row)
+        self._pool.release(row)
 
     def join(self, request: Request, row: Row) -> None:
         """Put a sequence into a vacant slot, where its answer continues after its last token."""
