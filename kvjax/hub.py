@@ -35,5 +35,5 @@ def fetch(hub_id: str, patterns: Sequence[str], expected: str) -> Path:
         why = "the hub cannot be reached"
     raise UserError(
         f"{hub_id}: no such folder here, and as a Hugging Face hub id it could not be fetched ({why}); without a "
-        f"network pass {expected}"
+        f"network, pass {expected}"
     )

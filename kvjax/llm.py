@@ -75,7 +75,8 @@ class LLM:
         dtype: float32, bfloat16 or float16; by default the dtype of the weights.
         weights: "int8" or "fp8" to keep the layers' matrices in 8 bits, as in `kvjax.load_model`.
         kv_cache_dtype: "int8" to keep entries in 8 bits.
-        max_length: tokens of the longest prompt with its answer; by default the context that the model declares.
+        max_length: the longest sequence that will be run, for models with "dynamic" or "longrope" rope, whose angles
+            depend on it. Longer ones are not refused. By default the context that the model declares.
         capacity: the fixed size of the page pool: entries per KV head on average (4096), bytes (`2GiB`) or a share of
             each device's memory (`30%`). By default the pool follows the policy's expected need.
         page_size: tokens per page; by default 64 on a TPU (128 for int8 entries), and 16 elsewhere or for a policy
@@ -230,7 +231,7 @@ class LLM:
             if len(rows) != 1 or not isinstance(sampling, SamplingParams) or sampling.n != 1:
                 raise UserError(f"LLM.generate: stream=True is for one answer, got {len(rows)} prompts")
             return self._pieces(rows, sampling, options)
-        params = [sampling] * len(rows) if isinstance(sampling, SamplingParams) else list(sampling)
+        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(rows)
         if context is None and len(params) == len(rows) and self._needs_engine(params):
             return self._generate_in_engine(rows, params)
         return outputs(generate(self.model, rows, sampling, **options))

@@ -35,6 +35,8 @@ def find_gates(gates: Any, model: str) -> Any:
     hub_id = f"{owner}/{name}"
     if not HUB_ID.fullmatch(hub_id) or ".." in path.split("/"):
         return gates
+    if os.path.exists(owner):
+        raise UserError(f"gates {gates}: no such file or folder")
     model_name = Path(model).name.lower().removesuffix(".gguf")
     patterns = f"{model_name}/*", f"{model_name}*.pt", TRIMKV, WEIGHTS, TABLE, DESCRIPTION
     if "kvzap" in name.lower():  # in other repositories this may be the weights of a whole model

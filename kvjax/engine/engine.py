@@ -307,11 +307,12 @@ class Engine:
             self._scheduler.step()
 
     @named_arguments(where="Engine.warm_up")
-    def warm_up(self, *, constrained: bool = False) -> None:
+    def warm_up(self, *, constrained: bool = False, say: Callable[[str], None] = lambda line: None) -> None:
         """Compile the programs that requests will run, before the first one comes: prompts of every compiled size,
         greedy and other sampling, a pause and, where a policy compacts, questions about a context.
 
         constrained: True if answers will have constraints.
+        say: takes a line before each size of prompts.
         """
         answer = min(2 * self.block, self.max_length - 1)
         longest = self.max_length - answer
@@ -332,7 +333,8 @@ class Engine:
         if not self._reader.reuses:
             self.read_context(context := "warm_up", [0])
             self._run()
-        for size in sorted(sizes):
+        for count, size in enumerate(sorted(sizes), 1):
+            say(f"Compiling for prompts of {size:,} tokens ({count} of {len(sizes)})")
             self._try(np.zeros(size, np.int32), greedy, pausing=True)
             for sampling, constraint in others:
                 self._try(np.zeros(size, np.int32), sampling, constraint=constraint)

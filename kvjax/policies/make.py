@@ -262,7 +262,8 @@ class _Part:
         }
         required = [x.name for x in arguments_of(self.kind) if x.default is x.empty]
         if missing := [name for name in required if name not in arguments]:
-            raise UserError(f"{self.name} needs {', '.join(missing)}")
+            hint = "; gates=FOLDER, or gates=builtin for the built-in model" if "gates" in missing else ""
+            raise UserError(f"{self.name} needs {', '.join(missing)}{hint}")
         method = self.kind(*inner, **arguments)
         if not is_method(self.kind) and not isinstance(method, Policy):
             raise UserError(f"policy {self.name}: got {shown(method)}, expected a Policy")

@@ -131,8 +131,13 @@ def find_method(name: str) -> Callable[..., Any]:
     classes = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
     method = classes.get(name) or find_from_package(name)
     if method is None:
-        near = nearest(name, classes) or POLICIES
-        raise UserError(f"unknown method {name!r}; the nearest known: {', '.join(near)}")
+        near = nearest(name, classes)
+        if near:
+            raise UserError(f"unknown method {name!r}; the nearest known: {', '.join(near)}")
+        raise UserError(
+            f"unknown method {name!r}: expected METHOD:ARGUMENT=VALUE, such as kvzip:ratio=0.3, with one of the "
+            f"methods {', '.join(POLICIES)}"
+        )
     return method
 
 

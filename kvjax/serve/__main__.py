@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import socket
@@ -83,6 +84,7 @@ def run(config: ServeConfig) -> None:
     from kvjax.cache import parse_capacity
     from kvjax.engine import Engine
     from kvjax.llm import LLM
+    from kvjax.models.shapes import warn_if_too_long
     from kvjax.serve.app import Server
     from kvjax.serve.leading import LeadingEngine, follow
 
@@ -99,6 +101,9 @@ def run(config: ServeConfig) -> None:
         llm.model, llm.policy, tokenizer=llm.tokenizer, slots=config.slots, max_length=config.max_length,
         capacity=capacity, page_size=config.page_size, chunk=config.chunk,
     )  # fmt: skip
+    warn_if_too_long(
+        llm.model.config, engine.max_length, f"--max-length: {engine.max_length:,} tokens are more"
+    )
     grammars = None
     if importlib.util.find_spec("llguidance"):
         from kvjax.serve.grammar import Grammars
@@ -117,6 +122,7 @@ def run(config: ServeConfig) -> None:
         queue=config.queue,
         key=os.environ.get(API_KEY_VARIABLE) or None,
         grammar=None if grammars is None else grammars.schema,
+        say=functools.partial(print, flush=True),
     )
     print(
         f"{name} with {llm.policy.name}: {shown_bytes(engine.pool_bytes)} of keys and values on each device."

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import json
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -54,6 +54,7 @@ class Server:
         queue: the most requests that wait for a slot. Further ones are refused with 429.
         key: the API key that requests must bring; None: requests need no key.
         grammar: makes the constraint of a JSON schema; None: requests with a schema are refused.
+        say: takes a line about each step until requests are answered.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Server:
         queue: int,
         key: str | None = None,
         grammar: Callable[[Any], Callable[[], Constraint]] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ):
+        self._say = say
         self._tokenizer, self._name, self._key, self._grammar = tokenizer, name, key, grammar
         self._max_answers = engine.slots + queue
         self._vocabulary = engine.vocabulary
@@ -94,8 +97,12 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        engine, constrained = self.worker.engine, self._grammar is not None
-        self.worker.start(functools.partial(engine.warm_up, constrained=constrained))
+        def prepare() -> None:
+            started = time.monotonic()
+            self.worker.engine.warm_up(constrained=self._grammar is not None, say=self._say)
+            self._say(f"Ready after {time.monotonic() - started:.0f} s")
+
+        self.worker.start(prepare)
         yield
         await run_in_threadpool(self.worker.stop)
 

@@ -72,9 +72,9 @@ class LeadingEngine(Engine):
         with self._announced("longest_answer", prompt, context):
             return super().longest_answer(prompt, context)
 
-    def warm_up(self, *, constrained: bool = False) -> None:
+    def warm_up(self, *, constrained: bool = False, say: Callable[[str], None] = lambda line: None) -> None:
         with self._announced("warm_up", constrained=constrained):
-            super().warm_up(constrained=constrained)
+            super().warm_up(constrained=constrained, say=say)
 
     @property
     def stats(self) -> EngineStats:

@@ -1,7 +1,5 @@
 """`stack_product` in XLA: a slice and a product. TPUs read the slice in place; other backends may copy it."""
 
-import math
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,8 +12,8 @@ INPUTS = {1: 64, 2: 64, 4: 16}
 """Inputs that are processed at a time for one row on a CPU, by the bytes of a weight."""
 SUMS = 4
 """The number of independent sums of these products."""
-FEW_ROWS, FEWEST, MOST = 64, 32, 128
-"""The most rows that a CPU multiplies block by block, and the fewest and the most inputs of a block."""
+FEW_ROWS, BLOCK = 64, 2**20
+"""The most rows that a CPU multiplies by blocks of weights, and the most weights of a block."""
 
 
 def xla(x, stack, layer, scale=None):
@@ -28,8 +26,8 @@ def xla(x, stack, layer, scale=None):
     block = stack.shape[1] // (1 if scale is None else len(scale))
     if on_cpu and len(x) == 1 and block % INPUTS[kind.itemsize] == 0:
         return _one_row(x, stack, layer, scale, kind)
-    step = math.gcd(block, MOST)
-    if on_cpu and len(x) <= FEW_ROWS and FEWEST <= step < stack.shape[1]:
+    step = next(x for x in range(min(block, BLOCK // stack.shape[2]), 0, -1) if block % x == 0)
+    if on_cpu and len(x) <= FEW_ROWS and step < stack.shape[1]:
         return _few_rows(x, stack, layer, scale, kind, step)
     weights = as_floats(lax.dynamic_index_in_dim(stack, layer, keepdims=False), kind)
     if scale is None:

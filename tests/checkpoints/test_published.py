@@ -58,6 +58,13 @@ def test_other_values_are_returned_unchanged(tmp_path):
         assert find_gates(gates, "Qwen/Qwen3-8B") is gates
 
 
+def test_a_missing_folder_in_an_existing_one_is_no_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "runs/qwen").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="gates runs/qwen/gates: no such file or folder"):
+        find_gates("runs/qwen/gates", "Qwen/Qwen3-8B")
+
+
 @pytest.mark.parametrize(
     ("gates", "model", "message"),
     [

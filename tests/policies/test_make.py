@@ -269,8 +269,9 @@ OF_SNAPKV = (
         ("wgkv:adakv", "adakv wraps an eviction, which wgkv is not: write snapkv:adakv"),
         ("wgvk", "unknown method 'wgvk'; the nearest known: wgkv"),
         ("SnapKVPress:ratio=0.5", "unknown method 'SnapKVPress'; the nearest known: snapkv"),
-        ("", f"unknown method ''; the nearest known: {', '.join(POLICIES)}"),
-        ("wgkv", "wgkv needs gates"),
+        ("", "unknown method '': expected METHOD:ARGUMENT=VALUE, such as kvzip:ratio=0.3, with one of the methods "
+         f"{', '.join(POLICIES)}"),
+        ("wgkv", "wgkv needs gates; gates=FOLDER, or gates=builtin for the built-in model"),
         ("random:window=9+knorm:ratio=0.5", "random: give either ratio (one number) or rates (layers × kv heads)"),
         ("streaming_llm:window=9+snapkv:ratio=0.5", "snapkv looks back at the last 64 tokens, which must "
          "still be in the window: window must be at least 64, got 9"),

@@ -248,7 +248,7 @@ def test_the_key_is_needed_whatever_the_host_header_says(small):
 
 def test_requests_are_refused_until_everything_is_compiled(monkeypatch):
     ready = threading.Event()
-    monkeypatch.setattr(Engine, "warm_up", lambda self, constrained: ready.wait())
+    monkeypatch.setattr(Engine, "warm_up", lambda self, constrained, say: ready.wait())
     with running(wait=False) as server:
         assert server.ask("GET", "/health")[0] == 503
         status, headers, _ = server.ask("POST", "/v1/chat/completions", {"messages": user("Hi")})
