@@ -93,10 +93,6 @@ def test_several_answers_of_a_prompt_are_in_order(llm):
     for out in found:
         assert out.logprobs.shape == (len(out.tokens),)
         assert list(map(len, out.top_logprobs)) == [1] * len(out.tokens)
-    with pytest.raises(
-        UserError, match="sampling must be one SamplingParams or one for each of 1 prompts, got 8"
-    ):
-        llm.generate(TEXT, 8)
     each = llm.generate([TEXT, "When?"], [SamplingParams(max_new_tokens=3), sampling])
     assert [(out.prompt, len(out.tokens)) for out in each] == [(0, 3), (1, 12), (1, 12)]
     assert [out.text for out in each[1:]] == [out.text for out in found[2:]]
