@@ -276,10 +276,10 @@ def sliding_attention(config: ModelConfig, document: Int[Array, "b t"] | None = 
 
 def _reads_in_place(config: ModelConfig, x: Float[Array, "b t d"]) -> bool:
     """Return True if products read weights in place in their stacks, so that XLA does not copy each layer's weights.
-    They do for few tokens on a GPU and, in dense models, on a CPU."""
+    They do on a GPU for few tokens, and on a CPU for a single token."""
     rows, platform = x.shape[0] // batch_shards() * x.shape[1], target().platform
-    reads = platform == "gpu" or (platform == "cpu" and config.num_experts == 0)
-    return reads and rows <= MOST_ROWS and axis_size("fsdp") == 1 and x.dtype in DTYPES
+    max_rows = {"gpu": MOST_ROWS, "cpu": int(config.num_experts == 0)}.get(platform, 0)
+    return rows <= max_rows and axis_size("fsdp") == 1 and x.dtype in DTYPES
 
 
 def layer_body(
@@ -356,8 +356,8 @@ def scan_layers(
         token: the token ids, for a policy's `Step`.
         remat: recompute each layer in the backward pass instead of storing its activations.
         frozen: the weights need no gradient, and are read with the fewest copies. A CPU reads 8- and 16-bit weights as
-            integers of the same bits (`pallas_kernels.bits`). For few tokens GPUs and CPUs read matrices in
-            place in their stacks (`pallas_kernels.stack_product`), unless `fsdp` splits the weights.
+            integers of the same bits (`pallas_kernels.bits`). A GPU for few tokens, and a CPU for one token, read
+            matrices in place in their stacks (`pallas_kernels.stack_product`), unless `fsdp` splits the weights.
 
     Returns:
         x before the final norm, the last carry, the stacked ys of all full-attention layers, and those of all

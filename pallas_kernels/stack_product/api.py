@@ -11,8 +11,7 @@ from pallas_kernels.varying import alike
 
 IMPLEMENTATIONS = {"xla": xla, "reference": reference, "gpu": gpu}
 FASTEST = {"cpu": "xla", "tpu": "xla", "gpu": "gpu"}
-"""The default of each backend. With "xla" a TPU reads the slice in place. A CPU reads it in blocks for few rows, and
-copies it for more."""
+"""The default of each backend. With "xla" a TPU reads the slice in place; a CPU copies it."""
 MOST_ROWS = 64
 """The most rows that the GPU kernel takes. With more rows, copying the weights costs little compared to the product."""
 

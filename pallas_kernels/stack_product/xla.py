@@ -12,8 +12,6 @@ INPUTS = {1: 64, 2: 64, 4: 16}
 """Inputs that are processed at a time for one row on a CPU, by the bytes of a weight."""
 SUMS = 4
 """The number of independent sums of these products."""
-FEW_ROWS, BLOCK = 64, 2**20
-"""The most rows that a CPU multiplies by blocks of weights, and the most weights of a block."""
 
 
 def xla(x, stack, layer, scale=None):
@@ -26,9 +24,6 @@ def xla(x, stack, layer, scale=None):
     block = stack.shape[1] // (1 if scale is None else len(scale))
     if on_cpu and len(x) == 1 and block % INPUTS[kind.itemsize] == 0:
         return _one_row(x, stack, layer, scale, kind)
-    step = next(x for x in range(min(block, BLOCK // stack.shape[2]), 0, -1) if block % x == 0)
-    if on_cpu and len(x) <= FEW_ROWS and step < stack.shape[1]:
-        return _few_rows(x, stack, layer, scale, kind, step)
     weights = as_floats(lax.dynamic_index_in_dim(stack, layer, keepdims=False), kind)
     if scale is None:
         return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
@@ -57,23 +52,4 @@ def _one_row(x, stack, layer, scale, kind):
         return sums + sum(parts) * (1 if scale is None else scale[first * len(scale) // inputs])
 
     sums = jnp.zeros((1, columns), jnp.float32)
-    return lax.fori_loop(0, inputs // step, add, alike(sums, x, stack)[0])
-
-
-def _few_rows(x, stack, layer, scale, kind, step):
-    """Return x · stack[layer] for few rows of x on a CPU, by blocks of `step` inputs, which stay in the processor's
-    cache between their copy and their product. kind: as in `_one_row`."""
-    (_, inputs, columns), rows = stack.shape, len(x)
-
-    def add(index, sums):
-        first = index * step
-        weights = as_floats(lax.dynamic_slice(stack, (layer, first, 0), (1, step, columns))[0], kind)
-        part = jnp.matmul(
-            lax.dynamic_slice(x, (0, first), (rows, step)),
-            widened(weights, x.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        return sums + (part if scale is None else part * scale[first * len(scale) // inputs])
-
-    sums = jnp.zeros((rows, columns), jnp.float32)
     return lax.fori_loop(0, inputs // step, add, alike(sums, x, stack)[0])

@@ -132,7 +132,7 @@ def programs(mesh, config, which="all"):
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, HEADS),
-        dropped=valid, ahead=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
+        dropped=valid, undecided=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
     evicting = make_policy("snapkv:ratio=0.25,adakv").compile(model)
     yield (

@@ -55,23 +55,6 @@ def test_eight_bit_weights_are_multiplied_by_their_scales(implementation, kind, 
     np.testing.assert_allclose(actual, expected, atol=(5e-3 if rounds else 1e-5) * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("blocks", [None, 1, 5])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_cpu_multiplies_few_rows_by_blocks_of_the_weights(monkeypatch, dtype, blocks):
-    monkeypatch.setattr("pallas_kernels.stack_product.xla.BLOCK", 40 * 64)
-    x, stack = arrays((5, 200, 64), dtype)
-    weights, scale = np.asarray(stack[1], np.float64), None
-    if blocks is not None:
-        stack = jnp.round(40 * stack.astype(jnp.float32)).clip(-127, 127).astype(jnp.int8)
-        scale = jnp.asarray(np.random.default_rng(1).random((3, blocks, 64)), jnp.float32)
-        weights = np.asarray(stack[1], np.float64) * np.repeat(scale[1], 200 // blocks, 0)
-    program = jax.jit(lambda *operands: stack_product(*operands, implementation="xla"))
-    expected = np.asarray(x, np.float64) @ weights
-    actual = program(x, stack, jnp.int32(1), scale)
-    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
-    assert "while" in program.lower(x, stack, jnp.int32(1), scale).as_text()
-
-
 @pytest.mark.parametrize("implementation", ["xla", "gpu"])
 def test_sums_of_bfloat16_are_float32(implementation):
     x, stack = arrays(SHAPES[1], jnp.bfloat16)

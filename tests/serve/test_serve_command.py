@@ -61,7 +61,7 @@ def test_the_server_prints_what_fits_and_finishes_answers_at_sigterm():
         process.kill()
     assert "Requests of 1,024 tokens at once: 2, with a full cache 0." in out
     assert f"listening on http://127.0.0.1:{port}/v1" in out
-    assert "Compiling for prompts of 32 tokens" in out
+    assert "Compiling for prompts of 64 tokens" in out
     assert "Ready after" in out
     assert "Traceback" not in errors
 
