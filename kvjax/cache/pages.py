@@ -56,7 +56,7 @@ def ring_pages(window: Number, page_size: int) -> Number:
 
 
 Contents = dict[str, Shaped[Array, "p ..."] | dict[str, Shaped[Array, "p ..."]] | None]
-"""What pages hold: entries, their bounds and their metadata, by the names of the fields of `Pages`."""
+"""The entries of pages, their bounds and their metadata, by the names of the fields of `Pages`."""
 
 KeyScale = Float[Array, "b k h"] | None
 """`LayerCache.key_scale` of one layer."""
