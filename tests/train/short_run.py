@@ -3,6 +3,7 @@
 import json
 
 from kvjax.builtin import builtin_model
+from kvjax.train.update import make_update
 
 ARGS = [
     *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
@@ -22,3 +23,22 @@ def losses(folder):
     steps, _ = written(folder)
     assert [line["step"] for line in steps] == list(range(6))
     return [line["loss"] for line in steps]
+
+
+def stopping_after(count, error):
+    """Return a `make_update` that raises `error` in place of update `count` + 1."""
+    done = []
+
+    def stopping(*args, **options):
+        update = make_update(*args, **options)
+
+        def stopped(*args):
+            if len(done) == count:
+                raise error
+            done.append(1)
+            return update(*args)
+
+        stopped.lower = update.lower
+        return stopped
+
+    return stopping

@@ -25,10 +25,9 @@ from kvjax.train.metrics import FINITE
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.run import train
-from kvjax.train.update import make_update
 from tests.processes import TRAIN, run_processes
 from tests.train.killed import go_on, run_until_killed
-from tests.train.short_run import ARGS, losses, written
+from tests.train.short_run import ARGS, losses, stopping_after, written
 
 
 def logged(validation):
@@ -300,21 +299,8 @@ def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypa
 )
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, pytest.param(Termination, marks=pytest.mark.thorough)])
 def test_a_run_that_is_stopped_says_how_to_go_on(stop, updates, message, tmp_path, monkeypatch):
-    folder, updates_done = tmp_path / "a run", []
-
-    def stopping(*args, **options):
-        update = make_update(*args, **options)
-
-        def stopped(*args):
-            if len(updates_done) == updates:
-                raise stop
-            updates_done.append(1)
-            return update(*args)
-
-        stopped.lower = update.lower
-        return stopped
-
-    monkeypatch.setattr("kvjax.train.run.make_update", stopping)
+    folder = tmp_path / "a run"
+    monkeypatch.setattr("kvjax.train.run.make_update", stopping_after(updates, stop))
     command = f"python -m kvjax.train --resume --out '{folder}'"
     with pytest.raises(stop, match=f"^{re.escape(message.format(command=command))}$"):
         train(parse([*ARGS, "--mesh", "1", "--out", str(folder)]))

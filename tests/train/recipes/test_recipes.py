@@ -32,6 +32,7 @@ from kvjax.train.update import initial_state, make_update, param_dtypes
 from kvjax.train.validation import make_validate
 from tests.tiny_models import filled, tiny_config, tiny_model
 from tests.train.recipes.whole_model import WholeModel
+from tests.train.short_run import stopping_after
 
 RECIPES = {
     "wgkv": {"window": 8, "lambda": 0.3, "lr": 1e-2},
@@ -176,32 +177,13 @@ class Stopped(Exception):
     pass
 
 
-def stopping_after(count):
-    """Return a `make_update` that stops the run after `count` updates."""
-    done = []
-
-    def stopping(*args, **options):
-        update = make_update(*args, **options)
-
-        def stopped(*args):
-            if len(done) == count:
-                raise Stopped
-            done.append(1)
-            return update(*args)
-
-        stopped.lower = update.lower
-        return stopped
-
-    return stopping
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_stopped_run_ends_like_an_uninterrupted_one(method, tmp_path, monkeypatch):
     """The run is stopped after three of its four updates. The test also reads the export."""
     uninterrupted = train(parse(arguments(method, tmp_path / "whole")))
     with monkeypatch.context() as patched:
-        patched.setattr("kvjax.train.run.make_update", stopping_after(3))
+        patched.setattr("kvjax.train.run.make_update", stopping_after(3, Stopped))
         with pytest.raises(Stopped):
             train(parse(arguments(method, tmp_path / "run")))
     resume_args = ["--resume", "--method", method, "--out", str(tmp_path / "run"), "--mesh", "2"]
@@ -352,7 +334,7 @@ def test_a_run_in_bfloat16_and_in_parts_is_resumed_exactly(more, tmp_path):
     uninterrupted = train(parse(arguments(method, tmp_path / "whole", *options)))
     args = arguments(method, tmp_path / "run", *options)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvjax.train.run.make_update", stopping_after(2))
+        patched.setattr("kvjax.train.run.make_update", stopping_after(2, Stopped))
         with pytest.raises(Stopped):
             train(parse(args))
     resumed = train(parse(["--resume", "--method", method, "--out", str(tmp_path / "run")]))
