@@ -18,6 +18,7 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.request import FinishReason, Request
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference.answers import Generation, LiveText
+from kvjax.inference.checks import check_capacity
 from kvjax.inference.generate import GREEDY, generate, stream
 from kvjax.inference.placement import with_placed_heads
 from kvjax.inference.prefill import CHUNK, prefill
@@ -111,8 +112,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         force: bool = False,
     ):
-        self.capacity, self.page_size, self.chunk = capacity, page_size, chunk
-        self.slots = whole_number("LLM", "slots", slots)
+        if capacity is not None:
+            check_capacity(capacity)
+        self.capacity = capacity
+        self.page_size = None if page_size is None else whole_number("LLM", "page_size", page_size)
+        self.chunk, self.slots = whole_number("LLM", "chunk", chunk), whole_number("LLM", "slots", slots)
         self.chat_template_kwargs = template_variables("LLM", chat_template_kwargs)
         if isinstance(model, Decoder):
             loading = {"mesh": mesh, "dtype": dtype, "weights": weights, "kv_cache_dtype": kv_cache_dtype}

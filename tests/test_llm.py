@@ -152,6 +152,9 @@ def test_invalid_calls_raise_one_line(llm, model, tmp_path, monkeypatch):
     for call, message in (
         (lambda: LLM(model), "a loaded model needs tokenizer="),
         (lambda: LLM(model, tokenizer=llm.tokenizer, dtype="bfloat16"), "got dtype with a loaded model"),
+        (lambda: LLM(model, tokenizer=llm.tokenizer, capacity="0%"), "more than 0% and at most 100%"),
+        (lambda: LLM(model, tokenizer=llm.tokenizer, page_size=0), "page_size must be .* at least 1, got 0"),
+        (lambda: LLM(model, tokenizer=llm.tokenizer, chunk=0), "chunk must be .* at least 1, got 0"),
         (lambda: LLM(model, chat_template_kwargs=["a"]), r"chat_template_kwargs must be a .* got \['a'\]"),
         (
             lambda: LLM(model, chat_template_kwargs={1: True}),
@@ -164,6 +167,7 @@ def test_invalid_calls_raise_one_line(llm, model, tmp_path, monkeypatch):
         (lambda: LLM(builtin_model("test_model"), "snapk:ratio=0.5"), "nearest.*: snapkv"),
         (lambda: LLM(builtin_model("test_model"), "wgkv", gates=tmp_path / "none"), "holds no gates"),
         (lambda: llm.generate(TEXT, max_new_tokens=3), "LLM.generate has no argument 'max_new_tokens'"),
+        (lambda: llm.generate(TEXT, 8), "SamplingParams"),
         (lambda: llm.generate([TEXT, TEXT], stream=True), "stream=True is for one answer, got 2 prompts"),
         (lambda: llm.generate([]), "no prompt was given"),
         (lambda: llm.generate([[], [65]]), "prompt 0 is empty"),
