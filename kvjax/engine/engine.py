@@ -268,6 +268,11 @@ class Engine:
         sampling = SamplingParams(max_new_tokens=1)
         return self._queue(Request(row, sampling, 0, self._arrivals, (), context=name, reads=True))
 
+    @property
+    def contexts(self) -> dict[str, int]:
+        """The contexts that are kept, by name, with their tokens."""
+        return {name: fork.tokens.size for name, fork in self._forks.named.items()}
+
     def forget(self, context: str | None = None) -> None:
         """Free the pages of a context. Prompts that continue it and were not begun yet end. None frees the pages of all
         ends of prompts that later prompts could continue.

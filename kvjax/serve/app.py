@@ -81,6 +81,7 @@ class Server:
             ("/v1/completions", self.completion, "POST"),
             ("/v1/models", self.models, "GET"),
             ("/v1/models/{name:path}", self.model, "GET"),
+            ("/v1/contexts", self.contexts, "GET"),
             ("/v1/contexts", self.read_context, "POST"),
             ("/v1/contexts/{name:path}", self.drop_context, "DELETE"),
             ("/health", self.health, "GET"),
@@ -171,7 +172,12 @@ class Server:
             )
             answers = await self.worker.submit(lambda engine: [engine.read_context(name, tokens)])
             await self._unless_disconnected(http, self._wait_until_read(answers[0]))
-        return JSONResponse({"name": name, "object": "context", "tokens": len(tokens)})
+        return JSONResponse(_context(name, len(tokens)))
+
+    async def contexts(self, _: HTTPRequest) -> Response:
+        """List the contexts."""
+        contexts = await self.worker.call(lambda engine: engine.contexts)
+        return JSONResponse({"object": "list", "data": [_context(*item) for item in contexts.items()]})
 
     async def drop_context(self, http: HTTPRequest) -> Response:
         """Free the pages of a context."""
@@ -457,6 +463,10 @@ def _check_ended(request: Request, update: Update) -> None:
         raise Refused(409, "the context of this request was dropped")
     if update.finish_reason is not None and request.constraint is not None and request.constraint.error:
         raise Refused(400, f"the answer's format cannot be followed: {request.constraint.error}")
+
+
+def _context(name: str, tokens: int) -> dict[str, Any]:
+    return {"name": name, "object": "context", "tokens": tokens}
 
 
 def _error(message: str, kind: str) -> dict[str, Any]:
