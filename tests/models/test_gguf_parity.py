@@ -12,6 +12,7 @@ from tests.models.pieces import ends
 # GGUF files do not state which layers have a window, nor the scale of queries
 GEMMA3_GGUF = GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 16, "sliding_window_pattern": 6}
 torch = pytest.importorskip("torch", reason="the parity extra is not installed")
+pytest.importorskip("accelerate", reason="the parity extra is not installed")
 
 
 @pytest.mark.parametrize("name", ["llama2", "phi3", "qwen2", "qwen3", "qwen3_moe", "gemma3_gguf"])

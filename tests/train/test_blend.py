@@ -87,7 +87,7 @@ def test_weights_of_0_and_1_match_the_streaming_and_the_dense_model(run):
             policy = make_policy({"head_pattern": {"pattern": pattern.astype(float), "sink": 2, "window": 4}})
             admission = on_mesh(policy.admission, *shape)
             masked = jax.jit(lambda a: student(Deployed(a, 4), model, tokens, window=4)[0])(admission)
-            atol = 2e-6 if pattern.any() else 0.0
+            atol = 1e-5 if pattern.any() else 0.0
             np.testing.assert_allclose(hidden(jnp.asarray(pattern, jnp.float32)), masked, rtol=0, atol=atol)
 
 
@@ -137,6 +137,7 @@ def test_blends_of_packed_documents_match_dense_attention():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_match_finite_differences(run):
     """The loss is smooth in the weights, and each is moved by itself."""
     model, tokens, hidden = run
