@@ -355,6 +355,7 @@ def thinking():
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
 @pytest.mark.parametrize("admits", [False, True])
 def test_thoughts_of_earlier_turns_are_removed_as_by_the_template(

@@ -13,21 +13,22 @@ from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_model
 
 LONGEST = 128
+DELAYED = Policy(Delayed(np.float32(1), np.int32(12), delay=3, biased=True), window=8)
 POLICIES = [
     "full",
-    "random:ratio=0.4,window=8",
     "snapkv:ratio=0.5",
-    "knorm:ratio=0.5,when=chunk,chunk=16",
-    "h2o:entries=24,when=position,every=8",
-    "quest:ratio=0.5",
-    Policy(Delayed(np.float32(1), np.int32(12), delay=3, biased=True), window=8),
+    pytest.param(DELAYED, id=DELAYED.name),
+    *(
+        pytest.param(x, marks=pytest.mark.thorough)
+        for x in (
+            "random:ratio=0.4,window=8",
+            "knorm:ratio=0.5,when=chunk,chunk=16",
+            "h2o:entries=24,when=position,every=8",
+            "quest:ratio=0.5",
+        )
+    ),
 ]
-NAMES = [getattr(policy, "name", policy) for policy in POLICIES]
-SOME_POLICIES = [
-    pytest.param(policy, id=name, marks=[] if place in (0, 2, 6) else pytest.mark.thorough)
-    for place, (policy, name) in enumerate(zip(POLICIES, NAMES, strict=True))
-]
-"""Parameters for tests of which three policies are enough in every run."""
+"""Policies of every kind, of which three are enough in every run."""
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from kvjax.policies import Policy, make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.engine.serving import (
     LONGEST,
-    NAMES,
     POLICIES,
     Cycle,
     alone,
@@ -30,7 +29,7 @@ from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_model
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_answers_do_not_depend_on_other_requests(policy):
     served, questions, rng = engine(policy), questions_for(), np.random.default_rng(1)
     requests = []

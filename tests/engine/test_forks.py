@@ -10,14 +10,14 @@ from kvjax.inference import generate, prefill, stream
 from kvjax.mesh import use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.sampling_params import SamplingParams
-from tests.engine.serving import SOME_POLICIES, alone, engine, finished, model, run, take_turns
+from tests.engine.serving import POLICIES, alone, engine, finished, model, run, take_turns
 from tests.inference.delayed import Delayed
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("policy", SOME_POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_continues_an_earlier_prompt_that_it_begins_with(policy):
     """With a policy that decides token by token, later turns of a conversation and questions about one text are not
     read from the beginning."""

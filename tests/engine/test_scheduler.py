@@ -25,7 +25,13 @@ def too_few_pages_expected(monkeypatch):
     monkeypatch.setattr(PageCounts, "at_end", lambda self, tokens: 1)
 
 
-@pytest.mark.parametrize("policy", ["full", "random:ratio=0.9,window=8", "quest:ratio=0.5"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "quest:ratio=0.5",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "random:ratio=0.9,window=8")),
+    ],
+)
 @pytest.mark.usefixtures("too_few_pages_expected")
 def test_answers_are_paused_and_resumed_when_pages_run_short(policy):
     served, questions = engine(policy, capacity=24), questions_for(6, longest=30)
@@ -41,6 +47,7 @@ def test_answers_are_paused_and_resumed_when_pages_run_short(policy):
     assert {request.finish_reason for request in requests} == {"length"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("too_few_pages_expected")
 def test_pages_that_a_block_will_free_are_not_counted_twice():
     """A policy that compacts while it decodes frees pages in the block that is on its way, while others are taken for

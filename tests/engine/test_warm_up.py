@@ -58,6 +58,7 @@ def test_no_program_is_compiled_after_warming_up(policy, caplog):
         assert not compiled()
 
 
+@pytest.mark.slow
 def test_warming_up_drops_no_span_if_the_policy_refuses_it():
     """With max_entries the positions of entries are known, but spans cannot be dropped."""
     served = engine(delayed(window=8, max_entries=9, delay=2), max_length=10)

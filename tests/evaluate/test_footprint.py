@@ -132,11 +132,13 @@ def test_a_real_cache_with_two_kinds_of_heads_equals_the_plan():
     )
 
 
+@pytest.mark.slow
 def test_a_real_cache_with_chunked_eviction_equals_the_plan():
     planned = evicting_head(8, 2, 4, share=0.5, observed=0)
     check_plan(lambda model: make_policy("knorm:ratio=0.5,when=chunk,chunk=4", model=model), planned)
 
 
+@pytest.mark.slow
 def test_a_patch_counts_only_in_the_held_footprint():
     model = unnormed()
     policy = make_policy("snapkv:ratio=0.5,when=chunk,observers=prompt,chunk=8,observed=4", model=model)

@@ -143,6 +143,7 @@ def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path,
         assert mib == "3.0"
 
 
+@pytest.mark.slow
 def test_a_mean_is_shown_only_if_all_tasks_were_measured(arguments, evaluated, tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(pictures, "draw_means", lambda file, panels: drawn.update({file.name: panels}))

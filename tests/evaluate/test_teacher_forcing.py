@@ -103,6 +103,7 @@ def test_likelihoods_that_are_not_finite_are_refused(samples):
         forced(np.ones((3, 4), bool), 1, 1)
 
 
+@pytest.mark.slow
 def test_teacher_forced_text_is_scored_by_agreement_with_whole_heads(model, samples):
     """The score is agreement with the full cache, as in an evaluation, whatever the true text is."""
     text = np.concatenate([sample.context for sample in samples])

@@ -126,6 +126,7 @@ def test_short_prompts_are_compacted_once_they_are_long_enough(model, prompts, b
     assert held[0].tolist() == expected
 
 
+@pytest.mark.slow
 def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, periodic):
     cache = inference.prefill(model, prompts, policy=periodic, page_size=PAGE)
     most = []

@@ -96,9 +96,8 @@ def scores_of_chunk(name, c, start, stop, held, kept):
 @pytest.mark.parametrize(
     "name",
     [
-        "adakv",
         "h2o",
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("expected_attention", "keydiff")),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("adakv", "expected_attention", "keydiff")),
     ],
 )
 def test_methods_score_each_chunk_by_itself(model, prompts, name):

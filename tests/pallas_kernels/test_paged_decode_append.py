@@ -45,7 +45,10 @@ def assert_same(actual, expected):
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (actual, expected)))
 
 
-@pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(x, marks=pytest.mark.kernels if x == "tpu" else ()) for x in (*OTHERS, "reference")],
+)
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.thorough), jnp.bfloat16])
 def test_the_token_is_written_and_the_replaced_entry_moves(implementation, dtype):
     q, pool, table, length, ring, new, pages = cache(SHAPE, RINGS, LENGTHS, 0, dtype)

@@ -147,6 +147,7 @@ def test_the_loss_uses_the_layers_masked_attention(layer_training):
         assert abs(over_all["score_loss"][0, head] - loss) > 1e-3 * loss, "of other attention it is another"
 
 
+@pytest.mark.slow
 def test_each_loss_trains_only_its_own_parameters():
     """The score loss trains only the scorers, including decays; the tokens' loss only the model. Other gradients are
     exactly 0."""

@@ -67,6 +67,7 @@ def test_the_check_compiles_the_runs_own_program(mesh, monkeypatch):
     assert description == f"{without_extra}; an update of 2 × 64 tokens takes {shown_bytes(extra)} more"
 
 
+@pytest.mark.slow
 def test_lengths_that_do_not_fit_are_refused_with_one_that_does(mesh, monkeypatch):
     """Devices have exactly the bytes that the longer or the shorter sequences need, or one byte less."""
     with jax.set_mesh(mesh):

@@ -26,6 +26,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
     assert_published(policy, score, model, prompts, captured, last=OBSERVED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.4, 0.1])
 def test_over_fast_kvzip_the_window_takes_no_place_of_a_stage(model, prompts, captured, ratio):
     """Within the prompt's range, the first stage selects per head, and the second selects entries above the last place
@@ -59,6 +60,7 @@ def test_over_fast_kvzip_the_window_takes_no_place_of_a_stage(model, prompts, ca
         np.testing.assert_allclose(entries(cache, layer, 0, head), keys, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_values_work_on_a_cpu():
     """XLA cannot compute an entry's output there as a product of bfloat16 numbers."""
     with use_mesh():

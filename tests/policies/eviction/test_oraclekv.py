@@ -177,6 +177,7 @@ def test_allocations_share_the_budget_by_head_or_by_layer(model, prompts):
     np.testing.assert_array_equal(lengths["a pyramid of too few"], share)
 
 
+@pytest.mark.slow
 def test_guidance_protects_no_entries(model, prompts):
     """This holds for a small budget, a small chunk or a window: no place is reserved for the guidance or the newest
     tokens."""
@@ -200,7 +201,13 @@ def test_guidance_protects_no_entries(model, prompts):
     np.testing.assert_array_equal(cache.layers.length, 10)
 
 
-@pytest.mark.parametrize(("name", "options"), [("snapkv", {}), ("snapkv", {"group": "max"}), ("r_kv", {})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("snapkv", {}),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in (("snapkv", {"group": "max"}), ("r_kv", {}))),
+    ],
+)
 def test_without_a_local_window_guidance_looks_at_all_stored_entries(model, prompts, name, options):
     """No guidance token is stored, so the guidance follows every entry. The first layer keeps the same as with a local
     window of one token."""
@@ -218,7 +225,7 @@ def test_without_a_local_window_guidance_looks_at_all_stored_entries(model, prom
 @pytest.mark.parametrize(
     "name",
     [
-        "snapkv:adakv",
+        pytest.param("snapkv:adakv", marks=pytest.mark.slow),
         *(
             pytest.param(x, marks=pytest.mark.thorough)
             for x in ("tova", "snapkv", "snapkv:pyramidkv", "snapkv:critical_kv", "r_kv")

@@ -157,7 +157,7 @@ def references(model, prompts):
     return found
 
 
-@pytest.mark.parametrize("name", ["kvzip", "snapkv"])
+@pytest.mark.parametrize("name", ["kvzip", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_every_head_is_refitted_to_the_references(model, prompts, references, name):
     """The same entries stay as without the refit. Their values and biases are those of float64, and attention from the
     references comes closer to that over the whole prompt. The tokens that observe for SnapKV are no part of it."""
@@ -202,6 +202,7 @@ def test_a_token_reads_biases_and_new_values(model, prompts):
     np.testing.assert_allclose(logits_after(model, policy, cache), dense, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sequence_alone_is_that_of_the_batch(model, prompts):
     """The other sequence of the batch has another number of passes and of entries."""
     policy = policy_of(model)

@@ -139,7 +139,13 @@ def answered(model, policy, prompt):
     return blocks[-1].cache, np.concatenate([block.tokens[0] for block in blocks])
 
 
-@pytest.mark.parametrize(("when", "rounds"), [("every", (60, 68, 76)), ("position", (60, 64, 72))])
+@pytest.mark.parametrize(
+    ("when", "rounds"),
+    [
+        ("every", (60, 68, 76)),
+        pytest.param("position", (60, 64, 72), marks=pytest.mark.thorough),
+    ],
+)
 def test_answers_are_compacted_repeatedly(model, prompts, when, rounds):
     """The first layer's keys depend on nothing but the tokens. Each time, the 20 entries with the highest scores stay,
     among the remaining and the new ones."""

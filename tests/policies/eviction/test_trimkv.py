@@ -182,6 +182,7 @@ def test_all_layers_and_heads_of_dbtrimkv_share_a_budget(model, prompts):
                 np.testing.assert_allclose(entries(cache, layer, b, head), c.k[head][mask], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["every", "position"])
 def test_scores_decay_with_age_in_answers(model, prompts, when):
     """The first layer's hidden states depend on nothing but the tokens. Each entry keeps its β and its position when

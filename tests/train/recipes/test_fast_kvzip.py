@@ -261,6 +261,7 @@ def test_prefixes_of_contexts_are_never_evicted(monkeypatch):
         assert [x.schedule.needs.prefix_of(row) for x in policies.values()] == [len(before)] * 4
 
 
+@pytest.mark.slow
 def test_gates_can_start_from_exported_ones(full_run, tmp_path):
     recipe = dataclasses.replace(
         parse([*ARGS, "--out", str(tmp_path / "run"), "--init", str(full_run.folder / "gates")])
@@ -362,6 +363,7 @@ def test_two_processes_train_like_one(full_run, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(full_run.folder), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_shares_of_the_targets_add_up_to_all_targets(full_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(targets, "TOKENS_TOGETHER", 1)  # one context after another
     folder = tmp_path / "targets"

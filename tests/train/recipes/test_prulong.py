@@ -318,6 +318,7 @@ def logged(folder):
     return [{name: line[name] for name in names} for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_pictures_show_what_a_run_learned_and_logged(run, monkeypatch):
     """The pictures show its weights next to the whole heads, and every scalar over the updates."""
     sheets, make = [], mask_pictures.figure

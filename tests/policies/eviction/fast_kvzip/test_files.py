@@ -162,6 +162,7 @@ def test_the_authors_file_is_for_its_model(published, model):
         load_gates(file, tiny_model(num_layers=2))
 
 
+@pytest.mark.slow
 def test_the_authors_gates_of_gemma_3_are_for_its_layers_with_full_attention(published):
     model = sliding_model()
     assert (model.config.num_layers, model.config.num_full_layers) == (7, 3)

@@ -199,6 +199,7 @@ def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates)
 LONG = {"sampling": SamplingParams(max_new_tokens=30, ignore_eos=True), "page_size": PAGE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("buffer", "last"), [*(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, 6), (8, 8))), (11, 12)]
 )
