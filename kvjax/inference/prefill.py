@@ -1,6 +1,7 @@
 """Prefill: prompts into a new cache, and questions into a copy of one."""
 
 import functools
+import inspect
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -117,18 +118,22 @@ def read(
 
 
 Steps = Generator[Any, Cache, tuple[Cache, Float[Array, "b v"]]]
+"""Steps that read prompts. A step is sent the cache, which is donated, and yields it. The last one returns it with the
+logits after each row."""
 
 
 def next_step(steps: Steps, cache: Cache) -> tuple[Cache, Float[Array, "b v"] | None]:
-    """Return the cache (donated) after the next step of `reading`, and at the end the logits after each row."""
+    """Return the cache (donated) after the next step, and at the end the logits after each row."""
     try:
+        if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
+            next(steps)  # up to where it takes the first cache
         return steps.send(cache), None
     except StopIteration as end:
         return end.value
 
 
 def _finished(steps: Steps, cache: Cache) -> tuple[Cache, Float[Array, "b v"]]:
-    """Return the cache (donated) after all steps of `reading`, and the logits after each row."""
+    """Return the cache (donated) after all steps, and the logits after each row."""
     after = None
     while after is None:
         cache, after = next_step(steps, cache)
@@ -146,8 +151,8 @@ def reading(
     grows: bool = True,
     continues: bool = False,
 ) -> Steps:
-    """Return the steps in which prompts are read, for `next_step`: calls of at most `chunk` tokens with the compactions
-    that follow them, and at the prompts' end the observers, each reconstruction pass and a compaction.
+    """Read prompts in steps, for `next_step`: calls of at most `chunk` tokens with the compactions that follow them,
+    and at the prompts' end the observers, each reconstruction pass and a compaction.
 
     Args:
         grows: as in `feed`.
@@ -156,13 +161,6 @@ def reading(
 
     The other arguments are as in `read`.
     """
-    steps = _steps(model, policy, rows, chunk, new_tokens, observers, grows, continues)
-    next(steps)
-    return steps
-
-
-def _steps(model, policy, rows, chunk, new_tokens, observers, grows, continues) -> Steps:
-    """Return the generator that is sent the cache and yields it after each step."""
     host, schedule, longest = policy.host, policy.host.schedule, max(row.size for row in rows)
     if continues and not host.compacts_answers:
         schedule = None

@@ -29,20 +29,13 @@ def scoring(
     alternatives: int,
     logprobs: list[AnswerLogprobs],
 ) -> Steps:
-    """Return the steps in which a prompt is read and its tokens are scored, for `kvjax.inference.prefill.next_step`.
+    """Read a prompt and score its tokens in steps, for `kvjax.inference.prefill.next_step`.
 
     Args:
         chunk: the most tokens in one call.
         alternatives: the number of most likely tokens at each place.
         logprobs: the list that the log-probabilities of all tokens but the first are added to.
     """
-    steps = _steps(model, policy, row, chunk, alternatives, logprobs)
-    next(steps)
-    return steps
-
-
-def _steps(model, policy, row, chunk, alternatives, logprobs) -> Steps:
-    """Return the generator that is sent the cache and yields it after each step."""
     cache, start, last_logits = (yield None), 0, None
     for count, size in pieces(row.size, chunk):
         if start:
