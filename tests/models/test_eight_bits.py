@@ -117,7 +117,7 @@ def test_fp8_folders_match_their_dequantised_weights(name, tmp_path):
 
 
 def test_fp8_logits_match_transformers(tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers, _ = map(pytest.importorskip, ("torch", "transformers", "accelerate"))
     packed, _ = in_blocks(case := IN_BLOCKS["qwen3"])
     folder = write_folder(tmp_path, case | {"quantization_config": FP8}, packed)
     own = transformers.FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)

@@ -65,7 +65,7 @@ def resumed(killed, tmp_path, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("weights", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
 def test_gates_train_on_a_model_in_eight_bits(weights, full_run, tmp_path):
     """The losses are close to those on the model itself; the first is measured before any update."""
     train(parse([*ARGS, "--weights", weights, "--mesh", "1", "--out", str(tmp_path / "run")]))
@@ -314,7 +314,7 @@ def test_resuming_a_finished_run_changes_nothing(full_run):
     np.testing.assert_array_equal(resumed_run.params.w1[...], full_run.params.w1[...])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_train_like_one(full_run, tmp_path):
     """Each process has half the rows."""
     args = [part for part in ARGS if part not in ("--report", "none")]
