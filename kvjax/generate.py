@@ -197,8 +197,7 @@ def _save(config: GenerateConfig, llm: Any, prompt: list[int]) -> str:
 
 def _check(config: GenerateConfig) -> None:
     """Refuse invalid options before weights are read."""
-    from kvjax.cache import parse_capacity
-    from kvjax.inference.checks import check_capacity
+    from kvjax.cache import check_capacity, parse_capacity
     from kvjax.inference.saving import checked_place
     from kvjax.models.loading import parameter_dtype
 

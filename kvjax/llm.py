@@ -11,14 +11,13 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, check_capacity
 from kvjax.chat_template import template_variables
 from kvjax.checkpoints.published import find_gates
 from kvjax.engine.engine import Engine
 from kvjax.engine.request import FinishReason, Request
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference.answers import Generation, LiveText
-from kvjax.inference.checks import check_capacity
 from kvjax.inference.generate import GREEDY, generate, stream
 from kvjax.inference.placement import with_placed_heads
 from kvjax.inference.prefill import CHUNK, prefill

@@ -139,7 +139,8 @@ def test_gates_are_read_from_a_folder(model, tokenizer, tmp_path):
 
 
 def test_model_is_loaded_with_its_tokenizer():
-    llm = LLM(builtin_model("test_model"), "streaming_llm:window=8,sink=2", weights="int8")
+    options = {"weights": "int8", "capacity": "8MiB"}
+    llm = LLM(builtin_model("test_model"), "streaming_llm:window=8,sink=2", **options)
     assert llm.model.layers.qkv.dtype == jnp.int8
     (out,) = llm.generate("import os\nimport re\nimport sys\n", SamplingParams(max_new_tokens=4))
     assert out.text == llm.tokenizer.decode(out.tokens, skip_special_tokens=True)
@@ -153,6 +154,7 @@ def test_invalid_calls_raise_one_line(llm, model, tmp_path, monkeypatch):
         (lambda: LLM(model), "a loaded model needs tokenizer="),
         (lambda: LLM(model, tokenizer=llm.tokenizer, dtype="bfloat16"), "got dtype with a loaded model"),
         (lambda: LLM(model, tokenizer=llm.tokenizer, capacity="0%"), "more than 0% and at most 100%"),
+        (lambda: LLM(builtin_model("test_model"), capacity="8 apples"), "expected entries per kv head"),
         (lambda: LLM(model, tokenizer=llm.tokenizer, page_size=0), "page_size must be .* at least 1, got 0"),
         (lambda: LLM(model, tokenizer=llm.tokenizer, chunk=0), "chunk must be .* at least 1, got 0"),
         (lambda: LLM(model, chat_template_kwargs=["a"]), r"chat_template_kwargs must be a .* got \['a'\]"),

@@ -85,17 +85,27 @@ def capacity_pages(capacity: int | str, rows: int, page_size: int, page_bytes: i
 
     Raises UserError for anything else.
     """
+    value = check_capacity(capacity)
+    if not isinstance(capacity, str):
+        return -(-int(value) * rows // page_size)
+    if capacity.endswith("%"):
+        return int(value * device_bytes()) // page_bytes
+    return int(value) // (page_bytes * axis_size(*SHARDS))
+
+
+def check_capacity(capacity: int | str) -> int | float:
+    """Return the number in a capacity: entries, bytes or a share. Raises UserError for any other value."""
     if not isinstance(capacity, str):
         name = "capacity (entries per kv head, bytes as 2GiB or a share as 30%)"
-        return -(-whole_number("cache", name, capacity, most=2**62) * rows // page_size)
+        return whole_number("cache", name, capacity, most=2**62)
     if capacity.endswith("%"):
-        return int(_share(capacity) * device_bytes()) // page_bytes
+        return _share(capacity)
     size = byte_size(capacity)
     if size is None:
         raise UserError(
             f"capacity {capacity!r}: expected entries per kv head (4096), bytes (2GiB) or a share (30%)"
         )
-    return size // (page_bytes * axis_size(*SHARDS))
+    return size
 
 
 def capacity_like(capacity: int | str, pages: int, rows: int, page_size: int, page_bytes: int) -> str:

@@ -74,7 +74,7 @@ def _evaluate(config: EvaluateConfig, mesh: "Mesh", command: str) -> None:
     # imported here, so that a wrong command line is refused without the time for imports
     import jax
 
-    from kvjax.cache import parse_capacity
+    from kvjax.cache import check_capacity, parse_capacity
     from kvjax.cli.lock import FolderLock
     from kvjax.cli.progress import Progress
     from kvjax.evaluate.gates import choose_default_policies
@@ -85,7 +85,6 @@ def _evaluate(config: EvaluateConfig, mesh: "Mesh", command: str) -> None:
     from kvjax.evaluate.run import Evaluation
     from kvjax.evaluate.sized_tasks import sized_tasks
     from kvjax.evaluate.sizing import check_contexts, check_lengths, check_policies
-    from kvjax.inference.checks import check_capacity
     from kvjax.models import load_model, read_config
     from kvjax.models.folder import find_model
     from kvjax.models.loading import model_shapes

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache import MAX_ENTRIES_METADATA, Cache, capacity_pages, check_alive
+from kvjax.cache import MAX_ENTRIES_METADATA, Cache, check_alive
 from kvjax.errors import UserError, shown, warn
 from kvjax.mesh import batch_shards, on_host
 from kvjax.models.config import ModelConfig
@@ -65,11 +65,6 @@ def check_arguments(where: str, model: Any, policy: Any = None, cache: Any = Non
             raise UserError(
                 f"{where}: policy {policy.name} is for another model than this of {layers} layers × {heads} kv heads"
             )
-
-
-def check_capacity(capacity: int | str) -> None:
-    """Refuse a text or number that is not a capacity for any model."""
-    capacity_pages(capacity, rows=1, page_size=1, page_bytes=1)
 
 
 def check_observers(host: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:
