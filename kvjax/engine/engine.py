@@ -270,7 +270,7 @@ class Engine:
 
     @property
     def contexts(self) -> dict[str, int]:
-        """The contexts that are kept, by name, with their tokens."""
+        """The number of tokens of each context that is kept, by name."""
         return {name: fork.tokens.size for name, fork in self._forks.named.items()}
 
     def forget(self, context: str | None = None) -> None:

@@ -208,6 +208,7 @@ def test_a_context_is_read_once_and_answers_several_chats(small):
     assert answers[0].usage.prompt_tokens_details.cached_tokens == json.loads(reply)["tokens"]
     assert "kvjax_forks 1.0" in small.ask("GET", "/metrics")[2]
     assert json.loads(small.ask("GET", "/v1/contexts", **key)[2])["data"] == [json.loads(reply)]
+    assert small.ask("GET", "/v1/contexts")[0] == 401
     assert small.ask("DELETE", "/v1/contexts/night", **key)[0] == 200
     assert json.loads(small.ask("GET", "/v1/contexts", **key)[2])["data"] == []
     assert "kvjax_forks 0.0" in small.ask("GET", "/metrics")[2]
