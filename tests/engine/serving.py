@@ -18,17 +18,13 @@ POLICIES = [
     "full",
     "snapkv:ratio=0.5",
     pytest.param(DELAYED, id=DELAYED.name),
+    pytest.param("knorm:ratio=0.5,when=chunk,chunk=16", marks=pytest.mark.slow),
     *(
         pytest.param(x, marks=pytest.mark.thorough)
-        for x in (
-            "random:ratio=0.4,window=8",
-            "knorm:ratio=0.5,when=chunk,chunk=16",
-            "h2o:entries=24,when=position,every=8",
-            "quest:ratio=0.5",
-        )
+        for x in ("random:ratio=0.4,window=8", "h2o:entries=24,when=position,every=8", "quest:ratio=0.5")
     ),
 ]
-"""Policies of every kind, of which three are enough in every run."""
+"""Policies of every kind, of which a few are enough in every run."""
 
 
 @functools.cache

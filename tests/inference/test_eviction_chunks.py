@@ -97,7 +97,8 @@ def scores_of_chunk(name, c, start, stop, held, kept):
     "name",
     [
         "h2o",
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("adakv", "expected_attention", "keydiff")),
+        pytest.param("adakv", marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("expected_attention", "keydiff")),
     ],
 )
 def test_methods_score_each_chunk_by_itself(model, prompts, name):

@@ -88,7 +88,7 @@ def test_placement_does_not_change_the_model_that_users_see(make, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [x if x == "snapkv" else pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES],
+    [x if x in ("random", "snapkv") else pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES],
 )
 def test_answers_statistics_and_saved_caches_keep_the_model_s_order(name, tmp_path):
     results, sampling = [], SamplingParams(max_new_tokens=10, ignore_eos=True, stop_token_ids=[])

@@ -21,7 +21,10 @@ BIASED = {  # shape; with a ring, with new, with selected pages; lengths of the 
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=() if x == "one" else pytest.mark.thorough) for x in BIASED],
+    [
+        pytest.param(x, marks={"one": (), "large pages": pytest.mark.kernels}.get(x, pytest.mark.thorough))
+        for x in BIASED
+    ],
 )
 def test_a_bias_is_added_to_the_logits_of_the_global_entries(implementation, case):
     shape, *options, ring_length, length = BIASED[case]

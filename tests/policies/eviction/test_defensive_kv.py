@@ -19,7 +19,7 @@ from tests.policies.steps import stored
 OVER = {"layer": "", "model": ",adakv.over=model,adakv.pinned=0.0"}
 
 
-@pytest.mark.parametrize("over", ["model", pytest.param("layer", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("over", ["layer", pytest.param("model", marks=pytest.mark.slow)])
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, over):
     """With the smaller budget the places bound the first stage, with the larger one the attention does."""
     for ratio in (0.3, 0.9):

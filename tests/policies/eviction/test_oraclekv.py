@@ -205,7 +205,8 @@ def test_guidance_protects_no_entries(model, prompts):
     ("name", "options"),
     [
         ("snapkv", {}),
-        *(pytest.param(*x, marks=pytest.mark.thorough) for x in (("snapkv", {"group": "max"}), ("r_kv", {}))),
+        pytest.param("snapkv", {"group": "max"}, marks=pytest.mark.thorough),
+        pytest.param("r_kv", {}, marks=pytest.mark.slow),
     ],
 )
 def test_without_a_local_window_guidance_looks_at_all_stored_entries(model, prompts, name, options):
