@@ -42,6 +42,7 @@ def test_text_is_followed_by_one_line_about_the_cache(capsys):
     assert capsys.readouterr().out == done.stdout != ""
 
 
+@pytest.mark.slow
 def test_stop_text_cuts_the_answer(capsys):
     def answer(*more):
         main(["--prompt", "def main(", *SMALL, "--max-new-tokens", "20", *more])

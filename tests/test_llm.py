@@ -50,6 +50,7 @@ def test_prompts_are_texts_token_ids_or_chats(llm, model, tokenizer):
         assert alone.text == out.text
 
 
+@pytest.mark.slow
 def test_more_answers_than_slots_are_generated_in_turns(model, tokenizer):
     prompts, few = [TEXT, [65, 66, 67], CHAT, "Why?"], LLM(model, tokenizer=tokenizer, slots=2)
     each = [SHORT, SamplingParams(max_new_tokens=5, temperature=1.0, n=2, logprobs=1), SHORT, SHORT]
@@ -85,6 +86,7 @@ def test_context_is_read_once_and_used_repeatedly(model, tokenizer):
     assert asked[0].text == together[0].text
 
 
+@pytest.mark.slow
 def test_several_answers_of_a_prompt_are_in_order(llm):
     sampling = SamplingParams(max_new_tokens=12, temperature=1.5, n=2, logprobs=1)
     found = llm.generate([TEXT, "When?"], sampling)
@@ -113,6 +115,7 @@ def test_streamed_pieces_make_the_answer(llm):
     assert cut.text == whole.text[: whole.text.index(stop)]
 
 
+@pytest.mark.slow
 def test_chat_template_variables_apply_to_every_call(model):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template += "{{ '' if thinks | default(true) else '<none>' }}"

@@ -20,6 +20,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_saved_context_gives_the_same_answer(saved, capsys):
     options = [*MODEL, *POLICY, "--max-new-tokens", "12"]
     main(["--prompt", QUESTION, *options, "--cache", str(saved)])

@@ -274,6 +274,7 @@ def test_conversation_of_an_older_kvjax_continues(dropping, tmp_path):
     assert session.stats.entries.max() == session.stats.tokens - len(TEXTS[1])
 
 
+@pytest.mark.slow
 def test_answers_that_end_with_a_stop_token_are_continued(tokenizer):
     model = tiny_model(vocab_size=len(tokenizer), qk_norm=False)
     model.config = with_stops(model)

@@ -112,6 +112,7 @@ def retained_pages(sequence):
     return sum(-(-len(row) // PAGE) for row in sequence.kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operations", [2_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 def test_forks_keep_their_own_tokens_and_pages_count_their_owners(operations):
     random = np.random.default_rng(operations)

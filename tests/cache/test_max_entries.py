@@ -27,6 +27,7 @@ TABLE = np.arange(12).reshape(3, 4)
 """A number for each layer and kv head, 0 among them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "max_entries", "delay", "threshold", "sinks"),
     [

@@ -87,6 +87,7 @@ def test_sampling_parameters_give_the_answers_of_generate():
             assert first.keys() == want.logprobs[0].alternatives[0].keys()
 
 
+@pytest.mark.slow
 def test_n_answers_to_a_prompt_differ():
     served = engine()
     sampling = SamplingParams(max_new_tokens=8, temperature=1.0, n=3, ignore_eos=True)
@@ -155,6 +156,7 @@ def test_a_constraint_restricts_its_own_answer_only():
     assert together == alone(served, questions)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_splits_heads_gives_the_same_answers():
     questions = questions_for(4)
     want = alone(engine(), questions)

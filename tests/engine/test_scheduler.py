@@ -68,6 +68,7 @@ def test_pages_that_a_block_will_free_are_not_counted_twice():
         assert request.tokens == want[: len(request.tokens)]
 
 
+@pytest.mark.slow
 def test_an_answer_of_unknown_length_does_not_block_other_requests():
     """An answer may be as long as the pool is large, but is expected to be shorter."""
     served = engine(capacity=40, block=1)
@@ -137,6 +138,7 @@ def test_an_answer_that_runs_alone_ends_when_pages_run_out():
     assert unlimited[: len(first.tokens)] == first.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("too_few_pages_expected")
 def test_cancelled_requests_end_at_once_and_others_continue():
     served = engine(capacity=24)

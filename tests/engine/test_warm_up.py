@@ -16,6 +16,7 @@ from tests.engine.serving import (
 from tests.inference.delayed import delayed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [

@@ -121,6 +121,7 @@ def test_policies_that_cannot_share_a_reading_are_refused(model):
             measure_together(model, [[policy], [make_policy("full")]], samples, MeasureSettings())
 
 
+@pytest.mark.slow
 def test_the_built_in_gates_keep_the_entries_that_questions_need(builtin):
     task = builtin_task(Recall)
     policy = make_policy("wgkv", model=builtin, gates="builtin")
@@ -266,6 +267,7 @@ def test_agreement_and_perplexity_equal_those_of_dense_attention(unnormed, texts
     assert found.answers == full.answers == sum(length // 8 for length in LENGTHS)
 
 
+@pytest.mark.slow
 def test_the_full_cache_agrees_with_itself_in_any_batch(unnormed, texts):
     samples, full = [continuation(text) for text in texts], make_policy("full", model=unnormed)
     outputs = measure(unnormed, full, samples, MeasureSettings(batch=1)).outputs

@@ -161,6 +161,7 @@ def test_a_mean_is_shown_only_if_all_tasks_were_measured(arguments, evaluated, t
     assert (len(points["snapkv"]), len(points["wgkv:calibrated"])) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_full_cache_without_right_answers_has_no_critical_footprint(arguments, evaluated, tmp_path):
     folder = shutil.copytree(evaluated[0], tmp_path / "run")
     results = [

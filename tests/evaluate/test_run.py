@@ -59,6 +59,7 @@ def test_every_result_is_a_line(evaluated):
         assert result["sized_by"] == ("nothing" if result["policy"] == "full" else "budget")
 
 
+@pytest.mark.slow
 def test_another_budget_compiles_nothing(evaluated):
     """τ is traced, so the second result of wgkv runs the first one's programs."""
     compile_counts = evaluated[1]

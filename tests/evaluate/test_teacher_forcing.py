@@ -63,6 +63,7 @@ def through_the_cache(model, samples, whole, sink, window):
     return np.mean(scores), np.concatenate(losses).mean()
 
 
+@pytest.mark.slow
 def test_every_pattern_equals_the_policy(model, samples):
     run = TeacherForcing(model, samples)
     for pattern in patterns():

@@ -160,6 +160,7 @@ def test_a_grown_pool_gives_the_answers_of_a_large_one(prompts, shape, exact):
         assert result.alternatives == other.alternatives
 
 
+@pytest.mark.slow
 def test_a_pool_shrinks_after_the_prompt_is_compacted(model, prompts, exact):
     """The pool holds what stayed and the announced answer, and the answer is that of a pool of stated size."""
     options = {"policy": make_policy("keydiff:ratio=0.25", model=model), "page_size": PAGE}
@@ -323,6 +324,7 @@ def test_the_length_that_a_refusal_names_fits(model, monkeypatch):
         prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
 
 
+@pytest.mark.slow
 def test_a_copy_that_exceeds_the_memory_is_refused(model, monkeypatch):
     """This holds for a cache that is continued and for what its forks copy of it. Free memory beyond that is used."""
     policy = make_policy("h2o:entries=60,when=every,every=8", model=model)

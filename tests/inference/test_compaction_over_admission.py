@@ -28,6 +28,7 @@ def gated(model):
     return {"wgkv": {"gates": tiny_gates(model), "tau": 0.5, "window": WINDOW}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "pooling", "over"),
     [("max", "max", "head"), pytest.param("mean", "average", "layer", marks=pytest.mark.thorough)],

@@ -103,6 +103,7 @@ def test_no_token_is_drawn_from_logits_that_are_not_finite(clean):
         next(stream(model, twice))
 
 
+@pytest.mark.slow
 def test_observers_that_are_not_finite_are_an_error(model):
     gates = tiny_gates(model)
     for policy in (
@@ -129,6 +130,7 @@ def damaged_policy(name, model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wgkv", pytest.param("kvpop", marks=pytest.mark.thorough), "fast_kvzip"])
 def test_gates_and_scorers_that_give_nan_are_an_error(clean, name):
     with use_mesh(clean):

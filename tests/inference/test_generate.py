@@ -128,6 +128,7 @@ def three_prompts(tokens):
     return [tokens[0, :9], tokens[1, :4], tokens[1, 2:9]]
 
 
+@pytest.mark.slow
 def test_sampling_parameters_are_per_prompt_and_independent_of_the_batch(model, tokens):
     prompts = three_prompts(tokens)
     found = inference.generate(model, prompts, EACH, block=4)
@@ -154,6 +155,7 @@ def test_a_mesh_draws_the_same_tokens(model, tokens):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_prompts_of_similar_lengths_share_programs(model):
     """This holds if they end at another number of pages, and if the method has another name."""
     programs = last_logits, decode_block

@@ -37,6 +37,7 @@ def answers_of(model, policy, cache):
     return answers.tokens, [logprobs.chosen for logprobs in answers.logprobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.thorough if x in THOROUGH else ()) for x in policies(None)]
 )
@@ -213,6 +214,7 @@ def of_seed(name, model, seed):
     return make_policy({name: options}, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvpop", pytest.param("fast_kvzip", marks=pytest.mark.thorough)])
 def test_memories_of_other_gates_or_scorers_are_refused(model, tmp_path, name):
     """Files that were written before the gates were recorded are not refused."""

@@ -20,6 +20,7 @@ from tests.tiny_models import tiny_gates, tiny_model
 THOROUGH = "full", "snapkv", "h2o", "r_kv", "wgkv", "max_entries", "fast_kvzip"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.thorough if x in THOROUGH else ()) for x in policies(None)]
 )

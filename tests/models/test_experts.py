@@ -54,6 +54,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, index):
     np.testing.assert_allclose(found, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_generation_over_the_cache_matches_whole_sequences(chunk):
     model = moe_model()

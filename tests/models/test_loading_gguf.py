@@ -24,6 +24,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_gguf_file_loads_like_its_source_folder(name, tmp_path):
     case = SOURCES[name]

@@ -211,6 +211,7 @@ def test_bits_are_read_as_floats_of_the_queries_dtype(implementation, dtype):
         paged_decode(q.astype(jnp.float32), as_bits(pool), *rest, ring_pages=1, implementation=implementation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize("t", [1, 9])
 def test_the_narrow_output_is_the_rounded_float32_output(implementation, t):

@@ -188,6 +188,7 @@ def test_memory_stays_far_below_all_pairs(implementation):
     assert memory.temp_size_in_bytes < 8 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "counts"])
 def test_memory_is_linear_in_the_number_of_keys(implementation):
     """8 rows of a million keys take some tens of bytes per key, about as many as 128K keys."""

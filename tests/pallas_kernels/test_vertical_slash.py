@@ -214,6 +214,7 @@ def test_outputs_and_gradients_on_a_mesh(implementation, monkeypatch):
     assert_gradients_close(jax.device_get(grads), expected)
 
 
+@pytest.mark.slow
 def test_several_blocks_of_queries_on_a_tpu(monkeypatch):
     monkeypatch.setattr(tpu_gather, "SMALL", tpu_gather.SMALL)  # The case lowers it.
     assert interpreted(tpu, True) < 1e-5

@@ -73,6 +73,7 @@ def test_gradients_in_bfloat16_are_close(implementation):
         assert float(jnp.abs(x.astype(jnp.float32) - y).max()) <= 2e-2 * float(jnp.abs(y).max())
 
 
+@pytest.mark.slow
 def test_gradients_on_a_matrix_unit_no_wider_than_a_head(monkeypatch):
     """In the other tests heads are narrower than the unit, and the sums are transposed."""
     arguments = tensors(SHAPES["chunk"], 1)
@@ -83,6 +84,7 @@ def test_gradients_on_a_matrix_unit_no_wider_than_a_head(monkeypatch):
     assert_gradients_close(gradients("tpu", 7, arguments, weight), expected)
 
 
+@pytest.mark.slow
 def test_gradients_of_keys_that_several_blocks_of_queries_see(monkeypatch):
     """There are more blocks than buffers."""
     monkeypatch.setattr(tpu_backward, "blocks_of_gradient", lambda *_: Blocks(128, 128))

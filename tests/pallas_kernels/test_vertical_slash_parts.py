@@ -40,6 +40,7 @@ CASES = {  # b, n, k, t, s, h, dtype; gated; packed. Last tiles are padded copie
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_lists_of_a_few_heads_at_a_time_equal_the_reference(case, monkeypatch):
     monkeypatch.setattr(tpu_gather, "SMALL", 0)
@@ -57,6 +58,7 @@ def test_lists_of_a_few_heads_at_a_time_equal_the_reference(case, monkeypatch):
     assert_attention_close(call("tpu"), call("reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("s", [pytest.param(640, marks=pytest.mark.thorough), 650])
 def test_unseen_keys_get_no_gradient(s, monkeypatch):
     """Keys that no query sees may be NaN."""
@@ -76,6 +78,7 @@ def test_unseen_keys_get_no_gradient(s, monkeypatch):
     assert_gradients_close(gradients("tpu", *qkv, gate), gradients("reference", *visible, gate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True])
 def test_causal_attention_over_lengths_that_no_block_divides(gated):
     """Far tiles are read in place. The last one is a padded copy (650) or moved back (640)."""

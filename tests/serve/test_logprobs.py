@@ -30,6 +30,7 @@ def test_echo_returns_the_log_probabilities_of_the_prompt(served):
     np.testing.assert_allclose(top, all_logits[-2].max() - norm[-2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_log_probabilities_and_usage_end_with_the_text(served):
     client, options = served.client(), {"max_tokens": 30, "logprobs": True}
     whole = chat(client, "Who is Emma?", **options).choices[0]

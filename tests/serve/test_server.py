@@ -52,6 +52,7 @@ def repeatable_requests(client):
         yield completed, (text,), {"max_tokens": 12, "extra_body": extra, "seed": i, "temperature": 2.0}
 
 
+@pytest.mark.slow
 def test_concurrent_requests_get_the_same_answers_as_single_ones(served):
     client = served.client()
     requests = list(repeatable_requests(client))

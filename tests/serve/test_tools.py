@@ -5,6 +5,7 @@ import contextlib
 import json
 
 import numpy as np
+import pytest
 
 from kvjax.engine import Request
 from kvjax.sampling_params import SamplingParams
@@ -16,6 +17,7 @@ from tests.serve.running import SCHEMA, chat, tool_of, user
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 
+@pytest.mark.slow
 def test_tools_may_have_different_definitions_of_the_same_name(served):
     switch = {"type": "object", "properties": {"state": {"$ref": "#/$defs/State"}}, "required": ["state"]}
     states = {"a": ["on", "off"], "b": ["up", "down"]}

@@ -89,6 +89,7 @@ def test_a_run_starts_from_gates_and_resumes_without_their_file(published, tmp_p
     assert not np.array_equal(uninterrupted.params.w1[...], expected.w1[...])
 
 
+@pytest.mark.slow
 def test_a_resume_without_a_checkpoint_needs_the_initial_gates(published, tmp_path):
     prepare_folder(parse([*ARGS, "--init", str(published), "--out", str(tmp_path / "run")]))
     published.unlink()

@@ -27,6 +27,7 @@ def on_one(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_the_check_compiles_the_runs_own_program(mesh, monkeypatch):
     """It is not compiled twice, and its temporaries are those that the run reports for its longest update."""
     monkeypatch.setattr(memory, "device_bytes", lambda: 1 << 40)

@@ -224,6 +224,7 @@ def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
     assert not (folder / "gates").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -259,6 +260,7 @@ def missing(*_, **__):
     raise FileNotFoundError
 
 
+@pytest.mark.slow
 def test_an_impossible_report_is_refused_before_the_start(tmp_path, capsys):
     method, common = "tests.probes.hidden_gate:HiddenGates", ARGS[: ARGS.index("--window")]
     args = ["--method", method, *common, "--sequences", "8", "--mesh", "1", "--out", str(tmp_path / "run")]

@@ -126,6 +126,7 @@ def test_targets_match_a_direct_computation(teacher):
     assert np.ptp(score) > 0.1
 
 
+@pytest.mark.slow
 def test_larger_takes_the_larger_score_of_two_teachers():
     names = "answer", "reconstruction"
     teacher = larger(*(TEACHERS[name] for name in names))

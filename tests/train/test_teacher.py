@@ -43,6 +43,7 @@ def logits():
         return np.asarray(jax.jit(lambda x: model.logits(model.hidden(x)))(ROWS))
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_and_their_relative_logits_are_stored(tmp_path, logits, monkeypatch):
     """The teacher processes parts of a sequence, on a mesh that splits the rows."""
     monkeypatch.setattr(teacher, "TOKENS_AT_ONCE", 10)

@@ -24,6 +24,7 @@ def test_figures_do_not_depend_on_the_mesh(on_one_device, shape):
     assert actual.numbers == pytest.approx(expected.numbers, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [MeshShape(), MeshShape(fsdp=8)], ids=str)
 def test_every_sequence_counts_once(shape):
     *_, validation = validated(shape)

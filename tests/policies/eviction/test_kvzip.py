@@ -216,6 +216,7 @@ def test_passes_past_the_models_length_give_one_warning(prompts, whole, monkeypa
     assert len(passed) == 3 * 4
 
 
+@pytest.mark.slow
 def test_passes_leave_only_scores(model, prompts):
     """No entry, page or token is added, and the passes are in the footprint log."""
     policy = policy_for(model, 1.0)

@@ -51,6 +51,7 @@ def stored_entries(cache):
     ]
 
 
+@pytest.mark.slow
 def test_the_entries_that_guidance_attends_to_stay(model, prompts):
     """The score is the sum over the guidance's queries, smoothed over five neighbours, as a mean over the group. There
     is no window and no sink; no token of the guidance is kept, and keys are as they are without it."""
@@ -106,6 +107,7 @@ def test_smoothing_changes_the_best_entries(pool, expected, best):
     assert set(np.argsort(-score)[:2]) == best
 
 
+@pytest.mark.slow
 def test_with_a_full_budget_guidance_changes_nothing(model, prompts):
     """Keys and values are those of a cache that never saw the guidance. A question is answered as if there had been no
     guidance, at the positions after the context, for guidance of any length."""
@@ -201,6 +203,7 @@ def test_guidance_protects_no_entries(model, prompts):
     np.testing.assert_array_equal(cache.layers.length, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

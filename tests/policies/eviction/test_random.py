@@ -3,12 +3,14 @@
 import itertools
 
 import numpy as np
+import pytest
 
 from kvjax import inference
 from kvjax.policies import make_policy
 from tests.policies.captured import PAGE, captured_layers, entries
 
 
+@pytest.mark.slow
 def test_random_evictions_differ_by_seed_layer_and_head_and_not_by_neighbours(model, prompts):
     def kept(prompts, seed):
         policy = make_policy({"random_eviction": {"entries": 20, "seed": seed}}, model=model)

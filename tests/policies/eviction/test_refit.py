@@ -107,6 +107,7 @@ def test_biases_are_at_most_three():
     assert bias(weight, mass).tolist() == pytest.approx([LARGEST, -LARGEST])
 
 
+@pytest.mark.slow
 def test_a_matrix_of_zeros_changes_nothing():
     for shape in ((3, 5), (5, 3)):
         assert (ridge(jnp.zeros(shape), jnp.ones((shape[0], 2))) == 0).all()
@@ -278,6 +279,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", BAD)
 def test_policies_that_cannot_refit_are_refused(policy):
     """All but the first have what they need to read the passes."""

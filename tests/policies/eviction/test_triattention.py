@@ -139,6 +139,7 @@ def answered(model, policy, prompt):
     return blocks[-1].cache, np.concatenate([block.tokens[0] for block in blocks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "rounds"),
     [

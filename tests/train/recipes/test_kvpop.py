@@ -107,6 +107,7 @@ def test_exported_scorers_make_a_policy_and_have_their_validation(tmp_path):
     assert (policy.window, policy.admission.max_entries) == (6, 14)
 
 
+@pytest.mark.slow
 def test_transformers_reads_a_trained_model_and_computes_the_same(uptrained):
     torch = pytest.importorskip("torch")
     folder = uptrained.folder / "parameters" / "model"
@@ -334,6 +335,7 @@ def test_parts_of_an_update_sum_large_gradients_over_data_once():
     assert summed(4) < 1.2 * summed(1)
 
 
+@pytest.mark.slow
 def test_the_loss_adds_cross_entropy_divergence_and_score_loss():
     for scalars in on_one_device("sparsify"):
         model_loss = 0.9 * scalars["cross_entropy"] + 0.1 * scalars["divergence"]
@@ -452,6 +454,7 @@ def test_a_killed_phase_resumes_on_another_mesh(stored, killed, tmp_path):
     assert differences.mean() < 2e-6
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_cannot_be_sparsified(uptrained, tmp_path):
     unfinished = shutil.copytree(
         uptrained.folder, tmp_path / "run", ignore=shutil.ignore_patterns("parameters")

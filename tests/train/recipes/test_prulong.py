@@ -181,6 +181,7 @@ def test_the_expected_sparsity_is_the_mean_of_many_samples():
     np.testing.assert_allclose(draws.mean(0), expected, atol=0.01)
 
 
+@pytest.mark.slow
 def test_gradients_of_log_alphas_match_finite_differences():
     """The whole loss, the model's part and the constraint's, is compared for one sample in which no head's mask is
     clipped."""
@@ -340,6 +341,7 @@ def test_pictures_show_what_a_run_learned_and_logged(run, monkeypatch):
     assert np.ptp(course.axes[2].lines[0].get_ydata()) > 0.1, "multipliers move"
 
 
+@pytest.mark.slow
 def test_held_out_sequences_are_measured_with_the_deployed_masks(run):
     """Without streaming heads the two losses are equal."""
     numbers = run.validation.numbers

@@ -301,6 +301,7 @@ def test_a_trained_model_its_gradients_and_its_moments_are_split():
         assert gradient.sharding.spec == param.sharding.spec
 
 
+@pytest.mark.slow
 def test_master_weights_keep_updates_that_bfloat16_would_lose():
     """Steps of a thousandth of a bfloat16's last place add up; the loss sees rounded weights."""
     method, mesh = "tests.train.recipes.whole_model:WholeModel", make_mesh()

@@ -206,6 +206,7 @@ def validated_run():
     return validated(MeshShape())
 
 
+@pytest.mark.slow
 def test_the_hard_distillation_loss_matches_the_paged_cache(validated_run):
     """Each sequence is prefilled into the paged cache, and its final hidden states are compared with full
     attention's."""

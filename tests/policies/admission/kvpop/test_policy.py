@@ -189,6 +189,7 @@ def narrowest(priority, capacity, window):
     return min(gaps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "calls",
     [*(pytest.param(x, marks=pytest.mark.thorough) for x in ([LENGTH], [17, 1, 1, 21])), [1] * LENGTH],
