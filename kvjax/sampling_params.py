@@ -104,6 +104,10 @@ class SamplingParams:
         """True if there is a penalty, so that tokens must be counted."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    def stop_tokens(self, eos: Iterable[int]) -> tuple[int, ...]:
+        """Return the tokens that end an answer of a model whose own are `eos`."""
+        return (*(() if self.ignore_eos else eos), *self.stop_token_ids)
+
 
 def stop_texts(stop: Any) -> tuple[str, ...]:
     """Return the texts that end an answer. Raises UserError if they are not a list of texts."""

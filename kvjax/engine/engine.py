@@ -199,7 +199,7 @@ class Engine:
         _, stop_ids = stop_tokens_of(sampling.stop, self._tokenizer)
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_ids)))
         sampling = dataclasses.replace(sampling, stop_token_ids=stops)
-        ends = (*(() if sampling.ignore_eos else self._model.config.eos_ids), *stops)
+        ends = sampling.stop_tokens(self._model.config.eos_ids)
         check_space(sampling, ends, self._model.config.vocab_size)
         return [
             self._queue(

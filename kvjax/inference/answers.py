@@ -135,7 +135,7 @@ def whole_answers(
     answers = map(np.concatenate, zip(*(block.tokens for block in blocks), strict=True))
     for answer, sampling in zip(answers, params, strict=True):
         stop, ids = stop_tokens_of(sampling.stop, tokenizer)
-        ends = (*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids, *ids)
+        ends = (*sampling.stop_tokens(eos), *ids)
         stopped = answer.size > 0 and bool(np.isin(answer[-1], ends))
         answer = answer[:-1] if stopped else answer
         before_stop = cut(answer, tokenizer, stop)

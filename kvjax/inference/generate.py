@@ -93,7 +93,7 @@ def stream(
         counts = count_tokens(sampler, batch_rows, vocabulary)
         live = np.isin(np.arange(batch), order)
         token, logprobs_of_token, running, counts = first_tokens(sampler, after, put(live, BATCH), counts)
-        ends = [(*(() if x.ignore_eos else eos), *x.stop_token_ids) for x in params]
+        ends = [x.stop_tokens(eos) for x in params]
         answers = Answers(params, ends, list(stops), order, tokenizer)
         new, logprobs = answers.block(jax.tree.map(lambda x: x[None], (token, logprobs_of_token)), live, 1)
         caches.check(current, host.name, longest_answer)

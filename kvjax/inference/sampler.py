@@ -103,7 +103,7 @@ def make_sampler(
                 raise UserError(
                     f"sampling: {name} has token id {largest}, the model's vocabulary is 0 … {vocabulary - 1}"
                 )
-    ends_of = [(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids) for sampling in params]
+    ends_of = [sampling.stop_tokens(eos) for sampling in params]
     longest = max((len(sampling.logit_bias) for sampling in params), default=0)
     stop = np.full((batch, max(stops, _space(max(map(len, ends_of), default=0)))), -1, np.int32)
     biased = np.full((batch, max(biases, _space(longest) if longest else 0)), vocabulary, np.int32)
