@@ -143,7 +143,12 @@ def parse_compared(text: str) -> Compared:
     label, policy = text, text
     try:
         if text.startswith("{"):
-            ((label, policy),) = json.loads(text).items()
+            labelled = json.loads(text)
+            if len(labelled) != 1:
+                raise UserError(
+                    f"expected one label and its policy, got {len(labelled)}: give each its own object"
+                )
+            ((label, policy),) = labelled.items()
         described = (
             parse_policy(policy) if isinstance(policy, str) else {x: dict(y or {}) for x, y in policy.items()}
         )

@@ -321,6 +321,7 @@ def brought(*, model: Any = None, pool: int = 5) -> Policy:
         ("head_pattern:calibrated,sink=3", "got sink with calibrated, which chooses it"),
         ("wgkv:tau=.9,calibrated", "got tau with calibrated, which chooses it"),
         ("{1", "--policies {1: "),
+        ('{"a": "snapkv", "b": "h2o"}', "expected one label and its policy, got 2: give each its own object"),
         (f"{__name__}:brought:pol=5", "has no argument 'pol'; it has pool"),
     ],
 )
