@@ -2,7 +2,7 @@
 
     pip install '.[parity]'
     python -m kvjax.convert models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf models/qwen2.5-coder-0.5b
-    python infer/kvpress_rival.py --config claims/qwen2.5-coder-0.5b --tasks niah_multikey_2 documents \
+    python infer/kvpress_rival.py --config claims/qwen2.5-coder-0.5b --tasks niah_multikey_2 documents --chunk 2048 \
         --twin models/qwen2.5-coder-0.5b --out runs/kvpress
 
 Both libraries run the same model. They read the same token ids one context at a time, compress each context to the same
@@ -50,7 +50,7 @@ class Figures:
     reading: float | None
     """Context tokens per second, including compression."""
     decoding: float | None
-    """Answer tokens per second."""
+    """Tokens per second that are read one by one."""
     bytes: int
     """Bytes of a context's keys and values after compression."""
 
@@ -73,48 +73,52 @@ def measure_press(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[i
     from kvjax.evaluate.interval import mean_interval
 
     correct, counts, size = [], [], 0
-    seconds, tokens = np.zeros(2), np.zeros(2)
+    reading, decoding = np.zeros(2), np.zeros(2)
     for sample in samples:
         cache, started = transformers.DynamicCache(), time.perf_counter()
         with torch.no_grad(), press(twin):
             twin.model(input_ids=torch.tensor(sample.context)[None], past_key_values=cache)
-        seconds[0] += time.perf_counter() - started
-        tokens[0] += len(sample.context)
+        reading += len(sample.context), time.perf_counter() - started
         size += sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
         scores = []
         for question in sample.questions:
-            started = time.perf_counter()
-            answer, steps = _answer(twin, cache, len(sample.context), question, eos)
-            seconds[1] += time.perf_counter() - started
-            tokens[1] += steps
+            answer, decoded = _answer(twin, cache, len(sample.context), question, eos)
+            decoding += decoded
             scores.append(question.score(answer))
         correct.append(float(sum(scores)))
         counts.append(len(scores))
-    reading, decoding = (tokens / seconds).tolist()
-    score = sum(correct) / sum(counts)
-    return Figures(score, mean_interval(correct, counts), reading, decoding, size // len(samples))
+    score, interval = sum(correct) / sum(counts), mean_interval(correct, counts)
+    speeds = (tokens / seconds if tokens else None for tokens, seconds in (reading, decoding))
+    return Figures(score, interval, *speeds, size // len(samples))
 
 
-def _answer(twin: Any, cache: Any, seen: int, question: Any, eos: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Return the greedy answer and the number of tokens fed to the model. The cache is restored."""
+def _answer(
+    twin: Any, cache: Any, seen: int, question: Any, eos: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the greedy answer, and the number of its tokens that were read one by one and their seconds. The cache is
+    restored."""
     torch = importlib.import_module("torch")
     lengths = [layer.get_seq_length() for layer in cache.layers]
     fed, answer, next_position = list(map(int, question.prompt)), [], seen
+    decoded = np.zeros(2)
     with torch.no_grad():
         while len(answer) < question.answer_tokens:
             position = torch.arange(next_position, next_position + len(fed))[None]
+            started = time.perf_counter()
             out = twin(
                 torch.tensor(fed)[None], past_key_values=cache, position_ids=position, logits_to_keep=1
             )
             next_position += len(fed)
             token = int(out.logits[0, -1].argmax())
+            if answer:
+                decoded += 1, time.perf_counter() - started
             if question.stops and token in eos:
                 break
             answer.append(token)
             fed = [token]
     for layer, length in zip(cache.layers, lengths, strict=True):
         layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-    return np.array(answer, np.int32), next_position - seen
+    return np.array(answer, np.int32), decoded
 
 
 def table(results: dict[tuple[str, str, float], tuple[Figures, Figures]]) -> str:
