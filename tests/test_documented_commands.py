@@ -41,11 +41,13 @@ def commands(program):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", commands("evaluate"))
 def test_evaluations_are_accepted(words):
     compared_policies(parse_evaluation(words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", commands("train"))
 def test_trainings_are_accepted(words):
     parse_training(words)
