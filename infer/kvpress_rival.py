@@ -88,8 +88,8 @@ def measure_press(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[i
         correct.append(float(sum(scores)))
         counts.append(len(scores))
     score, interval = sum(correct) / sum(counts), mean_interval(correct, counts)
-    speeds = (tokens / seconds if tokens else None for tokens, seconds in (reading, decoding))
-    return Figures(score, interval, *speeds, size // len(samples))
+    read, decoded = (tokens / seconds if tokens else None for tokens, seconds in (reading, decoding))
+    return Figures(score, interval, read, decoded, size // len(samples))
 
 
 def _answer(
