@@ -88,8 +88,10 @@ def measure_press(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[i
         correct.append(float(sum(scores)))
         counts.append(len(scores))
     score, interval = sum(correct) / sum(counts), mean_interval(correct, counts)
-    read, decoded = (tokens / seconds if tokens else None for tokens, seconds in (reading, decoding))
-    return Figures(score, interval, read, decoded, size // len(samples))
+    read_speed, decode_speed = (
+        tokens / seconds if tokens else None for tokens, seconds in (reading, decoding)
+    )
+    return Figures(score, interval, read_speed, decode_speed, size // len(samples))
 
 
 def _answer(
