@@ -41,7 +41,7 @@ def test_the_report_states_scores_and_settings(evaluated, capsys):
     for text in (
         "**Question-independent**", "## needle, 126 tokens", "## text, 126 tokens",
         "next tokens that are the full cache's", "(and perplexity)", "90% at",
-        "48 answers per cell. Brackets have 95% intervals, for", "chunks of 32 tokens",
+        "48 answers per cell. Brackets have 95% intervals, which", "chunks of 32 tokens",
         "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
     ):  # fmt: skip
         assert text in report, text
