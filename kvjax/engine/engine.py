@@ -339,11 +339,12 @@ class Engine:
             self.read_context(context := "warm_up", [0])
             self._run()
         for count, size in enumerate(sorted(sizes), 1):
-            say(f"Compiling for prompts of {size:,} tokens ({count} of {len(sizes)})")
-            self._try(np.zeros(size, np.int32), greedy, pausing=True)
+            say(f"Warming up with prompts of {size:,} tokens ({count} of {len(sizes)})")
+            self._try(np.zeros(size, np.int32), greedy, pausing=count == 1)
             for sampling, constraint in others:
                 self._try(np.zeros(size, np.int32), sampling, constraint=constraint)
-            others = []
+            # decoding does not depend on the prompt's size, and the first token is drawn where the prompt is read
+            others, greedy = [], dataclasses.replace(greedy, max_new_tokens=1)
             self.forget()
             if size < longest:
                 # a prompt that continues an earlier one

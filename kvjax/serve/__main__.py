@@ -7,9 +7,13 @@ import importlib.util
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError, shown_bytes, whole_number
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 API_KEY_VARIABLE = "KVJAX_API_KEY"
 LENGTHS = 2048, 8192, 32768, 131072
@@ -79,6 +83,16 @@ def run(config: ServeConfig) -> None:
     mesh = start(fit_mesh_to(config.mesh, config.model))
 
     import jax
+
+    # An address that is taken is reported before the model is loaded.
+    listening = _bind(config.host, config.port) if jax.process_index() == 0 else contextlib.nullcontext()
+    with listening as listener:
+        _serve(config, mesh, listener)
+
+
+def _serve(config: ServeConfig, mesh: "Mesh", listener: socket.socket | None) -> None:
+    """Load the model and serve it; without a listener follow the process that has it."""
+    import jax
     import uvicorn
 
     from kvjax.cache import parse_capacity
@@ -88,15 +102,12 @@ def run(config: ServeConfig) -> None:
     from kvjax.serve.app import Server
     from kvjax.serve.leading import LeadingEngine, follow
 
-    first = jax.process_index() == 0
-    # An address that is taken is reported before the model is loaded.
-    listener = _bind(config.host, config.port) if first else None
     llm = LLM(
         config.model, config.policy, gates=config.gates, mesh=mesh, dtype=config.dtype, weights=config.weights,
         kv_cache_dtype=config.kv_cache_dtype, max_length=config.max_length, force=config.force,
     )  # fmt: skip
     capacity = None if config.capacity is None else parse_capacity(config.capacity)
-    engine_class = LeadingEngine if first and jax.process_count() > 1 else Engine
+    engine_class = LeadingEngine if listener is not None and jax.process_count() > 1 else Engine
     engine = engine_class(
         llm.model, llm.policy, tokenizer=llm.tokenizer, slots=config.slots, max_length=config.max_length,
         capacity=capacity, page_size=config.page_size, chunk=config.chunk,
@@ -110,6 +121,11 @@ def run(config: ServeConfig) -> None:
 
         grammars = Grammars(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.eos_ids)
     counts = {tokens: engine.holds(tokens) for tokens in sorted({min(x, engine.max_length) for x in LENGTHS})}
+    if not any(kept for kept, _ in counts.values()):
+        raise UserError(
+            f"--capacity {config.capacity}: a request of {min(counts):,} tokens does not fit; expected more (4096 "
+            "entries per KV head, 2GiB, or 30% of a device's memory) or a smaller --max-length"
+        )
     if listener is None:
         follow(engine, None if grammars is None else grammars.format)
         jax.distributed.shutdown()
@@ -128,8 +144,9 @@ def run(config: ServeConfig) -> None:
         f"{name} with {llm.policy.name}: {shown_bytes(engine.pool_bytes)} of keys and values on each device."
     )
     for tokens, (kept, full) in counts.items():
-        print(f"  Requests of {tokens:,} tokens at once: {kept}, with a full cache {full}.")
-    print(f"Compiling, then listening on http://{config.host}:{config.port}/v1", flush=True)
+        print(f"  Requests of {tokens:,} tokens that fit: {kept}, with a full cache {full}.")
+    print(f"  At most {config.slots} are answered at once (--slots).")
+    print(f"Warming up, then listening on http://{config.host}:{config.port}/v1", flush=True)
     try:
         uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_keep_alive=30)).run([listener])
     finally:

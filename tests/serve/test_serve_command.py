@@ -59,9 +59,9 @@ def test_the_server_prints_what_fits_and_finishes_answers_at_sigterm():
         out, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert "Requests of 1,024 tokens at once: 2, with a full cache 0." in out
+    assert "Requests of 1,024 tokens that fit: 2, with a full cache 0." in out
     assert f"listening on http://127.0.0.1:{port}/v1" in out
-    assert "Compiling for prompts of 64 tokens" in out
+    assert "Warming up with prompts of 64 tokens" in out
     assert "Ready after" in out
     assert "Traceback" not in errors
 
@@ -85,3 +85,10 @@ def test_invalid_options_are_refused_before_the_model_is_loaded():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert "already in use" in refused("--port", str(taken.getsockname()[1]))
+
+
+def test_a_pool_without_room_for_a_request_is_refused():
+    """As with 30 for 30%."""
+    options = ["--capacity", "30", "--max-length", "1024", "--port", str(free_port())]
+    with pytest.raises(UserError, match="--capacity 30: a request of 1,024 tokens does not fit"):
+        run(parse_command(ServeConfig, options))
