@@ -98,10 +98,13 @@ def _serve(config: ServeConfig, mesh: "Mesh", listener: socket.socket | None) ->
     from kvjax.cache import parse_capacity
     from kvjax.engine import Engine
     from kvjax.llm import LLM
+    from kvjax.models.folder import find_model
     from kvjax.models.shapes import warn_if_too_long
     from kvjax.serve.app import Server
+    from kvjax.serve.body import recommended_sampling
     from kvjax.serve.leading import LeadingEngine, follow
 
+    sampling = recommended_sampling(find_model(config.model))
     llm = LLM(
         config.model, config.policy, gates=config.gates, mesh=mesh, dtype=config.dtype, weights=config.weights,
         kv_cache_dtype=config.kv_cache_dtype, max_length=config.max_length, force=config.force,
@@ -136,6 +139,7 @@ def _serve(config: ServeConfig, mesh: "Mesh", listener: socket.socket | None) ->
         llm.tokenizer,
         name,
         queue=config.queue,
+        sampling=sampling,
         key=os.environ.get(API_KEY_VARIABLE) or None,
         grammar=None if grammars is None else grammars.schema,
         say=functools.partial(print, flush=True),
@@ -146,6 +150,9 @@ def _serve(config: ServeConfig, mesh: "Mesh", listener: socket.socket | None) ->
     for tokens, (kept, full) in counts.items():
         print(f"  Requests of {tokens:,} tokens that fit: {kept}, with a full cache {full}.")
     print(f"  At most {config.slots} are answered at once (--slots).")
+    if sampling:
+        values = ", ".join(f"{field} {value}" for field, value in sampling.items())
+        print(f"  Sampling, unless a request says otherwise: {values} (generation_config.json).")
     print(f"Warming up, then listening on http://{config.host}:{config.port}/v1", flush=True)
     try:
         uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_keep_alive=30)).run([listener])

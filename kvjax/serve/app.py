@@ -6,7 +6,7 @@ import hmac
 import json
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -52,6 +52,7 @@ class Server:
         tokenizer: the model's tokenizer.
         name: the model's name in requests.
         queue: the most requests that wait for a slot. Further ones are refused with 429.
+        sampling: sampling fields of requests that name none, as `recommended_sampling` returns them.
         key: the API key that requests must bring; None: requests need no key.
         grammar: makes the constraint of a JSON schema; None: requests with a schema are refused.
         say: takes a line about each step until requests are answered.
@@ -64,12 +65,14 @@ class Server:
         name: str,
         *,
         queue: int,
+        sampling: Mapping[str, Any] | None = None,
         key: str | None = None,
         grammar: Callable[[Any], Callable[[], Constraint]] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ):
         self._say = say
         self._tokenizer, self._name, self._key, self._grammar = tokenizer, name, key, grammar
+        self._sampling = sampling or {}
         self._max_answers = engine.slots + queue
         self._vocabulary = engine.vocabulary
         self._model = {"id": name, "object": "model", "owned_by": "kvjax", "max_model_len": engine.max_length}
@@ -111,7 +114,7 @@ class Server:
 
     async def chat(self, http: HTTPRequest) -> Response:
         """Answer a chat completion."""
-        completion = read_chat(await self._body(http))
+        completion = read_chat(await self._body(http), self._sampling)
         with self._admitted(completion.n) as admission:
             tokens, thinking, options = await run_in_threadpool(chat_prompt, self._tokenizer, completion)
             answers = await self._submit(completion, [tokens], **options)
@@ -128,7 +131,7 @@ class Server:
 
     async def completion(self, http: HTTPRequest) -> Response:
         """Answer a completion of prompts."""
-        completion = read_completion(await self._body(http))
+        completion = read_completion(await self._body(http), self._sampling)
         with self._admitted(completion.n * len(completion.prompts)) as admission:
             rows = await run_in_threadpool(
                 lambda: [text_prompt(self._tokenizer, prompt, completion) for prompt in completion.prompts]

@@ -5,14 +5,18 @@ Fields have OpenAI's names, or vLLM's where OpenAI has no such field. `context`,
 
 import dataclasses
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from kvjax.chat_template import template_variables
 from kvjax.errors import UserError, nearest, one_of, shown
+from kvjax.models.adapter import base_path
 from kvjax.models.chat import is_token_ids
+from kvjax.models.json_file import JsonObject
 from kvjax.sampling_params import SamplingParams
 
 SAMPLING = {
@@ -20,6 +24,8 @@ SAMPLING = {
     "frequency_penalty": 0.0, "stop_token_ids": (), "ignore_eos": False,
 }  # fmt: skip
 """Sampling fields that are passed on, with their defaults."""
+RECOMMENDED = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+"""Sampling fields whose defaults a model's `generation_config.json` may give, as in vLLM."""
 SHARED = {
     "model",
     "stream",
@@ -172,13 +178,30 @@ class CompletionRequest:
     """Further variables of the chat template."""
 
 
-def read_chat(body: Any) -> CompletionRequest:
+def recommended_sampling(model: Path) -> dict[str, Any]:
+    """Return the sampling fields that the authors of a model recommend in the `generation_config.json` of its folder;
+    none for a GGUF file. Raises UserError if a value is invalid."""
+    file = base_path(model) / "generation_config.json"
+    if not os.path.lexists(file):
+        return {}
+    keys = JsonObject.read(file)
+    sampling = {name: keys.data[name] for name in RECOMMENDED if keys.data.get(name) is not None}
+    try:
+        SamplingParams(**sampling)
+    except UserError as error:
+        raise keys.error(str(error)) from None
+    return sampling
+
+
+def read_chat(body: Any, sampling: Mapping[str, Any]) -> CompletionRequest:
     """Parse the body of a chat.
+
+    sampling: defaults of sampling fields that replace those of `SAMPLING`.
 
     Raises:
         UserError: the body is not a valid request.
     """
-    body = _checked_fields(body, SHARED | CHAT | SAMPLING.keys() | UNUSED)
+    body = {**sampling, **_checked_fields(body, SHARED | CHAT | SAMPLING.keys() | UNUSED)}
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise UserError(f"messages must be a list of messages, got {shown(messages)}")
@@ -209,13 +232,15 @@ def read_chat(body: Any) -> CompletionRequest:
     )  # fmt: skip
 
 
-def read_completion(body: Any) -> CompletionRequest:
+def read_completion(body: Any, sampling: Mapping[str, Any]) -> CompletionRequest:
     """Parse the body of a completion.
+
+    sampling: as in `read_chat`.
 
     Raises:
         UserError: the body is not a valid request.
     """
-    body = _checked_fields(body, SHARED | COMPLETION | SAMPLING.keys() | UNUSED)
+    body = {**sampling, **_checked_fields(body, SHARED | COMPLETION | SAMPLING.keys() | UNUSED)}
     prompt = body.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or is_token_ids(prompt) else prompt
     if (

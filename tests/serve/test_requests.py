@@ -3,9 +3,10 @@
 import pytest
 
 from kvjax import chat_template
+from kvjax.errors import UserError
 from kvjax.inference import generate
 from kvjax.sampling_params import SamplingParams
-from kvjax.serve.body import read_chat
+from kvjax.serve.body import read_chat, read_completion, recommended_sampling
 from kvjax.serve.prompts import chat_prompt
 from tests.serve.running import FORMAT, NAME, TOOL, model, running, tool_of, user
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -18,7 +19,7 @@ def test_the_spans_of_dropped_messages_are_found(monkeypatch):
     messages = [{"role": role, "content": f"Text of {role}, {i}."} for i, role in enumerate(roles)]
     messages[0]["drop"] = False
     messages[3]["drop"] = True
-    tokens, _, options = chat_prompt(byte_tokenizer(), read_chat({"messages": messages}))
+    tokens, _, options = chat_prompt(byte_tokenizer(), read_chat({"messages": messages}, {}))
     tokenizer, ((start, end),) = byte_tokenizer(), options["dropped"]
     assert tokenizer.decode(tokens[start:end]) == "Text of tool, 3."
     assert tokenizer.decode(tokens[options["dropped_at"] :]).startswith("Text of tool, 5.")
@@ -31,7 +32,7 @@ def test_the_spans_of_dropped_messages_are_found(monkeypatch):
         "render",
         lambda template, given: rendered.append(given["messages"]) or render(template, given),
     )
-    options = chat_prompt(byte_tokenizer(), read_chat({"messages": messages}))[2]
+    options = chat_prompt(byte_tokenizer(), read_chat({"messages": messages}, {}))[2]
     assert rendered.count(plain) == 1
     assert options["dropped_at"] == options["dropped"][1][1]
 
@@ -158,3 +159,20 @@ def test_content_parts_and_all_roles_are_accepted(served):
     ]
     expected = generate(model(), [texts], SamplingParams(max_new_tokens=4), tokenizer=byte_tokenizer())
     assert answer.choices[0].message.content == expected.texts[0]
+
+
+def test_a_model_recommends_sampling_that_requests_may_replace(tmp_path):
+    file = tmp_path / "generation_config.json"
+    assert recommended_sampling(tmp_path) == {}
+    file.write_text('{"do_sample": true, "temperature": 0.7, "top_k": 20, "top_p": null, "eos_token_id": 2}')
+    sampling = recommended_sampling(tmp_path)
+    assert sampling == {"temperature": 0.7, "top_k": 20}
+    for request in (
+        read_chat({"messages": user("Go"), "temperature": 0.2, "top_k": None}, sampling),
+        read_completion({"prompt": "Go", "temperature": 0.2}, sampling),
+    ):
+        params = request.sampling(8)
+        assert (params.temperature, params.top_k, params.top_p) == (0.2, 20, 1.0)
+    file.write_text('{"top_p": 7}')
+    with pytest.raises(UserError, match=r"generation_config.json: sampling: top_p must be a finite number"):
+        recommended_sampling(tmp_path)

@@ -34,7 +34,7 @@ def test_tools_may_have_different_definitions_of_the_same_name(served):
     (choice,) = chat(served.client(), "Go", tools=tools, tool_choice="required", max_tokens=60).choices
     (call,) = choice.message.tool_calls
     assert json.loads(call.function.arguments)["state"] in states[call.function.name]
-    schema = read_chat({"messages": user("Go"), "tools": tools, "tool_choice": "required"}).schema
+    schema = read_chat({"messages": user("Go"), "tools": tools, "tool_choice": "required"}, {}).schema
     for call_schema, values in zip(schema["anyOf"], states.values(), strict=True):
         arguments = schema["$defs"][call_schema["properties"]["arguments"]["$ref"].removeprefix("#/$defs/")]
         definition = arguments["properties"]["state"]["$ref"].removeprefix("#/$defs/")
@@ -47,7 +47,7 @@ def test_tool_parameters_may_be_named_like_schema_keywords(served):
     tool = tool_of({"type": "object", "properties": properties, "required": ["definitions"]})
     # Without commas the answer has only the required parameter.
     options = {"tools": [tool], "tool_choice": "required", "max_tokens": 80, "logit_bias": {"44": -100}}
-    schema = read_chat({"messages": user("Go"), **options}).schema
+    schema = read_chat({"messages": user("Go"), **options}, {}).schema
     actual = schema["$defs"]["tool0."]["properties"]
     assert actual == properties | {"next": {"$ref": "#/$defs/tool0."}}
     options["tools"] = [tool_of(tool["function"]["parameters"] | {"additionalProperties": False})]
