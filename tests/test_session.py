@@ -110,6 +110,7 @@ def dropping(model, tokenizer):
     return LLM(model, make_policy("full:window=6,positions=true"), tokenizer=tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_dropped_turn_is_invisible_to_later_turns(dropping, turn):
     """The turn is a message of the system, of the user or an answer. A fork still sees it."""
@@ -166,6 +167,7 @@ def test_changed_messages_become_visible_again(dropping, turn, text):
     assert session.stats.entries.max() == session.stats.tokens - len(TEXTS[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thoughtful", [False, True])
 def test_changed_messages_are_read_before_turns_are_dropped(model, dropping, thinking, thoughtful):
     """Else the tokens of another text would be dropped."""
@@ -308,6 +310,7 @@ def test_conversation_without_a_template_is_one_text(model, policy):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "times"),
     [

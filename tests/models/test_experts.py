@@ -16,6 +16,8 @@ from kvjax.models.matrix import Matrix
 from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 6, 4, 5, 2
 
 
@@ -54,7 +56,6 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, index):
     np.testing.assert_allclose(found, want, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_generation_over_the_cache_matches_whole_sequences(chunk):
     model = moe_model()

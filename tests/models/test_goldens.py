@@ -27,6 +27,7 @@ def test_hidden_states_and_logits_match_transformers(name, tmp_path):
         assert_golden(name, piece, x[0, list(POSITIONS)], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rotary_angles_match_transformers(tmp_path):
     for name, case in CASES.items():
         config = read_config(write_folder(tmp_path / name, case, {}), TOKENS)

@@ -18,6 +18,7 @@ BIASED = {  # shape; with a ring, with new, with selected pages; lengths of the 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.parametrize(
     "case",

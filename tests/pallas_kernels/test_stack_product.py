@@ -40,7 +40,7 @@ def test_products_equal_float64(implementation, shape):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 640, 130), (5, 1280, 64)], ids=str)
-@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("blocks", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("kind", EIGHT_BITS.values(), ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_eight_bit_weights_are_multiplied_by_their_scales(implementation, kind, blocks, shape, dtype):

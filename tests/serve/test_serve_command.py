@@ -87,6 +87,7 @@ def test_invalid_options_are_refused_before_the_model_is_loaded():
         assert "already in use" in refused("--port", str(taken.getsockname()[1]))
 
 
+@pytest.mark.slow
 def test_a_pool_without_room_for_a_request_is_refused():
     """As with 30 for 30%."""
     options = ["--capacity", "30", "--max-length", "1024", "--port", str(free_port())]

@@ -20,6 +20,8 @@ from tests.policies.published import softmax
 from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 IDS = {"instruction": (9, 8, 40), "resumption": (9, 7, 5, 33), "tail": (4,)}
 PARTS = {"prefix": 3, "repeated": 16} | IDS
 """KVzip's arguments as in its own tests: four passes over 60 tokens, three over 41."""
@@ -107,7 +109,6 @@ def test_biases_are_at_most_three():
     assert bias(weight, mass).tolist() == pytest.approx([LARGEST, -LARGEST])
 
 
-@pytest.mark.slow
 def test_a_matrix_of_zeros_changes_nothing():
     for shape in ((3, 5), (5, 3)):
         assert (ridge(jnp.zeros(shape), jnp.ones((shape[0], 2))) == 0).all()
@@ -158,7 +159,7 @@ def references(model, prompts):
     return found
 
 
-@pytest.mark.parametrize("name", ["kvzip", pytest.param("snapkv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["kvzip", "snapkv"])
 def test_every_head_is_refitted_to_the_references(model, prompts, references, name):
     """The same entries stay as without the refit. Their values and biases are those of float64, and attention from the
     references comes closer to that over the whole prompt. The tokens that observe for SnapKV are no part of it."""
@@ -203,7 +204,6 @@ def test_a_token_reads_biases_and_new_values(model, prompts):
     np.testing.assert_allclose(logits_after(model, policy, cache), dense, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_a_sequence_alone_is_that_of_the_batch(model, prompts):
     """The other sequence of the batch has another number of passes and of entries."""
     policy = policy_of(model)
@@ -279,7 +279,6 @@ BAD = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", BAD)
 def test_policies_that_cannot_refit_are_refused(policy):
     """All but the first have what they need to read the passes."""

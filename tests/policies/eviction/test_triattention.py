@@ -36,6 +36,8 @@ from tests.policies.eviction.kept_sets import RATIO, assert_published
 from tests.policies.steps import stored
 from tests.tiny_models import tiny_gates, tiny_model, tiny_statistics
 
+pytestmark = pytest.mark.slow
+
 GROUP = 2
 
 
@@ -139,7 +141,6 @@ def answered(model, policy, prompt):
     return blocks[-1].cache, np.concatenate([block.tokens[0] for block in blocks])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "rounds"),
     [

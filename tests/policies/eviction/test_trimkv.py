@@ -26,6 +26,8 @@ from tests.policies.eviction.kept_sets import RATIO, assert_published
 from tests.policies.steps import step, stored
 from tests.tiny_models import tiny_model, tiny_retention_gates
 
+pytestmark = pytest.mark.slow
+
 UNREAD = object.__new__(Readout)
 """A readout that nothing is read from."""
 PREFIX = "model.layers.{}.self_attn.retention_gate."
@@ -182,7 +184,6 @@ def test_all_layers_and_heads_of_dbtrimkv_share_a_budget(model, prompts):
                 np.testing.assert_allclose(entries(cache, layer, b, head), c.k[head][mask], atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["every", "position"])
 def test_scores_decay_with_age_in_answers(model, prompts, when):
     """The first layer's hidden states depend on nothing but the tokens. Each entry keeps its β and its position when

@@ -57,6 +57,7 @@ def test_an_eviction_writes_a_bias_within_any_wrapper(wrap):
         assert (bias == -2).all()
 
 
+@pytest.mark.slow
 def test_positions_are_written_for_methods_that_name_them():
     """An admission has dropped tokens in between, and an entry is still the token that its position says."""
     model = tiny_model()

@@ -156,6 +156,7 @@ def test_the_summary_of_a_run_without_scorers_names_no_gates(tmp_path):
     assert "goes on" not in fixed
 
 
+@pytest.mark.slow
 def test_a_cache_of_all_tokens_has_no_divergence(uptrained):
     """With a cache that holds every token, the student equals the teacher."""
     recipe = ConstantCache(phase="sparsify", **SIZES | {"max_entries": 64})
