@@ -49,6 +49,9 @@ class Running:
         } | sizes
         tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
         self.engine = Engine(model(), policy, tokenizer=tokenizer, **sizes)
+        if wait:
+            # it takes longer than the answers of these tests; tests/engine/test_warm_up.py tests it
+            self.engine.warm_up = lambda **_: None
         self.server = Server(self.engine, tokenizer, NAME, queue=queue, key=key, grammar=grammar())
         self._uvicorn = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_level="warning"))
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
