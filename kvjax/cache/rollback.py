@@ -23,6 +23,7 @@ class Mark:
 
     layers: LayerCache
     seen: Int[Array, " b"]
+    origin: Int[Array, " b"]
     observations: Any
     free: Int[Array, " p"]
     free_count: Int[Array, " shards"]
@@ -52,8 +53,8 @@ def marked(cache: Cache) -> Mark:
         None if capped else jax.shard_map(rings, out_specs=spec)(pages.pool, cache.layers.page_table)
     )
     mark = Mark(
-        cache.layers, cache.seen, cache.observations, pages.free, pages.free_count, pages.bounds, pages.metadata,
-        window_pages, pages.pool if capped else None, cache.sliding, cache.dropped_slots,
+        cache.layers, cache.seen, cache.origin, cache.observations, pages.free, pages.free_count, pages.bounds,
+        pages.metadata, window_pages, pages.pool if capped else None, cache.sliding, cache.dropped_slots,
     )  # fmt: skip
     return jax.tree.map(jnp.copy, mark)
 
@@ -66,7 +67,7 @@ def rolled_back(cache: Cache, mark: Mark) -> Cache:
         pool = _with_rings(cache.pages.pool, mark.layers.page_table, mark.rings)
     of_pages = {name: getattr(mark, name) for name in ("free", "free_count", "bounds", "metadata")}
     pages = dataclasses.replace(cache.pages, pool=pool, **of_pages)
-    names = "layers", "seen", "observations", "sliding", "dropped_slots"
+    names = "layers", "seen", "origin", "observations", "sliding", "dropped_slots"
     of_cache = {name: getattr(mark, name) for name in names}
     return dataclasses.replace(cache, pages=pages, **of_cache)
 

@@ -102,7 +102,8 @@ def test_shrinking_the_batch_does_not_change_answers(model, contexts, policy, sl
         records = {"pace": pace, "watch": Stopwatch()}
         with footprint_log() as log:
             copy = jax.tree.map(jnp.copy, cache)
-            answers, _ = answer(model, policy.compile(model), copy, questions, stop=(), **records)
+            answers, restored = answer(model, policy.compile(model), copy, questions, stop=(), **records)
+        assert jax.tree.map(jnp.shape, restored) == jax.tree.map(jnp.shape, cache)  # for further questions
         ran = np.array([call.tokens for call in log]) > 0
         held = np.where(ran, [call.held for call in log], 0)
         return [reply.tokens.tolist() for reply in answers], held, ran, pace.tokens
