@@ -8,6 +8,7 @@ from jaxtyping import Int
 
 from kvjax.tasks.prompt import Example, ExampleQuestion
 from kvjax.tasks.ruler.writer import generator
+from kvjax.tasks.splits import CALIBRATION_SEED, FIRST_SEED
 
 RESERVED = 32
 OPENING = "Below are numbered documents. You will be asked a question that some of them answer.\n\n"
@@ -54,8 +55,11 @@ class QuestionAnswering:
 
     def write(self, seed: int, units: int) -> Example:
         rng = generator(self, seed)
-        order = np.random.default_rng(0).permutation(len(self.questions))
-        asked = self.questions[order[seed % len(order)]]
+        run, index = divmod(seed, FIRST_SEED)
+        if index >= CALIBRATION_SEED:
+            index = CALIBRATION_SEED - 1 - index  # from the end
+        order = np.random.default_rng(run).permutation(len(self.questions))
+        asked = self.questions[order[index % len(order)]]
         given, near = np.array(asked.given), rng.permutation(np.array(asked.near, int))
         anywhere = rng.permutation(len(self.documents))
         anywhere = anywhere[~np.isin(anywhere, np.concatenate([given, near]))]

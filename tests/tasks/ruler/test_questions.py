@@ -5,6 +5,7 @@ from collections import Counter
 
 from kvjax.tasks.ruler import make_ruler_task
 from kvjax.tasks.ruler.questions import DataQuestion, QuestionAnswering
+from kvjax.tasks.splits import Split
 
 
 def documents(sample):
@@ -30,6 +31,20 @@ def test_given_documents_come_first_then_near_ones_then_others():
     # once all documents are used, all except the question's own are used again
     again = Counter(text[0] for text in documents(writer.write(0, 30 + 2 * 133 + 13)))
     assert again == Counter("ab" + "cdefg" * 2 + "fg")
+
+
+def test_no_question_is_both_compared_and_calibrated_on():
+    """The seeds of both are apart by a multiple of the number of questions."""
+    questions = tuple(DataQuestion(f"{i}?", ("x",), (0,), (1,)) for i in range(100))
+    writer = QuestionAnswering("qa_1", ("a b", "c d"), questions)
+
+    def asked(split, count):
+        return [writer.write(split.first + i, 9).questions[0].text for i in range(count)]
+
+    runs = [asked(Split(seed, 30), 30) for seed in (0, 1)]
+    chosen = asked(Split(0, 30, calibration=True), 4) + asked(Split(0, 30, calibration=True, skipped=4), 10)
+    assert len({*runs[0], *chosen}) == 44
+    assert runs[0] != runs[1]
 
 
 def test_questions_are_asked_of_their_own_documents(files, builtin):
