@@ -258,32 +258,29 @@ class TauSearch:
     def find(self, ratio: float) -> Policy:
         """Return the policy with the τ that keeps `ratio` of the entries.
 
-        The search starts at the original τ, or at sizes measured before. It takes growing steps of the logit until
-        `ratio` is passed, then interpolates. If the size jumps past `ratio`, it returns the policy with the nearest
-        size.
+        The search starts at the original τ, takes growing steps of the logit until `ratio` is passed, then
+        interpolates. If the size jumps past `ratio`, it returns the policy with the nearest size. The result does not
+        depend on earlier searches.
 
         Raises UserError if even the highest τ keeps more.
         """
-        low = max((x for x, size in self._sizes.items() if size >= ratio), default=None)
-        high = min((x for x, size in self._sizes.items() if size < ratio), default=None)
-        step = 1.0
+        low = high = None
+        logit, nearest, step = self._start, self._start, 1.0
         for _ in range(STEPS):
-            for logit, size in self._sizes.items():
-                if abs(size - ratio) <= CLOSE * ratio:
-                    return with_tau(self._policy, _sigmoid(logit))
+            size = self._size(logit)
+            nearest = min(nearest, logit, key=lambda x: abs(self._size(x) - ratio))
+            if abs(size - ratio) <= CLOSE * ratio:
+                break
+            if logit == HIGHEST and size > ratio:
+                raise UserError(f"wgkv keeps at least {size:.3f} of the entries, got a budget of {ratio:g}")
+            low, high = (logit, high) if size >= ratio else (low, logit)
             if low is not None and high is not None:
                 logit = low + (high - low) * self._between(low, high, ratio)
             elif low is not None:
                 logit, step = min(low + step, HIGHEST), 2 * step
-            elif high is not None:
-                logit, step = max(high - step, LOWEST), 2 * step
             else:
-                logit = self._start
-            size = self._size(logit)
-            if logit == HIGHEST and size > ratio * (1 + CLOSE):
-                raise UserError(f"wgkv keeps at least {size:.3f} of the entries, got a budget of {ratio:g}")
-            low, high = (logit, high) if size >= ratio else (low, logit)
-        return with_tau(self._policy, _sigmoid(min(self._sizes, key=lambda x: abs(self._sizes[x] - ratio))))
+                logit, step = max(high - step, LOWEST), 2 * step
+        return with_tau(self._policy, _sigmoid(nearest))
 
     def _between(self, low: float, high: float, ratio: float) -> float:
         """Return the position of `ratio` between two logits, from 0 to 1, interpolating the size's logarithm."""

@@ -255,7 +255,7 @@ def test_the_tau_search_meets_the_target_size(model):
     policy = make_policy("wgkv:window=4", model=model, gates=tiny_gates(model))
     tried = []
 
-    def size_of(policy):
+    def size_of(policy, tried=tried):
         tau = float(policy.admission.tau)
         tried.append(tau)
         return float(0.02 + 0.98 * (gates >= tau).mean())
@@ -264,6 +264,8 @@ def test_the_tau_search_meets_the_target_size(model):
     for ratio in (0.4, 0.05, 0.8, 0.06):
         found = float(search.find(ratio).admission.tau)
         assert 0.02 + 0.98 * (gates >= found).mean() == pytest.approx(ratio, rel=1.1 * CLOSE)
+        # as in a run that goes on with this budget
+        assert float(TauSearch(policy, lambda p: size_of(p, [])).find(ratio).admission.tau) == found
     assert len(tried) == len(set(tried)) < 30
     with pytest.raises(UserError, match="wgkv keeps at least 0.02. of the entries, got a budget of 0.01"):
         search.find(0.01)
