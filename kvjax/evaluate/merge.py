@@ -39,8 +39,12 @@ def merge(config: EvaluateConfig) -> list[Result]:
     settings = [_settings(folder) for folder in folders]
     merged: dict[tuple[str, float, str, int], Result] = {}
     contexts: dict[tuple[str, int], str] = {}
+    named: dict[str, str] = {}
     for folder, folder_settings in zip(folders, settings, strict=True):
         _check(folder, folder_settings, settings[0], config)
+        for path, gates in folder_settings.get("named", {}).items():
+            if named.setdefault(path, gates) != gates:
+                raise UserError(f"--merge: {folder} was measured with other gates in {path} than the rest")
         if (folder / RESULTS).exists():  # a shard without work has no file
             merged |= read_results(folder / RESULTS)
     for result in merged.values():
@@ -67,14 +71,15 @@ def merge(config: EvaluateConfig) -> list[Result]:
                 shutil.copytree(folder / name, config.out / name, dirs_exist_ok=True)
     results = [merged.pop(key) for key in wanted] + list(merged.values())
     lines = [json.dumps(dataclasses.asdict(result)) + "\n" for result in results]
-    write_text(config.out / "settings.json", (shards[0] / "settings.json").read_text(encoding="utf-8"))
+    write_text(config.out / "settings.json", json.dumps(settings[-1] | {"named": named}, indent=1) + "\n")
     write_text(config.out / RESULTS, "".join(lines))
     return results
 
 
 def _check(folder: Path, settings: dict[str, Any], others: dict[str, Any], config: EvaluateConfig) -> None:
     """Raise UserError if the settings of a folder differ from those of another folder or from the command line's."""
-    if comparable(list(settings.items())) != comparable(list(others.items())):
+    ours, theirs = ({name: comparable(x[name]) for name in x if name != "named"} for x in (settings, others))
+    if ours != theirs:
         raise UserError(f"--merge: {folder} was measured with other settings than the rest")
     for name in MEASURED_WITH:
         # the default page size depends on the hardware

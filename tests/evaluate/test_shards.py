@@ -1,5 +1,6 @@
 """Tests that merged shards equal a single evaluation."""
 
+import json
 import shutil
 
 import pytest
@@ -84,6 +85,21 @@ def test_a_merge_keeps_earlier_results_and_settings(copied):
     assert lines(folder) == snapkv + [line for line in before if line not in snapkv]
     with pytest.raises(UserError, match="was measured with --question-aware False, got True"):
         main([*command, "--merge", "--question-aware"])
+
+
+def test_a_merge_joins_the_gates_that_policies_name(copied):
+    folder, command = copied
+    named = {"shard-0-of-2": {"a": "1"}, "shard-1-of-2": {"b": "2"}}
+    for name, gates in named.items():
+        file = folder / name / "settings.json"
+        settings = json.loads(file.read_text())
+        settings["model"][0] = f"/{name}/model"  # the same weights elsewhere
+        file.write_text(json.dumps(settings | {"named": gates}))
+    main([*command, "--merge"])
+    assert json.loads((folder / "settings.json").read_text())["named"] == {"a": "1", "b": "2"}
+    file.write_text(json.dumps(settings | {"named": {"a": "2"}}))
+    with pytest.raises(UserError, match="shard-1-of-2 was measured with other gates in a than the rest"):
+        main([*command, "--merge"])
 
 
 def test_the_batch_system_gives_the_shards_index(monkeypatch):
