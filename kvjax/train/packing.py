@@ -14,7 +14,7 @@ from kvjax.train.batches import TokenRows
 from kvjax.train.conversation import Conversation
 from kvjax.train.data import Data, DataRequest, open_builtin, prefetched
 from kvjax.train.documents import digest
-from kvjax.train.readers import Reader
+from kvjax.train.readers import Reader, next_to_train_on
 
 Encode = Callable[[str], Int[np.ndarray, " t"]]
 """A function that returns a document's tokens, with an end token."""
@@ -46,11 +46,12 @@ class PackedSequences(grain.IterDataset[TokenRows]):
         encode: Encode,
         rows: int,
         step_lengths: Int[np.ndarray, " steps"],
+        source: str,
         held_out: frozenset[bytes] = frozenset(),
     ):
         super().__init__()
         self.readers, self.encode, self.rows = readers, encode, rows
-        self.step_lengths, self.held_out = step_lengths, held_out
+        self.step_lengths, self.source, self.held_out = step_lengths, source, held_out
 
     def __iter__(self) -> "PackedIterator":
         return PackedIterator(self)
@@ -83,12 +84,9 @@ class PackedIterator(grain.DatasetIterator[TokenRows]):
         return np.concatenate(parts)
 
     def _open_next(self) -> None:
-        # the loop ends, since `hold_out_of_stream` found documents to train on
-        while True:
-            before, text = self._reader.get_state(), self._reader.next()
-            if text and digest(text) not in self._data.held_out:
-                self._before, self._tokens, self._taken = before, self._data.encode(text), 0
-                return
+        self._before = self._reader.get_state()
+        text = next_to_train_on(self._reader, self._data.held_out, self._data.source)
+        self._tokens, self._taken = self._data.encode(text), 0
 
     def get_state(self) -> dict[str, Any]:
         return {"step": self._step, "before": self._before, "taken": self._taken}
@@ -162,5 +160,5 @@ def open_stream(request: DataRequest) -> Data:
     validation = request.validation.tolist()
     sequences, held_out = hold_out_of_stream(readers(0, 1), encode, validation, request.source)
     own_readers = functools.partial(readers, rows.group, rows.groups)
-    dataset = PackedSequences(own_readers, encode, rows.count, request.step_lengths, held_out)
+    dataset = PackedSequences(own_readers, encode, rows.count, request.step_lengths, request.source, held_out)
     return Data(prefetched(dataset), sequences)

@@ -14,12 +14,11 @@ import grain
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
-from kvjax.errors import UserError
 from kvjax.train.batches import Rows, stack
 from kvjax.train.data import FIRST_HELD_OUT, Data, DataRequest, apportion, prefetched
 from kvjax.train.documents import digest
 from kvjax.train.packing import Encode, too_little_text
-from kvjax.train.readers import Reader
+from kvjax.train.readers import Reader, next_to_train_on
 
 Labelled = dict[str, Shaped[np.ndarray, "*b t"]]
 """A sequence [t] or several [b t]: `tokens` int32; `document` int32, the index of each token's document in its
@@ -108,16 +107,7 @@ class PackIterator(grain.DatasetIterator[Labelled]):
         return self._data.finish(index, *joined(documents))
 
     def _next(self, source: int) -> str:
-        passes = 0
-        while passes < 2:  # the first pass may have started in the middle
-            text = self._readers[source].next()
-            passes += text is None
-            if text and digest(text) not in self._data.held_out:
-                return text
-        raise UserError(
-            f"--data {list(self._data.sources)[source]}: this process's share of the documents has none to train on: "
-            "give more documents, or fewer processes"
-        )
+        return next_to_train_on(self._readers[source], self._data.held_out, list(self._data.sources)[source])
 
     def get_state(self) -> dict[str, Any]:
         return {"step": self._step, "positions": [reader.get_state() for reader in self._readers]}

@@ -1,14 +1,14 @@
 """Readers of documents, from files on this machine or from a streamed hub dataset."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import UserError, warn
 from kvjax.files import is_there
 from kvjax.train.conversation import document
-from kvjax.train.documents import KINDS, Check, Documents
+from kvjax.train.documents import KINDS, Check, Documents, digest
 
 MAX_BAD, MAX_BAD_SHARE = 10, 0.01
 """The number of records of a streamed dataset that may be bad: a constant, plus a share of the records read."""
@@ -25,6 +25,23 @@ class Reader(Protocol):
     def get_state(self) -> Any: ...
 
     def set_state(self, state: Any) -> None: ...
+
+
+def next_to_train_on(reader: Reader, held_out: Collection[bytes], source: str) -> str:
+    """Return the reader's next text whose digest is not in `held_out`.
+
+    Raises UserError if two passes over the documents have none: the first may have started in the middle.
+    """
+    passes = 0
+    while passes < 2:
+        text = reader.next()
+        passes += text is None
+        if text and digest(text) not in held_out:
+            return text
+    raise UserError(
+        f"--data {source}: this process's share of the documents has none to train on: give more documents, or fewer "
+        "processes"
+    )
 
 
 class FileReader:

@@ -11,7 +11,7 @@ from kvjax.errors import UserError
 from kvjax.train.batches import Rows
 from kvjax.train.conversation import Conversation
 from kvjax.train.data import DataRequest
-from kvjax.train.documents import Documents
+from kvjax.train.documents import Documents, digest
 from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream, open_stream
 from kvjax.train.readers import FileReader
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -40,7 +40,7 @@ def test_sequences_are_consecutive_parts_of_the_stream(path):
     encode = StreamEncoder(byte_tokenizer())
     stream = in_order(path, encode)
     lengths = np.array([16, 16, 8, 16])
-    steps = list(PackedSequences(readers(path), encode, 2, lengths))
+    steps = list(PackedSequences(readers(path), encode, 2, lengths, "x"))
     assert [x.shape for x in steps] == [(2, length) for length in lengths]
     actual = np.concatenate([x.reshape(-1) for x in steps])
     np.testing.assert_array_equal(actual, stream[: len(actual)])
@@ -52,14 +52,14 @@ def test_a_second_pass_follows_the_first(path):
     encode = StreamEncoder(byte_tokenizer())
     stream = in_order(path, encode)
     size = len(stream) + 5
-    (sequence,) = PackedSequences(readers(path), encode, 1, np.array([size]))
+    (sequence,) = PackedSequences(readers(path), encode, 1, np.array([size]), "x")
     np.testing.assert_array_equal(sequence[0], np.concatenate([stream, stream[:5]]))
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 6])
 def test_reading_resumes_exactly_from_a_json_position(path, stop):
     encode = StreamEncoder(byte_tokenizer())
-    dataset = PackedSequences(readers(path), encode, 2, np.full(8, 13))
+    dataset = PackedSequences(readers(path), encode, 2, np.full(8, 13), "x")
     steps, running = list(dataset), iter(dataset)
     for _ in range(stop):
         next(running)
@@ -87,7 +87,7 @@ def test_processes_read_disjoint_documents(path):
     encode = StreamEncoder(byte_tokenizer())
     decoded = [
         byte_tokenizer().decode(
-            next(iter(PackedSequences(readers(path, g, 2), encode, 1, np.array([90]))))[0]
+            next(iter(PackedSequences(readers(path, g, 2), encode, 1, np.array([90]), "x")))[0]
         )
         for g in range(2)
     ]
@@ -105,6 +105,18 @@ def test_too_little_text_is_an_error_of_one_line(tmp_path, documents, purpose):
         UserError, match=rf"there are \d+ tokens {purpose} which fill no sequence of --lengths 800"
     ):
         hold_out_of_stream(reader, StreamEncoder(byte_tokenizer()), [800], "texts.jsonl")
+
+
+def test_a_process_without_documents_to_train_on_ends_with_an_error(tmp_path):
+    path = Path(texts(tmp_path, TEXTS[:2]))
+    held_out = frozenset({digest(Documents(path, 0, 10_000)[1])})
+    stream = PackedSequences(
+        readers(path, 1, 2), StreamEncoder(byte_tokenizer()), 1, np.array([8]), "x", held_out
+    )
+    with pytest.raises(
+        UserError, match="--data x: this process's share of the documents has none to train on"
+    ):
+        next(iter(stream))
 
 
 RECORD = {
