@@ -72,7 +72,7 @@ class DocumentQuestions:
         description = self.documents.describe(
             split, f"contexts of {length} tokens with {QUESTIONS} questions each"
         )
-        return [inputs.encode(example) for example in sample_items(examples, split.seed, count, description)]
+        return [inputs.encode(example) for example in sample_items(examples, split, count, description)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class DocumentText:
             raise UserError(f"text: {length} tokens are too few, at least {opening + 2 * PARTS} are needed")
         candidates = passages(self.documents.for_split(split), length - opening)
         description = self.documents.describe(split, f"passages of {length} tokens")
-        texts = sample_items(candidates, split.seed, count, description)
+        texts = sample_items(candidates, split, count, description)
         # a passage may be a few tokens longer than the sum of its paragraphs
         tokens = (encode(Example(text, ())).context[:length] for text in texts)
         return [continuation(ids) for ids in tokens]

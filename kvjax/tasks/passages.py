@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.files import is_there, read_text
+from kvjax.tasks.splits import Split
 
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 LEAST = 0.9
@@ -99,8 +100,8 @@ def _passages(document: Document, length: int) -> list[str]:
     return texts
 
 
-def sample_items(items: Sequence[Item], seed: int, count: int, description: str) -> list[Item]:
-    """Return `count` different items, chosen at random with the seed.
+def sample_items(items: Sequence[Item], split: Split, count: int, description: str) -> list[Item]:
+    """Return `count` different items, chosen at random with the split's seed.
 
     Raises UserError if there are fewer. description: the items and their source, for the error.
     """
@@ -108,4 +109,5 @@ def sample_items(items: Sequence[Item], seed: int, count: int, description: str)
         raise UserError(
             f"{description}: found {len(items)}, needed {count}; give more text or shorter contexts"
         )
-    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))[:count]]
+    order = np.random.default_rng(split.seed).permutation(len(items))
+    return [items[i] for i in (order[-count:] if split.skipped else order[:count])]

@@ -29,7 +29,8 @@ class Split:
     calibration: bool = False
     """True for calibration contexts."""
     skipped: int = 0
-    """The number of seeds that are skipped, if contexts are made from seeds."""
+    """The number of calibration contexts that were used before. If contexts are not made from seeds, those at the end
+    are taken instead of the first, so that they differ if there are enough."""
 
     @property
     def first(self) -> int:
@@ -40,7 +41,8 @@ class Split:
     def take_published(
         self, items: Sequence[Item], count: int, where: str, description: str
     ) -> Sequence[Item]:
-        """Return `count` items of a published dataset: the first ones to compare, or the next ones to calibrate on.
+        """Return `count` items of a published dataset: the first ones to compare, or the next ones to calibrate on, or
+        the last ones if some of these were used before.
 
         Raises UserError if there are too few. where: the source of the items; description: the items, as a plural.
         """
@@ -51,4 +53,4 @@ class Split:
                 f"{where}: there are {len(items)} {description}, needed {self.compared} to compare{extra}; give fewer "
                 "--samples"
             )
-        return items[first : first + count]
+        return items[-count:] if self.skipped else items[first : first + count]

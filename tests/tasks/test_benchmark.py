@@ -65,13 +65,15 @@ def test_calibration_uses_the_samples_after_those_compared():
     dataset = benchmark("a", "b", "c", count=2)
     assert dataset.answers(99) == 2
 
-    def letters(split, count):
+    def letters(split, count, dataset=dataset):
         return byte_tokenizer().decode(
             [int(sample.context[0]) for sample in dataset.samples(split, count, 99)]
         )
 
     assert letters(Split(0, 2), 2) == "ab"
     assert letters(Split(0, 2, calibration=True), 1) == "c"
+    more = benchmark("a", "b", "c", "d", "e")
+    assert letters(Split(0, 2, calibration=True, skipped=1), 2, more) == "de"
     with pytest.raises(
         UserError, match="--data x: there are 3 samples of test, needed 2 to compare and 2 more to cal"
     ):
