@@ -126,8 +126,8 @@ class PromptEncoder:
         return Sample(context, tuple(questions), separable, conversation=example.conversation)
 
     def _question(self, question: ExampleQuestion, before: str, chat: bool) -> Question:
-        """Return the question as token ids after the text `before`. Its right answer has all expected strings, or only
-        the first if not all are needed."""
+        """Return the question as token ids after the text `before`. Its right answer has the first expected string, or
+        all if that one alone is not right."""
 
         def score(tokens: Tokens) -> float:
             return question.score(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
@@ -135,7 +135,9 @@ class PromptEncoder:
         text = question.text + question.answer_prefix
         if chat:
             text = question.text + self._after + question.answer_prefix.lstrip()
-        right = ", ".join(question.expected if question.scoring == "all" else question.expected[:1])
+        right = ", ".join(question.expected[:1])
+        if len(question.expected) > 1 and question.score(right) < 1:
+            right = ", ".join(question.expected)
         space = "" if text[-1:].isspace() else " "
         return Question(
             self._ids_after(before[-REACH:], text),

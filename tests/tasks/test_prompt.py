@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.tasks import Example, ExampleQuestion, PromptEncoder
-from kvjax.tasks.prompt import prompt_size
+from kvjax.tasks.prompt import all_present, prompt_size
 from kvjax.tasks.ruler import make_ruler_task
 
 
@@ -103,12 +103,14 @@ def test_the_template_size_excludes_the_users_text(plain, chat):
 
 def test_the_right_answer_is_encoded_as_a_continuation(plain):
     """The answer has all expected strings, or the first one where any of them is enough."""
-    questions = question(), question(scoring="any"), question("Why?\n", "", ("7",))
+    share = question(scoring=lambda answer, expected: all_present(answer, expected))
+    questions = question(), question(scoring="any"), question("Why?\n", "", ("7",)), share
     prompt = PromptEncoder(plain)(Example("Some text.\n", questions))
     assert [plain.decode(answer.tolist()) for answer in (q.answer for q in prompt.questions)] == [
         " Abc, 12",
         " Abc",
         "7",
+        " Abc, 12",
     ]
     whole = plain.encode("Some text.\nWhat is x?\nIt is Abc, 12").ids
     assert [*prompt.context, *prompt.questions[0].prompt, *prompt.questions[0].answer] == whole
