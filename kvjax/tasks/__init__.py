@@ -15,7 +15,7 @@ their published form; text_scores: their metrics of texts; benchmark: their samp
 
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary, heldout_files
 from kvjax.tasks.copy import Copy
-from kvjax.tasks.mixture import Mixture, mixture, pack
+from kvjax.tasks.mixture import Mixture, pack
 from kvjax.tasks.needle import Needle
 from kvjax.tasks.prompt import Example, ExampleQuestion, PromptEncoder
 from kvjax.tasks.recall import Recall
@@ -42,6 +42,5 @@ __all__ = [
     "builtin_text",
     "builtin_vocabulary",
     "heldout_files",
-    "mixture",
     "pack",
 ]

@@ -71,14 +71,6 @@ def builtin_mixture() -> Mixture:
     return Mixture(builtin_vocabulary(), builtin_text("train"))
 
 
-def mixture(seed: int, index: int, length: int) -> Int[np.ndarray, " t"]:
-    """Return sequence `index` of stream `seed` for training gates on the built-in model: int32 [length].
-
-    Evaluation uses other text.
-    """
-    return builtin_mixture()(seed, index, length)[0]
-
-
 def pack(sample: Sample, length: int, end: int) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
     """Return a training sequence of `length` tokens: the context, the questions with answers that fit, and padding.
 

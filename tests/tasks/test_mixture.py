@@ -9,9 +9,9 @@ from kvjax.tasks import (
     Question,
     Sample,
     builtin_text,
-    mixture,
     pack,
 )
+from kvjax.tasks.mixture import builtin_mixture
 
 
 def test_pack_puts_questions_after_the_context_and_weighs_answers():
@@ -35,7 +35,7 @@ def test_the_mixture_is_deterministic_and_weighs_only_answers(vocabulary):
     seen = set()
     for index in range(40):
         tokens, weights = stream(0, index, 256)
-        np.testing.assert_array_equal(tokens, mixture(0, index, 256))
+        np.testing.assert_array_equal(tokens, builtin_mixture()(0, index, 256)[0])
         assert tokens.shape == weights.shape == (256,)
         answers = tokens[weights > 0]
         assert (answers < vocabulary.ordinary).all()
