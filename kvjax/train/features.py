@@ -103,7 +103,8 @@ class FolderStore:
         arrays = {name: [list(shape), jnp.dtype(x).name] for name, (shape, x) in layout.arrays.items()}
         expected = {"version": VERSION, **manifest, "arrays": arrays, "positions": list(sizes)}
         check_manifest(folder, expected, "these targets", "--targets")
-        missing = [n for index, n in enumerate(self.sizes) if index not in self.finished]
+        finished = self.finished  # looks at every folder
+        missing = [n for index, n in enumerate(self.sizes) if index not in finished]
         remedy = "train on fewer contexts, or name a folder elsewhere (--targets)"
         description = f"the targets of {sum(missing)} positions"
         check_disk_space(folder, sum(missing) * layout.bytes, description, remedy)
