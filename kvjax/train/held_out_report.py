@@ -18,6 +18,7 @@ from kvjax.errors import UserError
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import default_chunk
 from kvjax.evaluate.measuring import MeasureSettings, measure
+from kvjax.files import write_text
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.tasks.registry import open_task
@@ -171,11 +172,12 @@ def write(
         "soft_distillation": soft,
         "rates": rates.tolist(),
     }
-    (folder / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (folder / "report.md").write_text(
+    write_text(folder / "report.json", json.dumps(figures, indent=1) + "\n")
+    write_text(
+        folder / "report.md",
         f"# Held-out text against KV size\n\n{table(rows, soft)}\n\nThe score of {TEXT}: {SAME_AS_FULL}. "
         "Distillation: the mean squared difference of final hidden states from full attention's, over whole held-out "
-        f"sequences.\n\n{notes}\n"
+        f"sequences.\n\n{notes}\n",
     )
     panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     for row in rows:

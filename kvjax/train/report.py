@@ -20,6 +20,7 @@ from kvjax.evaluate.calibrated import PatternSearch, orders
 from kvjax.evaluate.config import default_chunk
 from kvjax.evaluate.measuring import Measurement, MeasureSettings, measure
 from kvjax.evaluate.teacher_forcing import TeacherForcing
+from kvjax.files import write_text
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.tasks import Copy, Needle, Recall, Sample, builtin_task
@@ -186,12 +187,12 @@ def write(
 ) -> None:
     """Write `report.json`, `report.md`, `tradeoff.png` and `heads.png` into `out`."""
     figures = {"rows": [dataclasses.asdict(row) for row in rows], "rates": rates.tolist()}
-    (out / "report.json").write_text(json.dumps(description | figures, indent=1) + "\n")
+    write_text(out / "report.json", json.dumps(description | figures, indent=1) + "\n")
     choices = {
         f"{row.method} on {row.task}, chosen on other contexts": row.choice for row in rows if row.choice
     }
     notes = "\n".join(f"- {key}: {value}" for key, value in (choices | description).items())
-    (out / "report.md").write_text(f"# Accuracy against KV size\n\n{table(rows)}\n\n{notes}\n")
+    write_text(out / "report.md", f"# Accuracy against KV size\n\n{table(rows)}\n\n{notes}\n")
     panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     for row in rows:
         title = f"{row.task}, {row.context} tokens, {row.answers} answers"
