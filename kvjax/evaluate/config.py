@@ -120,7 +120,7 @@ class EvaluateConfig:
     """Contests: the --out folder of another evaluation, whose full cache is the reference for relative recovery. By
     default it is the full cache of this evaluation."""
     chat: bool = True
-    """RULER, documents and contests: use the tokenizer's chat template if it has one."""
+    """Use the tokenizer's chat template, if it has one and the task allows it."""
     seed: int = 0
     """Seed of the contexts and of all random choices."""
     batch: int = 16

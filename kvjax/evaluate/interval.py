@@ -9,7 +9,9 @@ from scipy.special import stdtrit
 CONFIDENCE = 0.95
 
 
-def mean_interval(right: Sequence[float], answers: Sequence[int]) -> tuple[float, float]:
+def mean_interval(
+    right: Sequence[float] | np.ndarray, answers: Sequence[int] | np.ndarray
+) -> tuple[float, float]:
     """Return the 95% interval of the mean score.
 
     It is Wilson's interval for the effective number of answers, which is their number divided by the design effect

@@ -4,18 +4,13 @@ This is KVPOP's evaluation (Sec. 2.2 and Table 1, which do not say how answers a
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvjax.evaluate.answering import Answer
 from kvjax.evaluate.measuring import Measurement, MeasureSettings, Tally, groups
-from kvjax.files import write_text
-from kvjax.inference.answers import decoded
 from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.generate import stream
 from kvjax.models.decoder import Decoder
@@ -69,33 +64,6 @@ def measure_contest(
     return dataclasses.replace(tally.total(), interval=None, drawn=tally.contest_statistics(sampling.draws))
 
 
-def write_answers(
-    file: Path, problems: Sequence[Sample], outputs: Sequence[Sequence[Tokens]], tokenizer: Any
-) -> None:
-    """Write a JSON line for each answer of `measure_contest`, in its order, for people to read. Makes the folder.
-
-    A line has the problem, the answer's index, the true answer, the conclusion of the model's answer (`said`), whether
-    it was cut off, its number of tokens, and its text.
-    """
-    draws, rows = len(outputs) // len(problems), []
-    for index, (tokens,) in enumerate(outputs):
-        (question,) = problems[index // draws].questions
-        assert question.concluded is not None
-        rows.append(
-            {
-                "problem": question.kind,
-                "draw": index % draws,
-                "true": tokenizer.decode(question.answer.tolist()),
-                "said": question.concluded(tokens),
-                "cut": len(tokens) == question.answer_tokens,
-                "tokens": len(tokens),
-                "text": decoded(tokenizer, tokens),
-            }
-        )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-
-
 def _answer_group(
     tally: Tally,
     model: Decoder,
@@ -128,5 +96,5 @@ def _answer_group(
     for tokens in map(np.concatenate, zip(*parts, strict=True)):
         ended = bool(np.isin(tokens[-1], model.config.eos_ids))
         answers.append(Answer(as_tokens(tokens[: len(tokens) - ended]), 0.0, cut=not ended))
-    tally.add_entries(cache, policy, len(group))
+    tally.add_entries(cache, policy, [index for index, _ in group])
     tally.add_answers(questions, answers, log)

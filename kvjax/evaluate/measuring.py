@@ -301,6 +301,8 @@ class Tally:
     def __init__(self):
         self._scores: dict[str, list[float]] = defaultdict(list)
         self._outputs: list[list[Tokens]] = []
+        self._sources: list[int] = []
+        """Index of the original context of each context (`Sample.source`)."""
         self._right: list[float] = []
         """Sum of the scores of each context."""
         self._counts: list[int] = []
@@ -322,7 +324,9 @@ class Tally:
         """
         if policy.compacts_answers:
             raise UserError(f"{policy.name} compacts while decoding, which only contests measure")
-        tokens = self.add_entries(reading.cache, policy, len(group))
+        first = len(self._outputs)
+        sources = [first + row if x.source is None else x.source for row, x in enumerate(group)]
+        tokens = self.add_entries(reading.cache, policy, sources)
         self.reading.add(tokens, reading.seconds, reading.compiled)
         decoding, cache = for_answers(model, policy, reading.cache)
         before = [as_tokens([])] * len(group)
@@ -338,11 +342,17 @@ class Tally:
                 for q, reply in zip(questions, group_answers, strict=True)
             ]
 
-    def add_entries(self, cache: Cache, policy: Policy, count: int) -> int:
-        """Add the entries of a group of `count` contexts in a cache. Returns the number of their tokens."""
+    def add_entries(self, cache: Cache, policy: Policy, sources: Sequence[int]) -> int:
+        """Add the entries of a group of contexts in a cache. Returns the number of their tokens.
+
+        sources: the index of the original context of each (`Sample.source`). Answers about one original context are
+        alike, which the interval takes into account.
+        """
+        count = len(sources)
         sizes = caches.stats(cache, count)
         local = np.minimum(sizes.tokens, policy.window - 1)
         self._outputs += [[] for _ in range(count)]
+        self._sources += sources
         self._right += [0.0] * count
         self._counts += [0] * count
         self._entries.append(sizes.entries.sum(1))
@@ -388,7 +398,9 @@ class Tally:
         footprint, footprint_held, peak = np.mean(self._footprints, 0)
         return Measurement(
             score=float(np.mean(all_scores)),
-            interval=mean_interval(self._right, self._counts),
+            interval=mean_interval(
+                np.bincount(self._sources, self._right), np.bincount(self._sources, self._counts)
+            ),
             by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
             answers=self._answers + self._forced_tokens,
             perplexity=math.exp(-self._log_likelihood / self._forced_tokens) if self._forced_tokens else None,

@@ -16,6 +16,7 @@ from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.recovery import Recovery, dense_results, recovery
 from kvjax.evaluate.results import BUDGET, LAMBDA, Result
+from kvjax.files import write_text
 from kvjax.policies.make import format_policy, parse_policy
 from kvjax.tasks.registry import suite_of
 
@@ -41,7 +42,7 @@ def report(config: EvaluateConfig, results: Sequence[Result], command: str) -> s
     ]
     tables = "\n\n".join([*_overviews(results, dense), *scores, *_choices(results), *_speeds(results)])
     text = f"# Policies compared\n\n{_about(config, results)}\n\n{tables}\n\n{_environment(command)}\n"
-    (config.out / "report.md").write_text(text, encoding="utf-8")
+    write_text(config.out / "report.md", text)
     _draw(config.out, results)
     return tables
 
@@ -280,10 +281,11 @@ def _thresholds(results: Sequence[Result], full: float | None) -> list[str]:
             f"| {result.policy} | {result.at} | {result.gates} | {tau} | {result.kv_ratio:.3f} | "
             f"{_score_and_footprint(result)} |"
         )
-    swept = [(result.footprint, result.score) for result in gated if result.sized_by == LAMBDA]
-    if swept and full:
-        crossing = critical_footprint(swept, full, CRITICAL_SHARE)
-        lines += ["", f"wgkv: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {crossing}."]
+    for name, swept in _by_policy([result for result in gated if result.sized_by == LAMBDA]).items():
+        if full:
+            points = [(result.footprint, result.score) for result in swept]
+            crossing = critical_footprint(points, full, CRITICAL_SHARE)
+            lines += ["", f"{name}: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {crossing}."]
     return lines
 
 

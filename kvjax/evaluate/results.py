@@ -20,10 +20,12 @@ from kvjax.evaluate.gates import describe_gates
 from kvjax.evaluate.measuring import ContestStatistics, Measurement
 from kvjax.evaluate.sized_tasks import SizedTask
 from kvjax.files import write_text
+from kvjax.inference.answers import decoded
 from kvjax.models.decoder import Decoder
 from kvjax.policies import HeadPattern
 from kvjax.policies.admission.pattern_folder import pattern_digest
 from kvjax.tasks.registry import suite_of
+from kvjax.tasks.sample import Sample, Tokens
 
 MEASURED_WITH = (
     *("samples", "chunk", "observed", "question_aware", "chat", "seed", "batch", "capacity", "page_size"),
@@ -37,9 +39,7 @@ READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
 HEADS_FOLDER = "heads"
 """The folder of the measured importance of heads."""
 ANSWERS_FOLDER = "answers"
-"""The folder of the answers to contests."""
-
-
+"""The folder of the answers."""
 LAMBDA, BUDGET, NOTHING = "λ", "budget", "nothing"
 """The meanings of a budget, the values of `Result.sized_by`."""
 FULL = "full"
@@ -289,6 +289,29 @@ class Results:
             out.flush()
             os.fsync(out.fileno())
         self.finished[result.key] = result
+
+
+def write_answers(
+    file: Path, samples: Sequence[Sample], outputs: Sequence[Sequence[Tokens]], tokenizer: Any
+) -> None:
+    """Write a JSON line for each answer of a measurement, for people to read. Makes the folder.
+
+    A line has the index of the context, the question's kind, the true answer, the score, and the answer's text and
+    number of tokens. Lines of contests also have the answer's index, its conclusion (`said`), and whether it was cut
+    off.
+    """
+    draws, rows = len(outputs) // len(samples), []
+    for index, answers in enumerate(outputs):
+        context, draw = divmod(index, draws)
+        for question, tokens in zip(samples[context].questions, answers, strict=True):
+            row = {"context": context, "kind": question.kind, "true": decoded(tokenizer, question.answer)}
+            cut = question.concluded is not None and len(tokens) == question.answer_tokens
+            if question.concluded is not None:
+                row |= {"draw": draw, "said": question.concluded(tokens), "cut": cut}
+            row |= {"score": 0.0 if cut else question.score(tokens), "tokens": len(tokens)}
+            rows.append(row | {"text": decoded(tokenizer, tokens)})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def read_results(file: Path) -> dict[tuple[str, float, str, int], Result]:

@@ -23,7 +23,7 @@ from kvjax.evaluate.calibrated import (
 from kvjax.evaluate.compared import Compared, compared_policies
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.gates import describe_gates, gates_for
-from kvjax.evaluate.long_answers import SamplingSettings, measure_contest, write_answers
+from kvjax.evaluate.long_answers import SamplingSettings, measure_contest
 from kvjax.evaluate.measuring import (
     Measurement,
     MeasureSettings,
@@ -33,7 +33,7 @@ from kvjax.evaluate.measuring import (
     measured_alone,
     read,
 )
-from kvjax.evaluate.results import ANSWERS_FOLDER, HEADS_FOLDER, Result, Results, result_of
+from kvjax.evaluate.results import ANSWERS_FOLDER, HEADS_FOLDER, Result, Results, result_of, write_answers
 from kvjax.evaluate.sized_tasks import SizedTask, calibration_samples
 from kvjax.evaluate.sizing import (
     Sizing,
@@ -205,8 +205,7 @@ class Evaluation:
                 for budget, candidate in zip(budgets, candidates, strict=True):
                     measured = next(together) if together else self._measure(candidate.policy, task, settings)
                     result = result_of(compared, budget, candidate, task, measured, self.config)
-                    if task.is_contest:
-                        self._write_answers(result, task, measured)
+                    self._write_answers(result, task, measured)
                     yield result
         except UserError as error:
             raise UserError(f"{', '.join(group.budgets)} on {task.name}: {error}") from None
@@ -296,8 +295,11 @@ def reading_key(compared: Compared, policy: Policy, gates: str | None) -> object
     compacts_at_other_times = policy.schedule is not None and policy.schedule.trigger.when != "prompt"
     if compacts_at_other_times or measured_alone(policy):
         return None
+    page_size = caches.default_page_size(
+        selects=policy.selection is not None
+    )  # a selection may need smaller pages
     if policy.stores_all:
-        return True
+        return page_size
     if compared.combines_gates and compared.gated_method == WGKV.name:
-        return gates, policy.window, wgkv_tau(policy)
+        return page_size, gates, policy.window, wgkv_tau(policy)
     return None

@@ -87,7 +87,7 @@ def test_answers_are_written_for_reading(evaluated):
             evaluated / "answers" / f"aime_2024-{LENGTH}-{result['policy']}-{result['budget']:g}.jsonl"
         ).read_text()
         rows = [json.loads(line) for line in file.splitlines()]
-        places = [(row["problem"], row["draw"], row["true"]) for row in rows]
+        places = [(row["kind"], row["draw"], row["true"]) for row in rows]
         assert places == [(f"2024-{i}", draw, str(2 * i)) for i in (1, 2) for draw in (0, 1)]
         assert sum(row["cut"] for row in rows) == 4 * result["drawn"]["cut"]
         assert all(row["said"] is None and row["text"] and row["tokens"] for row in rows)

@@ -185,7 +185,7 @@ def test_only_observing_methods_read_a_known_question(unnormed):
     observes it."""
     random = np.random.default_rng(2)
     questions = [Question(random.integers(0, 61, 5), random.integers(0, 61, 3), "any") for _ in range(2)]
-    aware = question_aware([Sample(random.integers(0, 61, 30), (question,)) for question in questions])
+    aware = question_aware([Sample(random.integers(0, 61, 30), tuple(questions))])
     policies = [
         [make_policy("full", model=unnormed)],
         [make_policy("knorm:ratio=0.5", model=unnormed)],
@@ -197,6 +197,7 @@ def test_only_observing_methods_read_a_known_question(unnormed):
     for found in (alone, together):
         for (policy,), measured in zip(policies[:2], found[:2], strict=True):
             want = measure(unnormed, policy, unknown, MeasureSettings())
+            assert measured.interval == (0, 1), "both questions are about one context"
             for name in ("outputs", "footprint", "footprint_held", "peak", "kv_ratio"):
                 np.testing.assert_array_equal(
                     getattr(measured, name), getattr(want, name), f"{policy.name} {name}"

@@ -60,6 +60,19 @@ def test_every_result_is_a_line(evaluated):
 
 
 @pytest.mark.slow
+def test_every_answer_is_written_with_its_score(evaluated):
+    folder = evaluated[0]
+    for result in lines(folder):
+        name = f"{result['task']}-{result['context']}-{result['policy']}-{result['budget']:g}.jsonl"
+        rows = [json.loads(line) for line in (folder / "answers" / name).read_text().splitlines()]
+        assert np.mean([row["score"] for row in rows]) == pytest.approx(result["score"], abs=1e-6)
+        assert {row["kind"] for row in rows} == set(result["by_kind"])
+        if result["task"] == "needle":
+            assert len(rows) == result["samples"]
+            assert all((row["text"] == row["true"]) == (row["score"] == 1) for row in rows)
+
+
+@pytest.mark.slow
 def test_another_budget_compiles_nothing(evaluated):
     """τ is traced, so the second result of wgkv runs the first one's programs."""
     compile_counts = evaluated[1]
