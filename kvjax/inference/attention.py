@@ -126,7 +126,9 @@ def cached_attention(
         readout = Readout(
             lse, valid, pages.pool, table, layer.length, attended.chosen, scale, layer.key_scale, pages.dtype
         )
-        numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
+        # metadata that no method writes as tokens come are 0: a page may hold those of an earlier sequence
+        unwritten = {name: jnp.zeros(step.k.shape[:3], x.dtype) for name, x in layer.numbers.items()}
+        numbers = unwritten | view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
         if caches.POSITION in pages.metadata:
             numbers |= {caches.POSITION: jnp.broadcast_to(step.position[:, None], step.k.shape[:3])}
         pages, layer = attended.push(numbers)

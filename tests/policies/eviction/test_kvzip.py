@@ -2,6 +2,7 @@
 the texts of the passes."""
 
 import dataclasses
+import importlib
 
 import jax
 import numpy as np
@@ -83,8 +84,18 @@ def test_kvzip_plus_weighs_attention_by_norms(model, prompts):
             np.testing.assert_allclose(found[..., pass_.start : pass_.stop], expected, rtol=1e-4, atol=1e-7)
 
 
-def test_sinks_replace_the_prefix_as_in_kvpress(model, prompts):
-    """The first part's pass sees at most the sinks that come before it; the rest of the prefix has no score."""
+def test_sinks_replace_the_prefix_as_in_kvpress(model, prompts, monkeypatch):
+    """The first part's pass sees at most the sinks that come before it; the rest of the prefix has no score, even in
+    pages that an earlier sequence has used."""
+    module = importlib.import_module("kvjax.inference.prefill")
+    make = module.new_cache
+
+    def used(*args):
+        cache = make(*args)
+        pages = dataclasses.replace(cache.pages, metadata={"score": cache.pages.metadata["score"] + 9})
+        return dataclasses.replace(cache, pages=pages)
+
+    monkeypatch.setattr(module, "new_cache", used)
     for prefix in (2, 5):
         policy = policy_for(model, 1.0, sink=4, prefix=prefix)
         cache = prefill(model, prompts, policy=policy, page_size=PAGE)
