@@ -31,8 +31,6 @@ from kvjax.policies.schedule import Schedule
 
 TokenRows = Sequence[Int[np.ndarray, " _"]]
 """Token ids, one row per sequence."""
-ENDLESS = 2**30
-"""A number of tokens that no sequence reaches."""
 Feed = Callable[[Cache, TokenRows], tuple[Cache, Any]]
 """`feed`, bound to a model and a policy."""
 
@@ -186,9 +184,10 @@ def recurring(host: Policy, cache: Cache) -> Recurring | None:
     schedule = host.schedule
     if schedule is None or schedule.trigger.when != "position":
         return None
-    # the budget does not depend on the length, so that of a very long sequence is right for all
-    lengths = [ENDLESS] * cache.seen.shape[0]
-    stays = quota(host, cache, lengths)
+    # the budget does not depend on the length, so that of the longest is right for all: one whose sum over all heads,
+    # which may share the budget, fits into int32
+    layers, batch, heads = cache.layers.length.shape
+    stays = quota(host, cache, [(2**31 - 1) // (layers * heads)] * batch)
     how = {"over": schedule.shares.over, "ties": schedule.ties, "observed": schedule.needs.observed}
     return Recurring(stays, put(np.int32(schedule.trigger.every)), **how)
 

@@ -189,6 +189,9 @@ def test_the_decoding_loop_compacts_running_sequences_that_are_due(model, prompt
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, [prompts[0]] * 4, 0, PAGE, None)
         again = triggers.recurring(compiled.host, cache)
+        shared = make_policy("knorm:entries=10000000000,when=position,adakv.over=model", model=model)
+        most = np.asarray(triggers.recurring(shared, cache).quota.count, np.int64)
+        assert 2**31 - most[:, 0].size <= most[:, 0].sum() < 2**31  # the sum over the heads is int32
         cache = dataclasses.replace(cache, seen=put(np.array([16, 16, 15, 24], np.int32), BATCH))
         pages = dataclasses.replace(cache.pages, free_count=cache.pages.free_count * 0 - 1)
         running = put(np.array([True, False, True, True]), BATCH)
