@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from kvjax.mesh import HEADS
 from kvjax.policies.eviction import queries
+from kvjax.policies.schedule import Schedule
 from kvjax.policies.views import Stored
 from kvjax.struct import struct
 
@@ -16,6 +17,13 @@ class TOVA(queries.LastQueries):
 
     observed = 1
     name = "tova"
+
+    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
+        return (
+            ""
+            if stores_all
+            else "averages attention over the heads of a layer, which hold different tokens under an admission"
+        )
 
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         mass = queries.attention(stored)
