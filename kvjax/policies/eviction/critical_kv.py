@@ -9,6 +9,7 @@ from kvjax.errors import real_number
 from kvjax.policies.base import Eviction, State, ValueWeighted
 from kvjax.policies.budget import Threshold
 from kvjax.policies.eviction.wrapper import Wrapper
+from kvjax.policies.numbers import EXACT
 from kvjax.policies.schedule import Schedule
 from kvjax.policies.views import Stored
 from kvjax.struct import assign, changed, static, struct
@@ -62,7 +63,7 @@ def output_norm(v: Float[Array, "b k s h"], output: Float[Array, "n h d"]) -> Fl
 
     def head(weight):
         # float32 factors, because XLA cannot compute this product of bfloat16 numbers on a CPU
-        out = jnp.einsum("bksh,khd->bksd", v.astype(jnp.float32), weight.astype(jnp.float32))
+        out = jnp.einsum("bksh,khd->bksd", v.astype(jnp.float32), weight.astype(jnp.float32), **EXACT)
         return jnp.abs(out).sum(-1)
 
     # one head of a group at a time, because the outputs of all heads would take too much memory

@@ -49,7 +49,7 @@ class DropKV(queries.LastQueries):
         v = jnp.where(stored.scored[..., None], stored.v.astype(jnp.float32), 0)
 
         def change(logits):
-            p = jax.nn.softmax(logits, -1)
+            p = queries.attention_to_visible(logits)
             output = jnp.einsum("bkgws,bksh->bkgwh", p, v)
             product = jnp.einsum("bksh,bkgwh->bkgws", v, output)
             distance = _square(v)[:, :, None, None] - 2 * product + _square(output)[..., None]

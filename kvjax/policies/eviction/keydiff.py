@@ -21,4 +21,4 @@ class KeyDiff(Eviction):
         # the mean's own length does not matter to a cosine
         anchor = direction.sum(2, keepdims=True)
         anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
-        return -jnp.einsum("bksh,bkxh->bks", direction, anchor)
+        return -(direction * anchor).sum(-1)

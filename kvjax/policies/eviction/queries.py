@@ -4,12 +4,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.policies.base import Eviction, Guided, Observer
+from kvjax.policies.numbers import EXACT
 from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Shape, Step, Stored
 from kvjax.struct import changed
@@ -17,7 +19,8 @@ from pallas_kernels.attention_mass import attention_mass
 
 
 class LastQueries(Guided, Observer, Eviction):
-    """An eviction whose observation buffer holds the last `observed` queries. Their tokens always stay."""
+    """An eviction whose observation buffer holds the last `observed` queries. Their tokens stay, unless they are
+    guidance or `protected` says otherwise."""
 
     observed: int
 
@@ -67,7 +70,7 @@ def over_queries(
 
     def add_block(total, inputs):
         q, newest = inputs
-        logits = jnp.einsum("wbkgh,bksh->bkgws", q, stored.k, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("wbkgh,bksh->bkgws", q, stored.k, **EXACT)
         visible = stored.scored[:, :, None, None]
         if stored.causal:
             visible &= index <= newest[:, None]
@@ -77,6 +80,11 @@ def over_queries(
     newest = entries - window + jnp.arange(window)
     blocks = q.reshape(-1, block, *q.shape[1:]), newest.reshape(-1, block)
     return lax.scan(add_block, jnp.full_like(stored.k[..., 0], initial, jnp.float32), blocks)[0]
+
+
+def attention_to_visible(logits: Float[Array, "*r s"]) -> Float[Array, "*r s"]:
+    """Return the softmax of the logits of `over_queries`: 0 everywhere for a query that sees no entry."""
+    return jax.nn.softmax(logits, -1, where=logits > -jnp.inf)
 
 
 POOLING = {"average": (0.0, lax.add), "max": (-jnp.inf, lax.max)}

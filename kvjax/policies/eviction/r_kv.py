@@ -64,7 +64,7 @@ class RKV(queries.LastQueries):
             older &= jnp.arange(older.shape[-1]) < older.shape[-1] - self.observed
 
         def attention(logits):
-            return jax.nn.softmax(jnp.where(older[:, :, None], logits.max(2), -jnp.inf), -1)
+            return queries.attention_to_visible(jnp.where(older[:, :, None], logits.max(2), -jnp.inf))
 
         mean = queries.over_queries(stored, attention) / self.observed
         importance = queries.pooled(mean, self.pool, "max")

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.inference import prefill
 from kvjax.policies import DropKV, make_policy
 from tests.policies import published
-from tests.policies.captured import OBSERVED
+from tests.policies.captured import OBSERVED, PAGE
 from tests.policies.eviction.kept_sets import RATIO, assert_published
 from tests.policies.steps import stored
 
@@ -33,6 +34,14 @@ def scores(attention, values):
         observations=jnp.tile(jnp.log(jnp.asarray(attention)) * entries**0.5, (1, 2, 1, 1)),
     )
     return np.asarray(jax.jit(DropKV(observed=1, pool=1).score)((), view))[0, 0]
+
+
+@pytest.mark.parametrize("method", ["dropkv", "r_kv"])
+def test_a_prompt_shorter_than_the_observed_tokens_is_compacted(model, method):
+    """Some observed queries do not exist, and with R-KV there are no keys before them."""
+    policy = make_policy(f"{method}:observed=32,entries=16", model=model)
+    cache = prefill(model, [np.arange(20)], policy=policy, page_size=PAGE)
+    np.testing.assert_array_equal(cache.layers.length[:, 0], 16)
 
 
 def test_a_worked_example():
