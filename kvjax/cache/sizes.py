@@ -59,7 +59,7 @@ def pool_size(pages: int, page_bytes: int) -> int:
     same programs: to a power of two from `LEAST_POOL` to `SMALL_POOL`, and by at most an eighth above that."""
     if pages * page_bytes <= SMALL_POOL:
         return 1 << (max(1, pages, LEAST_POOL // page_bytes) - 1).bit_length()
-    step = 1 << (pages.bit_length() - 4)
+    step = 1 << max(0, pages.bit_length() - 4)
     return -(-pages // step) * step
 
 

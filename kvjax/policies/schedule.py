@@ -182,7 +182,7 @@ class Schedule:
         """Return how many of the newest of `kept` entries always stay in a context. `temporary` tokens were read after
         it only to look at it (None: the tokens of guidance). They count among the newest that the method keeps."""
         temporary = len(self.trigger.guidance) if temporary is None else temporary
-        return max(0, max(self.needs.last, int(self.needs.recent * kept)) - temporary)
+        return max(0, max(self.needs.last, rounded_down(self.needs.recent * kept)) - temporary)
 
     def protected(self, kept: int | float, local: int = 0) -> int:
         """Return how many of `kept` entries always stay. The last `local` of them are in the local window."""
