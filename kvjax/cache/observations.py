@@ -20,7 +20,7 @@ def newest(x: Float[Array, "b *k t d"], slots: int, valid: Int[Array, " b"]) -> 
     """Return the last n = min(slots, t) of a call's first `valid` tokens, in order. If `valid` is less than n,
     unspecified tokens follow."""
     tokens = x.shape[-2]
-    index = jnp.minimum(_newest_indices(min(slots, tokens), slots, valid), tokens - 1)
+    index = jnp.minimum(newest_indices(min(slots, tokens), slots, valid), tokens - 1)
     return jnp.take_along_axis(x, index[:, None, :, None] if x.ndim == 4 else index[..., None], -2)
 
 
@@ -30,7 +30,7 @@ def written(
     """Return the buffer after the `newest` of a call's first `valid` tokens were written. `seen`: tokens before the
     call."""
     slots = buffer.shape[1]
-    index = _newest_indices(new.shape[-2], slots, valid)
+    index = newest_indices(new.shape[-2], slots, valid)
     slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % slots, slots)
     new = jnp.moveaxis(new, (1, -2), (0, 1))
     new = as_bits(new) if buffer.dtype == jnp.uint16 else new
@@ -45,6 +45,6 @@ def by_layer(buffer: Buffer, seen: Int[Array, " b"], dtype: Any) -> Float[Array,
     return as_floats(jnp.moveaxis(x, (2, 1), (0, -2)), dtype)
 
 
-def _newest_indices(count: int, slots: int, valid: Int[Array, " b"]) -> Int[Array, "b n"]:
+def newest_indices(count: int, slots: int, valid: Int[Array, " b"]) -> Int[Array, "b n"]:
     """Return the indices of the `count` of the call's tokens that are recorded: the last `slots` valid ones."""
     return jnp.arange(count) + jnp.maximum(valid - slots, 0)[:, None]

@@ -101,10 +101,10 @@ def _addresses(
     return table.reshape(-1, table.shape[-1])[places.row, column] + shard * pages, places.place % page_size
 
 
-def _slots(ring: Places, seen: np.ndarray, in_window: np.ndarray, window: int) -> Places:
-    """Return the slots of the local window's tokens. Position i is in slot i mod (window − 1)."""
-    position = (seen - np.minimum(seen, window - 1))[None, :, None]
-    first = np.broadcast_to(position, in_window.shape).reshape(-1)
+def _slots(ring: Places, counted: np.ndarray, in_window: np.ndarray, window: int) -> Places:
+    """Return the slots of the local window's tokens. Counted token i is in slot i mod (window − 1)."""
+    oldest = (counted - np.minimum(counted, window - 1))[None, :, None]
+    first = np.broadcast_to(oldest, in_window.shape).reshape(-1)
     return Places(ring.row, (first[ring.row] + ring.place) % max(window - 1, 1))
 
 

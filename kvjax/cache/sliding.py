@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kvjax.cache.observations import newest_indices
 from pallas_kernels.bits import as_bits, as_floats
 
 PAGE = 16
@@ -67,7 +68,7 @@ def written(
     """Return the windows, and the mask of their dropped tokens, after the newest of a call's first `valid` tokens were
     written (`kvjax.cache.observations.newest`). `seen`: tokens before the call."""
     slots, row = used_slots(windows, window), jnp.arange(len(seen))[:, None]
-    index = jnp.arange(new.shape[3]) + jnp.maximum(valid - slots, 0)[:, None]
+    index = newest_indices(new.shape[3], slots, valid)
     slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % slots, windows.shape[3])
     new = as_bits(new) if windows.dtype == jnp.uint16 else new.astype(windows.dtype)
     windows = windows.at[:, row, :, slot].set(jnp.moveaxis(new, (1, 3), (0, 1)), mode="drop")

@@ -183,7 +183,6 @@ class Shares:
 
         `protected`: the least number of entries that a pyramid leaves each layer.
         """
-        self.check(layers)
         rows = [
             [whole_entries(n)] * layers
             if self.pyramid is None
@@ -197,7 +196,6 @@ class Shares:
     ) -> Int[np.ndarray, "l b"]:
         """Return the entries of a kv head, by layer and sequence, for a chunk of a prompt. Its newest `forced` entries
         stay in every layer."""
-        self.check(layers)
         rows = []
         for n, t, newest in zip(kept, tokens, forced, strict=True):
             newest = min(newest, t)

@@ -38,7 +38,7 @@ def test_one_command_calibrates(tmp_path, capsys):
     main(["--model", path, "--text", str(text), "--out", str(out), "--tokens", "40"])
     assert capsys.readouterr().out == f"{out}: statistics of 40 queries of each head\n"
     model = load_model(path)
-    statistics, description = load_statistics(out, model)
+    statistics, description = load_statistics(out)
     assert (description["model"], description["data"], description["tokens"]) == (path, "x.txt", 40)
     length = np.asarray(statistics.length[...])
     assert length.max() > 1

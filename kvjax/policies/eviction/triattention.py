@@ -182,26 +182,24 @@ def save_statistics(folder: str | Path, statistics: QueryStatistics, description
     save_exported(folder, arrays_of(statistics), {"method": TriAttention.name} | sizes | dict(description))
 
 
-def load_statistics(path: str | Path, model: Any = None) -> tuple[QueryStatistics, dict[str, Any]]:
+def load_statistics(path: str | Path) -> tuple[QueryStatistics, dict[str, Any]]:
     """Return statistics and their description. `path` is a folder that `save_statistics` wrote, or a .pt file that the
     authors' code wrote, which is read without torch.
 
-    Raises UserError naming the faulty file, or if the statistics are not for `model`.
+    Raises UserError naming the faulty file.
     """
     with open_gates(path, _described, _published) as (found, file):
-        check_made_for(found.sizes, getattr(model, "config", None))
         return filled(lambda: QueryStatistics(*found.sizes), found.arrays(), file), found.description
 
 
 def check_made_for(sizes: Sizes, model: Any) -> None:
-    """Raise UserError if there is a `model` and the statistics are for another configuration."""
-    if model is not None:
-        expected = model.num_full_layers, model.num_heads, model.head_dim
-        if sizes != expected:
-            raise UserError(
-                f"triattention: these statistics are for (layers, query heads, head_dim) = {tuple(sizes)}, the model "
-                f"has {expected}"
-            )
+    """Raise UserError if the statistics are for another configuration."""
+    expected = model.num_full_layers, model.num_heads, model.head_dim
+    if sizes != expected:
+        raise UserError(
+            f"triattention: these statistics are for (layers, query heads, head_dim) = {tuple(sizes)}, the model "
+            f"has {expected}"
+        )
 
 
 def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:

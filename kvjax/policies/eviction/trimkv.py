@@ -174,32 +174,30 @@ class TrimKV(TokenMetadata, Eviction):
         return age * stored.metadata["log_beta"]
 
 
-def load_gates(path: str | Path, model: Any = None) -> RetentionGate:
+def load_gates(path: str | Path) -> RetentionGate:
     """Return the gates in the authors' trimkv_weights.pth, which is read without torch. `path` is this file, or its
     folder. config.json in the same folder names the form.
 
-    Raises UserError naming the faulty file, or if the gates are not for `model`.
+    Raises UserError naming the faulty file.
     """
     file = Path(path) / TRIMKV if Path(path).is_dir() else Path(path)
     with TorchFile(file) as opened:
         sizes, layers = _layers(opened, _form(file.parent / DESCRIPTION))
         names = FORMS[sizes.form]
         opened.check(layers, {names[name]: shape for name, shape in sizes.shapes.items()})
-        check_made_for(sizes, getattr(model, "config", None))
         arrays = opened.stack(layers, names.values())
         return filled(lambda: RetentionGate(sizes), {name: arrays[names[name]] for name in names}, file)
 
 
 def check_made_for(sizes: Sizes, model: Any) -> None:
-    """Raise UserError if there is a `model` and the gates are for another configuration."""
-    if model is not None:
-        width = 2 * model.head_dim * model.num_kv_heads if sizes.form in KEY_VALUE_FORMS else model.width
-        expected = model.num_full_layers, model.num_kv_heads, width
-        if sizes[1:4] != expected:
-            raise UserError(
-                f"trimkv: these gates are for (layers, kv heads, width of the input) = {sizes[1:4]}, the model has "
-                f"{expected}"
-            )
+    """Raise UserError if the gates are for another configuration."""
+    width = 2 * model.head_dim * model.num_kv_heads if sizes.form in KEY_VALUE_FORMS else model.width
+    expected = model.num_full_layers, model.num_kv_heads, width
+    if sizes[1:4] != expected:
+        raise UserError(
+            f"trimkv: these gates are for (layers, kv heads, width of the input) = {sizes[1:4]}, the model has "
+            f"{expected}"
+        )
 
 
 def _form(file: Path) -> str:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import jax
 import optax
 import tyro
-from flax import nnx
 from jaxtyping import Array, Float
 
 from kvjax.errors import UserError
@@ -123,8 +122,7 @@ class KVzipGates(KVzipScores):
                 )
 
     def init(self, model: Decoder) -> SinkGate:
-        *sizes, dim, sinks, form, _ = self._sizes(model.config)
-        return SinkGate(*sizes, dim=dim, sinks=sinks, form=form, rngs=nnx.Rngs(self.seed))
+        return self._sizes(model.config).make(self.seed)
 
     def begin(self, params: SinkGate) -> SinkGate:
         return params if self.init_ is None else read_init(load_gates, self.init_)[0]

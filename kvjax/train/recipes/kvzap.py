@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jaxtyping import Array, Float
 
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvzap import Surrogate, save_gates
+from kvjax.policies.admission.kvzap.files import Sizes
 from kvjax.train.gate_pictures import draw_losses
 from kvjax.train.recipe import Rule, Validation
 from kvjax.train.recipes.kvzip_scores import Batch, KVzipScores
@@ -76,8 +76,7 @@ class Surrogates(KVzipScores):
 
     def init(self, model: Decoder) -> Surrogate:
         config = model.config
-        sizes = config.num_full_layers, config.num_kv_heads, config.width, self.hidden
-        return Surrogate(*sizes, rngs=nnx.Rngs(self.seed))
+        return Sizes(config.num_full_layers, config.num_kv_heads, config.width, self.hidden).make(self.seed)
 
     def loss(
         self, params: Surrogate, frozen: Any, batch: Batch, key: jax.Array, step: Any

@@ -224,7 +224,7 @@ def test_statistics_survive_a_round_trip(tmp_path, model):
     statistics = tiny_statistics(model)
     made_for = MadeFor.of(model, "tiny")
     save_statistics(tmp_path, statistics, {"tokens": 9} | made_for.description)
-    read, description = load_statistics(tmp_path, model)
+    read, description = load_statistics(tmp_path)
     assert describe_gates(tmp_path)["method"] == "triattention"
     assert (description["tokens"], Sizes.of(read)) == (9, Sizes(3, 8, 8))
     jax.tree.map(np.testing.assert_array_equal, read, statistics)
@@ -258,7 +258,7 @@ def arrays_of_file(layers=3, heads=8, pairs=4, seed=0):
 def test_the_authors_file_is_read(tmp_path, model):
     content, file = arrays_of_file(), tmp_path / "x.pt"
     write_torch(file, content)
-    statistics, description = load_statistics(file, model)
+    statistics, description = load_statistics(file)
     assert (Sizes.of(statistics), description["method"]) == (Sizes(3, 8, 8), "triattention")
     assert describe_gates(file) == {"method": "triattention"}
     for layer, head in ((0, 0), (2, 5)):

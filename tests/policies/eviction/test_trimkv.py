@@ -100,7 +100,7 @@ def test_each_form_matches_the_authors_formula(tmp_path, form):
     """The inputs are hidden states, or each kv head's key after RoPE and value, head by head."""
     layers = layer_arrays(form)
     file = write_published(tmp_path, form, layers)
-    gates = load_gates(tmp_path, tiny_model())
+    gates = load_gates(tmp_path)
     assert (gates.sizes, describe_gates(file)) == (load_gates(file).sizes, {"method": "trimkv"})
     one = step([[0, 1, 2, 3, 4]])
     kv = np.concatenate([np.asarray(one.k[0]), np.asarray(one.v[0])], -1)
@@ -266,7 +266,7 @@ def test_invalid_files_are_refused_in_one_line(tmp_path, case):
 def test_gates_of_another_model_are_refused(tmp_path):
     file = write_published(tmp_path, "rg", layer_arrays("rg"))
     with pytest.raises(UserError, match=re.escape("= (3, 4, 32), the model has (2, 4, 32)")):
-        load_gates(file, tiny_model(num_layers=2))
+        make_policy("trimkv:ratio=0.5", model=tiny_model(num_layers=2), gates=file)
     with pytest.raises(
         UserError, match="gates must be the authors' folder or file, or a RetentionGate, got 3"
     ):

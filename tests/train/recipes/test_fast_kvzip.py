@@ -232,7 +232,7 @@ def test_a_run_writes_gates_and_pictures(full_run, capsys):
     folder = full_run.folder
     for name in ("predictions.png", "losses.png"):
         assert (folder / name).stat().st_size > 1000
-    gates, described = load_gates(folder / "gates", full_run.model)
+    gates, described = load_gates(folder / "gates")
     for name, x in leaves_by_path(full_run.params).items():
         np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
     assert described["target"] == "reconstruction"

@@ -45,8 +45,8 @@ class Surrogate(nnx.Module):
         return layers, kv_heads, self.w1.shape[2] if self.hidden else width
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b k t"]:
-        """Return the predictions for one layer's tokens (this module sliced to that layer), float32. Weights are
-        rounded to the dtype of x, as they are published, and sums are float32."""
+        """Return the predictions for one layer's tokens (this module sliced to that layer), float32. The first
+        layer's weights are rounded to the dtype of x, as they are published, and sums are float32."""
         if self.hidden:
             x = gelu(jnp.einsum("btd,md->btm", x, self.w1[...].astype(x.dtype), **EXACT) + self.b1[...])
         return jnp.einsum("btd,kd->bkt", x, self.w2[...].astype(x.dtype), **EXACT) + self.b2[...][:, None]

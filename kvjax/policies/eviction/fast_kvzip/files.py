@@ -65,27 +65,25 @@ def gate_sizes(path: str | Path) -> Sizes:
         return found.sizes
 
 
-def load_gates(path: str | Path, model: Any = None) -> tuple[SinkGate, dict[str, Any]]:
+def load_gates(path: str | Path) -> tuple[SinkGate, dict[str, Any]]:
     """Return gates and their description. `path` is a folder that `save_gates` wrote, or a file that the authors' code
     wrote, which is read without torch. `builtin` stands for the built-in model's gates.
 
-    Raises UserError naming the faulty file, or if the gates are not for `model`.
+    Raises UserError naming the faulty file.
     """
     with open_gates(_named(path), _described, _published) as (found, file):
-        check_made_for(found.sizes, getattr(model, "config", None))
         return filled(found.sizes.make, found.arrays(), file), found.description
 
 
 def check_made_for(sizes: Sizes, model: Any) -> None:
-    """Raise UserError if there is a `model` and the gates are for another configuration."""
-    if model is not None:
-        width = model.width if sizes.inputs == "hidden" else model.head_dim
-        expected = model.num_full_layers, model.num_kv_heads, model.num_heads // model.num_kv_heads, width
-        if sizes[:4] != expected:
-            raise UserError(
-                f"fast_kvzip: these gates are for (layers, kv heads, query heads of each, width) = {sizes[:4]}, the "
-                f"model has {expected}"
-            )
+    """Raise UserError if the gates are for another configuration."""
+    width = model.width if sizes.inputs == "hidden" else model.head_dim
+    expected = model.num_full_layers, model.num_kv_heads, model.num_heads // model.num_kv_heads, width
+    if sizes[:4] != expected:
+        raise UserError(
+            f"fast_kvzip: these gates are for (layers, kv heads, query heads of each, width) = {sizes[:4]}, the "
+            f"model has {expected}"
+        )
 
 
 def _named(path: str | Path) -> str | Path:

@@ -39,7 +39,7 @@ def gates_for(model, *, width=None, **options):
 def test_gates_survive_a_round_trip(tmp_path, model, form):
     gates = gates_for(model, dim=4, sinks=3, form=form)
     save_gates(tmp_path, gates, {"window": 64})
-    read, description = load_gates(tmp_path, model)
+    read, description = load_gates(tmp_path)
     assert description["window"] == 64
     assert description["method"] == "fast_kvzip"
     assert gate_sizes(tmp_path) == Sizes.of(gates)
@@ -50,7 +50,7 @@ def test_gates_survive_a_round_trip(tmp_path, model, form):
 def test_gates_are_split_by_head(tmp_path, model):
     save_gates(tmp_path, gates_for(model), {})
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
-        read, _ = load_gates(tmp_path, model)
+        read, _ = load_gates(tmp_path)
     for name in ("w_q", "k_base", "b"):
         assert getattr(read, name)[...].sharding.spec[1] == HEADS
 
@@ -62,21 +62,12 @@ def test_gates_of_another_model_are_refused(tmp_path, model):
     with pytest.raises(
         UserError, match=re.escape(f"= {(config.num_layers, *head)}, the model has {(2, *head)}")
     ):
-        load_gates(tmp_path, tiny_model(num_layers=2))
+        make_policy("fast_kvzip:ratio=0.5", model=tiny_model(num_layers=2), gates=tmp_path)
     save_gates(tmp_path, gates_for(model, width=config.head_dim), {"inputs": "k"})
-    assert load_gates(tmp_path, model)[1]["inputs"] == "k"
+    assert load_gates(tmp_path)[1]["inputs"] == "k"
     save_gates(tmp_path, gates_for(model, width=config.head_dim), {})
     with pytest.raises(UserError, match=rf"{config.head_dim}\), the model has"):
-        load_gates(tmp_path, model)
-
-
-def test_another_model_is_refused_before_weights_are_read(tmp_path, model):
-    save_gates(tmp_path, gates_for(model), {})
-    (tmp_path / "gates.safetensors").write_bytes(b"junk")
-    with pytest.raises(UserError, match="the model has"):
-        load_gates(tmp_path, tiny_model(num_layers=2))
-    with pytest.raises(UserError, match="damaged"):
-        load_gates(tmp_path, model)
+        make_policy("fast_kvzip:ratio=0.5", model=model, gates=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +148,9 @@ def published_scores(layer, x):
 
 def test_the_authors_file_is_for_its_model(published, model):
     file, _ = published
-    load_gates(file, model)
+    make_policy("fast_kvzip:ratio=0.5", model=model, gates=file)
     with pytest.raises(UserError, match=r"= \(3, 4, 2, 32\), the model has \(2, 4, 2, 32\)"):
-        load_gates(file, tiny_model(num_layers=2))
+        make_policy("fast_kvzip:ratio=0.5", model=tiny_model(num_layers=2), gates=file)
 
 
 @pytest.mark.slow
