@@ -264,7 +264,7 @@ class TauSearch:
 
         Raises UserError if even the highest τ keeps more.
         """
-        low = high = None
+        low, high = -math.inf, math.inf
         logit, nearest, step = self._start, self._start, 1.0
         for _ in range(STEPS):
             size = self._size(logit)
@@ -274,12 +274,12 @@ class TauSearch:
             if logit == HIGHEST and size > ratio:
                 raise UserError(f"wgkv keeps at least {size:.3f} of the entries, got a budget of {ratio:g}")
             low, high = (logit, high) if size >= ratio else (low, logit)
-            if low is not None and high is not None:
-                logit = low + (high - low) * self._between(low, high, ratio)
-            elif low is not None:
+            if high == math.inf:
                 logit, step = min(low + step, HIGHEST), 2 * step
-            else:
+            elif low == -math.inf:
                 logit, step = max(high - step, LOWEST), 2 * step
+            else:
+                logit = low + (high - low) * self._between(low, high, ratio)
         return with_tau(self._policy, _sigmoid(nearest))
 
     def _between(self, low: float, high: float, ratio: float) -> float:
