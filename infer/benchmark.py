@@ -189,6 +189,8 @@ def policy_of(text: str, model: Any, tokenizer: Any) -> Any:
     if wgkv is not None and "gates" not in wgkv:
         if len(described) > 1:
             raise UserError(f"--policies {text}: random gates cannot be combined with other methods")
+        if unknown := wgkv.keys() - {"rate", "window"}:
+            raise UserError(f"--policies {text}: random gates have a rate and a window, no {min(unknown)}")
         return random_gates(model, **wgkv)
     if kvpop is not None and not kvpop.keys() & {"gates", "scorers"}:
         shape = (model.config.num_full_layers, model.config.num_kv_heads, model.config.head_dim)

@@ -37,7 +37,7 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.checkpoints.folder import describe, load_arrays, save_exported
 
     arrays, description = load_arrays(config.run / "gates"), describe(config.run / "gates")
-    local_paths = {name: None for name in ("targets", "init_") if name in description}
+    local_paths = {name: None for name in ("targets", "init", "init_", "uptrained") if name in description}
     changes = {"model": config.model, "data": config.data} | local_paths
     if (made_for := MadeFor.described(description)) is not None:
         changes |= dataclasses.replace(made_for, model=config.model).description

@@ -82,7 +82,8 @@ def _head_loss(
         x = jnp.where(competes, x, 0)
         return x - jnp.take_along_axis(x, pairs.boundary, -1)
 
-    target_gap, score_gap = gap(target), gap(score)
+    # an infinite gap would make the gradient of an invalid pair NaN
+    target_gap, score_gap = (jnp.where(pairs.valid, gap(x), 0) for x in (target, score))
     losses = jax.nn.softplus(-jnp.sign(target_gap) * score_gap / temperature) * jnp.minimum(
         1, jnp.abs(target_gap)
     )

@@ -55,7 +55,7 @@ def paged_decode(
         new: keys and values of this call's tokens, which are not in the pages yet.
         pages: True for global pages that are read (Quest, Tang et al., 2024). None: all that hold entries.
         bias: a float32 number for every entry of the pool, added to the entry's logit in the global pages. It may be
-            as low as -inf; values below -1e29 count as -inf. The ring's entries and `new` have no bias. None: no bias.
+            as low as -inf; values below -5e29 count as -inf. The ring's entries and `new` have no bias. None: no bias.
             "hopper" takes no bias, and "tpu" takes one only if the page size is a divisor or a multiple of 128. On TPU,
             store a bias of smaller pages flat and reshape it for this call; otherwise XLA copies it at every call.
         scale: the scales of every int8 entry of the pool: two bfloat16 numbers in one int32. On TPU they are stored

@@ -78,6 +78,9 @@ def test_infinite_scores_have_no_effect():
     np.testing.assert_allclose(value, total(SCORE)[0], rtol=1e-6)
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[..., :SINK], 0)
+    # with equal targets, the last token is the boundary until the cache is full
+    equal = jax.grad(lambda x: loss_of(x, np.full_like(TARGET, -30))["score_loss"].sum())(score)
+    np.testing.assert_array_equal(equal, 0)
 
 
 def test_gradients_match_finite_differences():
