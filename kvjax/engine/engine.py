@@ -205,8 +205,9 @@ class Engine:
             self._queue(
                 Request(
                     row, sampling, number, self._arrivals, ends, self._tokenizer,
-                    None if constraint is None else constraint(), context, row.size if kept is None else kept,
-                    dropped=dropped, dropped_at=dropped_at, scores=score, expected=expected,
+                    None if constraint is None else constraint(), context,
+                    row.size if kept is None else min(kept, row.size), dropped=dropped, dropped_at=dropped_at,
+                    scores=score, expected=expected,
                 )
             )
             for number in range(sampling.n)
@@ -238,7 +239,7 @@ class Engine:
         layout, pages = self._pool.layout, self._pool.layout.pages
         full = np.full((layout.layers, 1, layout.kv_heads), max(0, tokens - layout.window + 1))
         with use_mesh(self._model):
-            each, read = self._page_counts.at_end(tokens), self._page_counts.while_read(tokens)
+            each, read = self._page_counts.at_end(tokens, tokens), self._page_counts.while_read(tokens)
             each_full = self._page_counts.held(full, np.array([tokens]))
         others = max(0, pages - read) // max(each, 1)
         return min(others + (read <= pages), pages // max(each, 1)), pages // max(each_full, 1)

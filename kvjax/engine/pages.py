@@ -41,13 +41,15 @@ class PageCounts:
         """Return the most pages that a prompt of `prompt` tokens is expected to take while it is read."""
         return self._expected(self._host.expected_entries(prompt, self._entry_bytes), prompt)
 
-    def at_end(self, tokens: int) -> int:
-        """Return the pages that a sequence of `tokens` tokens, prompt and answer, is expected to take at its end."""
+    def at_end(self, tokens: int, prompt: int) -> int:
+        """Return the pages that a sequence of `tokens` tokens, of which `prompt` are its prompt, is expected to take at
+        its end."""
         schedule = self._host.schedule
-        entries = self._host.expected_entries(tokens, self._entry_bytes)
+        compacted = prompt if schedule is not None and not self._host.compacts_answers else tokens
+        entries = self._host.expected_entries(compacted, self._entry_bytes)
         if schedule is not None:
-            entries = np.minimum(entries, schedule.allowance([tokens], self._entry_bytes)[0])
-        return self._expected(entries, tokens)
+            entries = np.minimum(entries, schedule.allowance([compacted], self._entry_bytes)[0])
+        return self._expected(entries + (tokens - compacted), tokens)
 
     def measure(self, length: Lengths, tokens: int) -> None:
         """Update the expected share of retained entries with those of a sequence of `tokens` tokens."""

@@ -11,6 +11,7 @@ from kvjax.engine.pool import Pool
 from kvjax.engine.request import Request, Spans
 from kvjax.engine.rows import Row
 from kvjax.errors import UserError
+from kvjax.inference.forward import SIZES
 from kvjax.inference.prefill import Steps, next_step, reading
 from kvjax.inference.scoring import scoring
 from kvjax.mesh import on_host
@@ -49,8 +50,11 @@ class Reader:
         self._dropped: Spans = ()
         """The tokens that the sequence has dropped."""
         self._steps: Steps
+        self._part: Int[np.ndarray, " _"]
         self._left = 0
         """Tokens of the part that are not read yet."""
+        self._size = chunk
+        """The most tokens of a step, without compactions in chunks."""
         self._continues = False
         """True if the sequence continues a prompt whose end was read."""
 
@@ -80,7 +84,7 @@ class Reader:
         """The most tokens of the prompt that a step reads."""
         schedule = self._schedule
         in_chunks = schedule is not None and schedule.trigger.in_chunks
-        return schedule.trigger.chunk if in_chunks else self._chunk  # pyright: ignore[reportOptionalMemberAccess]
+        return schedule.trigger.chunk if in_chunks else self._size  # pyright: ignore[reportOptionalMemberAccess]
 
     def begin(self, request: Request, fork: Fork | None) -> tuple[Row, Array] | None:
         """Begin with a request's prompt, after the tokens of a fork. If the fork has read the whole prompt, return the
@@ -110,18 +114,28 @@ class Reader:
         """Begin with the next part of the prompt, if there is one."""
         part, self._spans = next(self._parts, (None, ()))
         if part is not None:
+            self._part, self._left, self._size = part, part.size, self._chunk
             self._steps = self._steps_of(part)
-            self._left = part.size
         return part is not None
 
+    def shrink(self) -> bool:
+        """Make the steps of the rest of the part smaller, which take fewer pages. Return False if they cannot be
+        smaller: a schedule sees whole prompts or chunks, and a scored prompt whole parts."""
+        smaller = [size for size in SIZES if size < min(self._size, self._left)]
+        if not smaller or self._schedule is not None or self.request is None or self.request.scores:
+            return False
+        self._size = smaller[-1]
+        self._steps = self._steps_of(self._part[self._part.size - self._left :])
+        return True
+
     def _steps_of(self, part: Int[np.ndarray, " _"]) -> Steps:
-        request, chunk = self.request, self._chunk
+        request, size = self.request, self._size
         assert request is not None
         if request.scores:
             request.prompt_logprobs.clear()
             alternatives = request.sampling.logprobs or 0
-            return scoring(self._model, self._policy, part, chunk, alternatives, request.prompt_logprobs)
-        return reading(self._model, self._policy, [part], chunk, grows=False, continues=self._continues)
+            return scoring(self._model, self._policy, part, size, alternatives, request.prompt_logprobs)
+        return reading(self._model, self._policy, [part], size, grows=False, continues=self._continues)
 
     def step(self) -> tuple[Row, Array] | None:
         """Take a step. Once the whole prompt is read, return the sequence and the logits after it; the reader is then

@@ -43,8 +43,8 @@ class Scheduler:
         """Requests that are not begun."""
         self.paused: list[Paused] = []
         """Answers in host memory, the oldest first."""
-        self._crowded = False
-        """True after a prompt went back into the queue, until it is begun again. That waits until no answer runs."""
+        self._returned: Request | None = None
+        """The last request whose prompt went back into the queue. It is begun again once no answer runs."""
 
     @property
     def unanswered(self) -> list[Request]:
@@ -74,7 +74,7 @@ class Scheduler:
         """Return the pages that a sequence of `tokens` tokens, of which `prompt` are its prompt, is expected to take.
         The pages of the fork that it continues do not count."""
         if fork is None:
-            return max(self._page_counts.while_read(prompt), self._page_counts.at_end(tokens))
+            return max(self._page_counts.while_read(prompt), self._page_counts.at_end(tokens, prompt))
         length, counted = on_host(fork.row.layers.length), on_host(fork.row.counted)
         growth = self._page_counts.growth(length, counted, tokens - on_host(fork.row.seen))
         return self._page_counts.copied(length, counted) + growth
@@ -151,8 +151,8 @@ class Scheduler:
     def _make_room(self) -> None:
         """Free pages, since the running answers have too few for one more token."""
         if self._reader.request is not None:
-            self._crowded = True
-            self.waiting.appendleft(self._reader.request)
+            self._returned = self._reader.request
+            self.waiting.appendleft(self._returned)
             self._reader.release()
             return
         slot, _ = max(self._slots.running, key=lambda pair: pair[1].arrival)
@@ -170,11 +170,11 @@ class Scheduler:
 
     def _resume(self) -> None:
         """Put the oldest paused answer into a slot again, if there are a vacant slot and enough pages."""
-        if not self.paused or len(self._slots.vacant) <= (self._reader.request is not None):
+        if not self.paused or not self._slots.vacant:
             return
         request, sequence = self.paused[0]
-        # no other request is left whose end would free pages
-        alone = not self._slots.running and self._reader.request is None
+        # no other request is left whose end would free pages: no prompt is read while answers are paused
+        alone = not self._slots.running
         if self._fits(1 if alone else self._block, paused=sequence):
             self.paused.pop(0)
             self._slots.join(request, self._pool.copy_in(sequence))
@@ -192,8 +192,10 @@ class Scheduler:
         if request is None:
             return
         # the first call may drop forks: pages that the prompt shared with them alone need no copies any more
-        if not any(self._fits(read=self._reader.tokens, pages=self._reader.copied) for _ in range(2)):
-            if not self._slots.running and not self.paused:
+        while not any(self._fits(read=self._reader.tokens, pages=self._reader.copied) for _ in range(2)):
+            if self._reader.shrink():
+                continue
+            if not self._slots.running:
                 request.finish_reason = "capacity"
                 self._reader.release()
             return
@@ -208,13 +210,13 @@ class Scheduler:
         """Begin the next request, if there is a slot and its pages are expected to be free. Returns the request whose
         prompt is to be read; None if there is none."""
         running, counts = self._slots.running, self._page_counts
-        if not self.waiting or self.paused or (self._crowded and running):
+        if not self.waiting or self.paused or (self.waiting[0] is self._returned and running):
             return None
         request = self.waiting[0]
         if not self._slots.vacant and not request.reads:
             return None
         growth = sum(
-            max(0, counts.at_end(answer.expected_length) - self._slots.held(counts, slot))
+            max(0, counts.at_end(answer.expected_length, answer.prompt.size) - self._slots.held(counts, slot))
             for slot, answer in running
         )
         context = None if request.reads else request.context
@@ -229,7 +231,6 @@ class Scheduler:
         if running and not fits:
             return None
         self.waiting.popleft()
-        self._crowded = False
         if context is not None and (fork is None or not fits):
             request.finish_reason = "abort" if fork is None else "capacity"
             return None

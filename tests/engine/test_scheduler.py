@@ -5,12 +5,14 @@ import pytest
 
 from kvjax.engine.pages import PageCounts
 from kvjax.engine.scheduler import Scheduler
+from kvjax.mesh import use_mesh
 from kvjax.sampling_params import SamplingParams
 from tests.engine.serving import (
     LONGEST,
     alone,
     assert_nothing_left,
     engine,
+    model,
     questions_for,
     run,
     submit,
@@ -22,7 +24,7 @@ from tests.engine.serving import (
 def too_few_pages_expected(monkeypatch):
     """Make the engine expect too few pages, so that every request takes more than expected."""
     monkeypatch.setattr(PageCounts, "while_read", lambda self, prompt: 1)
-    monkeypatch.setattr(PageCounts, "at_end", lambda self, tokens: 1)
+    monkeypatch.setattr(PageCounts, "at_end", lambda self, tokens, prompt: 1)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,42 @@ def test_a_paused_answer_that_no_longer_fits_ends(capacity, monkeypatch):
     (last,) = served.submit([70] * 20, SamplingParams(max_new_tokens=5, ignore_eos=True))
     run(served)
     assert last.finish_reason == "length"
+
+
+def test_a_prompt_is_read_in_smaller_steps_where_pages_are_short():
+    """The policy keeps less than a step of tokens, but the next step could retain all of them."""
+    policy, questions = "streaming_llm:sink=2,window=16", [([65, 66] * 50, SamplingParams(max_new_tokens=5))]
+    served = engine(policy, capacity=40, slots=1, chunk=64)
+    (request,) = submit(served, questions)
+    run(served)
+    assert request.finish_reason == "length"
+    assert [request.tokens] == alone(engine(policy), questions)
+
+
+def test_answers_that_are_not_compacted_count_in_full():
+    """A prompt of 20 tokens keeps 10, and an answer of 80 all; a head may have a page more."""
+    counts, kept = engine("snapkv:ratio=0.5,observed=4")._page_counts, np.full((3, 1, 4), 90)
+    with use_mesh(model()):
+        held = [counts.held(kept + more, np.array([100])) for more in (0, 4)]
+        assert held[0] <= counts.at_end(100, 20) <= held[1]
+        assert counts.at_end(100, 100) <= counts.held(kept - 40 + 4, np.array([100]))
+
+
+def test_a_cancelled_prompt_that_went_back_into_the_queue_blocks_no_other():
+    served = engine(block=1)
+    (long,) = served.submit([65] * 10, SamplingParams(max_new_tokens=60, ignore_eos=True))
+    served.step()
+    (returned,) = served.submit([66] * 10, SamplingParams(max_new_tokens=2))
+    served._scheduler._returned = returned
+    served.step()
+    assert served.stats.waiting == 1
+    returned.cancel()
+    (other,) = served.submit([67] * 10, SamplingParams(max_new_tokens=2, ignore_eos=True))
+    for _ in range(9):
+        served.step()
+    assert (other.finish_reason, long.finish_reason) == ("length", None)
+    long.cancel()
+    run(served)
 
 
 @pytest.mark.usefixtures("too_few_pages_expected")
