@@ -230,11 +230,14 @@ class LLM:
             options |= {"capacity": self.capacity, "page_size": self.page_size}
         else:
             options |= {"cache": context, "share": True}
-        if stream:
-            if len(rows) != 1 or not isinstance(sampling, SamplingParams) or sampling.n != 1:
-                raise UserError(f"LLM.generate: stream=True is for one answer, got {len(rows)} prompts")
-            return self._pieces(rows, sampling, options)
         params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(rows)
+        if stream:
+            answers = sum(getattr(x, "n", 1) for x in params)
+            if len(rows) != 1 or answers != 1:
+                raise UserError(
+                    f"LLM.generate: stream=True is for one answer, got {len(rows)} prompts with {answers} answers"
+                )
+            return self._pieces(rows, params[0], options)
         if context is None and len(params) == len(rows) and self._needs_engine(params):
             return self._generate_in_engine(rows, params)
         return outputs(generate(self.model, rows, sampling, **options))
@@ -285,7 +288,8 @@ def output_of(prompt: int, request: Request) -> Output:
     """Return the answer of a finished request."""
     tokens, logprobs, alternatives = request.answer(), None, None
     if request.sampling.logprobs is not None:
-        logprobs = np.concatenate([part.chosen for part in request.logprobs])[: len(tokens)]
+        chosen = [part.chosen for part in request.logprobs]
+        logprobs = np.concatenate([np.zeros(0, np.float32), *chosen])[: len(tokens)]
         alternatives = [top for part in request.logprobs for top in part.alternatives][: len(tokens)]
     assert request.finish_reason is not None
     return Output(

@@ -111,7 +111,7 @@ def test_streamed_pieces_make_the_answer(llm):
     sampling = SamplingParams(max_new_tokens=33, temperature=1.5, seed=3, stop=(stop,))
     (cut,) = llm.generate(TEXT, sampling)
     assert cut.finish_reason == "stop"
-    assert "".join(llm.generate(TEXT, sampling, stream=True)) == cut.text
+    assert "".join(llm.generate(TEXT, [sampling], stream=True)) == cut.text
     assert cut.text == whole.text[: whole.text.index(stop)]
 
 
@@ -173,7 +173,10 @@ def test_invalid_calls_raise_one_line(llm, model, tmp_path, monkeypatch):
         (lambda: LLM(builtin_model("test_model"), "wgkv", gates=tmp_path / "none"), "holds no gates"),
         (lambda: llm.generate(TEXT, max_new_tokens=3), "LLM.generate has no argument 'max_new_tokens'"),
         (lambda: llm.generate(TEXT, 8), "SamplingParams"),
-        (lambda: llm.generate([TEXT, TEXT], stream=True), "stream=True is for one answer, got 2 prompts"),
+        (
+            lambda: llm.generate([TEXT, TEXT], stream=True),
+            "stream=True is for one answer, got 2 prompts with 2",
+        ),
         (lambda: llm.generate([]), "no prompt was given"),
         (lambda: llm.generate([[], [65]]), "prompt 0 is empty"),
         (lambda: llm.generate({"input_ids": [1]}), "prompts must be a text, token ids, a chat or a list"),

@@ -160,6 +160,8 @@ class Request:
             seen: tokens that a full cache would hold.
         """
         self.finish_reason = reason
+        if reason == "capacity" and self._live is not None:
+            self.text += self._live.end()
         if length.size:
             self.kv_ratio = float((length.mean() + local) / max(1, seen))
 

@@ -33,7 +33,8 @@ def sampler_of(config: ModelConfig, requests: InSlots, slots: int) -> tuple[Samp
         return sampler, None
     answer, prompt = (np.zeros((slots, config.vocab_size), dtype) for dtype in (np.int32, bool))
     for slot, request in requests:
-        prompt[slot, request.prompt] = True
+        # the tokens of a named context do not count (`SamplingParams.repetition_penalty`)
+        prompt[slot, request.prompt[request.cached if request.context else 0 :]] = True
         np.add.at(answer[slot], request.tokens, 1)
     counts = Counts(put(answer, BATCH, None), put(prompt, BATCH, None))
     return dataclasses.replace(sampler, greedy=False, penalized=True, alternatives=MAX_ALTERNATIVES), counts

@@ -38,7 +38,7 @@ def scoring(
     """
     cache, start, last_logits = (yield None), 0, None
     for count, size in pieces(row.size, chunk):
-        if start:
+        if start and start % chunk == 0:  # a step is a chunk, as in `reading`
             cache = yield cache
         tokens, valid = padded([row[start : start + count]], size)
         following, _ = padded([row[start + 1 : start + 1 + count]], size)

@@ -6,9 +6,11 @@ import pytest
 
 from kvjax.cache import CapacityError
 from kvjax.engine import Engine
-from kvjax.engine.request import refusal
+from kvjax.engine.request import Request, refusal
 from kvjax.errors import UserError
 from kvjax.inference import generate, reconstruction
+from kvjax.inference.answers import AnswerLogprobs
+from kvjax.llm import output_of
 from kvjax.mesh import make_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.sampling_params import SamplingParams
@@ -59,6 +61,28 @@ def test_engine_answers_as_generate_does(policy):
     for tokens, (prompt, sampling) in zip(answers, questions, strict=True):
         want = generate(model(), [prompt], sampling, policy=make_policy(policy, model=model()), page_size=4)
         assert tokens == want.tokens[0].tolist()
+
+
+def test_a_scored_prompt_is_read_in_steps_of_a_chunk():
+    """30 tokens run as 16 and 14, for which pages were reserved at once."""
+    served = engine(chunk=64)
+    (request,) = served.submit([65] * 30, SamplingParams(max_new_tokens=1), score=True)
+    served.step()
+    assert served._reader.request is None
+    run(served)
+    assert sum(len(part.chosen) for part in request.prompt_logprobs) == 29
+
+
+def test_an_answer_that_ends_without_pages_shows_all_of_its_text():
+    """The line feed could have been the beginning of a stop text. There may be no token at all."""
+    sampling, tokens = SamplingParams(stop=("\n\n",), logprobs=0), byte_tokenizer()("a\n")["input_ids"]
+    requests = [Request(np.array([65]), sampling, 0, 0, (), byte_tokenizer()) for _ in range(2)]
+    requests[0].extend(tokens, AnswerLogprobs(np.zeros(2, np.float32), [{}, {}]))
+    assert requests[0].text == "a"
+    for request, text in zip(requests, ("a\n", ""), strict=True):
+        request.end("capacity", np.zeros((3, 1, 4), int), 0, 1)
+        output = output_of(0, request)
+        assert (output.text, len(output.logprobs)) == (text, len(text))
 
 
 @pytest.mark.slow
