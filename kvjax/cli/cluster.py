@@ -33,7 +33,7 @@ def join_processes(jax: Any) -> tuple[str, int]:
         return "", jax.process_count()
     if ADDRESS in env:
         variables = {"num_processes": env.get(COUNT), "process_id": env.get(INDEX)}
-        arguments = {name: int(value) for name, value in variables.items() if value is not None}
+        arguments = {name: _whole(name, value) for name, value in variables.items() if value is not None}
         return _join(jax, ADDRESS, arguments.get("num_processes", 1), **arguments)
     if env.get(COUNT) == "1":
         return "", 1
@@ -86,6 +86,12 @@ def _join(jax: Any, name: str, count: int, **arguments: Any) -> tuple[str, int]:
         kind = _NoClusterError if isinstance(error, ValueError | OSError) else UserError
         raise kind(f"{name}: this process does not find the run's others: {one_line(str(error))}") from error
     return name, count
+
+
+def _whole(name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise UserError(f"the environment's {name} must be a whole number, got {value!r}")
+    return int(value)
 
 
 def _number(variable: str) -> int:

@@ -133,7 +133,8 @@ def _serve(config: ServeConfig, mesh: "Mesh", listener: socket.socket | None) ->
         follow(engine, None if grammars is None else grammars.format)
         jax.distributed.shutdown()
         return
-    name = config.name or (Path(config.model).name if Path(config.model).exists() else config.model)
+    path = Path(config.model)
+    name = config.name or (path.resolve().name if path.exists() else config.model)
     server = Server(
         engine,
         llm.tokenizer,
@@ -153,7 +154,8 @@ def _serve(config: ServeConfig, mesh: "Mesh", listener: socket.socket | None) ->
     if sampling:
         values = ", ".join(f"{field} {value}" for field, value in sampling.items())
         print(f"  Sampling, unless a request says otherwise: {values} (generation_config.json).")
-    print(f"Warming up, then listening on http://{config.host}:{config.port}/v1", flush=True)
+    port = listener.getsockname()[1]  # that of --port 0 is chosen by the system
+    print(f"Warming up, then listening on http://{config.host}:{port}/v1", flush=True)
     try:
         uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_keep_alive=30)).run([listener])
     finally:
