@@ -86,9 +86,13 @@ def check_observers(host: Policy, rows: list[np.ndarray], observers: list[np.nda
 def check_continues(cache: Cache, model: Decoder, policy: CompiledPolicy, rows: list[np.ndarray]) -> None:
     """Refuse a cache that was not made for this model, policy and batch."""
     check_fits(cache, model, policy)
-    if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
+    seen = on_host(cache.seen)
+    # a mesh adds empty sequences to the cache, and `share` empty prompts
+    empty = any(row.size and not tokens for row, tokens in zip(rows, seen, strict=False))
+    if empty or -(-len(rows) // batch_shards()) * batch_shards() != seen.size:
         raise UserError(
-            f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts: share=True asks several of each"
+            f"the cache holds {np.count_nonzero(seen)} sequences, got {len(rows)} prompts: share=True asks several of "
+            "each"
         )
 
 

@@ -172,6 +172,18 @@ def test_share_needs_a_cache_and_several_questions_need_share(model):
     assert caches.stats(prefill(model, CONTEXTS[:1])).pages > 0
 
 
+@pytest.mark.mesh
+def test_several_questions_need_share_on_a_mesh_too():
+    """The mesh adds an empty sequence to the cache, for which there is no question."""
+    with jax.set_mesh(make_mesh(fsdp=2)):
+        model = tiny_model(qk_norm=False)
+        cache = prefill(model, CONTEXTS[:1])
+        with pytest.raises(
+            UserError, match="the cache holds 1 sequences, got 2 prompts: share=True asks several"
+        ):
+            generate(model, QUESTIONS[:2], cache=cache)
+
+
 @pytest.mark.slow
 def test_forks_that_compact_get_enough_pages(model):
     policy = make_policy("r_kv:entries=24,when=every,every=8", model=model)
