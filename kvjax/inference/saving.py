@@ -61,7 +61,9 @@ from kvjax.struct import changed, leaves_by_path
 
 OVERHEAD = 16 * 2**20
 """The most bytes that a saved cache's files may have beyond twice the bytes of its arrays."""
-SAVED_FILES = re.compile(rf"arrays-[0-9a-f]{{8}}.*|{re.escape(DESCRIPTION)}|\.{re.escape(DESCRIPTION)}\.\d+")
+SAVED_FILES = re.compile(
+    rf"arrays-[0-9a-f]{{8}}.*|{re.escape(DESCRIPTION)}|\.{re.escape(DESCRIPTION)}\.[0-9a-f]{{8}}"
+)
 """Names of the files in the folder, including those that a stopped writer left."""
 
 

@@ -245,6 +245,13 @@ def test_a_folder_with_other_files_is_not_written_to(model, tmp_path):
         kvjax.save_cache(tmp_path, prefill(model, CONTEXTS), model)
 
 
+def test_a_folder_in_which_a_writer_was_killed_is_written_again(model, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    (folder / f".{DESCRIPTION}.3fa9c01b").write_text("{")
+    save_cache(folder, prefill(model, CONTEXTS), model)
+    load_cache(folder, model)
+
+
 def test_bad_arguments_of_saving_and_loading_are_one_line_errors(model, tmp_path, monkeypatch):
     # users run it without the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
