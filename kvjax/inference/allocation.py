@@ -170,7 +170,8 @@ def layout_for(
         return max(1, int(shard_pages(retained, seen, host.window, page_size).max()))
 
     def expected(tokens: Sequence[int]) -> int:
-        entry_bytes, slots = layers * kv_heads * page_bytes // page_size, host.window - 1
+        entry_bytes = layers * kv_heads * caches.entry_bytes(head_dim, dtype, int8=int8)
+        slots = host.window - 1
         entries_of = {
             n: host.expected_entries(n, entry_bytes) * caches.MARGIN - min(n, slots) for n in {*tokens}
         }

@@ -75,7 +75,9 @@ def quota(
         counts = schedule.chunk_counts(tokens, allowed, newest, layers)[..., None]
     else:
         counts = schedule.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
-    counts = np.maximum(counts - np.minimum(slots, tokens)[:, None], 0)
+    # dropped tokens have left the window
+    local = np.minimum(slots, np.array(tokens) - on_host(cache.origin)[: len(tokens)])
+    counts = np.maximum(counts - local[:, None], 0)
     # if the budget is below the entries that always stay, the newest of them stay
     least = counts.min((0, 2))
     last = np.minimum(_beyond(newest, slots), least)

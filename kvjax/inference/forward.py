@@ -195,9 +195,7 @@ def memories(
     model: Decoder, view: View, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
 ) -> tuple[States, Observations, Int[Array, " shards"]]:
     """Return the memories after the eviction observed tokens that are not written, and the free count of `forward`."""
-    cache, _, captured = forward(
-        model, view, cache, tokens, valid, write=False, capture=("state", "observations")
-    )
+    cache, _, captured = forward(model, view, cache, tokens, valid, write=False, capture=MEMORIES)
     states = dataclasses.replace(cache.layers.state, eviction=captured["state"].eviction)
     return states, captured["observations"], cache.pages.free_count
 
@@ -228,7 +226,7 @@ SMALL_PADDING = 32
 
 def pieces(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
     """Split `tokens` tokens into calls of at most `chunk`: yield the tokens of each call, and the size that they are
-    padded to, one of `SIZES` or the chunk. At most a quarter of a call is padding, or `SMALL_PADDING` tokens."""
+    padded to, one of `SIZES` or the chunk. A call is padded by at most a quarter of `tokens`, or `SMALL_PADDING`."""
     sizes = [*(size for size in SIZES if size < chunk), max(chunk, SIZES[0])]
     left = tokens
     while left:

@@ -1,6 +1,7 @@
 """Tests of how many entries a compaction leaves in each head cache, where a budget and the entries that always stay
 collide."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 
 from kvjax import inference
 from kvjax.errors import UserError
+from kvjax.inference.compaction import quota
+from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.registry import WRAPPERS
 from tests.policies import published
@@ -28,6 +31,17 @@ def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
     for b, stay in enumerate((int(0.45 * 60) - 20, 0)):
         assert (np.asarray(cache.layers.length)[:, b] == stay).all()
     np.testing.assert_array_equal(cache.seen, LENGTHS)
+
+
+def test_dropped_tokens_do_not_count_in_the_window(model, prompts):
+    """Of 25 tokens 10 were dropped, so that 15 are left in the window of 20."""
+    policy = make_policy("full:window=21+knorm:entries=30", model=model)
+    with use_mesh(model):
+        host = policy.compile(model).host
+        cache = inference.prefill(model, [prompts[0][:25]], policy=policy, page_size=PAGE)
+        dropped = dataclasses.replace(cache, origin=cache.origin + 10)
+        counts = [np.asarray(quota(host, x, [25]).count) for x in (cache, dropped)]
+    np.testing.assert_array_equal(counts[1] - counts[0], 5)
 
 
 @pytest.mark.parametrize(
