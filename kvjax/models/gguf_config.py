@@ -20,6 +20,9 @@ _NEUTRAL_VALUES = {
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "rope.scale_linear": (0, 1),
+    "rope.scaling.yarn_attn_factor": (0,),
+    "final_logit_softcapping": (0,),
+    "attn_logit_softcapping": (0,),
     "pooling_type": (0,),
 }
 """Keys of unsupported variants of an architecture, and the values with which they have no effect: 0 counts as a missing

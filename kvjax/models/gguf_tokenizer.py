@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from kvjax.chat_template import MAX_CHARACTERS
 from kvjax.errors import LARGEST_INT, UserError, shown
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile
@@ -22,8 +23,6 @@ _LONGEST_TOKEN = 4096
 _MAX_SPLITS = 1 << 27
 """The maximum sum of the squared lengths of SentencePiece's tokens, since every way to split a token in two is tried.
 The sum is 2 million for Llama 2."""
-_LONGEST_TEMPLATE = 1 << 20
-"""The maximum characters of a chat template. Published templates have up to 20,000."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _tokenizer(file: GgufFile) -> Any:
     template = metadata.get("tokenizer.chat_template", str, None)
     for noun, text, max_length in (
         ("a token", max(tokens, key=len, default=""), _LONGEST_TOKEN),
-        ("its chat template", template or "", _LONGEST_TEMPLATE),
+        ("its chat template", template or "", MAX_CHARACTERS),
     ):
         if len(text) > max_length:
             raise metadata.error(f"{noun} has {len(text):,} characters, expected at most {max_length:,}")

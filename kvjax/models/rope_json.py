@@ -20,8 +20,6 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 YaRN and LongRoPE have one."""
 _SPELLING = {"original_length": "original_max_position_embeddings"}
 _TYPES = {"original_length": int, "truncate": bool, "short_factor": list, "long_factor": list}
-_OLD_NAMES = {"su": "longrope"}
-"""Earlier names of rope types."""
 
 
 def _spellings(keys: JsonObject) -> list[JsonObject]:
@@ -67,7 +65,8 @@ def read_rope(
 
 def _read_numbers(keys: JsonObject, inner: JsonObject, max_length: int | None, **shared: float) -> RopeConfig:
     rope_type = inner.get("rope_type", str, None) or inner.get("type", str, "default")
-    rope_type = _OLD_NAMES.get(rope_type, rope_type)
+    if inner.data.get("long_factor"):
+        rope_type = "longrope"  # Phi-3's files also call it su and yarn
     if rope_type not in ROPE_TYPES:
         raise inner.error(f"rope type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}")
     context = keys.get("max_position_embeddings", int)

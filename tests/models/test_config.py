@@ -184,6 +184,7 @@ def test_missing_sizes_are_derived(read):
             {"model_type": "smollm3", "no_rope_layer_interval": 0},
             "no_rope_layer_interval must be at least 1, got 0",
         ),
+        ({"model_type": "smollm3", "num_hidden_layers": 10**10}, "num_layers"),
         (
             {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 64},
             "use_sliding_window is true, but sliding-window attention is not supported",

@@ -54,6 +54,11 @@ REFUSED = {
     "llama.expert_count": (8, "llama.expert_count is 8, which is not supported"),
     "llama.attention.scale": (1.0, "llama.attention.scale is 1, which is not supported"),
     "llama.logit_scale": (0.5, "llama.logit_scale is 0.5, which is not supported"),
+    "llama.rope.scaling.yarn_attn_factor": (
+        1.0,
+        "llama.rope.scaling.yarn_attn_factor is 1, which is not supported",
+    ),
+    "llama.final_logit_softcapping": (30.0, "llama.final_logit_softcapping is 30, which is not supported"),
     "llama.rope.scale_linear": (4.0, "llama.rope.scale_linear is 4, which is not supported"),
     "llama.rope.scaling.attn_factor": (2.0, "llama.rope.scaling.attn_factor is 2, which is not supported"),
     "llama.pooling_type": (1, "llama.pooling_type is 1, which is not supported"),

@@ -48,6 +48,12 @@ def test_mxfp4_experts_match_their_decoded_weights(tmp_path):
     assert_equal(found, load_model(write_folder(tmp_path / "plain", WIDE, plain)))
 
 
+def test_a_tensor_of_very_many_experts_is_refused(tmp_path):
+    plain = weights(WIDE) | {"model.layers.0.mlp.experts.gate_up_proj_bias": np.zeros((2**20, 1), np.uint8)}
+    with pytest.raises(UserError, match="gate_up_proj_bias has 1,048,576 experts, expected at most 4,096"):
+        load_model(write_folder(tmp_path, WIDE, plain))
+
+
 @pytest.mark.parametrize("change", ["shape", "kind", "missing"])
 def test_faulty_blocks_are_refused(change, tmp_path):
     packed, _ = in_blocks()

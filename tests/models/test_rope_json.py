@@ -67,6 +67,18 @@ def test_longrope_is_fixed_at_one_of_two_lengths(read):
     assert read(case).rope == read(case, max_length=512).rope
 
 
+def test_phi_3_s_names_of_longrope_are_read(read):
+    case = CASES["longrope_long"]
+    for name in ("su", "yarn"):
+        assert read(case | {"rope_scaling": case["rope_scaling"] | {"rope_type": name}}) == read(case)
+
+
+def test_gpt_oss_without_rope_has_yarn(read):
+    """As in transformers."""
+    rope = read(CASES["gpt_oss"] | {"rope_scaling": None}).rope
+    assert (rope.type, rope.factor, rope.original_length, rope.truncate) == ("yarn", 32.0, 4096, False)
+
+
 def test_missing_yarn_factor_is_the_ratio_of_lengths(read):
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 256}
     assert read(LLAMA | {"rope_scaling": scaling}).rope.factor == 4.0

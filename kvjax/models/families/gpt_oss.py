@@ -10,8 +10,12 @@ from kvjax.models.families.family import Family
 from kvjax.models.families.windows import Windows, all_layers, listed_layers, window_of
 from kvjax.models.json_file import JsonObject
 from kvjax.models.mxfp4 import ExpertOfTensor
+from kvjax.models.rope import RopeConfig
 
 EXPERT_TENSORS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+MOST_EXPERTS, MOST_TENSORS = 4096, 2**20
+"""The most experts of a layer, and the most tensors of a model once experts are apart: each takes memory before the
+weights are read."""
 
 
 class GptOss(Family):
@@ -33,6 +37,20 @@ class GptOss(Family):
         "swiglu_limit": 7.0,
     }
     default_theta = 150_000.0
+    default_rope: ClassVar = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    """The rotary embeddings of a file that has none."""
+
+    def rope(self, keys: JsonObject, max_length: int | None) -> RopeConfig:
+        if not any(keys.get(name, dict, None) for name in ("rope_scaling", "rope_parameters")):
+            keys = JsonObject(keys.data | {"rope_scaling": self.default_rope}, keys.where)
+        return super().rope(keys, max_length)
 
     def fields(self, keys: JsonObject) -> dict[str, Any]:
         bias, count = keys.get("attention_bias", bool), keys.get("num_local_experts", int)
@@ -66,6 +84,8 @@ class GptOss(Family):
                 tensors[name] = tensor
             elif suffix != "scales":
                 tensors |= _experts(base, suffix, tensor, stored.get(f"{base}_scales"))
+            if len(tensors) > MOST_TENSORS:
+                raise UserError(f"{tensor.file}: the experts have more than {MOST_TENSORS:,} tensors")
         return tensors
 
 
@@ -77,6 +97,11 @@ def _experts(base: str, suffix: str, tensor: Any, scales: Any) -> Iterator[tuple
     before, _, part = base.rpartition(".")
     parts = ("gate", "up") if part == "gate_up_proj" else ("down",)
     kind = "bias" if suffix == "bias" else "weight"
+    if tensor.shape and tensor.shape[0] > MOST_EXPERTS:
+        count = tensor.shape[0]
+        raise UserError(
+            f"{tensor.file}: {tensor.name} has {count:,} experts, expected at most {MOST_EXPERTS:,}"
+        )
     # an empty tensor could have any number of experts
     for expert in range(tensor.shape[0] if math.prod(tensor.shape) and len(tensor.shape) in (2, 3, 4) else 0):
         for first, part_name in enumerate(parts):

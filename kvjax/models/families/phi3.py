@@ -3,6 +3,7 @@ hold queries, keys and values in one tensor, and gate and up in another."""
 
 from typing import Any, ClassVar
 
+from kvjax.errors import UserError
 from kvjax.models.families.family import Family
 from kvjax.models.families.windows import Windows, all_layers, window_of
 from kvjax.models.json_file import JsonObject
@@ -27,6 +28,8 @@ class Phi3(Family):
         return read_rope(keys, max_length, rope_share(keys), self.default_theta)
 
     def keys(self, config: Any) -> dict[str, Any]:
+        if config.rope.type not in ("default", "longrope"):
+            raise UserError(f"transformers reads no Phi-3 with rope type {config.rope.type}")
         # transformers' defaults for the last two differ
         return {
             "partial_rotary_factor": config.rope.share,

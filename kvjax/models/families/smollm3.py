@@ -6,6 +6,9 @@ from kvjax.errors import shown
 from kvjax.models.families.llama import Llama
 from kvjax.models.json_file import JsonObject
 
+MOST_LAYERS = 10_000
+"""The most layers of a model."""
+
 
 class SmolLM3(Llama):
     model_type = "smollm3"
@@ -26,7 +29,8 @@ class SmolLM3(Llama):
             )
         if period < 1:
             raise keys.error(f"no_rope_layer_interval must be at least 1, got {period}")
-        no_rope = range(period - 1, layers, period)
+        # a tuple of any number of layers would be made before that number is checked
+        no_rope = range(period - 1, min(layers, MOST_LAYERS), period)
         if listed is not None:
             no_rope = (layer for layer in range(layers) if not listed[layer])
         return super().fields(keys) | {"no_rope": tuple(no_rope)}
