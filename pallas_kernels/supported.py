@@ -18,6 +18,12 @@ def require(op: str, implementation: str, *conditions: tuple[bool, str]) -> None
             )
 
 
+def overflows(x) -> bool:
+    """Return True if offsets into an array overflow in Triton kernels. jax makes them 64 bits wide above 2**32 bytes
+    (`jax/_src/pallas/triton/lowering.py`, 0.10 to 0.12), where it should count 2**31 elements."""
+    return 2**31 < x.size <= 2**32 // x.dtype.itemsize
+
+
 def require_whole(op: str, **arrays) -> None:
     """Raise ValueError unless all arrays (indices, lengths) are integers, not bools. None is skipped."""
     for name, x in arrays.items():

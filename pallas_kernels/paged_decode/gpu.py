@@ -25,6 +25,7 @@ from pallas_kernels.paged_decode.stream_k import (
 )
 from pallas_kernels.paged_decode.supported import check_supported
 from pallas_kernels.softmax import MASKED
+from pallas_kernels.supported import overflows
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import hopper
 from pallas_kernels.vertical_slash.gpu import attend
@@ -135,7 +136,7 @@ def gpu(
     page = pool.shape[1]
     r, queries = b * heads, n // heads * t
     h2 = power_of_two(h)
-    if t > TOKENS or power_of_two(queries, 16) * h2 > LARGEST:
+    if t > TOKENS or power_of_two(queries, 16) * h2 > LARGEST or overflows(pool):
         name, kernel = ("hopper", hopper.attend) if hopper.takes(q) else ("gpu", attend)
         many = functools.partial(kernel, dtype=jnp.float32, interpret=interpret)
         stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale

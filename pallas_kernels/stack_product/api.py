@@ -7,6 +7,7 @@ from pallas_kernels.eight_bits import EIGHT_BITS
 from pallas_kernels.stack_product.gpu import gpu
 from pallas_kernels.stack_product.reference import reference
 from pallas_kernels.stack_product.xla import xla
+from pallas_kernels.supported import overflows
 from pallas_kernels.varying import alike
 
 IMPLEMENTATIONS = {"xla": xla, "reference": reference, "gpu": gpu}
@@ -32,8 +33,8 @@ def stack_product(
         stack: the weights of all layers, in the dtype of `x`, in int8 or in float8_e4m3fn.
         layer: the index of the layer, from 0 to l - 1.
         scale: the scales of 8-bit weights, one for each output and each of n equal blocks of inputs.
-        implementation: "xla", "gpu" (at most `MOST_ROWS` rows, float32 or bfloat16) or "reference". None: the
-            platform's default.
+        implementation: "xla", "gpu" (at most `MOST_ROWS` rows, float32 or bfloat16; an 8-bit stack of 2 to 4 GiB is
+            computed by "xla") or "reference". None: the platform's default.
 
     Raises:
         ValueError: shapes or dtypes disagree, the implementation is unknown, or a kernel does not take the number of
@@ -45,6 +46,8 @@ def stack_product(
         raise ValueError(
             f"stack_product: stack {stack.dtype}{stack.shape} does not go with x {x.dtype}{x.shape}"
         )
+    if call is gpu and overflows(stack):
+        call = xla
     if call is gpu and x.shape[0] > MOST_ROWS:
         raise ValueError(
             f"stack_product: implementation 'gpu' takes at most {MOST_ROWS} rows, not {x.shape[0]}"

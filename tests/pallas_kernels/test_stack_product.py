@@ -27,6 +27,17 @@ def arrays(shape, dtype=jnp.float32):
     return tuple(jnp.asarray(rng.normal(size=x), dtype) for x in ((rows, inputs), (3, inputs, outputs)))
 
 
+@pytest.mark.parametrize(("layers", "kernel"), [(16, True), (32, False), (64, True)])
+def test_stacks_whose_offsets_overflow_are_not_given_to_triton(layers, kernel):
+    """An int8 stack of Llama-3.1-8B's gate and up weights takes 1.9, 3.8 or 7.5 GB; above 4 GiB offsets have 64
+    bits."""
+    stack = jax.ShapeDtypeStruct((layers, 4096, 28672), jnp.int8)
+    scale = jax.ShapeDtypeStruct((layers, 1, 28672), jnp.float32)
+    x, layer = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.int32)
+    traced = jax.make_jaxpr(functools.partial(stack_product, implementation="gpu"))(x, stack, layer, scale)
+    assert ("pallas_call" in str(traced)) == kernel
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_products_equal_float64(implementation, shape):
