@@ -67,7 +67,7 @@ def _speed(tokens: float | None) -> str:
 
 
 def measure_press(twin: Any, press: Any, samples: Sequence[Any], eos: Sequence[int]) -> Figures:
-    """Measure a press: read each sample and answer its questions, as kvpress's pipeline does."""
+    """Measure a press on the CPU: read each sample and answer its questions, as kvpress's pipeline does."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
 
     from kvjax.evaluate.interval import mean_interval
@@ -135,7 +135,11 @@ def table(results: dict[tuple[str, str, float], tuple[Figures, Figures]]) -> str
 
 
 def compare(config: RivalConfig) -> str:
-    """Measure both libraries and return the table. It is written after every row."""
+    """Measure both libraries on the CPU and return the table. It is written after every row."""
+    import jax
+
+    if jax.default_backend() != "cpu":
+        raise UserError("kvpress runs on the CPU here: set JAX_PLATFORMS=cpu, so that kvjax does too")
     try:
         kvpress, torch, transformers = map(importlib.import_module, ("kvpress", "torch", "transformers"))
     except ImportError as error:

@@ -77,7 +77,12 @@ It returns the tokens, the seconds to the first one, and the seconds of the othe
 
 
 def with_transformers(folder: Path, dtype: str) -> Generate:
-    """Return a `Generate` by transformers, with the left padding that it needs. Raises UserError without torch."""
+    """Return a `Generate` by transformers, with the left padding that it needs, on the CPU. Raises UserError without
+    torch, or if kvjax runs elsewhere."""
+    import jax
+
+    if jax.default_backend() != "cpu":
+        raise UserError("transformers runs on the CPU here: set JAX_PLATFORMS=cpu, so that kvjax does too")
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
