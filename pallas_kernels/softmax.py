@@ -3,11 +3,15 @@
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); FlashAttention (Dao et al., 2022).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+"""Factors between exponents of 2, which kernels compute, and of e."""
 MASKED = -1e30
 """The logit of a key that a query may not see: finite, so that no difference of two of them is NaN."""
 
@@ -21,6 +25,13 @@ def product(subscripts: str, x: jax.Array, y: jax.Array) -> Float[Array, "..."]:
     exact = jnp.float32 in (x.dtype, y.dtype)
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+    """Multiply the matrices of a kernel with float32 sums, exactly if the arguments are float32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dims = ((contract[0],), (contract[1],)), ((), ())
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def logits(q: Float[Array, "*r q h"], k: Float[Array, "*r s h"]) -> Float[Array, "*r q s"]:

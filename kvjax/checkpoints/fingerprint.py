@@ -18,12 +18,13 @@ from jaxtyping import Array, Float32, Int, Shaped
 
 from kvjax.errors import UserError, warn
 from kvjax.mesh import AXES, P, use_mesh
-from kvjax.models.names import MATRICES
 
 POINTS = 128
 """The number of weights sampled from each unfused array of the model."""
 STRIDES = 7919, 104729, 1299709, 15485863
 """Point i lies at index i · stride (modulo the size) of each axis of an array."""
+MATRICES = "q", "k", "v", "o", "gate", "up", "down"
+"""The matrices of layers whose signs make the fingerprint."""
 SIZE_FIELDS = "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "qk_norm"
 RELATED, IDENTICAL = 0.75, 0.99
 """Shares of the signs in which two models agree. Below the first, they are different models (which agree in about

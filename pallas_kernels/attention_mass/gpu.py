@@ -5,7 +5,6 @@ rows are split among several programs, whose results are joined afterwards.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,9 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.attention_mass.passes import FLOOR, apply, mass
 from pallas_kernels.interpret import gpu_interpret
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
-
-LOG2E = math.log2(math.e)
 
 PROGRAMS = 512
 """Programs that fill a device: four for each of some 130 multiprocessors."""

@@ -5,7 +5,6 @@ the eight are merged when a tile is done.
 """
 
 import functools
-import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,13 +14,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.attention_mass.passes import FLOOR, Span, apply, mass
 from pallas_kernels.blocks import divisor
 from pallas_kernels.interpret import tpu_interpret
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
 from pallas_kernels.vmem import query_bytes, vmem_limit
 
 LANES, SUBLANES = 128, 8
-LOG2E = math.log2(math.e)
 
 CHUNK = 512
 """Most resident rows, and most streamed rows, of one product."""

@@ -19,17 +19,15 @@ from pallas_kernels.paged_decode.stream_k import (
     Shares,
     merge,
     multiprocessors,
-    power_of_two,
     row_table,
     share,
 )
 from pallas_kernels.paged_decode.supported import check_supported
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED
 from pallas_kernels.supported import overflows
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import hopper
 from pallas_kernels.vertical_slash.gpu import attend
-from pallas_kernels.vertical_slash.gpu_walk import LOG2E
 
 TILE_BYTES = 1 << 15
 """Bytes of a tile's keys and values."""
@@ -135,21 +133,21 @@ def gpu(
     heads, columns = page_table.shape[1:]
     page = pool.shape[1]
     r, queries = b * heads, n // heads * t
-    h2 = power_of_two(h)
-    if t > TOKENS or power_of_two(queries, 16) * h2 > LARGEST or overflows(pool):
+    h2 = pl.next_power_of_2(h)
+    if t > TOKENS or max(16, pl.next_power_of_2(queries)) * h2 > LARGEST or overflows(pool):
         name, kernel = ("hopper", hopper.attend) if hopper.takes(q) else ("gpu", attend)
         many = functools.partial(kernel, dtype=jnp.float32, interpret=interpret)
         stored = q, pool, page_table, length, ring_length, ring_pages, new, bias, scale
         return attend_many(many, name, *stored, dtype, append)
     # A large output gets more warps and smaller tiles: registers for it and shared memory for q are limited.
-    large = 2 * power_of_two(queries, 16) * h2 >= LARGEST
+    large = 2 * max(16, pl.next_power_of_2(queries)) * h2 >= LARGEST
     keys = min(128, max(16, TILE_BYTES // (2 * h2 * pool.dtype.itemsize) // (2 if large else 1)))
     programs = min(PROGRAMS * multiprocessors(), r * -(-columns * page // keys))
     shares = Shares(r, queries, t, h, programs)
     sizes = _Sizes(
         shares,
-        r2=power_of_two(r),
-        queries2=power_of_two(queries, 16),
+        r2=pl.next_power_of_2(r),
+        queries2=max(16, pl.next_power_of_2(queries)),
         page=page,
         keys=keys,
         ring_pages=ring_pages,

@@ -17,10 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.choose import target
 from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
 from pallas_kernels.paged_decode.stream_k import Shares, merge, multiprocessors, row_table, share
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output
-from pallas_kernels.vertical_slash.gpu_walk import LOG2E
 from pallas_kernels.vertical_slash.hopper import HOPPER, KINDS, ROWS, attend
 
 QUERIES = 64

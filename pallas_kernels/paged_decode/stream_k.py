@@ -7,7 +7,6 @@ each row's slots with the keys of this call and writes the token.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.paged_decode.append import Append, as_stored
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LN2, LOG2E, MASKED
 from pallas_kernels.varying import output
 
 MULTIPROCESSORS = 132
@@ -48,19 +47,15 @@ class Shares(NamedTuple):
 
     @property
     def scale(self) -> float:
-        return self.h**-0.5 * math.log2(math.e)
+        return self.h**-0.5 * LOG2E
 
     @property
     def t2(self) -> int:
-        return power_of_two(self.t)
+        return pl.next_power_of_2(self.t)
 
     @property
     def h2(self) -> int:
-        return power_of_two(self.h)
-
-
-def power_of_two(x: int, least: int = 1) -> int:
-    return max(least, 1 << (x - 1).bit_length())
+        return pl.next_power_of_2(self.h)
 
 
 def multiprocessors() -> int:
@@ -173,7 +168,7 @@ def _merge(
     l = jnp.where(empty, 1, l)
     o = jnp.where(empty, 0, o / l).astype(o_ref.dtype)
     plt.store(o_ref.at[row, query, column], o, mask=exists)
-    lse_ref[row, query] = jnp.where(empty, -jnp.inf, m * math.log(2) + jnp.log(l))
+    lse_ref[row, query] = jnp.where(empty, -jnp.inf, m * LN2 + jnp.log(l))
     if pool_refs:
         repeated = shares.r // places_ref.shape[1]
         first = (query == 0) & (row % repeated == 0)

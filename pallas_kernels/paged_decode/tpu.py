@@ -31,11 +31,10 @@ from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
 from pallas_kernels.paged_decode.plane import LANES, in_lanes
 from pallas_kernels.paged_decode.supported import check_supported
 from pallas_kernels.paged_decode.tpu_append import append_tokens, tile_entries
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash.tpu import attend
-from pallas_kernels.vertical_slash.tpu_walk import LOG2E
 
 SLOTS = 4
 """Blocks in VMEM: one in use, and the others in flight."""

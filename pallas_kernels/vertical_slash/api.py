@@ -11,6 +11,7 @@ from pallas_kernels.varying import alike
 from pallas_kernels.vertical_slash.gpu import gpu
 from pallas_kernels.vertical_slash.gpu_backward import gpu_backward
 from pallas_kernels.vertical_slash.hopper import hopper, takes
+from pallas_kernels.vertical_slash.key_lists import FOREVER
 from pallas_kernels.vertical_slash.reference import reference
 from pallas_kernels.vertical_slash.tpu import tpu
 from pallas_kernels.vertical_slash.tpu_backward import tpu_backward
@@ -25,8 +26,6 @@ IMPLEMENTATIONS = {
     "hopper": Passes(hopper, gpu_backward),
     "reference": reference,
 }
-FOREVER = jnp.iinfo(jnp.int32).max
-"""The `end` of a key that stays for good."""
 
 
 def vertical_slash(

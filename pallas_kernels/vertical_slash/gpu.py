@@ -7,20 +7,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.interpret import gpu_interpret
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LN2, LOG2E, MASKED, dot
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import key_lists
-from pallas_kernels.vertical_slash.gpu_walk import (
-    FORWARD,
-    LN2,
-    LOG2E,
-    Walk,
-    blocks_of,
-    dot,
-    load_rows,
-    store_rows,
-)
+from pallas_kernels.vertical_slash.gpu_walk import FORWARD, Walk, blocks_of, load_rows, store_rows
 
 
 def gpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):

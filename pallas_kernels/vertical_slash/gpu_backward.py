@@ -13,10 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.interpret import gpu_interpret
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED, dot
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import key_lists
-from pallas_kernels.vertical_slash.gpu_walk import LOG2E, Blocks, Walk, blocks_of, dot, load_rows, store_rows
+from pallas_kernels.vertical_slash.gpu_walk import Blocks, Walk, blocks_of, load_rows, store_rows
 
 BACKWARD = {
     "bfloat16": {64: Blocks(64, 64, 4), 128: Blocks(64, 64, 4), 256: Blocks(64, 32, 8)},

@@ -10,10 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED
 from pallas_kernels.vertical_slash.key_lists import Keys, pad, spans
-
-LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class Blocks(NamedTuple):
@@ -22,11 +20,6 @@ class Blocks(NamedTuple):
     queries: int
     keys: int
     warps: int
-
-
-def power(x: int) -> int:
-    """Return the least power of two that is not below `x`."""
-    return 1 << (x - 1).bit_length()
 
 
 FORWARD = {
@@ -42,15 +35,8 @@ Exact float32 products consist of scalar products with their operands in registe
 
 def blocks_of(sizes: dict[str, dict[int, Blocks]], t: int, h: int, dtype: Any) -> Blocks:
     """Return the blocks from `sizes`, a table like `FORWARD`, with at most as many queries as `t` needs."""
-    blocks = sizes[jnp.dtype(dtype).name][max(64, power(h))]
-    return blocks._replace(queries=min(blocks.queries, max(16, power(t))))
-
-
-def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Multiply matrices with float32 sums, exactly if the arguments are float32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dims = ((contract[0],), (contract[1],)), ((), ())
-    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+    blocks = sizes[jnp.dtype(dtype).name][max(64, pl.next_power_of_2(h))]
+    return blocks._replace(queries=min(blocks.queries, max(16, pl.next_power_of_2(t))))
 
 
 def load_rows(ref: Any, start: Any, size: int, begin: Any = 0, length: int | None = None) -> jax.Array:
@@ -63,7 +49,7 @@ def load_rows(ref: Any, start: Any, size: int, begin: Any = 0, length: int | Non
     row += begin
     if len(ref.shape) == 1:
         return plt.load(ref.at[row], mask=inside, other=0)
-    column = jnp.arange(power(ref.shape[1]))
+    column = jnp.arange(pl.next_power_of_2(ref.shape[1]))
     mask = inside[:, None] & (column < ref.shape[1])[None]
     return plt.load(ref.at[row[:, None], column[None]], mask=mask, other=0)
 

@@ -17,11 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.choose import target
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LN2, LOG2E, MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import alike, output
 from pallas_kernels.vertical_slash import key_lists
-from pallas_kernels.vertical_slash.gpu_walk import LN2, LOG2E
 from pallas_kernels.vertical_slash.key_lists import Keys
 
 QUERIES = 64

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pallas_kernels.softmax import MASKED
 
 FOREVER = jnp.iinfo(jnp.int32).max
+"""The `end` of a key that stays for good."""
 
 
 class Keys(NamedTuple):

@@ -8,12 +8,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.interpret import tpu_interpret
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LN2, LOG2E, MASKED, dot
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.tpu_gather import in_parts, lists
-from pallas_kernels.vertical_slash.tpu_walk import LANES, LN2, LOG2E, Walk, blocks_of, dot, lane_sums, wide
+from pallas_kernels.vertical_slash.tpu_walk import LANES, Walk, blocks_of, lane_sums, wide
 from pallas_kernels.vmem import vmem_limit
 
 

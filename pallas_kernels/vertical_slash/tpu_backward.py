@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.choose import target
 from pallas_kernels.interpret import tpu_interpret
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED, dot
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.tpu_gather import in_parts, lists
-from pallas_kernels.vertical_slash.tpu_walk import LANES, LOG2E, Blocks, Walk, blocks_of, dot, lane_sums, wide
+from pallas_kernels.vertical_slash.tpu_walk import LANES, Blocks, Walk, blocks_of, lane_sums, wide
 from pallas_kernels.vmem import vmem_limit
 
 

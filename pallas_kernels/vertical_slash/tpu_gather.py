@@ -22,9 +22,10 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.blocks import divisor
 from pallas_kernels.choose import target
 from pallas_kernels.interpret import tpu_interpret
+from pallas_kernels.softmax import dot
 from pallas_kernels.varying import alike, output
 from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, band_and_far, pad, pad_marks
-from pallas_kernels.vertical_slash.tpu_walk import LANES, dot, wide
+from pallas_kernels.vertical_slash.tpu_walk import LANES, wide
 
 ROWS = 16
 """Rows of a memory tile in bfloat16, or of two tiles in float32."""

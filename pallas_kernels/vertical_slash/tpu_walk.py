@@ -10,7 +10,6 @@ last tile is a padded copy. If a block's band has padding, the padding of its ti
 0 · NaN is NaN.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,11 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.softmax import MASKED
+from pallas_kernels.softmax import LOG2E, MASKED
 from pallas_kernels.vertical_slash.key_lists import Keys, pad, pad_marks, spans
 
 LANES = 128
-LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 
 class Blocks(NamedTuple):
@@ -45,13 +43,6 @@ def blocks_of(group: int, t: int, s: int, dtype: Any, rows: int = 1024, most: in
     logits = 2 * rows * most // jnp.dtype(dtype).itemsize
     keys = max(1, logits // (group * queries) // LANES) * LANES
     return Blocks(queries, min(most, keys, pl.cdiv(s, LANES) * LANES))
-
-
-def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Multiply matrices with float32 sums, exactly if the arguments are float32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dims = ((contract[0],), (contract[1],)), ((), ())
-    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def wide(x: jax.Array, n: int) -> jax.Array:
