@@ -53,6 +53,7 @@ def quota(
     since: Int[Array, "l b k"] | None = None,
     dropped: Sequence[int] | None = None,
     prefix: Sequence[int] = (),
+    local: Int[np.ndarray, " b"] | None = None,
 ) -> Quota:
     """Return the quota that the policy's schedule gives contexts, or chunks of contexts.
 
@@ -62,6 +63,7 @@ def quota(
         since: lengths of the head caches before the chunk; None: all entries are eligible.
         dropped: the number of further entries of each sequence whose tokens were only read to observe; None: 0.
         prefix: the number of each prompt's first tokens that always stay; (): 0.
+        local: the number of tokens in each sequence's local window; None: as many of `tokens` as fit.
     """
     schedule = host.schedule
     assert schedule is not None
@@ -75,8 +77,7 @@ def quota(
         counts = schedule.chunk_counts(tokens, allowed, newest, layers)[..., None]
     else:
         counts = schedule.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
-    # dropped tokens have left the window
-    local = np.minimum(slots, np.array(tokens) - on_host(cache.origin)[: len(tokens)])
+    local = np.minimum(slots, tokens) if local is None else local
     counts = np.maximum(counts - local[:, None], 0)
     # if the budget is below the entries that always stay, the newest of them stay
     least = counts.min((0, 2))

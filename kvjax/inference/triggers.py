@@ -122,7 +122,8 @@ def evict_to_budget(
         return compact_to(model, policy, cache, overflow_quota(host, cache, over)) if over.any() else cache
     if not due.any():
         return cache
-    return compact_to(model, policy, cache, quota(host, cache, seen.tolist(), due=due.tolist()))
+    local = _in_window(cache, len(rows))
+    return compact_to(model, policy, cache, quota(host, cache, seen.tolist(), due=due.tolist(), local=local))
 
 
 def after_chunk(
@@ -246,12 +247,16 @@ def after_block(
     return evict_to_budget(model, policy, cache, running)
 
 
+def _in_window(cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
+    """Return the tokens in each sequence's local window, which dropped tokens have left."""
+    return np.minimum(on_host(cache.counted)[:sequences], cache.window - 1)
+
+
 def _entries_over(host: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
     """Return the number of retained entries by which each sequence is over its budget."""
     layers, _, heads = cache.layers.length.shape
     assert host.schedule is not None
     seen = on_host(cache.seen)[:sequences]
-    in_window = np.minimum(on_host(cache.counted)[:sequences], cache.window - 1)
-    allowed = host.schedule.allowance(seen.tolist(), cache.entry_bytes) - in_window
+    allowed = host.schedule.allowance(seen.tolist(), cache.entry_bytes) - _in_window(cache, sequences)
     stored = on_host(cache.layers.length)[:, :sequences].sum((0, 2))
     return stored - np.floor(layers * heads * np.maximum(allowed, 0)).astype(np.int64)

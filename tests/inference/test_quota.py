@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference.compaction import quota
+from kvjax.inference import triggers
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.registry import WRAPPERS
@@ -33,15 +33,21 @@ def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
     np.testing.assert_array_equal(cache.seen, LENGTHS)
 
 
-def test_dropped_tokens_do_not_count_in_the_window(model, prompts):
-    """Of 25 tokens 10 were dropped, so that 15 are left in the window of 20."""
-    policy = make_policy("full:window=21+knorm:entries=30", model=model)
+def test_dropped_tokens_do_not_count_in_the_window(model, prompts, monkeypatch):
+    """Of 25 tokens 10 were dropped, so that 15 are left in the window of 20, and 9 of 24 entries for older ones."""
+    policy, counts = make_policy("full:window=21+knorm:entries=24,when=every,every=8", model=model), []
+
+    def compact_to(model, policy, cache, quota):
+        counts.append(np.asarray(quota.count))
+        return cache
+
+    monkeypatch.setattr(triggers, "compact_to", compact_to)
+    cache = inference.prefill(model, [prompts[0][:25]], policy=policy, page_size=PAGE)
+    counts.clear()
     with use_mesh(model):
-        host = policy.compile(model).host
-        cache = inference.prefill(model, [prompts[0][:25]], policy=policy, page_size=PAGE)
         dropped = dataclasses.replace(cache, origin=cache.origin + 10)
-        counts = [np.asarray(quota(host, x, [25]).count) for x in (cache, dropped)]
-    np.testing.assert_array_equal(counts[1] - counts[0], 5)
+        triggers.evict_to_budget(model, policy.compile(model), dropped, np.array([True]))
+    np.testing.assert_array_equal(counts[0], 9)
 
 
 @pytest.mark.parametrize(
