@@ -21,7 +21,7 @@ class ExportConfig:
     """The number of updates of the checkpoint; by default the last one."""
     out: Path | None = None
     """A new folder for the export; by default `gates` in the run's folder, where an earlier export is replaced."""
-    mesh: MeshShape | None = None
+    mesh: str | None = None
     """Devices, as in kvjax.train; by default the same as in the run."""
     method: str | None = None
     """The run's method, if it is package.module:NAME. Such a module is imported only if it is named here."""
@@ -33,7 +33,8 @@ def main(args: list[str] | None = None) -> None:
 
     from kvjax.train.config import read_run
 
-    recipe = read_run(arguments.run, arguments.mesh, arguments.method)
+    mesh = None if arguments.mesh is None else MeshShape.parse(arguments.mesh)
+    recipe = read_run(arguments.run, mesh, arguments.method)
 
     import jax
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
+from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
+from kvjax.tasks.mixture import builtin_mixture
 from kvjax.train import readers
 from kvjax.train.batches import Rows
 from kvjax.train.data import (
@@ -86,7 +87,7 @@ def test_builtin_sequences_do_not_depend_on_the_processes():
     ]
     for step, length in enumerate(step_lengths):
         assert steps[step].shape == (4, length)
-        np.testing.assert_array_equal(steps[step][1], mixture(9, 4 * step + 1, length))
+        np.testing.assert_array_equal(steps[step][1], builtin_mixture()(9, 4 * step + 1, length)[0])
         np.testing.assert_array_equal(steps[step], np.concatenate([half[step] for half in halves]))
 
 

@@ -13,7 +13,8 @@ from kvjax.cli.launch import MeshShape
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_tokenizer
-from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
+from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
+from kvjax.tasks.mixture import builtin_mixture
 from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.data import FIRST_HELD_OUT, DataRequest
@@ -131,7 +132,7 @@ def test_each_built_in_task_is_one_document():
     steps = list(data.sequences)
     for index, step in enumerate(steps):
         length = (64, 128, 64)[index]
-        np.testing.assert_array_equal(step["tokens"][1], mixture(5, 4 * index + 1, length))
+        np.testing.assert_array_equal(step["tokens"][1], builtin_mixture()(5, 4 * index + 1, length)[0])
         assert not step["document"].any()
         assert step["labelled"][:, 1:].all()
         assert not step["labelled"][:, 0].any()
