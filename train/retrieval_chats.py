@@ -1,9 +1,9 @@
 """Chats about facts for training gates: values that are hidden among similar ones, or in text, and asked for later.
 
-    python -m train.retrieval_chats --text text/train --out text/retrieval
+    python -m train.retrieval_chats --text text/train --out text/facts
 
-Without such data gates learn from text alone, in which hardly any value is looked up again. The facts' wording and
-names are none of RULER's.
+Without such data gates learn from text alone, in which hardly any value is looked up again. The wording is none of
+RULER's, whose keys have many of the words.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvjax.cli.launch import parse_command, run_command
 from kvjax.errors import UserError
-from kvjax.files import write_text
+from kvjax.files import read_text, write_text
 
 FIRST_NAMES = (
     "Ada Bruno Chiara Dmitri Elena Farid Greta Hiro Ines Jonas Kofi Leila Mateo Nadia Omar Petra Quinn Rosa Sven Tariq "
@@ -139,7 +139,7 @@ def main(args: list[str] | None = None) -> None:
     files = sorted(config.text.glob("*.txt"))
     if not files:
         raise UserError(f"--text {config.text}: there is no .txt file")
-    texts, rng = [file.read_text(encoding="utf-8") for file in files], random.Random(config.seed)
+    texts, rng = [read_text(file, "--text") for file in files], random.Random(config.seed)
     config.out.mkdir(parents=True)
     for file in files:
         shutil.copy(file, config.out)

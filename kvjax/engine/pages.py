@@ -49,7 +49,11 @@ class PageCounts:
         entries = self._host.expected_entries(compacted, self._entry_bytes)
         if schedule is not None:
             entries = np.minimum(entries, schedule.allowance([compacted], self._entry_bytes)[0])
-        return self._expected(entries + (tokens - compacted), tokens)
+        filled = min(tokens - compacted, max(0, self._host.window - 1 - compacted))
+        later = tokens - compacted - filled
+        return self._expected(
+            entries + filled + np.minimum(self._host.admission.admitted(later), later), tokens
+        )
 
     def measure(self, length: Lengths, tokens: int) -> None:
         """Update the expected share of retained entries with those of a sequence of `tokens` tokens."""

@@ -119,13 +119,13 @@ class Reader:
         return part is not None
 
     def shrink(self) -> bool:
-        """Make the steps of the rest of the part smaller, which take fewer pages. Return False if they cannot be
-        smaller: a schedule sees whole prompts or chunks, and a scored prompt whole parts."""
+        """Make the next step smaller, so that it takes fewer pages. Return False if it cannot be smaller: a schedule
+        sees whole prompts or chunks, and a scored prompt whole parts."""
         smaller = [size for size in SIZES if size < min(self._size, self._left)]
         if not smaller or self._schedule is not None or self.request is None or self.request.scores:
             return False
         self._size = smaller[-1]
-        self._steps = self._steps_of(self._part[self._part.size - self._left :])
+        self._steps = self._steps_of(self._part[-self._left :])
         return True
 
     def _steps_of(self, part: Int[np.ndarray, " _"]) -> Steps:
@@ -155,6 +155,8 @@ class Reader:
         cache, logits = next_step(self._steps, self._pool.alone(self._row, continues=self._continues))
         self._row, self._left = self._pool.keep(cache), max(0, self._left - size)
         if logits is None:
+            if self._size < self._chunk:  # there may be more pages now
+                self._size, self._steps = self._chunk, self._steps_of(self._part[-self._left :])
             return None
         self._row, self._continues = self._pool.decoding(cache), True
         length, seen = on_host(self._row.layers.length), int(on_host(self._row.seen)[0])

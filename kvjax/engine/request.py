@@ -115,6 +115,11 @@ class Request:
         new = self.sampling.max_new_tokens
         return self.prompt.size + (new if self.expected is None else min(new, self.expected)) - 1
 
+    @property
+    def compacted(self) -> int:
+        """Tokens of the prompt that an eviction at its end compacts: a context, if the prompt continues one."""
+        return self.prompt.size if self.context is None else self.cached
+
     def cancel(self) -> None:
         """Tell the engine to end the request at its next turn."""
         self.cancelled = True

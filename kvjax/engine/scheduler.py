@@ -216,7 +216,7 @@ class Scheduler:
         if not self._slots.vacant and not request.reads:
             return None
         growth = sum(
-            max(0, counts.at_end(answer.expected_length, answer.prompt.size) - self._slots.held(counts, slot))
+            max(0, counts.at_end(answer.expected_length, answer.compacted) - self._slots.held(counts, slot))
             for slot, answer in running
         )
         context = None if request.reads else request.context

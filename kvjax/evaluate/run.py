@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -218,9 +219,13 @@ class Evaluation:
         return measure_contest(self.model, policy, task.samples, sampling, settings)
 
     def _write_answers(self, result: Result, task: SizedTask, measured: Measurement) -> None:
-        name = f"{result.task}-{result.context}-{result.policy}-{result.budget:g}.jsonl".replace("/", "_")
+        name = f"{result.task}-{result.context}-{result.policy}-{result.budget:g}".replace("/", "_")
+        if len(name.encode()) > LONGEST_NAME:
+            name = name[: LONGEST_NAME // 4] + hashlib.sha256(name.encode()).hexdigest()[:16]
         tokenizer = tokenizer_of(self.config.model)
-        write_answers(self.config.out / ANSWERS_FOLDER / name, task.samples, measured.outputs, tokenizer)
+        write_answers(
+            self.config.out / ANSWERS_FOLDER / f"{name}.jsonl", task.samples, measured.outputs, tokenizer
+        )
 
     def _candidates(
         self, compared: Compared, budgets: Sequence[float], task: SizedTask, settings: MeasureSettings
@@ -275,6 +280,10 @@ class Evaluation:
                 int(sizes.tokens.sum()) * self.model.config.num_full_layers * self.model.config.num_kv_heads
             )
         return entries / full
+
+
+LONGEST_NAME = 200
+"""The most bytes of a file's name, without the suffix. Policy strings may have texts and paths."""
 
 
 @dataclass(frozen=True)

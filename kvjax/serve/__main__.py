@@ -134,7 +134,7 @@ def _serve(config: ServeConfig, mesh: "Mesh", listener: socket.socket | None) ->
         jax.distributed.shutdown()
         return
     path = Path(config.model)
-    name = config.name or (path.resolve().name if path.exists() else config.model)
+    name = config.name or (Path(os.path.abspath(path)).name if path.exists() else config.model)
     server = Server(
         engine,
         llm.tokenizer,

@@ -127,7 +127,7 @@ class PromptEncoder:
 
     def _question(self, question: ExampleQuestion, before: str, chat: bool) -> Question:
         """Return the question as token ids after the text `before`. Its right answer has the first expected string, or
-        all if that one alone is not right."""
+        all if these score more."""
 
         def score(tokens: Tokens) -> float:
             return question.score(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
@@ -135,9 +135,8 @@ class PromptEncoder:
         text = question.text + question.answer_prefix
         if chat:
             text = question.text + self._after + question.answer_prefix.lstrip()
-        right = ", ".join(question.expected[:1])
-        if len(question.expected) > 1 and question.score(right) < 1:
-            right = ", ".join(question.expected)
+        first, every = ", ".join(question.expected[:1]), ", ".join(question.expected)
+        right = every if first != every and question.score(every) > question.score(first) else first
         space = "" if text[-1:].isspace() else " "
         return Question(
             self._ids_after(before[-REACH:], text),

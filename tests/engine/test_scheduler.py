@@ -143,6 +143,9 @@ def test_answers_that_are_not_compacted_count_in_full():
         held = [counts.held(kept + more, np.array([100])) for more in (0, 4)]
         assert held[0] <= counts.at_end(100, 20) <= held[1]
         assert counts.at_end(100, 100) <= counts.held(kept - 40 + 4, np.array([100]))
+        # an admission still drops three of four tokens of an answer of 60
+        admits = engine("random:ratio=0.25,window=16+knorm:ratio=0.5")._page_counts
+        assert admits.at_end(80, 20) <= admits.held(kept - 90 + 60 // 4 + 4, np.array([80]))
 
 
 def test_a_cancelled_prompt_that_went_back_into_the_queue_blocks_no_other():

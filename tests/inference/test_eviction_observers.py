@@ -8,6 +8,7 @@ import pytest
 from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.policies import (
+    TOVA,
     Adaptive,
     Entries,
     KeyDiff,
@@ -16,7 +17,6 @@ from kvjax.policies import (
     Quest,
     Ratio,
     Schedule,
-    SnapKV,
     StreamingLLM,
     Trigger,
     make_policy,
@@ -122,7 +122,7 @@ def test_observers_do_not_enter_the_local_window(model, prompts, admitted):
 
 def test_observers_are_not_stored_by_an_admission_without_a_window(model, prompts):
     """The admission may refuse the observers, and nothing of the prompt is evicted in their place."""
-    parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": SnapKV(1)}
+    parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA()}
     schedules = Schedule(Entries(40)), Schedule(Entries(40), Trigger(observers=(1, 2, 3)))
     alone, observed = (
         inference.prefill(model, prompts, policy=Policy(**parts, schedule=schedule), page_size=PAGE)

@@ -9,6 +9,7 @@ from kvjax.policies import (
     H2O,
     POLICIES,
     RKV,
+    TOVA,
     WGKV,
     Adaptive,
     CriticalKV,
@@ -79,8 +80,8 @@ POLICIES_BY_TEXT = {
     "expected_attention:ratio=0.4,critical_kv": lambda: Policy(
         eviction=CriticalKV(ExpectedAttention(values=False)), schedule=Schedule(Ratio(0.4))
     ),
-    "knorm:ratio=0.4,adakv.pinned=0.1 + streaming_llm:window=8": lambda: Policy(
-        StreamingLLM(), 8, Adaptive(KNorm(), over="layer", pinned=0.1), Schedule(Ratio(0.4))
+    "tova:ratio=0.4,adakv.pinned=0.1 + streaming_llm:window=8": lambda: Policy(
+        StreamingLLM(), 8, Adaptive(TOVA(), over="layer", pinned=0.1), Schedule(Ratio(0.4))
     ),
     f"knorm:{__name__}:Twice.times=3.0,ratio=0.4": lambda: Policy(
         eviction=Twice(KNorm(), times=3.0), schedule=Schedule(Ratio(0.4))

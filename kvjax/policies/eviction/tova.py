@@ -6,26 +6,21 @@ from jaxtyping import Array, Float
 
 from kvjax.mesh import HEADS
 from kvjax.policies.eviction import queries
-from kvjax.policies.schedule import Schedule
 from kvjax.policies.views import Stored
 from kvjax.struct import struct
 
 
 @struct
 class TOVA(queries.LastQueries):
-    """The last query's attention, averaged over all heads of the layer (Sec. 3.2). The last entry stays."""
+    """The last query's attention, averaged over all heads of the layer (Sec. 3.2). The last entry stays. Under an
+    admission, where heads may hold different tokens, each kv head takes the average of its own query heads."""
 
     observed = 1
     name = "tova"
 
-    def refusal(self, schedule: Schedule, stores_all: bool) -> str:
-        return (
-            ""
-            if stores_all
-            else "averages attention over the heads of a layer, which hold different tokens under an admission"
-        )
-
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         mass = queries.attention(stored)
+        if not stored.causal:
+            return mass
         mean = lax.pmean(mass.mean(1, keepdims=True), HEADS)
         return jnp.broadcast_to(mean, mass.shape)
