@@ -361,7 +361,7 @@ def thinking():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
-@pytest.mark.parametrize("admits", [False, True])
+@pytest.mark.parametrize("admits", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_thoughts_of_earlier_turns_are_removed_as_by_the_template(
     model, policy, thinking, admits, variables, tmp_path, new_caches
 ):

@@ -126,6 +126,7 @@ def test_a_paused_answer_that_no_longer_fits_ends(capacity, monkeypatch):
     assert last.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_prompt_is_read_in_smaller_steps_where_pages_are_short():
     """The policy keeps less than a step of tokens, but the next step could retain all of them."""
     policy, questions = "streaming_llm:sink=2,window=16", [([65, 66] * 50, SamplingParams(max_new_tokens=5))]

@@ -356,7 +356,7 @@ def test_too_few_positions_are_an_error_of_one_line(tmp_path, monkeypatch):
     refused_before_anything_is_read(["--batch", "1000"], tmp_path / "run", monkeypatch, message)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_train_like_one(full_run, tmp_path):
     """Both compute the features, the first writes them, and each reads half of the positions."""
     run_processes(TRAIN, *ARGS, "--mesh", "2", "--out", str(tmp_path / "run"))
