@@ -77,8 +77,8 @@ def quota(
         counts = schedule.chunk_counts(tokens, allowed, newest, layers)[..., None]
     else:
         counts = schedule.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
-    local = np.minimum(slots, tokens) if local is None else local
-    counts = np.maximum(counts - local[:, None], 0)
+    in_window = np.minimum(slots, tokens) if local is None else local
+    counts = np.maximum(counts - in_window[:, None], 0)
     # if the budget is below the entries that always stay, the newest of them stay
     least = counts.min((0, 2))
     last = np.minimum(_beyond(newest, slots), least)
