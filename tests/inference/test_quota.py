@@ -34,7 +34,7 @@ def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
 
 
 def test_dropped_tokens_do_not_count_in_the_window(model, prompts, monkeypatch):
-    """The window of 20 has 15 tokens left after 10 of 25 were dropped, so that 9 of 24 entries remain for older ones."""
+    """After 10 of 25 tokens were dropped, the window of 20 has 15, and 9 of 24 entries remain for older ones."""
     policy, counts = make_policy("full:window=21+knorm:entries=24,when=every,every=8", model=model), []
 
     def compact_to(model, policy, cache, quota):
