@@ -2,8 +2,8 @@
 
     python -m train.retrieval_chats --text text/train --out text/facts
 
-Without such data gates learn from text alone, in which hardly any value is looked up again. The wording is none of
-RULER's, whose keys have many of the words.
+Without such data gates learn from text alone, in which hardly any value is looked up again. The sentences are none of
+RULER's, and no name has a word of RULER's keys.
 """
 
 import dataclasses
@@ -27,19 +27,21 @@ LAST_NAMES = (
     "Quist Rossi Sato Torres Ulrich Varga Weber Yilmaz Zhang"
 )
 THINGS = (
-    "anchor basket candle drum engine flute glacier hammer island jacket kettle ladder mirror notebook orchard pillow "
-    "quarry ribbon saddle tunnel umbrella valley window yacht zipper"
+    "aqueduct awning banister boomerang broomstick camcorder candlestick canister carafe chessboard colander corkscrew "
+    "crowbar dartboard decanter doormat gramophone griddle headlamp inkwell jukebox keyring knapsack lampshade lectern "
+    "letterbox mousetrap nightstand nutcracker padlock paintbrush parasol periscope pinwheel pitchfork rucksack "
+    "stapler tapestry thermos thimble toolbox tricycle weathervane wheelbarrow windmill wristwatch"
 )
 COLORS = (
-    "amber beige crimson denim ebony fuchsia golden hazel indigo jade khaki lilac maroon navy olive pearl ruby silver "
-    "teal violet white yellow"
+    "beige burgundy cerise charcoal cobalt cyan ebony fuchsia indigo khaki lavender mahogany mauve navy ochre pewter "
+    "sandstone sapphire sepia sienna taupe teal turquoise umber vermilion"
 )
 DIGITS, LETTERS = "0123456789", "ABCDEFGHJKLMNPQRSTUVWXYZ0123456789"
 
 
 def digits(rng: random.Random) -> str:
     """Return a number of four to nine digits."""
-    return "".join(rng.choice(DIGITS) for _ in range(rng.choice([4, 5, 6, 7, 7, 8, 9])))
+    return "".join(rng.choice(DIGITS) for _ in range(rng.randint(4, 9)))
 
 
 def code(rng: random.Random) -> str:
@@ -78,8 +80,8 @@ class Kind(NamedTuple):
 
 KINDS = (
     Kind(
-        person, digits, "The phone extension of {} is {}.", "What is the phone extension of {}?",
-        "The phone extension of {} is {}.",
+        person, digits, "{} can be reached at extension {}.", "At which extension can {} be reached?",
+        "{} can be reached at extension {}.",
     ),
     Kind(
         thing, digits, "Item {} is stored under number {}.", "Under which number is item {} stored?",

@@ -1,11 +1,13 @@
-"""Test chats about facts: every answer is in the context, and copies of the texts lie beside them."""
+"""Test chats about facts: every answer is in the context, copies of the texts lie beside them, and names have no word
+of RULER's keys."""
 
 import json
 
 import pytest
 
 from kvjax.errors import UserError
-from train.retrieval_chats import SIZES, main
+from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS
+from train.retrieval_chats import COLORS, FIRST_NAMES, LAST_NAMES, SIZES, THINGS, main
 
 
 def test_every_answer_is_a_fact_of_the_context(tmp_path):
@@ -29,3 +31,9 @@ def test_every_answer_is_a_fact_of_the_context(tmp_path):
             assert value in context
     with pytest.raises(UserError, match="out already exists"):
         main(["--text", str(text), "--out", str(out)])
+
+
+def test_no_name_has_a_word_of_rulers_keys():
+    names = f"{THINGS} {COLORS} {FIRST_NAMES} {LAST_NAMES}".lower().split()
+    assert not {*names} & {*ADJECTIVES, *NOUNS}
+    assert len({*names}) == len(names)
