@@ -15,6 +15,7 @@ from kvjax.evaluate.results import (
     HEADS_FOLDER,
     MEASURED_WITH,
     Result,
+    check_labels,
     comparable,
     read_results,
 )
@@ -32,7 +33,7 @@ def merge(config: EvaluateConfig) -> list[Result]:
 
     Raises:
         UserError: a shard or a result is missing, folders were measured with different settings or contexts, or with
-            other settings than the command line's.
+            other settings or policies than the command line's.
     """
     shards = _shard_folders(config.out)
     folders = [*([config.out] if (config.out / RESULTS).exists() else []), *shards]
@@ -46,7 +47,9 @@ def merge(config: EvaluateConfig) -> list[Result]:
             if named.setdefault(path, gates) != gates:
                 raise UserError(f"--merge: {folder} was measured with other gates in {path} than the rest")
         if (folder / RESULTS).exists():  # a shard without work has no file
-            merged |= read_results(folder / RESULTS)
+            results = read_results(folder / RESULTS)
+            check_labels(config, results.values(), f"--merge: {folder}")
+            merged |= results
     for result in merged.values():
         if contexts.setdefault((result.task, result.context), result.contexts) != result.contexts:
             raise UserError(

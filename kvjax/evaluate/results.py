@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from kvjax.checkpoints.fingerprint import contents
 from kvjax.checkpoints.folder import digest
 from kvjax.errors import UserError
 from kvjax.evaluate.calibrated import Candidate, wgkv_tau
-from kvjax.evaluate.compared import Compared, parse_compared
+from kvjax.evaluate.compared import Compared, compared_policies, parse_compared
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.gates import describe_gates
 from kvjax.evaluate.measuring import ContestStatistics, Measurement
@@ -196,7 +196,8 @@ class Results:
     """The finished results of a folder. No result is written before `begin`.
 
     Raises:
-        UserError: the folder holds results with other settings, or an invalid line.
+        UserError: the folder holds results with other settings, an invalid line, or results of another policy under a
+            label of this evaluation.
     """
 
     def __init__(self, config: EvaluateConfig):
@@ -216,6 +217,7 @@ class Results:
         self._check_settings()
         self._settings["model"] = [config.model, None]
         self.finished = self._read()
+        check_labels(config, self.finished.values(), f"--out {config.out}")
 
     def check_model(self, model: Decoder) -> None:
         """Raise UserError if the folder's results were measured on a model with other weights."""
@@ -319,6 +321,21 @@ def read_results(file: Path) -> dict[tuple[str, float, str, int], Result]:
     lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
     results = [_result(line, f"{file}: line {number}") for number, line in lines]
     return {result.key: result for result in results}
+
+
+def check_labels(config: EvaluateConfig, results: Iterable[Result], where: str) -> None:
+    """Raise UserError if results of an evaluation's tasks were measured with other policies than its labels now have.
+
+    where: the folder of the results, for the error.
+    """
+    texts = {compared.label: compared.text for compared in compared_policies(config)}
+    for result in results:
+        text = texts.get(result.policy, result.described)
+        if result.task in config.tasks and result.context in config.context and text != result.described:
+            raise UserError(
+                f"{where} holds results of {result.policy} with the policy {result.described}, got {text}: name "
+                "another label or another folder"
+            )
 
 
 def _result(line: str, at: str) -> Result:
