@@ -43,10 +43,9 @@ class BenchmarkSamples:
 
         Raises UserError if there are too few samples, or if the length leaves no end of the context.
         """
-        return [
-            self._sample(example, length)
-            for example in split.take_published(self.examples, count, self.where, f"samples of {self.name}")
-        ]
+        examples = [(example.source, example) for example in self.examples]
+        taken = split.take_published(examples, count, self.where, f"samples of {self.name}")
+        return [replace(self._sample(example, length), source=source) for source, example in taken]
 
     def _sample(self, example: Example, length: int) -> Sample:
         sample = self.encode(example)

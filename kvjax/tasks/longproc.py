@@ -151,7 +151,7 @@ def longproc_examples(name: str, data: Path) -> list[Example]:
         context, question = (_fill(part, problem.fields, f"{OPTION} {file}") for part in template)
         scoring = lambda answer, _, figures=problem.figures: figures(answer)[figure]  # noqa: E731
         asked = ExampleQuestion(question, "", (problem.answer,), scoring, RESERVED[size], name)
-        examples.append(Example(context, (asked,)))
+        examples.append(Example(context, (asked,), only_instructions=task == "countdown"))
     return examples
 
 

@@ -255,6 +255,7 @@ def test_prompts_of_published_records_equal_the_official_ones(published):
     examples = longproc_examples("longproc_countdown_0.5k", published)
     prompts = [example.context + example.questions[0].text for example in examples]
     assert tuple(map(digest, prompts)) == PUBLISHED
+    assert len({example.source for example in examples}) == len(examples)
 
 
 @pytest.mark.parametrize("name", ["longproc_countdown_0.5k", "longproc_countdown_0.5k_partial"])
