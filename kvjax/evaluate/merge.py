@@ -17,6 +17,7 @@ from kvjax.evaluate.results import (
     Result,
     check_labels,
     comparable,
+    join_gates,
     read_results,
 )
 from kvjax.evaluate.sizing import pairs
@@ -41,10 +42,13 @@ def merge(config: EvaluateConfig) -> list[Result]:
     merged: dict[tuple[str, float, str, int], Result] = {}
     contexts: dict[tuple[str, int], str] = {}
     named: dict[str, str] = {}
+    gates: list[list[str]] | None = []
     for folder, folder_settings in zip(folders, settings, strict=True):
         _check(folder, folder_settings, settings[0], config)
-        for path, gates in folder_settings.get("named", {}).items():
-            if named.setdefault(path, gates) != gates:
+        if (gates := join_gates(gates, folder_settings.get("gates", []))) is None:
+            raise UserError(f"--merge: {folder} was measured with other --gates than the rest")
+        for path, digest in folder_settings.get("named", {}).items():
+            if named.setdefault(path, digest) != digest:
                 raise UserError(f"--merge: {folder} was measured with other gates in {path} than the rest")
         if (folder / RESULTS).exists():  # a shard without work has no file
             results = read_results(folder / RESULTS)
@@ -74,14 +78,21 @@ def merge(config: EvaluateConfig) -> list[Result]:
                 shutil.copytree(folder / name, config.out / name, dirs_exist_ok=True)
     results = [merged.pop(key) for key in wanted] + list(merged.values())
     lines = [json.dumps(dataclasses.asdict(result)) + "\n" for result in results]
-    write_text(config.out / "settings.json", json.dumps(settings[-1] | {"named": named}, indent=1) + "\n")
+    write_text(
+        config.out / "settings.json",
+        json.dumps(settings[-1] | {"gates": gates, "named": named}, indent=1) + "\n",
+    )
     write_text(config.out / RESULTS, "".join(lines))
     return results
 
 
 def _check(folder: Path, settings: dict[str, Any], others: dict[str, Any], config: EvaluateConfig) -> None:
     """Raise UserError if the settings of a folder differ from those of another folder or from the command line's."""
-    ours, theirs = ({name: comparable(x[name]) for name in x if name != "named"} for x in (settings, others))
+    # earlier results also have their data here
+    ours, theirs = (
+        {name: comparable(x[name]) for name in x.keys() - {"data", "gates", "named"}}
+        for x in (settings, others)
+    )
     if ours != theirs:
         raise UserError(f"--merge: {folder} was measured with other settings than the rest")
     for name in MEASURED_WITH:

@@ -263,7 +263,9 @@ class Evaluation:
         head_orders, window = known_orders(sizing)
         if compared.orders_heads:
             order_window = min(window, smallest_window(samples.length))
-            folder = self.config.out / HEADS_FOLDER / f"{task.name}-{samples.length}-window-{order_window}"
+            contexts = dataclasses.replace(task, samples=samples.for_order).digest
+            name = f"{task.name}-{samples.length}-window-{order_window}-{contexts}"
+            folder = self.config.out / HEADS_FOLDER / name
             run = TeacherForcing(self.model, samples.for_order, task.batch)
             measured = orders(run, sizing.shape, order_window, folder, MadeFor.of(self.model))
             head_orders = measured | head_orders

@@ -45,7 +45,9 @@ def test_results_on_other_contexts_are_refused(tmp_path):
     main([word.replace(str(documents), str(moved)) for word in command])
     assert len(lines(tmp_path / "run")) == 1
     documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
-    with pytest.raises(UserError, match=r"holds results with --data .*'\w{16}'\]\], got .*'\w{16}'\]\]"):
+    with pytest.raises(
+        UserError, match=r"holds results of text at 126 tokens on other contexts \(their data"
+    ):
         main(command)
 
 
@@ -91,6 +93,15 @@ def test_a_folder_without_results_may_have_other_settings(tmp_path):
     for args, wrong in (("--gates", other, one), "gates"), (("--gates", one, other, "--seed", "1"), "seed"):
         with pytest.raises(UserError, match=f"holds results with --{wrong} .*: name another folder"):
             results(*args)
+    # gates of another method may be added or left out
+    shutil.copytree(one, tmp_path / "kvzip")
+    described = tmp_path / "kvzip" / "config.json"
+    described.write_text(described.read_text().replace("wgkv", "fast_kvzip"))
+    results("--gates", str(tmp_path / "kvzip"))
+    results("--gates", one, other)
+    assert len(json.loads((out / "settings.json").read_text())["gates"]) == 3
+    with pytest.raises(UserError, match="holds results with --gates"):
+        results("--gates", one)
     # options that did not exist when the folder was made had their defaults
     settings = json.loads((out / "settings.json").read_text())
     del settings["turns"], settings["order_length"]
@@ -156,3 +167,15 @@ def test_a_label_may_not_change_its_policy(tmp_path):
     with pytest.raises(UserError, match=f"--merge: .*{message}"):
         merge(config(now, "needle"))
     assert len(merge(config(before, "needle"))) == 1
+
+
+def test_the_settings_of_committed_results_are_accepted(tmp_path):
+    """They have digests of their data, which later runs need not give."""
+    for name in ("settings.json", "results.jsonl"):
+        shutil.copy(COMMITTED / name, tmp_path)
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["data"]
+    sizes = ["--samples", "24", "--chunk", "256", "--observed", "32", "--batch", "24", "--dtype", "bfloat16"]
+    command = ["--out", str(tmp_path), "--model", settings["model"][0], "--context", "2048", *sizes]
+    config = parse([*command, "--policies", '{"full cache": "full"}', "--tasks", "niah_single_1"])
+    assert len(Results(config).finished) > 100
