@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import fcntl
 import glob
+import hashlib
 import os
 import shutil
 import stat
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 LARGEST_TEXT = 4 << 30
 """The maximum bytes of a text file."""
+LONGEST_NAME = 200
+"""The most bytes of a name that `file_name` leaves as it is."""
 UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 """The byte-order marks of UTF-16 files."""
 
@@ -29,6 +32,17 @@ def is_there(path: Path, option: str) -> bool:
         return path.exists()
     except OSError as error:  # such as a name that is too long
         raise UserError(f"{option} {path}: {error.strerror or error}") from None
+
+
+def file_name(text: str) -> str:
+    """Return a text as the name of a file without a suffix.
+
+    Slashes become underscores and long texts are shortened. Such names end in a digest, so that no two texts share one.
+    """
+    name = text.replace("/", "_")
+    if name == text and len(name.encode()) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME // 4]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def check_regular(file: Path, option: str = "", *, pipe: bool = False) -> int:

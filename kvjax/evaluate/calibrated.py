@@ -153,15 +153,6 @@ def smallest_window(context: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A chosen head pattern."""
-
-    pattern: StaticPattern
-    description: str
-    """The chosen values, with the candidates and their scores."""
-
-
-@dataclass(frozen=True)
 class PatternSearch:
     """A search for the static policies that score best on calibration contexts, at a number of entries."""
 
@@ -176,13 +167,13 @@ class PatternSearch:
     shape: tuple[int, int]
     """Layers × kv heads."""
 
-    def sink_and_window(self, entries: float) -> Choice:
+    def sink_and_window(self, entries: float) -> tuple[StaticPattern, str]:
         def make(sinks: int) -> StaticPattern:
             return sink_and_window(self.shape, entries=entries, sink=sinks)
 
         return self._best(make, {"sinks": [x for x in SINKS if x == SINKS[0] or x < entries]})
 
-    def head_pattern(self, entries: float) -> Choice:
+    def head_pattern(self, entries: float) -> tuple[StaticPattern, str]:
         def make(order: str, sinks: int, window: int) -> StaticPattern:
             return whole_heads(
                 self.orders[order], entries=entries, context=self.context, window=window, sink=sinks
@@ -198,8 +189,13 @@ class PatternSearch:
         }
         return self._best(make, options)
 
-    def _best(self, make: Callable[..., StaticPattern], options: dict[str, Sequence[Any]]) -> Choice:
-        """Choose the options one after another, each given the others, and then the first one again."""
+    def _best(
+        self, make: Callable[..., StaticPattern], options: dict[str, Sequence[Any]]
+    ) -> tuple[StaticPattern, str]:
+        """Choose the options one after another, each given the others, and then the first one again.
+
+        Returns the pattern, and the chosen values with the candidates and their scores.
+        """
         outcomes: dict[Any, Outcome] = {}
 
         def outcome(chosen: dict[str, Any]) -> Outcome:
@@ -218,7 +214,7 @@ class PatternSearch:
             descriptions[name] = f"{name} {chosen[name]} (of {scores})"
         pattern = make(**chosen)
         heads = f"{pattern.whole.sum()} of {pattern.whole.size} heads whole, " if "order" in options else ""
-        return Choice(pattern, f"{heads}window {pattern.window}; {'; '.join(descriptions.values())}")
+        return pattern, f"{heads}window {pattern.window}; {'; '.join(descriptions.values())}"
 
 
 def wgkv_tau(policy: Policy) -> float | None:
@@ -364,8 +360,9 @@ class Calibrated:
             UserError: no gates can meet the budget.
         """
         if (search := self.pattern_search) is not None:
-            choice = search.head_pattern(entries) if self.has_whole_heads else search.sink_and_window(entries)
-            return Candidate(choice.pattern.policy(self.model), None, choice.description)
+            choose = search.head_pattern if self.has_whole_heads else search.sink_and_window
+            pattern, description = choose(entries)
+            return Candidate(pattern.policy(self.model), None, description)
         for folder, policy in possible.items():
             self.tau_searches.setdefault(folder, TauSearch(policy, self.size))
         policies = nearest_gates({folder: self.tau_searches[folder] for folder in possible}, budget)

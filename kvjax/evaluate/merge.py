@@ -15,7 +15,9 @@ from kvjax.evaluate.results import (
     HEADS_FOLDER,
     MEASURED_WITH,
     Result,
+    check_labels,
     comparable,
+    join_gates,
     read_results,
 )
 from kvjax.evaluate.sizing import pairs
@@ -32,7 +34,7 @@ def merge(config: EvaluateConfig) -> list[Result]:
 
     Raises:
         UserError: a shard or a result is missing, folders were measured with different settings or contexts, or with
-            other settings than the command line's.
+            other settings or policies than the command line's.
     """
     shards = _shard_folders(config.out)
     folders = [*([config.out] if (config.out / RESULTS).exists() else []), *shards]
@@ -40,13 +42,18 @@ def merge(config: EvaluateConfig) -> list[Result]:
     merged: dict[tuple[str, float, str, int], Result] = {}
     contexts: dict[tuple[str, int], str] = {}
     named: dict[str, str] = {}
+    gates: list[list[str]] | None = []
     for folder, folder_settings in zip(folders, settings, strict=True):
         _check(folder, folder_settings, settings[0], config)
-        for path, gates in folder_settings.get("named", {}).items():
-            if named.setdefault(path, gates) != gates:
+        if (gates := join_gates(gates, folder_settings.get("gates", []))) is None:
+            raise UserError(f"--merge: {folder} was measured with other --gates than the rest")
+        for path, digest in folder_settings.get("named", {}).items():
+            if named.setdefault(path, digest) != digest:
                 raise UserError(f"--merge: {folder} was measured with other gates in {path} than the rest")
         if (folder / RESULTS).exists():  # a shard without work has no file
-            merged |= read_results(folder / RESULTS)
+            results = read_results(folder / RESULTS)
+            check_labels(config, results.values(), f"--merge: {folder}")
+            merged |= results
     for result in merged.values():
         if contexts.setdefault((result.task, result.context), result.contexts) != result.contexts:
             raise UserError(
@@ -71,14 +78,21 @@ def merge(config: EvaluateConfig) -> list[Result]:
                 shutil.copytree(folder / name, config.out / name, dirs_exist_ok=True)
     results = [merged.pop(key) for key in wanted] + list(merged.values())
     lines = [json.dumps(dataclasses.asdict(result)) + "\n" for result in results]
-    write_text(config.out / "settings.json", json.dumps(settings[-1] | {"named": named}, indent=1) + "\n")
+    write_text(
+        config.out / "settings.json",
+        json.dumps(settings[-1] | {"gates": gates, "named": named}, indent=1) + "\n",
+    )
     write_text(config.out / RESULTS, "".join(lines))
     return results
 
 
 def _check(folder: Path, settings: dict[str, Any], others: dict[str, Any], config: EvaluateConfig) -> None:
     """Raise UserError if the settings of a folder differ from those of another folder or from the command line's."""
-    ours, theirs = ({name: comparable(x[name]) for name in x if name != "named"} for x in (settings, others))
+    # earlier results also have their data here
+    ours, theirs = (
+        {name: comparable(x[name]) for name in x.keys() - {"data", "gates", "named"}}
+        for x in (settings, others)
+    )
     if ours != theirs:
         raise UserError(f"--merge: {folder} was measured with other settings than the rest")
     for name in MEASURED_WITH:

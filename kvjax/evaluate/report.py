@@ -11,12 +11,12 @@ import numpy as np
 
 from kvjax.builtin import BUILTIN
 from kvjax.evaluate import pictures
-from kvjax.evaluate.compared import CALIBRATED
+from kvjax.evaluate.compared import CALIBRATED, parse_compared
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.recovery import Recovery, dense_results, recovery
 from kvjax.evaluate.results import BUDGET, LAMBDA, Result
-from kvjax.files import write_text
+from kvjax.files import file_name, write_text
 from kvjax.policies.make import format_policy, parse_policy
 from kvjax.tasks.registry import suite_of
 
@@ -83,7 +83,7 @@ def _about(config: EvaluateConfig, results: Sequence[Result]) -> str:
         "score, interpolated linearly between budgets. < means below the smallest measured footprint, > above the "
         "largest. – means that the full cache has no right answer or was not measured.",
     ]
-    if any("quest" in result.described for result in results):
+    if any("quest" in parse_policy(result.described) for result in results):
         lines.append(
             "Quest frees no memory. Its budget is the share of entries that a query reads; its footprint is that of "
             "the cache from which it reads."
@@ -276,7 +276,9 @@ def _thresholds(results: Sequence[Result], full: float | None) -> list[str]:
         return []
     lines = ["", "| with gates | budget or λ | gates | τ | entries | score |", "|---" * 6 + "|"]
     for result in gated:
-        tau = f"{result.tau:.9g}, {'searched' if CALIBRATED in result.described else 'their own'}"
+        tau = (
+            f"{result.tau:.9g}, {'searched' if parse_compared(result.described).calibrated else 'their own'}"
+        )
         lines.append(
             f"| {result.policy} | {result.at} | {result.gates} | {tau} | {result.kv_ratio:.3f} | "
             f"{_score_and_footprint(result)} |"
@@ -291,7 +293,9 @@ def _thresholds(results: Sequence[Result], full: float | None) -> list[str]:
 
 def _commands(config: EvaluateConfig, results: Sequence[Result]) -> list[str]:
     """Return a command for generation with each τ that was searched."""
-    searched = [result for result in results if result.tau is not None and CALIBRATED in result.described]
+    searched = [
+        result for result in results if result.tau is not None and parse_compared(result.described).calibrated
+    ]
     if not searched:
         return []
     return ["", "With these τ:", "", "```sh", *(_command(config, result) for result in searched), "```"]
@@ -439,7 +443,7 @@ def _draw(out: Path, results: Sequence[Result]) -> None:
             title: {result.at: np.array(result.kept) for result in panel}
             for title, panel in _panels(group).items()
         }
-        file = f"{name.replace('/', '_')}.png"
+        file = f"{file_name(name)}.png"
         pictures.draw_kv_ratios(out / "kept" / file, f"{name}: kept entries, by budget", maps)
         needles = [result for result in group if result.task == "needle"]
         if needles:

@@ -1,10 +1,9 @@
 """results.jsonl, with a line for each result, and settings.json, with the settings that they share."""
 
 import dataclasses
-import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from kvjax.checkpoints.fingerprint import contents
 from kvjax.checkpoints.folder import digest
 from kvjax.errors import UserError
 from kvjax.evaluate.calibrated import Candidate, wgkv_tau
-from kvjax.evaluate.compared import Compared, parse_compared
+from kvjax.evaluate.compared import Compared, compared_policies, parse_compared
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.gates import describe_gates
 from kvjax.evaluate.measuring import ContestStatistics, Measurement
@@ -34,8 +33,6 @@ MEASURED_WITH = (
 """Settings that all results of a folder share."""
 DRAWN_WITH = "temperature", "top_p", "top_k"
 """Settings that only contests use; None in a folder of other tasks."""
-READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
-"""Suffixes of the files in a data folder that are read."""
 HEADS_FOLDER = "heads"
 """The folder of the measured importance of heads."""
 ANSWERS_FOLDER = "answers"
@@ -196,7 +193,8 @@ class Results:
     """The finished results of a folder. No result is written before `begin`.
 
     Raises:
-        UserError: the folder holds results with other settings, or an invalid line.
+        UserError: the folder holds results with other settings, an invalid line, or results of another policy under a
+            label of this evaluation.
     """
 
     def __init__(self, config: EvaluateConfig):
@@ -205,8 +203,7 @@ class Results:
         self._settings["page_size"] = _page_size(config)
         contests = all(suite_of(task).is_contest for task in config.tasks)
         self._settings |= {name: getattr(config, name) if contests else None for name in DRAWN_WITH}
-        # data and gates are compared by their contents, not by their paths
-        self._settings["data"] = [_data_digest(name, path) for name, path in sorted(config.files.items())]
+        # gates are compared by their contents, not by their paths; data by the contexts of each result
         self._settings["gates"] = [[folder, digest(folder)] for folder in config.gates]
         # gates that policy strings name
         pairs = [pair for text in config.policies for pair in parse_compared(text).named_gates.items()]
@@ -216,6 +213,7 @@ class Results:
         self._check_settings()
         self._settings["model"] = [config.model, None]
         self.finished = self._read()
+        check_labels(config, self.finished.values(), f"--out {config.out}")
 
     def check_model(self, model: Decoder) -> None:
         """Raise UserError if the folder's results were measured on a model with other weights."""
@@ -254,17 +252,18 @@ class Results:
             before = dict(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
+        gates = join_gates(before.get("gates", []), self._settings["gates"])
         for name, value in self._settings.items():
             # an option that did not exist yet had its default
             stored = before.get(name, getattr(EvaluateConfig, name, None))
-            if comparable(stored) != comparable(value):
+            if gates is None if name == "gates" else comparable(stored) != comparable(value):
                 option = name.replace("_", "-")
                 digests = " (names, and digests of the contents)" if isinstance(value, list) else ""
                 raise UserError(
                     f"--out {file.parent} holds results with --{option} {stored}, got {value}{digests}: name "
                     "another folder"
                 )
-
+        self._settings["gates"] = gates
         named = before.get("named", {})
         if changed := [path for path, digest in self._named.items() if named.get(path, digest) != digest]:
             raise UserError(
@@ -321,6 +320,21 @@ def read_results(file: Path) -> dict[tuple[str, float, str, int], Result]:
     return {result.key: result for result in results}
 
 
+def check_labels(config: EvaluateConfig, results: Iterable[Result], where: str) -> None:
+    """Raise UserError if results of an evaluation's tasks were measured with other policies than its labels now have.
+
+    where: the folder of the results, for the error.
+    """
+    texts = {compared.label: compared.text for compared in compared_policies(config)}
+    for result in results:
+        text = texts.get(result.policy, result.described)
+        if result.task in config.tasks and result.context in config.context and text != result.described:
+            raise UserError(
+                f"{where} holds results of {result.policy} with the policy {result.described}, got {text}: name "
+                "another label or another folder"
+            )
+
+
 def _result(line: str, at: str) -> Result:
     try:
         values = dict(json.loads(line))
@@ -347,24 +361,27 @@ def _page_size(config: EvaluateConfig) -> int | str:
     return usual if usual == selected else f"{usual}, {selected} with a selection"
 
 
-def _data_digest(name: str, path: Path) -> list[str | None]:
-    """Return NAME=PATH and a digest of the name and the files. The digest is None for data that is not local."""
-    files = (
-        sorted(file for file in path.rglob("*") if file.suffix in READ_SUFFIXES) if path.is_dir() else [path]
-    )
-    digest = hashlib.sha256(name.encode())
-    for file in files:
-        if not file.is_file():
-            return [f"{name}={path}", None]
-        with file.open("rb") as opened:
-            digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
-    return [f"{name}={path}", digest.hexdigest()[:16]]
-
-
 def comparable(value: Any) -> Any:
     """Return the part of a setting that must be equal. For [name, digest] it is the digest, if there is one."""
-    if isinstance(value, list | tuple):
-        if len(value) == 2 and isinstance(value[0], str):
-            return value[1] or value[0]
-        return [comparable(x) for x in value]
-    return value
+    return value[1] or value[0] if isinstance(value, list) else value
+
+
+def join_gates(stored: Sequence[list[str]], gates: list[list[str]]) -> list[list[str]] | None:
+    """Return gates and the stored gates of other methods, each as [folder, digest].
+
+    Returns None if a method has other gates among the stored ones. The order counts, because a policy that takes one
+    folder takes the first.
+    """
+    methods: dict[str, str | None] = {}
+    for folder, key in [*gates, *stored]:
+        if key not in methods:
+            # gates that no longer exist may belong to any method
+            methods[key] = describe_gates(folder).get("method") if Path(folder).exists() else None
+    present = {methods[key] for _, key in gates}
+    for method in present:
+        ours, theirs = (
+            [key for _, key in part if methods[key] in (method, None)] for part in (gates, stored)
+        )
+        if theirs and ours != theirs:
+            return None
+    return [*gates, *([folder, key] for folder, key in stored if methods[key] not in present)]

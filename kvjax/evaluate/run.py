@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -47,6 +46,7 @@ from kvjax.evaluate.sizing import (
     tokenizer_of,
 )
 from kvjax.evaluate.teacher_forcing import TeacherForcing
+from kvjax.files import file_name
 from kvjax.inference.generate import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
@@ -219,9 +219,7 @@ class Evaluation:
         return measure_contest(self.model, policy, task.samples, sampling, settings)
 
     def _write_answers(self, result: Result, task: SizedTask, measured: Measurement) -> None:
-        name = f"{result.task}-{result.context}-{result.policy}-{result.budget:g}".replace("/", "_")
-        if len(name.encode()) > LONGEST_NAME:
-            name = name[: LONGEST_NAME // 4] + hashlib.sha256(name.encode()).hexdigest()[:16]
+        name = file_name(f"{result.task}-{result.context}-{result.policy}-{result.budget:g}")
         tokenizer = tokenizer_of(self.config.model)
         write_answers(
             self.config.out / ANSWERS_FOLDER / f"{name}.jsonl", task.samples, measured.outputs, tokenizer
@@ -263,7 +261,9 @@ class Evaluation:
         head_orders, window = known_orders(sizing)
         if compared.orders_heads:
             order_window = min(window, smallest_window(samples.length))
-            folder = self.config.out / HEADS_FOLDER / f"{task.name}-{samples.length}-window-{order_window}"
+            contexts = dataclasses.replace(task, samples=samples.for_order).digest
+            name = f"{task.name}-{samples.length}-window-{order_window}-{contexts}"
+            folder = self.config.out / HEADS_FOLDER / name
             run = TeacherForcing(self.model, samples.for_order, task.batch)
             measured = orders(run, sizing.shape, order_window, folder, MadeFor.of(self.model))
             head_orders = measured | head_orders
@@ -280,10 +280,6 @@ class Evaluation:
                 int(sizes.tokens.sum()) * self.model.config.num_full_layers * self.model.config.num_kv_heads
             )
         return entries / full
-
-
-LONGEST_NAME = 200
-"""The most bytes of a file's name, without the suffix. Policy strings may have texts and paths."""
 
 
 @dataclass(frozen=True)

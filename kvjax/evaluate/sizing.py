@@ -22,6 +22,7 @@ from kvjax.evaluate.gates import describe_gates, gates_by_lambda, gates_for, mos
 from kvjax.evaluate.sized_tasks import SizedTask
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer
+from kvjax.models.rope import inverse_frequencies
 from kvjax.policies import (
     WGKV,
     FastKVzip,
@@ -234,10 +235,18 @@ def possible_policies(
 
 
 def check_lengths(config: EvaluateConfig, model: Decoder) -> None:
-    """Raise UserError if contexts of a --context length cannot hold a budget. Needs no real contexts.
+    """Raise UserError if contexts of a --context length cannot hold a budget, or if the model rotates positions
+    differently for these lengths. Needs no real contexts.
 
-    The error names the policy and the budget. `model`: its weights may be shapes only.
+    An error about a budget names it and its policy. `model`: its weights may be shapes only.
     """
+    rope, head_dim = model.config.rope, model.config.head_dim
+    shortest = dataclasses.replace(rope, length=min(config.context))
+    if not np.array_equal(inverse_frequencies(rope, head_dim), inverse_frequencies(shortest, head_dim)):
+        raise UserError(
+            f"--context {' '.join(map(str, config.context))}: the model's RoPE ({rope.type}) depends on the longest of "
+            f"these lengths if it is above {rope.original_length}; evaluate one length at a time"
+        )
     for length, (compared, budget) in itertools.product(config.context, pairs(config)):
         sizing = sizing_of(config, model, length, length, compared, budget)
         possible_policies(config, compared, sizing, any_gates=True)

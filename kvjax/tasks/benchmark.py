@@ -1,4 +1,4 @@
-"""A benchmark's published samples, of any length: contexts that are too long are cut in the middle."""
+"""A benchmark's published samples, of any length: contexts that are too long are cut in the middle, or refused."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +25,8 @@ class BenchmarkSamples:
     """Makes samples from the examples."""
     metric: str
     """Description of the score."""
+    cuts: bool = True
+    """True if contexts that are too long are cut in the middle, False if they are refused."""
     published = True
 
     def __post_init__(self):
@@ -41,12 +43,12 @@ class BenchmarkSamples:
         Contexts that are too long are cut in the middle, as the benchmarks cut their prompts (`cut_middle`). Questions
         are never cut.
 
-        Raises UserError if there are too few samples, or if the length leaves no end of the context.
+        Raises UserError if there are too few samples, or if the length leaves no end of a context or needs a cut that
+        the benchmark does not allow.
         """
-        return [
-            self._sample(example, length)
-            for example in split.take_published(self.examples, count, self.where, f"samples of {self.name}")
-        ]
+        examples = [(example.source, example) for example in self.examples]
+        taken = split.take_published(examples, count, self.where, f"samples of {self.name}")
+        return [replace(self._sample(example, length), source=source) for source, example in taken]
 
     def _sample(self, example: Example, length: int) -> Sample:
         sample = self.encode(example)
@@ -54,6 +56,11 @@ class BenchmarkSamples:
         space, asked = length - after, len(sample.questions[0].prompt)
         if len(sample.context) <= space:
             return sample
+        if not self.cuts:
+            raise UserError(
+                f"--context {length}: a sample of {self.name} needs {len(sample.context) + after} tokens, {after} of "
+                "them for its question and answer; its contexts are not cut"
+            )
         if space <= asked + 1:
             raise UserError(
                 f"--context {length}: a sample of {self.name} needs {after + asked + 2} tokens at least: {after} for "

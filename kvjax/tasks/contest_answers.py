@@ -13,7 +13,8 @@ from kvjax.errors import UserError, warn
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[^\s{}$\\]*))")
 """The beginning of a box: a brace, or a number without braces."""
-ESCAPED = re.compile(r"\\[{}]")
+BRACE = re.compile(r"\\[{}]|[{}]")
+"""A brace, or an escaped one."""
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
 WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{[^{}\d]*\}(?:\^\{?\d\}?)?")
 """Words and units that contain no number."""
@@ -35,27 +36,26 @@ INSTALL = "pip install 'kvjax[math]'"
 def last_box(text: str) -> str | None:
     r"""Return the content of the last \boxed{…} (or \fbox{…}) with balanced braces, or the number after a \boxed
     without braces; None if there is no box. The outermost of nested boxes counts."""
-    content, end = None, 0
+    content, end, closing = None, 0, _closing(text)
     for match in BOX.finditer(text):
         if match.start() < end:
             continue
         if match[1] is not None:
             content, end = match[1].rstrip(".,;:)"), match.end()
-        elif (close := _closing(text, match.end())) is not None:
+        elif (close := closing.get(match.end() - 1)) is not None:
             content, end = text[match.end() : close].strip(), close
     return content
 
 
-def _closing(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the one right before `start`; None if there is none. Escaped braces do
-    not count."""
-    depth, escaped = 1, {match.start() + 1 for match in ESCAPED.finditer(text, start)}
-    for index in range(start, len(text)):
-        if text[index] in "{}" and index not in escaped:
-            depth += 1 if text[index] == "{" else -1
-            if depth == 0:
-                return index
-    return None
+def _closing(text: str) -> dict[int, int]:
+    """Return the index of the closing brace for that of each opening one which has one. Escaped braces do not count."""
+    closing, opened = {}, []
+    for match in BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closing[opened.pop()] = match.start()
+    return closing
 
 
 def integer(text: str) -> int | None:

@@ -14,6 +14,8 @@ SUFFIXES = ".jsonl", ".parquet"
 """Suffixes of the files that are read."""
 LARGEST = 4 << 30
 """The most bytes of a .parquet file, unpacked."""
+BATCH = 64
+"""The number of rows of a .parquet file that are unpacked at once."""
 
 
 def file_rows(file: Path, option: str, task: str | None = None) -> Iterator[Row]:
@@ -66,16 +68,20 @@ def _parquet_rows(file: Path, option: str, task: str | None) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(file) as opened:
             has_task = "task" in opened.schema_arrow.names
             groups = [opened.metadata.row_group(index) for index in range(opened.num_row_groups)]
-        size = sum(group.total_byte_size for group in groups)
-        if size > LARGEST:
-            raise ValueError(f"it unpacks to {size:,} bytes, more than {LARGEST:,}")
-        filters = None if task is None else [("task", "=", task)]
-        rows = (
-            [] if filters and not has_task else pyarrow.parquet.read_table(file, filters=filters).to_pylist()
-        )
+            _check_size(sum(group.total_byte_size for group in groups))
+            rows, size = [], 0
+            for batch in opened.iter_batches(BATCH) if task is None or has_task else ():
+                # the sizes above count repeated values once
+                _check_size(size := size + batch.nbytes)
+                rows += [row for row in batch.to_pylist() if task is None or row["task"] == task]
     except Exception as error:  # pyarrow raises all kinds of errors for a damaged file
         raise UserError(f"{option} {file}: is no parquet file ({_reason(error)})") from None
     return ((f"{option} {file}: row {index}", row) for index, row in enumerate(rows))
+
+
+def _check_size(size: int) -> None:
+    if size > LARGEST:
+        raise ValueError(f"it unpacks to more than {LARGEST:,} bytes")
 
 
 def folder_rows(folder: Path, task: str, option: str) -> Iterator[Row]:

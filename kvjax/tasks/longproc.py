@@ -36,7 +36,7 @@ DATA = "longproc"
 """The name of its data in --data."""
 OPTION = f"--data {DATA}"
 PREFIX, PARTIAL = "longproc_", "_partial"
-RESERVED = {"0.5k": 1024, "2k": 3072, "8k": 9216}
+RESERVED = {"0.5k": 1024, "2k": 3072, "8k": 10240}
 """The most tokens of an answer, by the size of the task."""
 ROWS = "F1 of the table's rows"
 FOLLOWED = "share of the procedure before the first wrong line"
@@ -151,7 +151,7 @@ def longproc_examples(name: str, data: Path) -> list[Example]:
         context, question = (_fill(part, problem.fields, f"{OPTION} {file}") for part in template)
         scoring = lambda answer, _, figures=problem.figures: figures(answer)[figure]  # noqa: E731
         asked = ExampleQuestion(question, "", (problem.answer,), scoring, RESERVED[size], name)
-        examples.append(Example(context, (asked,)))
+        examples.append(Example(context, (asked,), only_instructions=task == "countdown"))
     return examples
 
 
@@ -185,7 +185,8 @@ def _fill(template: str, fields: Mapping[str, str], where: str) -> str:
 def _open(name: str, inputs: Inputs) -> Dataset:
     data = inputs.path(DATA, "the folder data of princeton-pli/LongProc")
     metric = ROWS if "html_to_tsv" in name else FOLLOWED if name.endswith(PARTIAL) else RIGHT
-    return BenchmarkSamples(name, f"{OPTION} {data}", longproc_examples(name, data), inputs.encode, metric)
+    examples = longproc_examples(name, data)
+    return BenchmarkSamples(name, f"{OPTION} {data}", examples, inputs.encode, metric, cuts=False)
 
 
 SUITE = Suite(NAMES, _open, data=(DATA,))

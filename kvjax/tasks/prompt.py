@@ -76,6 +76,13 @@ class Example:
     conversation: bool = False
     """True if each question follows the earlier questions and answers. All texts but the first then begin with the
     encoder's `next_turn`."""
+    only_instructions: bool = False
+    """True if the context has only instructions, and the question the whole problem."""
+
+    @property
+    def source(self) -> str:
+        """The text that it is about, which other examples may share: its context, or else its question."""
+        return self.questions[0].text if self.only_instructions or not self.context else self.context
 
 
 class PromptEncoder:

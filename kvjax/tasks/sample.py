@@ -74,7 +74,7 @@ class Sample:
     """True if the only question is known when the context is compressed. The question's tokens are then read after the
     context, observed by the policy, and asked again from the entries that it kept."""
     source: int | None = None
-    """The index of the sample that this one is a question of; None if it is not one of several."""
+    """A number that samples about the same context or question share; None if there are no such samples."""
     conversation: bool = False
     """True if each question is asked after all that was asked and answered before it."""
 
@@ -154,7 +154,7 @@ def question_aware(samples: Sequence[Sample]) -> list[Sample]:
             context=np.concatenate([sample.context, q.prompt[:-1]]),
             questions=(dataclasses.replace(q, prompt=as_tokens(q.prompt[-1:])),),
             question_known=True,
-            source=index,
+            source=index if sample.source is None else sample.source,
         )
         for index, sample in enumerate(samples)
         for q in sample.questions

@@ -1,6 +1,6 @@
 """The split of a task's contexts into contexts to compare on and contexts to calibrate on."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,18 +39,32 @@ class Split:
         return FIRST_SEED * (1 + self.seed) + offset + self.skipped
 
     def take_published(
-        self, items: Sequence[Item], count: int, where: str, description: str
-    ) -> Sequence[Item]:
+        self, items: Sequence[tuple[Hashable, Item]], count: int, where: str, description: str
+    ) -> list[tuple[int, Item]]:
         """Return `count` items of a published dataset: the first ones to compare, or the next ones to calibrate on, or
         the last ones if some of these were used before.
 
-        Raises UserError if there are too few. where: the source of the items; description: the items, as a plural.
+        Items about the same text are numbered alike, and no text is used for both.
+
+        Args:
+            items: each item with its text, or anything else that identifies it.
+            where: the source of the items.
+            description: the items, as a plural.
+
+        Raises:
+            UserError: there are too few.
         """
-        first = self.compared if self.calibration else 0
-        if first + count > len(items):
-            extra = f" and {count} more to calibrate on" if self.calibration else ""
+        extra = ""
+        if self.calibration:
+            compared = {text for text, _ in items[: self.compared]}
+            items = [item for item in items[self.compared :] if item[0] not in compared]
+            extra = f" and {count} more to calibrate on, about other texts"
+        if count > len(items):
+            total = len(items) + (self.compared if self.calibration else 0)
             raise UserError(
-                f"{where}: there are {len(items)} {description}, needed {self.compared} to compare{extra}; give fewer "
+                f"{where}: there are {total} {description}, needed {self.compared} to compare{extra}; give fewer "
                 "--samples"
             )
-        return items[-count:] if self.skipped else items[first : first + count]
+        taken = items[-count:] if self.skipped else items[:count]
+        numbers: dict[Hashable, int] = {}
+        return [(numbers.setdefault(text, len(numbers)), item) for text, item in taken]

@@ -1,7 +1,10 @@
 """Tests of `--dry-run`: it refuses wrong configurations in one line, and else prints how much would be measured."""
 
+import json
+
 import pytest
 
+from kvjax.builtin import builtin_model
 from kvjax.cli.options import packaged_configs
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
@@ -90,3 +93,16 @@ def test_wrong_options_are_refused_in_one_line(args, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         main(["--config", "papers/oraclekv-llama-3.1-8b", "--out", "run", "--dry-run", *args])
     assert "\n" not in str(error.value)
+
+
+def test_lengths_with_other_rotary_embeddings_are_refused(tmp_path):
+    """LongRoPE has factors for up to the original length, and others for longer sequences."""
+    described = json.loads((builtin_model("test_model") / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 8, "long_factor": [5.0] * 8, "factor": 4.0}
+    described["rope_scaling"] = {"type": "longrope", "original_max_position_embeddings": 1024} | factors
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    args = ["--model", str(tmp_path), "--policies", "full", "--tasks", "vt", "--out", "run", "--dry-run"]
+    main([*args, "--context", "512", "1024"])
+    main([*args, "--context", "2048", "4096"])
+    with pytest.raises(UserError, match=r"--context 1024 2048: the model's RoPE \(longrope\) .* above 1024"):
+        main([*args, "--context", "1024", "2048"])

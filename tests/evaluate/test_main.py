@@ -123,7 +123,7 @@ def test_invalid_ruler_data_is_refused(task, message, ruler_data, tmp_path):
         (
             ["head_pattern:calibrated"],
             "7",
-            "needed 7 to compare and 2 more to calibrate on; give fewer --samples",
+            "needed 7 to compare and 2 more to calibrate on, about other texts; give fewer --samples",
         ),
         (["full", "streaming_llm:calibrated"], "7", "needed 7 to compare and 10 more to calibrate on"),
         (["wgkv:calibrated"], "5", "needed 5 to compare and 4 more to calibrate on"),

@@ -17,7 +17,7 @@ from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.calibrated import wgkv_tau
 from kvjax.evaluate.config import EvaluateConfig, parse
 from kvjax.evaluate.report import _command, report
-from kvjax.evaluate.results import Results
+from kvjax.evaluate.results import Results, read_results
 from kvjax.generate import GenerateConfig
 from kvjax.models import load_model
 from kvjax.policies import make_policy
@@ -174,3 +174,26 @@ def test_a_full_cache_without_right_answers_has_no_critical_footprint(arguments,
     assert "– means that the full cache has no right answer" in about
     assert needle.count("| – |") == len(POLICIES) - 1
     assert "| – |" not in text
+
+
+def test_methods_and_labels_are_told_apart(tmp_path, monkeypatch):
+    """Arguments may have the names of methods, and labels may be long or differ only by a slash."""
+    files = []
+    monkeypatch.setattr(pictures, "draw_kv_ratios", lambda file, *_: files.append(file.name))
+    monkeypatch.setattr(pictures, "draw_tradeoff", lambda *_: None)
+    folder = Path(__file__).parents[2] / "docs" / "evaluations" / "qwen2.5-coder-0.5b"
+    result = next(iter(read_results(folder / "results.jsonl").values()))
+    policies = {
+        "a/b": "oraclekv:guidance=Answer questions about it.",
+        "a_b": "wgkv:gates=runs/calibrated/gates",
+        "c" * 300: "wgkv:calibrated",
+    }
+    results = [
+        dataclasses.replace(result, policy=label, described=policy, gates="g", tau=0.5)
+        for label, policy in policies.items()
+    ]
+    tables = report(EvaluateConfig(tmp_path), results, "command")
+    assert "Quest frees no memory" not in (tmp_path / "report.md").read_text()
+    assert (tables.count("0.5, searched"), tables.count("kvjax.generate")) == (1, 1)
+    assert len(set(files)) == 3
+    assert max(len(name) for name in files) < 255

@@ -1,7 +1,9 @@
 """Tests of a folder of results, and of results that may not be added to it."""
 
+import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -10,11 +12,19 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
-from kvjax.evaluate.results import Results
+from kvjax.evaluate.merge import merge
+from kvjax.evaluate.results import Results, read_results
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
 from tests.evaluate.whole_run import SMALL, TASKS, lines
 from tests.tiny_models import tiny_gates
+
+COMMITTED = Path(__file__).parents[2] / "docs" / "evaluations" / "qwen2.5-coder-0.5b"
+
+
+def committed_result():
+    """Return the first of the results in the repository."""
+    return next(iter(read_results(COMMITTED / "results.jsonl").values()))
 
 
 @pytest.mark.thorough
@@ -35,7 +45,9 @@ def test_results_on_other_contexts_are_refused(tmp_path):
     main([word.replace(str(documents), str(moved)) for word in command])
     assert len(lines(tmp_path / "run")) == 1
     documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
-    with pytest.raises(UserError, match=r"holds results with --data .*'\w{16}'\]\], got .*'\w{16}'\]\]"):
+    with pytest.raises(
+        UserError, match=r"holds results of text at 126 tokens on other contexts \(their data"
+    ):
         main(command)
 
 
@@ -81,6 +93,15 @@ def test_a_folder_without_results_may_have_other_settings(tmp_path):
     for args, wrong in (("--gates", other, one), "gates"), (("--gates", one, other, "--seed", "1"), "seed"):
         with pytest.raises(UserError, match=f"holds results with --{wrong} .*: name another folder"):
             results(*args)
+    # gates of another method may be added or left out
+    shutil.copytree(one, tmp_path / "kvzip")
+    described = tmp_path / "kvzip" / "config.json"
+    described.write_text(described.read_text().replace("wgkv", "fast_kvzip"))
+    results("--gates", str(tmp_path / "kvzip"))
+    results("--gates", one, other)
+    assert len(json.loads((out / "settings.json").read_text())["gates"]) == 3
+    with pytest.raises(UserError, match="holds results with --gates"):
+        results("--gates", one)
     # options that did not exist when the folder was made had their defaults
     settings = json.loads((out / "settings.json").read_text())
     del settings["turns"], settings["order_length"]
@@ -124,3 +145,37 @@ def test_gates_in_a_policy_string_may_not_change(tmp_path):
     Results(parse(["--out", out, *SMALL, "--policies", "full"])).begin()
     with pytest.raises(UserError, match=f"holds results with other gates than {gates} has now: name another"):
         Results(parse(["--out", out, *SMALL, "--policies", "full", gated]))
+
+
+def test_a_label_may_not_change_its_policy(tmp_path):
+    """It may for another task, whose results are not there."""
+    before, now = "snapkv:ratio=0.5", "snapkv:ratio=0.05"
+
+    def config(policy, task, *args):
+        policies = ["--policies", json.dumps({"SnapKV": policy})]
+        return parse(["--out", str(tmp_path), *SMALL, "--tasks", task, *policies, *args])
+
+    results = Results(config(before, "needle", "--shard", "0/1"))
+    results.begin()
+    key = {"policy": "SnapKV", "budget": 1.0, "task": "needle", "context": 126}
+    results.add(dataclasses.replace(committed_result(), described=before, **key))
+    Results(config(before, "needle", "--shard", "0/1"))
+    Results(config(now, "text", "--shard", "0/1"))
+    message = f"shard-0-of-1 holds results of SnapKV with the policy {before}, got {now}: name another label"
+    with pytest.raises(UserError, match=f"--out .*{message}"):
+        Results(config(now, "needle", "--shard", "0/1"))
+    with pytest.raises(UserError, match=f"--merge: .*{message}"):
+        merge(config(now, "needle"))
+    assert len(merge(config(before, "needle"))) == 1
+
+
+def test_the_settings_of_committed_results_are_accepted(tmp_path):
+    """They have digests of their data, which later runs need not give."""
+    for name in ("settings.json", "results.jsonl"):
+        shutil.copy(COMMITTED / name, tmp_path)
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["data"]
+    sizes = ["--samples", "24", "--chunk", "256", "--observed", "32", "--batch", "24", "--dtype", "bfloat16"]
+    command = ["--out", str(tmp_path), "--model", settings["model"][0], "--context", "2048", *sizes]
+    config = parse([*command, "--policies", '{"full cache": "full"}', "--tasks", "niah_single_1"])
+    assert len(Results(config).finished) > 100

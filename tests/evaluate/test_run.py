@@ -1,5 +1,6 @@
 """Tests of whole evaluations of the test-size model: their results, and that a killed run ends like any other."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -157,5 +158,8 @@ def test_the_window_for_ordering_heads_follows_from_the_order_length(tmp_path, m
         run, "orders", lambda loss, shape, window, folder, _: found.append((window, folder)) or {}
     )
     search = evaluation._pattern_search(evaluation.tasks[0], parse_compared("head_pattern:calibrated"))
-    assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
+    task = evaluation.tasks[0]
+    contexts = evaluation.choice_samples[task.name, task.length].for_order
+    name = f"needle-512-window-16-{dataclasses.replace(task, samples=contexts).digest}"
+    assert found == [(16, tmp_path / "run" / "heads" / name)]
     assert search.window == 64

@@ -62,6 +62,7 @@ def test_a_conversation_reserves_tokens_for_all_its_turns():
 
 
 def test_calibration_uses_the_samples_after_those_compared():
+    """Samples about one text are numbered alike, and none of them calibrates if another is compared."""
     dataset = benchmark("a", "b", "c", count=2)
     assert dataset.answers(99) == 2
 
@@ -74,6 +75,14 @@ def test_calibration_uses_the_samples_after_those_compared():
     assert letters(Split(0, 2, calibration=True), 1) == "c"
     more = benchmark("a", "b", "c", "d", "e")
     assert letters(Split(0, 2, calibration=True, skipped=1), 2, more) == "de"
+    shared = benchmark("a", "b", "b", "a", "c", "a", "d", "c")
+    assert [sample.source for sample in shared.samples(Split(0, 4), 4, 99)] == [0, 1, 1, 0]
+    assert letters(Split(0, 4, calibration=True), 3, shared) == "cdc"
+    assert letters(Split(0, 4, calibration=True, skipped=2), 2, shared) == "dc"
+    with pytest.raises(
+        UserError, match="there are 7 .*, needed 4 to compare and 4 more to calibrate on, about"
+    ):
+        letters(Split(0, 4, calibration=True), 4, shared)
     with pytest.raises(
         UserError, match="--data x: there are 3 samples of test, needed 2 to compare and 2 more to cal"
     ):

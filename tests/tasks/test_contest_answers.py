@@ -1,5 +1,6 @@
 r"""Test which boxed answers are right, on worked examples."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,6 +31,12 @@ from kvjax.tasks.contest_answers import Expressions, Integers, integer, last_box
 )
 def test_the_last_box_with_balanced_braces_counts(text, box):
     assert last_box(text) == box
+
+
+def test_the_braces_of_all_boxes_are_matched_in_one_pass():
+    started = time.process_time()
+    assert last_box(r"\boxed{" * 8000 + "5}") == "5"
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(

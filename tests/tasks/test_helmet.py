@@ -2,6 +2,7 @@
 for damaged records."""
 
 import hashlib
+import re
 from pathlib import Path
 
 import huggingface_hub
@@ -40,7 +41,8 @@ def records(tmp_path_factory):
 
 def first(task, folder, chat=False):
     """Return the first prompt of a task."""
-    prompt = TASKS[task].prompts(Files(folder, 0))[0]()
+    _, (make, *_) = TASKS[task].prompts(Files(folder, 0))[0]
+    prompt = make()
     return prompt.example(prompt.documents, task, 1, chat)
 
 
@@ -51,7 +53,8 @@ def test_prompts_equal_the_official_ones(task, records, monkeypatch):
     monkeypatch.setattr(hub_tasks, "rouge_f1", lambda: any_present)
     count, digest = DIGESTS[task]
     whole = []
-    for make in TASKS[task].prompts(Files(records, 0))[: count : max(1, count // 20)]:
+    makers = [make for _, copies in TASKS[task].prompts(Files(records, 0)) for make in copies]
+    for make in makers[: count : max(1, count // 20)]:
         prompt = make()
         example = prompt.example(prompt.documents, task, 1, chat=False)
         (question,) = example.questions
@@ -194,7 +197,7 @@ def test_missing_data_is_refused(tmp_path):
     with pytest.raises(UserError, match="a task needs --data helmet=PATH, the unpacked data.tar.gz"):
         open_task("helmet_kilt_nq", inputs()).samples(Split(0, 1), 1, 4096)
     write_records(tmp_path, {KV: FILES[KV][:2], "trec/train.jsonl": [], "trec/test.jsonl": []})
-    with pytest.raises(UserError, match="there are 2 samples of helmet_json_kv, needed 3 to compare"):
+    with pytest.raises(UserError, match="there are 2 questions of helmet_json_kv, needed 3 to compare"):
         open_task("helmet_json_kv", inputs(helmet=tmp_path)).samples(Split(0, 3), 3, 4096)
     with pytest.raises(UserError, match="there are no rows in the split train of CogComp/trec"):
         first("icl_trec_fine", tmp_path)
@@ -209,6 +212,28 @@ def test_an_evaluation_makes_samples(records, tmp_path):
         assert (task.published, len(task.samples)) == (True, 3)
         (question,) = task.samples[0].questions
         assert (question.kind, question.score(question.answer)) == (task.name, 1)
+
+
+def test_all_records_of_a_question_are_compared(records, tmp_path):
+    """One of them calibrates, and no question or novel does both."""
+    tokenizer = byte_tokenizer()
+
+    def asked(task, folder, pattern, **split):
+        samples = HelmetSamples(task, folder, PromptEncoder(tokenizer)).samples(Split(0, 2, **split), 2, 4096)
+        texts = [str(tokenizer.decode([*x.context, *x.questions[0].prompt])) for x in samples]
+        return [sample.source for sample in samples], [re.findall(pattern, text)[-1] for text in texts]
+
+    sources, houses = asked("kilt_nq", records, r"house (\d+)")
+    assert (sources, len(set(houses))) == ([0, 0, 1, 1], 2)
+    sources, others = asked("kilt_nq", records, r"house (\d+)", calibration=True)
+    assert sources == [0, 1]
+    assert not {*houses} & {*others}
+    name = "InfiniteBench/longbook_choice_eng.jsonl"
+    rows = [row | {"context": f"Novel {index % 3}."} for index, row in enumerate(FILES[name][:12])]
+    folder = write_records(tmp_path, {name: rows})
+    _, novels = asked("infbench_choice_eng", folder, r"Novel (\d)")
+    _, others = asked("infbench_choice_eng", folder, r"Novel (\d)", calibration=True)
+    assert not {*novels} & {*others}
 
 
 @pytest.mark.slow

@@ -176,6 +176,7 @@ def test_prompts_are_cut_where_the_question_begins(task, context, question, data
 
 
 def test_the_number_of_tasks():
+    assert RESERVED["8k"] == 10240  # HELMET's longproc_addon/configs
     assert len(NAMES) == 3 + 3 * 3 * 2
     assert {"longproc_html_to_tsv_8k", "longproc_countdown_2k_partial"} < set(NAMES)
     assert "longproc_html_to_tsv_8k_partial" not in NAMES
@@ -255,6 +256,7 @@ def test_prompts_of_published_records_equal_the_official_ones(published):
     examples = longproc_examples("longproc_countdown_0.5k", published)
     prompts = [example.context + example.questions[0].text for example in examples]
     assert tuple(map(digest, prompts)) == PUBLISHED
+    assert len({example.source for example in examples}) == len(examples)
 
 
 @pytest.mark.parametrize("name", ["longproc_countdown_0.5k", "longproc_countdown_0.5k_partial"])
@@ -266,13 +268,16 @@ def test_an_evaluation_makes_samples(name, published):
         "full",
         "--samples",
         "2",
-        "--context",
-        "4096",
+        "--data",
+        f"longproc={published}",
         "--out",
         str(published / "run"),
+        "--context",
     ]
-    (found,) = sized_tasks(parse([*TEST_MODEL, *options, "--data", f"longproc={published}"]))
-    assert [len(sample.context) + sample.tokens_after_context for sample in found.samples] == [4096, 4096]
+    (found,) = sized_tasks(parse([*TEST_MODEL, *options, "12288"]))
+    sizes = [len(sample.context) + sample.tokens_after_context for sample in found.samples]
+    with pytest.raises(UserError, match=f"--context 8192: a sample of {name} needs {sizes[0]} tokens, 1"):
+        sized_tasks(parse([*TEST_MODEL, *options, "8192"]))
     assert all(
         question.score(question.answer) == 1 for sample in found.samples for question in sample.questions
     )
@@ -280,7 +285,9 @@ def test_an_evaluation_makes_samples(name, published):
 
 @pytest.mark.slow
 def test_an_evaluation_reads_the_published_records(published, monkeypatch):
-    monkeypatch.setitem(RESERVED, "0.5k", 8)  # writing an answer as long as the published ones takes long
+    # answers and worked examples as long as the published ones take long
+    monkeypatch.setitem(RESERVED, "0.5k", 8)
+    monkeypatch.setattr("kvjax.tasks.longproc.DEMONSTRATED", ())
     options = [
         "--tasks",
         "longproc_countdown_0.5k",

@@ -1,5 +1,7 @@
 """Test samples: answers' scores, questions that are known in advance, and samples of one question each."""
 
+import dataclasses
+
 import numpy as np
 
 from kvjax.tasks import Question, Sample
@@ -16,6 +18,9 @@ def test_question_aware_contexts_have_all_but_the_last_question_token():
     assert [q.prompt.tolist() for q in one.questions] == [[5]]
     assert other.context.tolist() == [1, 2]
     assert [q.prompt.tolist() for q in other.questions] == [[6]]
+    assert [one.source, other.source] == [0, 0]
+    known = question_aware([dataclasses.replace(sample, source=source) for source in (0, 1, 0)])
+    assert [aware.source for aware in known] == [0, 0, 1, 1, 0, 0]
 
 
 def test_one_question_takes_the_questions_in_turn():

@@ -1,18 +1,19 @@
 """HELMET (Yen et al., ICLR 2025, arXiv:2410.02694) in its published form: its recall, RAG, re-ranking, ICL and LongQA
 tasks whose metrics need no model as a judge, with the official prompts, demonstrations, answer lengths and metrics.
 
-The records are those of the largest published length that fits the context, in an order that starts with the records of
-the official run. Documents that are too long lose their end, as in the official program. Two things differ.
-InfiniteBench's novels are cut with the model's own tokenizer, to fill the context; the official program cuts them with
-Llama 2's tokenizer, to 210 tokens less. And documents are cut again until no prompt exceeds `--context`. Answers do not
-stop at line breaks: the official configurations ask for it with an option (`stop_new_line`) that the official program
-does not read.
+The records are those of the largest published length that fits the context, in an order that starts with the questions
+of the official run. A question of KILT and MS MARCO has records with its passages in several orders; all of them are
+compared, as in the official run. Documents that are too long lose their end, as in the official program. Two things
+differ. InfiniteBench's novels are cut with the model's own tokenizer, to fill the context; the official program cuts
+them with Llama 2's tokenizer, to 210 tokens less. And documents are cut again until no prompt exceeds `--context`.
+Answers do not stop at line breaks: the official configurations ask for it with an option (`stop_new_line`) that the
+official program does not read.
 
 records, sampling: prompts and random choices for all tasks; retrieval, hub_tasks: the tasks; scores: the metrics.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,15 +109,22 @@ class HelmetSamples:
         return 1
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
-        """Return the first samples to compare, or the next ones to calibrate on.
+        """Return the samples of the first questions to compare, or a sample of each of the next ones to calibrate on.
 
         Raises UserError for a damaged record, too few records, or a length that leaves no documents.
         """
         index = max((index for index, published in enumerate(LENGTHS) if published <= length), default=0)
         prompts = TASKS[self.name].prompts(Files(self.folder, index))
         where = f"{OPTION} {self.folder or 'on the hub'}"
-        chosen = split.take_published(prompts, count, where, f"samples of {PREFIX}{self.name}")
-        return [self._sample(prompt(), length) for prompt in chosen]
+        taken = split.take_published(prompts, count, where, f"questions of {PREFIX}{self.name}")
+        if split.calibration:
+            # at different depths
+            taken = [(source, [copies[index % len(copies)]]) for index, (source, copies) in enumerate(taken)]
+        return [
+            replace(self._sample(prompt(), length), source=source)
+            for source, copies in taken
+            for prompt in copies
+        ]
 
     def _sample(self, prompt: Prompt, length: int) -> Sample:
         def encode(documents: str) -> Sample:

@@ -70,7 +70,7 @@ def icl(files: Files, texts: Texts) -> Prompts:
         others = sorted(set(range(len(test))) - set(sampled))
         test = [test[index] for index in (*sampled, *others)]
     shots = texts.shots[files.length_index]
-    return [partial(_icl_prompt, text, label, train, texts.labels, shots) for text, label in test]
+    return [(text, [partial(_icl_prompt, text, label, train, texts.labels, shots)]) for text, label in test]
 
 
 def _icl_prompt(text: str, label: int, train: Sequence[tuple[str, int]], labels: int, shots: int) -> Prompt:
@@ -95,7 +95,10 @@ def infbench(files: Files, choice: bool) -> Prompts:
     name = "longbook_choice_eng" if choice else "longbook_qa_eng"
     rows = files.hub_rows("xinrongzhang2022/InfiniteBench", name, f"{name}.jsonl")
     scoring = choice_match if choice else rouge_f1()
-    return [partial(_infbench_prompt, row, rows, choice, scoring) for row in shuffled(rows)]
+    return [
+        (row_text(row[1], "context", row[0]), [partial(_infbench_prompt, row, rows, choice, scoring)])
+        for row in shuffled(rows)
+    ]
 
 
 def _infbench_prompt(row: Row, rows: Sequence[Row], choice: bool, scoring: Scoring) -> Prompt:

@@ -1,6 +1,6 @@
 """HELMET's data files, and the parts of a prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,5 +75,6 @@ class Prompt:
         return Example(self.before + documents + self.after, (question,), as_is=not self.chat)
 
 
-Prompts = list[Callable[[], Prompt]]
-"""Functions that make a task's prompts. The prompts of the official run come first."""
+Prompts = list[tuple[Hashable, list[Callable[[], Prompt]]]]
+"""The questions of a task, with those of the official run first. Each has the text or the novel that it is about, which
+others may share, and functions that make its prompts. These differ in the order of the passages."""

@@ -23,7 +23,7 @@ PASSAGE = "Document (Title: {title}): {text}"
 def ruler(files: Files, folder: str, multiple_values: bool = False) -> Prompts:
     """Return the prompts of a RULER task, which ask for the value (or the values) of a needle."""
     rows = files.rows(f"ruler/{folder}/validation_{LENGTHS[files.length_index]}.jsonl")
-    return [partial(_ruler_prompt, row, multiple_values) for row in shuffled(rows)]
+    return [(row[0], [partial(_ruler_prompt, row, multiple_values)]) for row in shuffled(rows)]
 
 
 def _ruler_prompt(row: Row, multiple_values: bool) -> Prompt:
@@ -46,7 +46,7 @@ def _ruler_prompt(row: Row, multiple_values: bool) -> Prompt:
 def json_kv(files: Files) -> Prompts:
     """Return the prompts that ask for the value of a key in a JSON object."""
     rows = files.rows(f"json_kv/test_k{(50, 105, 220, 440, 900, 1800)[files.length_index]}_dep6.jsonl")
-    return [partial(_json_kv_prompt, row) for row in shuffled(rows)]
+    return [(row[0], [partial(_json_kv_prompt, row)]) for row in shuffled(rows)]
 
 
 def _json_kv_prompt(row: Row) -> Prompt:
@@ -79,8 +79,11 @@ def kilt(files: Files, test: str, demos: str, rare: bool = False) -> Prompts:
     if rare:
         rows, demo_rows = ([row for row in part if _is_rare(row)] for part in (rows, demo_rows))
     key = "id" if any("id" in fields for _, fields in rows) else "question"
-    ordered, _ = sampled_first(rows, key)
-    return [partial(_kilt_prompt, row, key, demo_rows, rare) for row in ordered]
+    by_question, _ = sampled_first(rows, key)
+    return [
+        (question, [partial(_kilt_prompt, row, key, demo_rows, rare) for row in copies])
+        for question, copies in by_question.items()
+    ]
 
 
 def _is_rare(row: Row) -> bool:
@@ -122,11 +125,14 @@ def msmarco(files: Files) -> Prompts:
     passages = (14, 50, 130, 285, 600, 1000)[files.length_index]
     rows = files.rows(f"msmarco/test_reranking_data_k{passages}_dep3.jsonl")
     demo_rows = files.rows("msmarco/test_reranking_data_k10_dep3.jsonl")
-    ordered, sampled = sampled_first(rows, "qid")
-    evaluated = sum(row_key(row, "qid") in sampled for row in rows)
+    by_query, sampled = sampled_first(rows, "qid")
+    evaluated = sum(len(by_query[key]) for key in sampled)
     if len(demo_rows) > 2 * evaluated:
         demo_rows = [row for row in demo_rows if row_key(row, "qid") not in sampled]
-    return [partial(_msmarco_prompt, row, demo_rows) for row in ordered]
+    return [
+        (query, [partial(_msmarco_prompt, row, demo_rows) for row in copies])
+        for query, copies in by_query.items()
+    ]
 
 
 def _msmarco_prompt(row: Row, demo_rows: Sequence[Row]) -> Prompt:

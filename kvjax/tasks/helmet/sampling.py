@@ -42,16 +42,17 @@ def row_key(row: Row, name: str) -> Key:
     return key
 
 
-def sampled_first(rows: Sequence[Row], name: str) -> tuple[list[Row], set[Key]]:
-    """Return the records of the questions that the official run samples, then the other records; and the sampled keys.
+def sampled_first(rows: Sequence[Row], name: str) -> tuple[dict[Key, list[Row]], set[Key]]:
+    """Return the records of each question, with those that the official run samples first; and the sampled keys.
 
-    Both parts of the records are in the file's order.
+    Both parts of the questions are in the file's order.
     """
-    keys = [row_key(row, name) for row in rows]
-    distinct = sorted(set(keys), key=lambda key: (isinstance(key, str), key))
+    by_key: dict[Key, list[Row]] = {}
+    for row in rows:
+        by_key.setdefault(row_key(row, name), []).append(row)
+    distinct = sorted(by_key, key=lambda key: (isinstance(key, str), key))
     sampled = set(random.Random(SEED).sample(distinct, min(QUESTIONS, len(distinct))))
-    order = sorted(range(len(rows)), key=lambda index: keys[index] not in sampled)
-    return [rows[index] for index in order], sampled
+    return {key: by_key[key] for key in sorted(by_key, key=lambda key: key not in sampled)}, sampled
 
 
 def demonstrations(row: Row, others: Sequence[Row], name: str) -> list[Row]:

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from kvjax.errors import UserError
 from kvjax.tasks.text_scores import bare_characters, f1, rouge_l
 
-Score = Callable[[str, str], float]
-
 
 @functools.cache
 def words() -> Callable[[str], list[str]]:
@@ -26,7 +24,7 @@ def words() -> Callable[[str], list[str]]:
     return jieba.lcut
 
 
-def chinese_f1() -> Score:
+def chinese_f1() -> Callable[[str, str], float]:
     """Return F1 of the words, in lower case, without punctuation. Raises UserError if jieba is not installed."""
     split = words()
 
@@ -36,7 +34,7 @@ def chinese_f1() -> Score:
     return lambda answer, true: f1(bare(answer), bare(true))
 
 
-def chinese_rouge() -> Score:
+def chinese_rouge() -> Callable[[str, str], float]:
     """Return ROUGE-L of the words. Raises UserError if jieba is not installed."""
     split = words()
     return lambda answer, true: rouge_l(" ".join(split(answer)), " ".join(split(true)))

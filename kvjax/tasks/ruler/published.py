@@ -14,7 +14,7 @@ example is `as_is`.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,9 @@ class PublishedSamples:
         Raises UserError if there are too few, or if their length does not fit `length`.
         """
         where = f"{OPTION} {self.data}"
-        examples = split.take_published(self._examples(length), count, where, f"samples of {self.name}")
-        samples = [self.encode(example) for example in examples]
+        examples = [(example.source, example) for example in self._examples(length)]
+        taken = split.take_published(examples, count, where, f"samples of {self.name}")
+        samples = [replace(self.encode(example), source=source) for source, example in taken]
         sizes = [len(sample.context) + sample.tokens_after_context for sample in samples]
         for index, size in enumerate(sizes, split.compared if split.calibration else 0):
             if size > length:

@@ -57,10 +57,12 @@ def _parser(language: str) -> Any:
 
 def _functions(node: Any, language: str) -> Iterator[str]:
     """Yield the functions' texts, outer functions first. In C++ only functions with simple names count."""
-    if node.type == LANGUAGES[language][2] and (language != "cpp" or _has_simple_name(node)):
-        yield node.text.decode()
-    for child in node.children:
-        yield from _functions(child, language)
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if node.type == LANGUAGES[language][2] and (language != "cpp" or _has_simple_name(node)):
+            yield node.text.decode()
+        nodes += reversed(node.children)
 
 
 def _has_simple_name(node: Any) -> bool:

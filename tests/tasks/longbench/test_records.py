@@ -229,9 +229,15 @@ def test_damaged_archives_are_refused(entries, message, tmp_path, monkeypatch):
         longbench_examples("qasper", tmp_path / "data.zip")
 
 
-def test_damaged_tables_and_pipes_are_refused(tmp_path):
+def test_damaged_tables_and_pipes_are_refused(tmp_path, monkeypatch):
+    """A table's repeated values are stored once, but unpacked for each row."""
     rows = pyarrow.Table.from_pylist(longbench_rows("triviaqa"))
     file = tmp_path / "triviaqa.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"context": ["x" * 10_000] * 999}), file)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvjax.tasks.datasets.LARGEST", 1_000_000)
+        with pytest.raises(UserError, match=r"triviaqa\.parquet: .* unpacks to more than 1,000,000 bytes"):
+            longbench_examples("triviaqa", tmp_path)
     pyarrow.parquet.write_table(rows, file)
     whole = file.read_bytes()
     file.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])

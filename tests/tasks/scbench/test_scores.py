@@ -86,6 +86,12 @@ def test_functions_are_found_in_every_language(language, text, function):
     assert finder(language)(text) == text.strip()
 
 
+def test_deeply_nested_code_is_searched():
+    pytest.importorskip("tree_sitter_python")
+    code = "x" + " + x" * 3000
+    assert finder("python")(f"```\n{code}\n```") == f"{code}\n"
+
+
 def test_functions_need_tree_sitter(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(name)
