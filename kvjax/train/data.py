@@ -361,7 +361,7 @@ def open_builtin(
 
     def step(index: int) -> Any:
         first, length = index * rows.total, int(step_lengths[index])
-        return stack([make_trained(seed, first + row, length) for row in range(rows.start, rows.stop)])
+        return stack([make_trained(seed, first + row, length) for row in rows.own.tolist()])
 
     steps = grain.MapDataset.range(len(step_lengths)).map(step)
     sequences = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
