@@ -367,6 +367,15 @@ def test_each_phase_has_the_papers_updates_by_default():
     assert parse([*args, "--sequences", "256"]).steps == 2
 
 
+def test_an_uptrained_model_other_than_the_built_in_one_needs_its_own_options():
+    """The default options are those for the built-in model."""
+    args = ["--method", "kvpop", "--phase", "sparsify"]
+    with pytest.raises(UserError, match="--uptrained Qwen/Qwen3-4B: needs --config or --model"):
+        parse([*args, "--uptrained", "Qwen/Qwen3-4B"])
+    assert parse([*args, "--uptrained", "Qwen/Qwen3-4B", "--model", "Qwen/Qwen3-4B"]).max_entries == 512
+    assert [parse([*args, "--uptrained", x]).max_entries for x in ("builtin", MODEL)] == [256, 256]
+
+
 @pytest.mark.mesh
 def test_each_device_holds_an_eighth_of_the_bytes():
     """This holds for parameters, moments and gradients; the scorers are split only by kv heads."""
