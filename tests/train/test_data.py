@@ -255,7 +255,13 @@ def test_a_streamed_data_set_resumes_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
         return iter(
-            DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1, "a/set"), bins, 1, step_lengths, "x")
+            DocumentSequences(
+                lambda group, groups: HubReader(hub(tmp_path, 6), group, groups, "a/set"),
+                bins,
+                Rows(np.arange(1), 1, 0),
+                step_lengths,
+                "x",
+            )
         )
 
     step_lengths = np.full(10, 8)  # this is more than one pass
@@ -306,6 +312,19 @@ def test_there_may_be_more_processes_than_documents(tmp_path):
     assert [len(list(open_sequences(source, [8] * 3, Rows(np.array([g]), 4, g)))) for g in range(4)] == [
         3
     ] * 4
+
+
+def test_a_process_without_a_document_of_a_length_reads_all(tmp_path):
+    """The only document of 16 tokens is in the share of one of two processes."""
+    source = texts(tmp_path, ["x" * 16] + [f"{i:02}" * 4 for i in range(7)])
+    for group in (0, 1):
+        steps = open_sequences(source, [8, 16, 16, 8], Rows(np.array([group]), 2, group))
+        documents = [decode(next(steps)[0]) for _ in range(2)]
+        resumed = open_sequences(source, [8, 16, 16, 8], Rows(np.array([group]), 2, group))
+        resumed.set_state(steps.get_state())
+        following = [decode(step[0]) for step in resumed]
+        assert following == [decode(step[0]) for step in steps]
+        assert documents[1] == following[0] == "x" * 16
 
 
 def test_each_length_has_its_own_passes(tmp_path):
