@@ -21,7 +21,7 @@ SAVED = "config.yaml"
 """The file of a run's options in its folder."""
 MAY_CHANGE = {
     *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tasks"),
-    *("tensorboard", "out", "resume", "config", "dry_run", "shard"),
+    *("tensorboard", "out", "resume", "dry_run", "shard"),
 }
 """Options that a resumed run may change. A change of batch or mesh must keep the number of sequences of an update."""
 
@@ -72,18 +72,16 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
 
 
 def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recipe:
-    config_name, out_option, newest = (
-        find_value(arguments, "--config"),
-        find_value(arguments, "--out"),
-        _newest_run(),
-    )
+    if config_name := find_value(arguments, "--config"):
+        raise UserError(
+            f"--config {config_name}: --resume goes on with the run's own options, so leave it out"
+        )
+    out_option, newest = find_value(arguments, "--out"), _newest_run()
     if out_option is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
     out = RUNS / f"train-{newest}" if out_option is None else Path(out_option)
     recipe_class, saved = _load_saved(out, find_value(arguments, "--method"), "--resume: ")
-    recipe = parse_command(
-        recipe_class, args, default=load_config(recipe_class, config_name) if config_name else saved
-    )
+    recipe = parse_command(recipe_class, args, default=saved)
     if recipe.rows != saved.batch:
         raise UserError(
             f"--resume goes on with the run's own {saved.batch} sequences an update, got {recipe.rows}, by --batch "
