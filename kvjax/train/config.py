@@ -79,7 +79,7 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
     out_option, newest = find_value(arguments, "--out"), _newest_run()
     if out_option is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
-    out = RUNS / f"train-{newest}" if out_option is None else Path(out_option)
+    out = RUNS / f"train-{newest}" if out_option is None else Path(out_option).expanduser()
     recipe_class, saved = _load_saved(out, find_value(arguments, "--method"), "--resume: ")
     recipe = parse_command(recipe_class, args, default=saved)
     if recipe.rows != saved.batch:

@@ -229,10 +229,12 @@ def test_a_folder_with_exports_is_refused(tmp_path):
         parse(["--out", ""])
 
 
-def test_a_tilde_in_a_file_is_expanded(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.yaml").write_text("out: ~/a run\n")
-    assert parse(["--config", str(tmp_path / "mine.yaml")]).out == tmp_path / "a run"
+    run = parse(["--config", str(tmp_path / "mine.yaml")])
+    prepare_folder(run)
+    assert run.out == parse(["--resume", "--out=~/a run"]).out == tmp_path / "a run"
 
 
 def test_lengths_beyond_the_models_limit_give_a_warning():
