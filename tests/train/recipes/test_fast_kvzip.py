@@ -80,6 +80,7 @@ def full_run(tmp_path_factory):
 def test_the_rate_warms_up_for_a_hundredth_of_the_updates(updates, warm_up):
     rates = [float(rate(update, 0.2, updates)) for update in (0, 1, warm_up - 1, warm_up)]
     assert rates == pytest.approx([0, 0.002, 0.002 * (warm_up - 1), 0.2])
+    assert float(rate(0, 0.2, 1)) == pytest.approx(0.2), "a single update has the peak"
 
 
 def test_the_rate_matches_the_authors_code():
