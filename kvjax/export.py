@@ -20,7 +20,8 @@ class ExportConfig:
     step: int | None = None
     """The number of updates of the checkpoint; by default the last one."""
     out: Path | None = None
-    """A new folder for the export; by default `gates` in the run's folder, where an earlier export is replaced."""
+    """A new folder for the export; by default the run's own (`gates`, `parameters` or `pattern` in its folder), where
+    an earlier export is replaced."""
     mesh: str | None = None
     """Devices, as in kvjax.train; by default the same as in the run."""
     method: str | None = None
@@ -34,13 +35,14 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.train.config import read_run
 
     mesh = None if arguments.mesh is None else MeshShape.parse(arguments.mesh)
-    recipe = read_run(arguments.run, mesh, arguments.method)
+    recipe = read_run(arguments.run.expanduser(), mesh, arguments.method)
+    out = None if arguments.out is None else arguments.out.expanduser()
 
     import jax
 
     from kvjax.train.run import export_checkpoint
 
-    result, step, folder = export_checkpoint(recipe, arguments.step, arguments.out)
+    result, step, folder = export_checkpoint(recipe, arguments.step, out)
     if jax.process_index() == 0:
         print(f"step {step}: {result.validation}\n{recipe.exports}: {folder}")
 

@@ -92,6 +92,7 @@ class TorchFile:
     def __init__(self, file: str | Path):
         self.file = Path(file)
         self.bytes = check_regular(self.file)
+        self._stored: dict[str, bytes] = {}
         try:
             with self.file.open("rb") as opened:
                 first_bytes = opened.read(len(OLD_SIGNATURE))
@@ -120,11 +121,14 @@ class TorchFile:
         self._zip.close()
 
     def read(self, tensor: Tensor) -> Shaped[np.ndarray, "..."]:
-        """Return an array as a view of its storage's bytes."""
-        try:
-            stored = self._zip.read(tensor.entry)
-        except Exception as error:
-            self._damaged(error)
+        """Return an array as a view of its storage's bytes, which are read once for all arrays in them."""
+        name = tensor.entry.filename
+        if name not in self._stored:
+            try:
+                self._stored[name] = self._zip.read(tensor.entry)
+            except Exception as error:
+                self._damaged(error)
+        stored = self._stored[name]
         strides = tuple(stride * tensor.dtype.itemsize for stride in tensor.strides)
         offset = tensor.offset * tensor.dtype.itemsize if stored else 0
         return np.ndarray(tensor.shape, tensor.dtype, stored, offset, strides)

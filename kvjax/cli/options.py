@@ -72,13 +72,13 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
 
 
 def find_value(args: Sequence[str], option: str) -> str | None:
-    """Return the last value of an option in an unparsed command line; None if the option is missing."""
+    """Return the last value of an option in an unparsed command line; None if the option is missing. Its name may be
+    written with `_` for `-`, as the parser accepts it."""
     value = None
     for arg, following in itertools.zip_longest(args, args[1:]):
-        if arg == option:
-            value = following
-        elif arg.startswith(option + "="):
-            value = arg.removeprefix(option + "=")
+        name, equals, rest = arg.partition("=")
+        if name.replace("_", "-") == option:
+            value = rest if equals else following
     return value
 
 

@@ -1,7 +1,7 @@
 """The rows of an update: the part that each process reads, and their placement on the mesh."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int, Shaped
 
+from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P
 
 TokenRows = Int[np.ndarray, "b t"]
@@ -17,33 +18,51 @@ TokenRows = Int[np.ndarray, "b t"]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows `start … stop − 1` that one process reads, of a step's `total`."""
+    """The rows that one process reads, of a step's `total`. They need not follow one another, since a mesh may order
+    the devices of several TPU hosts in turn."""
 
-    start: int
-    stop: int
+    own: Int[np.ndarray, " b"]
+    """The indices of this process's rows, ascending."""
     total: int
     """The number of rows of all processes."""
+    group: int
+    """The index of this part among the `groups` equal parts of a step."""
 
     @classmethod
     def of_this_process(cls, mesh: Mesh, total: int) -> "Rows":
         """Return the rows on this process's devices. Processes that split the same rows over `tensor` or `sequence` all
         read them."""
-        parts = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((total,)).values()
-        bounds = [part[0].indices(total) for part in parts if part is not None]
-        return cls(min(b[0] for b in bounds), max(b[1] for b in bounds), total)
+        parts: dict[int, set[int]] = {}
+        for device, (part,) in NamedSharding(mesh, P(BATCH)).devices_indices_map((total,)).items():
+            parts.setdefault(device.process_index, set()).update(range(*part.indices(total)))
+        return cls.of_process(parts, jax.process_index(), total)
+
+    @classmethod
+    def of_process(cls, parts: Mapping[int, Collection[int]], process: int, total: int) -> "Rows":
+        """Return the rows of a process, given those of every process. Raises UserError if these are not equal parts of
+        the rows, each of one process or of several."""
+        distinct = sorted({tuple(sorted(part)) for part in parts.values()})
+        if any(len(part) * len(distinct) != total for part in distinct):
+            raise UserError(
+                f"--mesh gives {len(parts)} processes {len(distinct)} different parts of an update's {total} rows, "
+                "which overlap or are not equal: choose another --mesh"
+            )
+        own = tuple(sorted(parts[process]))
+        return cls(np.array(own), total, distinct.index(own))
 
     @property
     def count(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def group(self) -> int:
-        """The index of this part among the `groups` equal parts of a step."""
-        return self.start // self.count
+        return len(self.own)
 
     @property
     def groups(self) -> int:
         return self.total // self.count
+
+    def within(self, part: slice) -> slice:
+        """Return where a device's rows are among this process's own."""
+        start, stop, _ = part.indices(self.total)
+        first = int(np.searchsorted(self.own, start))
+        return slice(first, first + stop - start)
 
 
 @runtime_checkable
@@ -69,8 +88,7 @@ def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
             return array
 
         def part(index):
-            start, stop, _ = index[0].indices(rows.total)
-            return array[start - rows.start : stop - rows.start]
+            return array[rows.within(index[0])]
 
         spec = P(BATCH, *[None] * (array.ndim - 1))
         shape = (rows.total, *array.shape[1:])
@@ -83,6 +101,5 @@ def from_mesh(rows: Rows, x: jax.Array) -> Shaped[np.ndarray, "b ..."]:
     """Return this process's own rows of an array that is split as `to_mesh` splits it."""
     result = np.empty((rows.count, *x.shape[1:]), x.dtype)
     for shard in x.addressable_shards:
-        start, stop, _ = shard.index[0].indices(rows.total)
-        result[start - rows.start : stop - rows.start] = shard.data
+        result[rows.within(shard.index[0])] = shard.data
     return result

@@ -55,8 +55,12 @@ class Checkpoints:
         """Return the step of the newest complete checkpoint, None if there is none."""
         return self._manager.latest_step()
 
-    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the pytree and the notes saved at `step`.
+    def notes(self, step: int) -> dict[str, Any]:
+        """Return the notes saved at `step`."""
+        return self._manager.restore(step, args=ocp.args.Composite(**{NOTES: ocp.args.JsonRestore()}))[NOTES]
+
+    def restore(self, step: int, like: Any) -> Any:
+        """Return the pytree saved at `step`.
 
         Args:
             like: a tree of `jax.ShapeDtypeStruct` with the new shardings (`abstract`). The mesh may differ from the
@@ -70,13 +74,10 @@ class Checkpoints:
         if problem:
             raise UserError(f"{self._folder}: the checkpoint of step {step} is another run's: {problem}")
         restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                **{STATE: ocp.args.StandardRestore(names), NOTES: ocp.args.JsonRestore()}
-            ),
+            step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(names)})
         )
         leaves = [restored[STATE][name] for name in names]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), restored[NOTES]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def close(self) -> None:
         """Wait until every save is on disk."""

@@ -11,6 +11,7 @@ from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.cli.options import find_config, find_value, load_config, read_values, write_values
 from kvjax.errors import UserError
 from kvjax.files import is_there
+from kvjax.models.folder import has_builtin_vocabulary
 from kvjax.train.recipe import Recipe, option
 from kvjax.train.recipes import DEFAULT, find_recipe
 
@@ -20,7 +21,7 @@ SAVED = "config.yaml"
 """The file of a run's options in its folder."""
 MAY_CHANGE = {
     *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tasks"),
-    *("tensorboard", "out", "resume", "config", "dry_run", "shard"),
+    *("tensorboard", "out", "resume", "dry_run", "shard"),
 }
 """Options that a resumed run may change. A change of batch or mesh must keep the number of sequences of an update."""
 
@@ -38,7 +39,8 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     recipe_class = _choose_recipe(
         find_value(arguments, "--method"), find_config(config_name) if config_name else None
     )
-    if config_name is None and model in (None, BUILTIN):
+    for_builtin = config_name is None and model in (None, BUILTIN)
+    if for_builtin:
         config_name = recipe_class.builtin
     recipe = parse_command(
         recipe_class, args, default=_from_file(recipe_class, config_name, arguments) if config_name else None
@@ -46,6 +48,11 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     fields = [field.name for field in dataclasses.fields(recipe_class)]
     given = {field for field in fields if find_value(arguments, option(field)) is not None}
     recipe = recipe.with_derived_defaults(given)
+    if for_builtin and not _is_builtin(recipe.model):
+        raise UserError(
+            f"--uptrained {recipe.model}: needs --config or --model, since without them the options are those for the "
+            "built-in model"
+        )
     if recipe.resume:
         raise UserError(f"--config {config_name}: resume belongs on the command line, as --resume")
     recipe.check()
@@ -65,18 +72,16 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
 
 
 def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recipe:
-    config_name, out_option, newest = (
-        find_value(arguments, "--config"),
-        find_value(arguments, "--out"),
-        _newest_run(),
-    )
+    if config_name := find_value(arguments, "--config"):
+        raise UserError(
+            f"--config {config_name}: --resume goes on with the run's own options, so leave it out"
+        )
+    out_option, newest = find_value(arguments, "--out"), _newest_run()
     if out_option is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
-    out = RUNS / f"train-{newest}" if out_option is None else Path(out_option)
+    out = RUNS / f"train-{newest}" if out_option is None else Path(out_option).expanduser()
     recipe_class, saved = _load_saved(out, find_value(arguments, "--method"), "--resume: ")
-    recipe = parse_command(
-        recipe_class, args, default=load_config(recipe_class, config_name) if config_name else saved
-    )
+    recipe = parse_command(recipe_class, args, default=saved)
     if recipe.rows != saved.batch:
         raise UserError(
             f"--resume goes on with the run's own {saved.batch} sequences an update, got {recipe.rows}, by --batch "
@@ -167,6 +172,11 @@ def _choose_recipe(method: str | None, file: Path | None) -> type[Recipe]:
 def _method_of(file: Path) -> str:
     """Return the method that a file names."""
     return str(read_values(file).get("method", DEFAULT))
+
+
+def _is_builtin(model: str) -> bool:
+    """Return True for the built-in model and for a folder of a model with its vocabulary, such as an uptrained one."""
+    return model == BUILTIN or (Path(model).expanduser().is_dir() and has_builtin_vocabulary(model))
 
 
 def _out_exists(out: Path) -> bool:

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from kvjax.chat_template import opening
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
+from kvjax.train.conversation import Conversation
 from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN, plain_tokens
 from kvjax.train.documents import Documents, digest
 from kvjax.train.readers import Records, local_path, open_hub
@@ -103,14 +104,19 @@ def source_documents(source: str, seed: int, tokens: int, count: Callable[[str],
     """Yield each document once. A hub dataset is read in its own order, local files in an order drawn from the seed. A
     long .txt file is cut into pieces of about `tokens` tokens."""
     if (path := local_path(source)) is not None:
-        documents = Documents(path, seed, piece=BYTES_PER_TOKEN * tokens)
+        documents = Documents(path, seed, piece=BYTES_PER_TOKEN * tokens, check=_refuse_chat)
         texts = (documents[index] for index in range(len(documents)))
         yield from ((text, count(text)) for text in texts if text)
         return
-    for text, row in Records(iter(open_hub(source)), source):
+    for text, row in Records(iter(open_hub(source)), source, _refuse_chat):
         if text:
             token_count = row.get("token_count")
             yield text, token_count if isinstance(token_count, int) else count(text)
+
+
+def _refuse_chat(text: str) -> None:
+    if isinstance(text, Conversation):
+        raise UserError("is a chat, but contexts are texts in a user's turn of their own: give texts")
 
 
 def text_contexts(

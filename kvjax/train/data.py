@@ -7,7 +7,6 @@ on the right to the largest of the lengths that it fills. Some documents are hel
 """
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -197,14 +196,15 @@ def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserErro
 
 class DocumentSequences(grain.IterDataset[TokenRows]):
     """The steps of a run, with one document in each row. Each length has its own reader, and a row is the reader's next
-    document of that length. Documents with digests in `held_out` are skipped.
+    document of that length. Documents with digests in `held_out` are skipped. If this process's share of the documents
+    has none of a length, all documents are read for it.
     """
 
     def __init__(
         self,
-        readers: Callable[[], Reader],
+        readers: Callable[[int, int], Reader],
         bins: Bins,
-        rows: int,
+        rows: Rows,
         step_lengths: Int[np.ndarray, " steps"],
         source: str,
         held_out: frozenset[bytes] = frozenset(),
@@ -223,23 +223,30 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
 
     def __init__(self, dataset: DocumentSequences):
         super().__init__()
-        self._data = dataset
-        self._readers = {length: dataset.readers() for length in dataset.lengths}
-        self._step = 0
+        self._data, self._step = dataset, 0
+        self._unshared = set[int]()  # the lengths for which all documents are read
+        self._readers = {length: self._open(length) for length in dataset.lengths}
+
+    def _open(self, length: int) -> Reader:
+        rows = self._data.rows
+        return self._data.readers(*((0, 1) if length in self._unshared else (rows.group, rows.groups)))
 
     def __next__(self) -> TokenRows:
         if self._step >= len(self._data.step_lengths):
             raise StopIteration
         length = int(self._data.step_lengths[self._step])
         self._step += 1
-        return np.stack([self._next_row(length) for _ in range(self._data.rows)])
+        return np.stack([self._next_row(length) for _ in range(self._data.rows.count)])
 
     def _next_row(self, length: int) -> Int[np.ndarray, " t"]:
-        bins, reader, longest, passes = self._data.bins, self._readers[length], 0, 0
+        bins, longest, passes = self._data.bins, 0, 0
         while passes < 2:  # the first pass may have started in the middle
-            text = reader.next()
+            text = self._readers[length].next()
             if text is None:
                 passes += 1
+                if passes == 2 and length not in self._unshared:
+                    self._unshared.add(length)
+                    self._readers[length], passes = self._open(length), 0
             elif text:
                 tokens = bins.tokens(text, length)
                 longest = max(longest, len(tokens))
@@ -249,12 +256,13 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
 
     def get_state(self) -> dict[str, Any]:
         positions = {str(length): reader.get_state() for length, reader in self._readers.items()}
-        return {"step": self._step, "positions": positions}
+        return {"step": self._step, "positions": positions, "unshared": sorted(self._unshared)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
-        for length, reader in self._readers.items():
-            reader.set_state(state["positions"][str(length)])
+        self._step, self._unshared = state["step"], set(state.get("unshared", ()))
+        for length in self._readers:
+            self._readers[length] = self._open(length)
+            self._readers[length].set_state(state["positions"][str(length)])
 
 
 class Data(NamedTuple):
@@ -321,8 +329,7 @@ def open_data(request: DataRequest) -> Data:
     readers, source = request.open(request.source), request.source
     validation, trained = request.validation.tolist(), sorted(set(request.step_lengths.tolist()))
     sequences, held_out, remark = hold_out(readers(0, 1), bins, validation, trained, source)
-    own_readers = functools.partial(readers, rows.group, rows.groups)
-    dataset = DocumentSequences(own_readers, bins, rows.count, request.step_lengths, source, held_out)
+    dataset = DocumentSequences(readers, bins, rows, request.step_lengths, source, held_out)
     return Data(prefetched(dataset), sequences, remark)
 
 
@@ -361,7 +368,7 @@ def open_builtin(
 
     def step(index: int) -> Any:
         first, length = index * rows.total, int(step_lengths[index])
-        return stack([make_trained(seed, first + row, length) for row in range(rows.start, rows.stop)])
+        return stack([make_trained(seed, first + row, length) for row in rows.own.tolist()])
 
     steps = grain.MapDataset.range(len(step_lengths)).map(step)
     sequences = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))

@@ -48,9 +48,9 @@ class Documents:
     """The documents of a file or of a folder's files. `seed` shuffles the blocks, and the documents within a block.
 
     A .txt file is one document; a long one is cut into documents of `piece` bytes. A .jsonl file has one document per
-    line, a text under `text` or a chat under `messages`. A .parquet file has a column of either name. All files are
-    read and checked here, so that no training fails after hours at a line that it cannot use. Documents without text
-    become empty texts, with one warning.
+    line, a text under `text` or a chat under `messages`. A .parquet file has one of these columns or both. All files
+    are read and checked here, so that no training fails after hours at a line that it cannot use. Documents without
+    text become empty texts, with one warning.
 
     Raises:
         UserError: there is no such file, it is of another kind, it cannot be read or has no text, a record is not a
@@ -226,9 +226,9 @@ def _parquet_blocks(file: Path, size: int, piece: int, check: Check) -> list[Blo
     faults, blocks = Faults(file, "row", check), []
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            name = _column(file, parquet)
+            names = _columns(file, parquet)
             for group in range(parquet.metadata.num_row_groups):
-                rows = _rows(parquet, group, name)
+                rows = parquet.read_row_group(group, columns=names).to_pylist()
                 places = (f"row {row} of row group {group}" for row in range(1, len(rows) + 1))
                 empty = sum(
                     faults.is_empty(place, _valid_document, row)
@@ -248,23 +248,20 @@ def _read_parquet(block: Block) -> list[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(block.file) as parquet:
-            return [_valid_document(row) for row in _rows(parquet, block.start, _column(block.file, parquet))]
+            rows = parquet.read_row_group(block.start, columns=_columns(block.file, parquet)).to_pylist()
+            return [_valid_document(row) for row in rows]
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"--data {block.file}: has changed since it was opened ({error})") from None
 
 
-def _rows(parquet: Any, group: int, name: str) -> list[dict[str, Any]]:
-    return [{name: value} for value in parquet.read_row_group(group, columns=[name]).column(name).to_pylist()]
-
-
-def _column(file: Path, parquet: Any) -> str:
+def _columns(file: Path, parquet: Any) -> list[str]:
     names = parquet.schema_arrow.names
-    for name in COLUMNS:
-        if name in names:
-            return name
-    raise UserError(f"--data {file}: has no column `text`, it has {', '.join(names)}")
+    found = [name for name in COLUMNS if name in names]
+    if not found:
+        raise UserError(f"--data {file}: has no column `text`, it has {', '.join(names)}")
+    return found
 
 
 KINDS = {

@@ -274,7 +274,7 @@ def batches(features: Features, rows: Rows, steps: int, seed: int) -> grain.Data
         with lock:  # one thread draws the order while the others wait
             epoch_positions = order(epoch)
         first = update_in_epoch * rows.total
-        return features.take(epoch_positions[first + rows.start : first + rows.stop])
+        return features.take(epoch_positions[first + rows.own])
 
     reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
     return iter(grain.MapDataset.range(steps).map(step).to_iter_dataset(reading))

@@ -18,7 +18,7 @@ from kvjax.errors import UserError
 from kvjax.models import Decoder
 from kvjax.train import memory
 from kvjax.train.batches import Rows, to_mesh
-from kvjax.train.checkpoints import Checkpoints, all_finite
+from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.data import Data
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers
 from kvjax.train.preemption import preemption
@@ -76,6 +76,22 @@ def plan(recipe: Recipe, first: int, tokens: int, parameters: int) -> str:
     return text
 
 
+def check_resumed(recipe: Recipe, folder: Path, groups: int) -> None:
+    """Raise UserError if the run in a folder cannot go on with rows in `groups` parts, since each part has its own
+    documents."""
+    steps = saved_steps(folder / "checkpoints")
+    own_documents = recipe.data != "builtin" and recipe.unit == "sequences"
+    if not own_documents or not steps or steps[-1] >= recipe.steps:
+        return
+    with Checkpoints(folder / "checkpoints", None) as checkpoints:
+        parts = len(checkpoints.notes(steps[-1])["data"])
+    if parts != groups:
+        raise UserError(
+            f"--resume: each process has its own documents, so a run goes on with as many processes that have their "
+            f"own rows: got {groups}, expected {parts}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The parts of a run that stay the same from the first step to the last."""
@@ -104,18 +120,15 @@ class Run:
             first_state = jax.jit(functools.partial(initial_state, self.recipe), donate_argnums=donated)
             state = first_state(model)
             return dataclasses.replace(state, params=self.recipe.begin(state.params)), 0
-        state, notes = self.restore(model, step)
-        positions = notes["data"]
-        if len(positions) != self.rows.groups and any(position != positions[0] for position in positions):
-            raise UserError(
-                f"--resume: this run's data was read in {len(positions)} parts, one for each process; now there are "
-                f"{self.rows.groups}"
-            )
-        self.data.sequences.set_state(positions[self.rows.group if len(positions) == self.rows.groups else 0])
-        return state, step
+        if step < self.recipe.steps:
+            positions = self.checkpoints.notes(step)["data"]
+            # `check_resumed` accepts another number of groups only if all of them have the same position
+            same_groups = len(positions) == self.rows.groups
+            self.data.sequences.set_state(positions[self.rows.group if same_groups else 0])
+        return self.restore(model, step), step
 
-    def restore(self, model: Decoder, step: int) -> tuple[TrainState, dict[str, Any]]:
-        """Return a checkpoint's state and its notes."""
+    def restore(self, model: Decoder, step: int) -> TrainState:
+        """Return a checkpoint's state."""
         return self.checkpoints.restore(
             step, abstract(lambda model: initial_state(self.recipe, model), self.mesh, model)
         )

@@ -49,7 +49,7 @@ class Metrics:
     line of text.
 
     Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}, or {"step": …, "seconds": …, name: {values…}} for
-    a note. Lines of steps from `first` on, which a killed run has left, are dropped.
+    a note. Lines and TensorBoard events of steps from `first` on, which a killed run has left, are dropped.
 
     Args:
         total, first: the number of steps of the run, and the step at which it starts.
@@ -236,4 +236,4 @@ def _event_writer(out: Path, first: int) -> Any:
 
     if not first:  # events of a run that left no checkpoint
         shutil.rmtree(out / "tensorboard", ignore_errors=True)
-    return SummaryWriter(str(out / "tensorboard"))
+    return SummaryWriter(str(out / "tensorboard"), purge_step=first)

@@ -97,7 +97,7 @@ class PackIterator(grain.DatasetIterator[Labelled]):
         rows, length = self._data.rows, int(self._data.step_lengths[self._step])
         first = self._step * rows.total
         self._step += 1
-        return stack([self._pack(first + row, length) for row in range(rows.start, rows.stop)])
+        return stack([self._pack(first + row, length) for row in rows.own.tolist()])
 
     def _pack(self, index: int, length: int) -> Labelled:
         source, documents, missing = int(self._data.row_sources[index]), [], length

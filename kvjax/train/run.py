@@ -32,7 +32,7 @@ from kvjax.train.batches import Rows
 from kvjax.train.checkpoints import Checkpoints, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
 from kvjax.train.data import DataRequest, Open, draw_step_lengths
-from kvjax.train.loop import Run
+from kvjax.train.loop import Run, check_resumed
 from kvjax.train.metrics import NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.reporting import check_report
@@ -115,6 +115,8 @@ def train(recipe: Recipe) -> RunOutput:
     no_report = check_report(recipe)
     with jax.set_mesh(mesh), FolderLock(recipe.out, "--out", wanted=is_first) as lock:
         model, rows, open_data, tokens = _load(recipe, mesh)
+        if recipe.resume:
+            check_resumed(recipe, recipe.out, rows.groups)
         dtypes = param_dtypes(recipe, model)
         update = make_update(recipe, dtypes)
         extra_bytes = memory.check(recipe, update, mesh, model)
@@ -203,7 +205,7 @@ def export_checkpoint(
         recipe.prepare(model, iter(()), data.held_out, mesh, 0, _say)
         with Checkpoints(folder, None) as checkpoints:
             run = Run(recipe, recipe.out, mesh, rows, data, checkpoints, param_dtypes(recipe, model))
-            state, _ = run.restore(model, step)
+            state = run.restore(model, step)
         loaded = None if recipe.takes_model else model
         del model
         validate = make_validate(recipe, mesh, data.held_out, run.dtypes, data.held_rows)

@@ -61,10 +61,10 @@ def entropy(target: Float[np.ndarray, "n l k"]) -> float:
 def rate(update: Any, peak: float, steps: int) -> Float[Array, ""]:
     """Return the learning rate of update i. It is peak · min(1, i / 100) in the first 1% of the updates, then the peak,
     half of the peak after half of the updates and a quarter after three quarters (`lr_schedule` of the authors' code,
-    whose runs have 5,000 updates)."""
+    whose runs have 5,000 updates). A run of one update has no warmup."""
     late = jnp.where(update < steps * 0.75, 0.5, 0.25)
     usual = jnp.where(update < steps * 0.5, 1.0, late)
-    return peak * jnp.where(update < WARM_UP * steps, jnp.minimum(0.01 * update, 1.0), usual)
+    return peak * jnp.where(update < min(WARM_UP * steps, steps - 1), jnp.minimum(0.01 * update, 1.0), usual)
 
 
 def by_layer(losses: Float[Array, "l ..."]) -> dict[str, Float[Array, "..."]]:

@@ -40,14 +40,11 @@ def make_validate(
         if held_rows is not None:
             rows = Rows.of_this_process(mesh, recipe.rows)
             for count, batch in in_rows(held_rows, recipe.rows):
-                yield count, to_mesh(mesh, rows, jax.tree.map(lambda x: x[rows.start : rows.stop], batch))
+                yield count, to_mesh(mesh, rows, jax.tree.map(lambda x: x[rows.own], batch))
             return
         rows = Rows.of_this_process(mesh, shards)
         groups = list(by_length(sequences, 1 if one_by_one else shards))
-        padded = (
-            stack([group[min(row, len(group) - 1)] for row in range(rows.start, rows.stop)])
-            for group in groups
-        )
+        padded = (stack([group[min(row, len(group) - 1)] for row in rows.own]) for group in groups)
         for group, batch in zip(groups, recipe.batches(padded, model), strict=True):
             yield len(group), to_mesh(mesh, rows, batch)
 

@@ -65,6 +65,8 @@ def test_views_are_read_through_their_strides(tmp_path):
     with TorchFile(tmp_path / "x.pt") as opened:
         for name, (_, wanted) in views.items():
             np.testing.assert_array_equal(opened.read(opened.content[name]), wanted)
+        turned = opened.content["turned"]
+        assert np.shares_memory(opened.read(turned), opened.read(turned)), "a storage is read once"
 
 
 class Hostile:

@@ -106,15 +106,6 @@ def test_packaged_configs_are_found_by_name_and_by_file_name():
 
 
 def test_find_value_returns_the_last_value():
-    args = ["--a", "1", "--b=2", "--a=3", "--c"]
-    assert (
-        find_value(args, "--a"),
-        find_value(args, "--b"),
-        find_value(args, "--c"),
-        find_value(args, "--d"),
-    ) == (
-        "3",
-        "2",
-        None,
-        None,
-    )
+    args = ["--a", "1", "--b=2", "--a=3", "--the_rate", "4", "--c"]
+    options = ["--a", "--b", "--c", "--d", "--the-rate"]
+    assert [find_value(args, option) for option in options] == ["3", "2", None, None, "4"]

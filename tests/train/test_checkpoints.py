@@ -32,7 +32,7 @@ def test_a_state_is_restored_onto_another_mesh(tmp_path, shape):
     with jax.set_mesh(mesh):
         loading = Checkpoints(tmp_path / "checkpoints", keep=2)
         assert loading.latest() == 5
-        restored, notes = loading.restore(5, abstract(make, mesh))
+        restored, notes = loading.restore(5, abstract(make, mesh)), loading.notes(5)
         loading.close()
     assert notes == {"data": [{"next": 7}], "told": "a: 1"}
     assert isinstance(restored, State)
@@ -55,7 +55,7 @@ def test_the_last_checkpoints_hold_the_states_of_their_steps(tmp_path):
         checkpoints.close()
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
         for step in (4, 5):
-            restored, _ = checkpoints.restore(step, abstract(lambda: make(2048), mesh))
+            restored = checkpoints.restore(step, abstract(lambda: make(2048), mesh))
             assert same(restored, states[step])
         checkpoints.close()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]

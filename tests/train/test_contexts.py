@@ -81,6 +81,14 @@ def test_too_few_documents_are_an_error_of_one_line(tmp_path):
         text_contexts("no-such-data", Choice(5, 10, 13, single=2, joins=0), 1, **options)
 
 
+def test_chats_are_refused(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": words(6, 3)}]}) + "\n")
+    options = {"seed": 0, "tokenizer": Words(), "instruction": ""}
+    with pytest.raises(UserError, match="chats.jsonl: line 1: is a chat, but contexts are texts"):
+        text_contexts(str(file), Choice(5, 10, 13, single=1, joins=0), 1, **options)
+
+
 def test_a_hub_data_set_is_read_in_its_order_by_its_own_count(monkeypatch):
     rows = [
         {"text": words(3, index + 1), "token_count": count} for index, count in enumerate([2, 8, 50, 9, 8])

@@ -25,7 +25,7 @@ from kvjax.train.data import (
 from kvjax.train.readers import HubReader
 from tests.train.texts import hub, texts
 
-ALL = Rows(0, 4, 4)
+ALL = Rows(np.arange(4), 4, 0)
 
 
 class Letters:
@@ -83,12 +83,14 @@ def test_builtin_sequences_do_not_depend_on_the_processes():
     step_lengths = [128, 256, 128]
     steps = list(open_sequences("builtin", step_lengths, seed=9))
     halves = [
-        list(open_sequences("builtin", step_lengths, Rows(start, start + 2, 4), seed=9)) for start in (0, 2)
+        list(open_sequences("builtin", step_lengths, Rows(np.array([group, group + 2]), 4, group), seed=9))
+        for group in (0, 1)
     ]
     for step, length in enumerate(step_lengths):
         assert steps[step].shape == (4, length)
         np.testing.assert_array_equal(steps[step][1], builtin_mixture()(9, 4 * step + 1, length)[0])
-        np.testing.assert_array_equal(steps[step], np.concatenate([half[step] for half in halves]))
+        for group, half in enumerate(halves):
+            np.testing.assert_array_equal(steps[step][group::2], half[step])
 
 
 @pytest.mark.parametrize("kind", ["builtin", "files"])
@@ -122,7 +124,9 @@ def test_a_document_is_cut_to_the_largest_length_that_it_fills(tmp_path, lengths
         # one pass over them has each once
         step_lengths = [length] * len(letters) + [other for other in lengths if other != length]
         sequences = [
-            decode(t[0]) for t in open_sequences(source, step_lengths, Rows(0, 1, 1)) if t.shape[1] == length
+            decode(t[0])
+            for t in open_sequences(source, step_lengths, Rows(np.arange(1), 1, 0))
+            if t.shape[1] == length
         ]
         assert sorted(sequences) == [letter * length for letter in letters]
 
@@ -177,7 +181,7 @@ def test_held_out_documents_do_not_depend_on_the_processes_or_the_steps(numbered
     step_lengths, validation = [8, 16] * 20, [8, 8, 16]
     held_out, _ = held_out_and_trained(numbered, step_lengths, validation)
     for group in (0, 1):
-        rows = Rows(2 * group, 2 * group + 2, 4)
+        rows = Rows(np.arange(2 * group, 2 * group + 2), 4, group)
         others, trained = held_out_and_trained(numbered, step_lengths * 3, validation, rows=rows)
         assert others == held_out
         assert not set(held_out) & trained
@@ -208,7 +212,8 @@ def test_held_out_built_in_tasks_use_the_evaluation_text():
 def test_processes_read_disjoint_documents(tmp_path):
     source = texts(tmp_path, [f"{i:02}" * 4 for i in range(8)])
     documents = [
-        {bytes(t[0].tolist()) for t in open_sequences(source, [8] * 8, Rows(g, g + 1, 2))} for g in (0, 1)
+        {bytes(t[0].tolist()) for t in open_sequences(source, [8] * 8, Rows(np.array([g]), 2, g))}
+        for g in (0, 1)
     ]
     assert len(documents[0]) == len(documents[1]) == 4
     assert not documents[0] & documents[1]
@@ -217,7 +222,7 @@ def test_processes_read_disjoint_documents(tmp_path):
 def test_the_seed_orders_the_documents(tmp_path):
     source = texts(tmp_path, [f"{i:02}" * 4 for i in range(20)])
     orders = [
-        [bytes(t[0].tolist()) for t in open_sequences(source, [8] * 20, Rows(0, 1, 1), seed)]
+        [bytes(t[0].tolist()) for t in open_sequences(source, [8] * 20, Rows(np.arange(1), 1, 0), seed)]
         for seed in (0, 0, 1)
     ]
     assert orders[0] == orders[1] != orders[2]
@@ -250,7 +255,13 @@ def test_a_streamed_data_set_resumes_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
         return iter(
-            DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1, "a/set"), bins, 1, step_lengths, "x")
+            DocumentSequences(
+                lambda group, groups: HubReader(hub(tmp_path, 6), group, groups, "a/set"),
+                bins,
+                Rows(np.arange(1), 1, 0),
+                step_lengths,
+                "x",
+            )
         )
 
     step_lengths = np.full(10, 8)  # this is more than one pass
@@ -266,7 +277,7 @@ def test_a_streamed_data_set_resumes_from_its_position(tmp_path):
 
 def test_a_streamed_data_set_holds_documents_out(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "open_hub", lambda name: hub(tmp_path, 8))
-    held_out, trained = held_out_and_trained("some/set", [8] * 12, [8, 8], rows=Rows(0, 1, 1))
+    held_out, trained = held_out_and_trained("some/set", [8] * 12, [8, 8], rows=Rows(np.arange(1), 1, 0))
     assert held_out == ["01" * 4, "03" * 4]
     assert trained == {f"{i:02}" * 4 for i in (0, 2, 4, 5, 6, 7)}
 
@@ -278,7 +289,7 @@ def test_the_largest_remainders_get_the_remaining_steps():
 
 def test_the_chat_template_counts_towards_a_documents_length(tmp_path):
     source = texts(tmp_path, ["x" * 50])
-    (tokens,) = open_sequences(source, [64], Rows(0, 1, 1), tokenizer=Chat())
+    (tokens,) = open_sequences(source, [64], Rows(np.arange(1), 1, 0), tokenizer=Chat())
     assert tokens.shape == (1, 64)
 
 
@@ -292,17 +303,32 @@ class Words(Letters):
 def test_tokens_of_many_characters_fill_a_sequence(tmp_path):
     assert len(Encoder(Words(), "", 8)("abcdefgh" * 20)) >= 8
     (tmp_path / "long.txt").write_text("abcdefgh" * 64)
-    (tokens,) = open_sequences(str(tmp_path / "long.txt"), [16], Rows(0, 1, 1), tokenizer=Words())
+    (tokens,) = open_sequences(str(tmp_path / "long.txt"), [16], Rows(np.arange(1), 1, 0), tokenizer=Words())
     assert tokens.shape == (1, 16)
 
 
 def test_there_may_be_more_processes_than_documents(tmp_path):
     source = texts(tmp_path, ["a" * 8, "b" * 8])
-    assert [len(list(open_sequences(source, [8] * 3, Rows(g, g + 1, 4)))) for g in range(4)] == [3] * 4
+    assert [len(list(open_sequences(source, [8] * 3, Rows(np.array([g]), 4, g)))) for g in range(4)] == [
+        3
+    ] * 4
+
+
+def test_a_process_without_a_document_of_a_length_reads_all(tmp_path):
+    """The only document of 16 tokens is in the share of one of two processes."""
+    source = texts(tmp_path, ["x" * 16] + [f"{i:02}" * 4 for i in range(7)])
+    for group in (0, 1):
+        steps = open_sequences(source, [8, 16, 16, 8], Rows(np.array([group]), 2, group))
+        documents = [decode(next(steps)[0]) for _ in range(2)]
+        resumed = open_sequences(source, [8, 16, 16, 8], Rows(np.array([group]), 2, group))
+        resumed.set_state(steps.get_state())
+        following = [decode(step[0]) for step in resumed]
+        assert following == [decode(step[0]) for step in steps]
+        assert documents[1] == following[0] == "x" * 16
 
 
 def test_each_length_has_its_own_passes(tmp_path):
     """A pass has every document of a length once, in whatever order the lengths are taken."""
     source = texts(tmp_path, [f"{i:02}" * (size // 2) for size in (8, 16) for i in range(10)])
-    documents = [decode(t[0]) for t in open_sequences(source, [8, 16] * 10, Rows(0, 1, 1))]
+    documents = [decode(t[0]) for t in open_sequences(source, [8, 16] * 10, Rows(np.arange(1), 1, 0))]
     assert len(set(documents)) == 20

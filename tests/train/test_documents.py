@@ -144,6 +144,16 @@ def test_a_parquet_column_of_another_kind_is_refused(tmp_path, column):
         Documents(tmp_path / "x.parquet", 0, 100)
 
 
+def test_a_parquet_file_of_texts_and_chats_has_the_documents_of_a_jsonl_file(tmp_path):
+    chat = [{"role": "user", "content": "b"}]
+    records = [{"text": "a", "messages": None}, {"text": None, "messages": chat}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    documents = read_all(tmp_path / "x.parquet")
+    assert sorted(documents) == sorted(["a", json.dumps(chat)])
+    assert documents == read_all(tmp_path / "x.jsonl")
+
+
 def test_a_damaged_page_of_a_parquet_file_is_found_when_opened(tmp_path):
     file = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(

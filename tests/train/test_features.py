@@ -155,7 +155,9 @@ def test_an_epoch_has_each_training_position_once(shards):
     assert len(features.training) == 405
     scores = features.take(np.arange(len(features)))["score"]
     rows, updates = 50, 8
-    batch_scores = [batch["score"] for batch in batches(features, Rows(0, rows, rows), 2 * updates, seed=1)]
+    batch_scores = [
+        batch["score"] for batch in batches(features, Rows(np.arange(rows), rows, 0), 2 * updates, seed=1)
+    ]
     position_of = {tuple(x.ravel()): index for index, x in enumerate(scores)}
     epochs = [
         [position_of[tuple(x.ravel())] for batch in part for x in batch]
@@ -173,11 +175,11 @@ def test_an_epoch_has_each_training_position_once(shards):
 
 
 def test_batches_resume_from_their_position(shards):
-    reading = batches(shards.read(), Rows(0, 50, 50), 10, seed=1)
+    reading = batches(shards.read(), Rows(np.arange(50), 50, 0), 10, seed=1)
     for _ in range(3):
         next(reading)
     state, after = json.loads(json.dumps(reading.get_state())), next(reading)
-    resumed = batches(shards.read(), Rows(0, 50, 50), 10, seed=1)
+    resumed = batches(shards.read(), Rows(np.arange(50), 50, 0), 10, seed=1)
     resumed.set_state(state)
     np.testing.assert_array_equal(next(resumed)["input"], after["input"])
 

@@ -1,18 +1,21 @@
 """Test the training loop: where the data of a resumed run goes on, and what a run says first."""
 
+import dataclasses
 import functools
 import json
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
+from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.config import parse
-from kvjax.train.loop import Run, plan
+from kvjax.train.loop import Run, check_resumed, plan
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import TrainState
 from tests.tiny_models import tiny_model
@@ -22,7 +25,9 @@ def resuming(notes, group, groups):
     """Return the position at which a run resumes from a checkpoint with these notes."""
     places, mesh, state = [], make_mesh(), TrainState(None, None)
     recipe = WriteGates(resume=True, window=4, expand=4.0)
-    checkpoints = SimpleNamespace(latest=lambda: 3, restore=lambda step, like: (state, {"data": notes}))
+    checkpoints = SimpleNamespace(
+        latest=lambda: 3, notes=lambda step: {"data": notes}, restore=lambda step, like: state
+    )
     with jax.set_mesh(mesh):
         run = SimpleNamespace(
             recipe=recipe,
@@ -39,8 +44,18 @@ def resuming(notes, group, groups):
 def test_each_process_resumes_from_its_own_position():
     assert resuming(["a", "b"], 1, 2) == ["b"]
     assert resuming(["a", "a"], 0, 1) == ["a"]
-    with pytest.raises(UserError, match="was read in 2 parts, one for each process; now there are 1"):
-        resuming(["a", "b"], 0, 1)
+
+
+def test_a_run_on_documents_resumes_with_as_many_processes(tmp_path):
+    """A built-in run and a finished run may have others."""
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(3, {"x": jnp.zeros(1)}, {"data": [{"next": 8}]})
+    recipe = WriteGates(data="documents/")
+    check_resumed(recipe, tmp_path, 1)
+    with pytest.raises(UserError, match="as many processes that have their own rows: got 2, expected 1"):
+        check_resumed(recipe, tmp_path, 2)
+    check_resumed(dataclasses.replace(recipe, data="builtin"), tmp_path, 2)
+    check_resumed(dataclasses.replace(recipe, sequences=3), tmp_path, 2)
 
 
 def test_positions_are_ordered_by_group(monkeypatch):

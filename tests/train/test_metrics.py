@@ -135,3 +135,16 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboardX")
     run(tmp_path, tensorboard=True)
     assert [path.name.startswith("events") for path in (tmp_path / "tensorboard").iterdir()] == [True]
+
+
+def test_tensorboard_drops_the_steps_that_a_killed_run_left(tmp_path):
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    run(tmp_path, steps=[2], first=2, tensorboard=True)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    rest, events = file.read_bytes(), []
+    while rest:  # a record is its size in 8 bytes, a checksum in 4, the event and another checksum in 4
+        size = int.from_bytes(rest[:8], "little")
+        events.append(event_pb2.Event.FromString(rest[12 : 12 + size]))
+        rest = rest[16 + size :]
+    starts = [event.step for event in events if event.session_log.status == event_pb2.SessionLog.START]
+    assert starts == [2]

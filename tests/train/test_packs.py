@@ -23,7 +23,7 @@ END = TOKENIZER.eos_token_id
 ENCODE = StreamEncoder(TOKENIZER)
 SHORT = [f"s{i:03}" + "abcdefghij"[: i % 10] for i in range(60)]
 LONG = [f"L{i:03}" + "klmnopqrst" * (3 + i % 4) for i in range(40)]
-ALL = Rows(0, 4, 4)
+ALL = Rows(np.arange(4), 4, 0)
 LENGTH = 24
 """Number of tokens of a sequence: some five short documents, or less than a long one."""
 
@@ -73,7 +73,9 @@ def test_packs_are_whole_documents_and_a_cut_last_one(two_sources):
     """They are in the reader's order; the rest of a cut document is dropped."""
     documents = (Documents(Path(two_sources[0]), 0, 16 * LENGTH)[i] for i in range(len(SHORT)))
     sources = {two_sources[0]: lambda: FileReader(Documents(Path(two_sources[0]), 0, 16 * LENGTH), 0, 1)}
-    dataset = PackedDocuments(sources, ENCODE, Rows(0, 1, 1), np.full(8, LENGTH), np.zeros(8, int), natural)
+    dataset = PackedDocuments(
+        sources, ENCODE, Rows(np.arange(1), 1, 0), np.full(8, LENGTH), np.zeros(8, int), natural
+    )
     for pack in rows_of(dataset):
         expected, missing = [], LENGTH
         while missing > 0:
@@ -183,7 +185,10 @@ def test_a_document_held_out_in_one_source_is_trained_on_in_none(tmp_path):
 
 def test_processes_read_disjoint_documents_and_hold_out_the_same(two_sources):
     whole = open_sources(two_sources, (0.4, 0.6))
-    parts = [open_sources(two_sources, (0.4, 0.6), rows=Rows(start, start + 2, 4)) for start in (0, 2)]
+    parts = [
+        open_sources(two_sources, (0.4, 0.6), rows=Rows(np.arange(start, start + 2), 4, start // 2))
+        for start in (0, 2)
+    ]
     for part in parts:
         for actual, expected in zip(part.held_out, whole.held_out, strict=True):
             np.testing.assert_array_equal(actual["tokens"], expected["tokens"])
@@ -244,7 +249,7 @@ def test_a_process_without_documents_to_train_on_is_an_error(tmp_path):
     """One of four documents is held out, and a process of four would read only that one."""
     source = write_texts(tmp_path, "few", [letter * 30 for letter in "abcd"])
     for group in range(4):
-        data = open_sources((source,), (1.0,), rows=Rows(group, group + 1, 4), validation=1)
+        data = open_sources((source,), (1.0,), rows=Rows(np.array([group]), 4, group), validation=1)
         held_out = TOKENIZER.decode(data.held_out[0]["tokens"][:1])
         if held_out == Documents(Path(source), 0, 1)[group][0]:
             with pytest.raises(UserError, match="this process's share of the documents has none to train on"):

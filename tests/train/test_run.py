@@ -118,7 +118,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(full_run, killed, tmp_path)
 @pytest.mark.thorough
 def test_a_killed_run_resumes_on_another_mesh(full_run, killed, tmp_path):
     resumed_run = resumed(killed, tmp_path, "4x2")
-    assert dict(resumed_run.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1}
+    assert dict(resumed_run.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1, "replica": 1}
     assert losses(resumed_run.folder) == pytest.approx(losses(full_run.folder), rel=1e-5)
 
 

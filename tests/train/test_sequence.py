@@ -56,7 +56,7 @@ def sample_batch(mesh, length, rows=8, *, packed=False):
     document = np.searchsorted([7, 16, 29], np.arange(length), "right")[None].repeat(rows, 0)
     labelled = np.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
     batch = {"tokens": tokens, "document": document.astype(np.int32), "labelled": labelled}
-    return to_mesh(mesh, Rows(0, rows, rows), batch if packed else tokens)
+    return to_mesh(mesh, Rows(np.arange(rows), rows, 0), batch if packed else tokens)
 
 
 def assert_close(actual_tree, expected_tree):

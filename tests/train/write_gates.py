@@ -20,7 +20,7 @@ WINDOW, TAU = 5, 0.5
 def batch(mesh, seed=0, length=24):
     """Return eight rows of tokens on the mesh."""
     tokens = np.random.default_rng(seed).integers(0, 61, (8, length)).astype(np.int32)
-    return to_mesh(mesh, Rows(0, 8, 8), tokens)
+    return to_mesh(mesh, Rows(np.arange(8), 8, 0), tokens)
 
 
 def held_out():

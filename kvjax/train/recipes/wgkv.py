@@ -231,16 +231,19 @@ def _gates(gates: WriteGate, layer: Any, k_pre: Any, k: Any) -> Float[Array, "b 
 
 def warmup_cosine(sequences: int, rows: int, peak: float) -> optax.Schedule:
     """Return the learning rate schedule. Update i begins with sequence s = i · rows of the run. Its rate is peak · s/w
-    in the first tenth of the run (w = sequences/10), then falls from peak to 0 by a cosine.
+    in the first tenth of the run (w = sequences/10), then falls from peak to 0 by a cosine. A run of one update has no
+    warmup.
 
     WG-KV, App. C, has 7,500 sequences, one per update, and w = 750. Its code also steps the schedule once per sequence.
     """
-    warmup = max(1, math.floor(sequences / 10))
+    warmup = max(1, math.floor(sequences / 10)) if sequences > rows else 0
 
     def rate(update: Any) -> Float[Array, ""]:
         sequence = update * rows
         after = (sequence - warmup) / max(1, sequences - warmup)
-        return peak * jnp.where(sequence < warmup, sequence / warmup, (1 + jnp.cos(jnp.pi * after)) / 2)
+        return peak * jnp.where(
+            sequence < warmup, sequence / max(1, warmup), (1 + jnp.cos(jnp.pi * after)) / 2
+        )
 
     return rate
 

@@ -80,6 +80,7 @@ def full_run(tmp_path_factory):
 def test_the_rate_warms_up_for_a_hundredth_of_the_updates(updates, warm_up):
     rates = [float(rate(update, 0.2, updates)) for update in (0, 1, warm_up - 1, warm_up)]
     assert rates == pytest.approx([0, 0.002, 0.002 * (warm_up - 1), 0.2])
+    assert float(rate(0, 0.2, 1)) == pytest.approx(0.2), "a single update has the peak"
 
 
 def test_the_rate_matches_the_authors_code():
@@ -122,10 +123,10 @@ def trained(data, fsdp, tensor, updates=120):
         model = tiny_model()
         state, update = jax.jit(lambda model: initial_state(recipe, model))(model), make_update(recipe)
         for step in range(updates):
-            batch = to_mesh(mesh, Rows(0, 64, 64), learnable(random, 64, model))
+            batch = to_mesh(mesh, Rows(np.arange(64), 64, 0), learnable(random, 64, model))
             state, numbers = update(state, model, batch, np.int32(step))
             losses.append(float(numbers["loss"]))
-        unseen = to_mesh(mesh, Rows(0, 64, 64), learnable(random, 64, model))
+        unseen = to_mesh(mesh, Rows(np.arange(64), 64, 0), learnable(random, 64, model))
         measured = jax.device_get(jax.jit(recipe.measure)(state.params, model, unseen))
     return losses, measured
 
@@ -160,7 +161,7 @@ def test_the_first_loss_matches_predictions_by_hand():
         gates = jax.jit(recipe.init)(model)
         batch = learnable(np.random.default_rng(0), 8, model)
         loss, numbers = jax.jit(recipe.loss)(
-            gates, None, to_mesh(make_mesh(), Rows(0, 8, 8), batch), jax.random.key(0), 0
+            gates, None, to_mesh(make_mesh(), Rows(np.arange(8), 8, 0), batch), jax.random.key(0), 0
         )
         apply_gate, host_gates = jax.jit(lambda gate, x: gate(x)), jax.device_get(gates)
         p = []
@@ -191,7 +192,7 @@ def test_every_gate_has_a_gradient(form, inputs):
         batch = {
             n: random.uniform(size=(8, *x.shape)).astype(x.dtype) for n, x in recipe.row(model, 0).items()
         }
-        batch = to_mesh(mesh, Rows(0, 8, 8), batch)
+        batch = to_mesh(mesh, Rows(np.arange(8), 8, 0), batch)
         gradients = jax.jit(jax.grad(lambda gates: recipe.loss(gates, None, batch, jax.random.key(0), 0)[0]))(
             gates
         )

@@ -178,7 +178,7 @@ def step(recipe, model, **others):
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
         before = jax.device_get(state.params)
         tokens = np.random.default_rng(0).integers(0, 61, (8, 32)).astype(np.int32)
-        batch = to_mesh(make_mesh(), Rows(0, 8, 8), tokens)
+        batch = to_mesh(make_mesh(), Rows(np.arange(8), 8, 0), tokens)
         state, numbers = make_update(recipe)(state, model, batch, np.int32(0))
         after = jax.device_get(state.params)
     change = jax.tree.map(lambda x, y: np.abs(x - y).max(), after, before)
@@ -294,7 +294,9 @@ def five_updates(phase, mesh, parts=1):
         update, loaded = make_update(recipe), None if recipe.takes_model else model
         for step in range(5):
             tokens = np.random.default_rng(step).integers(0, 61, (8, 32)).astype(np.int32)
-            state, scalars = update(state, loaded, to_mesh(mesh, Rows(0, 8, 8), tokens), np.int32(step))
+            state, scalars = update(
+                state, loaded, to_mesh(mesh, Rows(np.arange(8), 8, 0), tokens), np.int32(step)
+            )
             numbers.append({name: float(x) for name, x in scalars.items()})
     return numbers
 
@@ -328,7 +330,7 @@ def test_parts_of_an_update_sum_large_gradients_over_data_once():
         recipe, mesh = ConstantCache(**SIZES | {"accumulate": parts}), make_mesh(data=2)
         with jax.set_mesh(mesh):
             state = jax.jit(lambda: initial_state(recipe, tiny_model()))()
-            batch = to_mesh(mesh, Rows(0, 8, 8), np.zeros((8, 32), np.int32))
+            batch = to_mesh(mesh, Rows(np.arange(8), 8, 0), np.zeros((8, 32), np.int32))
             text = make_update(recipe).lower(state, None, batch, np.int32(0)).compile().as_text()
         return exchanged(text)["all-reduce", "bytes"]
 
@@ -365,6 +367,15 @@ def test_each_phase_has_the_papers_updates_by_default():
     assert parse([*args, "--sequences", "256"]).steps == 2
 
 
+def test_an_uptrained_model_other_than_the_built_in_one_needs_its_own_options():
+    """The default options are those for the built-in model."""
+    args = ["--method", "kvpop", "--phase", "sparsify"]
+    with pytest.raises(UserError, match="--uptrained Qwen/Qwen3-4B: needs --config or --model"):
+        parse([*args, "--uptrained", "Qwen/Qwen3-4B"])
+    assert parse([*args, "--uptrained", "Qwen/Qwen3-4B", "--model", "Qwen/Qwen3-4B"]).max_entries == 512
+    assert [parse([*args, "--uptrained", x]).max_entries for x in ("builtin", MODEL)] == [256, 256]
+
+
 @pytest.mark.mesh
 def test_each_device_holds_an_eighth_of_the_bytes():
     """This holds for parameters, moments and gradients; the scorers are split only by kv heads."""
@@ -372,7 +383,7 @@ def test_each_device_holds_an_eighth_of_the_bytes():
     with jax.set_mesh(mesh):
         model = filled(tiny_config(), jnp.bfloat16)
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
-        batch = to_mesh(mesh, Rows(0, 8, 8), np.zeros((8, 32), np.int32))
+        batch = to_mesh(mesh, Rows(np.arange(8), 8, 0), np.zeros((8, 32), np.int32))
         loss = lambda params: recipe.loss(params, model, batch, jax.random.key(0), jnp.int32(0))[0]  # noqa: E731
         gradients = jax.eval_shape(jax.grad(loss), state.params)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}

@@ -96,7 +96,7 @@ def updates(recipe, mesh, count=4):
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
         update, loaded = make_update(recipe), None if recipe.takes_model else model
         for step in range(count):
-            batch = to_mesh(mesh, Rows(0, 8, 8), batch_of(recipe, loaded, step))
+            batch = to_mesh(mesh, Rows(np.arange(8), 8, 0), batch_of(recipe, loaded, step))
             state, scalars = update(state, loaded, batch, np.int32(step))
             numbers.append({name: float(value) for name, value in scalars.items()})
     return numbers, state
@@ -146,7 +146,7 @@ def test_every_update_has_new_samples():
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
         update, batch, losses = (
             make_update(recipe),
-            to_mesh(mesh, Rows(0, 8, 8), batch_of(recipe, model, 0)),
+            to_mesh(mesh, Rows(np.arange(8), 8, 0), batch_of(recipe, model, 0)),
             [],
         )
         for step in (0, 0, 1):
@@ -255,7 +255,7 @@ def test_frozen_arrays_do_not_change(method):
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
         params = jax.device_get(jax.tree.leaves(state.params))
         loaded = None if recipe.takes_model else model
-        batch = to_mesh(make_mesh(), Rows(0, 8, 8), batch_of(recipe, loaded, 0))
+        batch = to_mesh(make_mesh(), Rows(np.arange(8), 8, 0), batch_of(recipe, loaded, 0))
         if recipe.split(state.params)[1] is None:
             random_params = [x for x in params if np.ptp(x)]  # the ones of a norm may be equal by chance
             assert not [
@@ -295,7 +295,7 @@ def test_a_trained_model_its_gradients_and_its_moments_are_split():
     assert total / 8 <= first_device < 1.15 * total / 8
     with jax.set_mesh(mesh):
         loss = functools.partial(recipe.loss, frozen=None, key=jax.random.key(0), step=0)
-        batch = to_mesh(mesh, Rows(0, 8, 8), np.zeros((8, 32), np.int32))
+        batch = to_mesh(mesh, Rows(np.arange(8), 8, 0), np.zeros((8, 32), np.int32))
         gradients = jax.eval_shape(jax.grad(lambda params: loss(params, batch=batch)[0]), state.params)
     for gradient, param in zip(jax.tree.leaves(gradients), jax.tree.leaves(state.params), strict=True):
         assert gradient.sharding.spec == param.sharding.spec

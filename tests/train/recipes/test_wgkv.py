@@ -43,7 +43,7 @@ def test_the_schedule_counts_sequences():
     rates = [float(warmup_cosine(20, 1, 1.0)(update)) for update in range(20)]
     assert rates[:3] == pytest.approx([0, 0.5, 1])
     assert rates[11] == pytest.approx(0.5)
-    assert float(warmup_cosine(1, 1, 1.0)(0)) == 0
+    assert float(warmup_cosine(8, 8, 1.0)(0)) == 1, "a single update has the peak"
 
 
 def test_the_warmup_is_rounded_down():
