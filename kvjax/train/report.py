@@ -86,7 +86,7 @@ def same_size(
     random = {"window": window, "seed": seed}
     evenly = float(np.clip((entries - window + 1) / (static_rivals.context - window + 1), 0, 1))
     calibrated_policies = {
-        method: (choice.pattern.policy(model), choice.description) for method, choice in calibrated.items()
+        method: (pattern.policy(model), description) for method, (pattern, description) in calibrated.items()
     }
     policies = {
         method: make_policy({name: {"ratio": kv_ratio}}, model=model) for method, name in evictions.items()
