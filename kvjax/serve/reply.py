@@ -66,6 +66,7 @@ class Choice:
         self.index, self.answer, self._tokenizer = index, answer, tokenizer
         self._texts = TokenTexts(tokenizer)
         self._echo, self._echoed, self._max_tokens = echo, False, max_tokens
+        self._began = False
         self._sent_tokens, self._offset = 0, 0
         # the token before the next one that is formatted
         self._last_token: int | None = None if echo else int(answer.request.prompt[-1])
@@ -76,12 +77,21 @@ class Choice:
         request, text, scored = self.answer.request, update.text, self._scored(update)
         if self._max_tokens == 0:
             text, scored = "", []
+        if text and not self._began:
+            self._began, text = True, self._space() + text
         if self._echo and not self._echoed:
             self._echoed = True
             text = decoded(self._tokenizer, request.prompt) + text
             scored = [*_scored_prompt(request), *scored]
         logprobs = None if request.sampling.logprobs is None else self._entries(scored)
         return [{"index": self.index, "text": text, "logprobs": logprobs, **_finish(update.finish_reason)}]
+
+    def _space(self) -> str:
+        """Return the space between prompt and answer, which decoders of SentencePiece tokenizers drop, if there is
+        one."""
+        first, before = self.answer.request.tokens[0], int(self.answer.request.prompt[-1])
+        spaced = " " + decoded(self._tokenizer, [first])
+        return " " if self._texts.text(first, before) == spaced else ""
 
     def whole(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
         """Join all pieces into one choice."""

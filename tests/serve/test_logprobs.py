@@ -1,12 +1,18 @@
 """Test log-probabilities of answers and prompts, and the texts and bytes of single tokens."""
 
+import asyncio
+import contextlib
 import itertools
 
 import numpy as np
 import pytest
 
+from kvjax import SamplingParams
+from kvjax.engine import Request
 from kvjax.inference import logits
+from kvjax.serve.reply import Choice
 from kvjax.serve.token_texts import TokenTexts
+from kvjax.serve.worker import Answer, Update
 from tests.serve.running import NAME, chat, model
 from tests.tasks.model_tokenizers import byte_tokenizer, spaced_tokenizer
 
@@ -71,6 +77,21 @@ def test_texts_of_tokens_add_up_to_the_text():
     parts = [texts.text(token, before) for before, token in itertools.pairwise([None, *tokens])]
     visible = [text for text, token in zip(parts, tokens, strict=True) if token not in texts.special]
     assert "".join(visible) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("words", [" cat sat", ".", "s and s"])
+def test_a_completion_goes_on_where_the_prompt_ends(words):
+    """The tokenizer drops the space at the beginning of an answer."""
+    tokenizer = spaced_tokenizer()
+    tokens = tokenizer(f"the door{words}", add_special_tokens=False)["input_ids"]
+    count = len(tokenizer("the door", add_special_tokens=False)["input_ids"])
+    request = Request(np.array(tokens[:count]), SamplingParams(), 0, 0, (), tokenizer=tokenizer)
+    request.extend(tokens[count:])
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        choice = Choice(0, Answer(request, loop), tokenizer, echo=True)
+        updates = Update(request.text, tokens[count:], [], None), Update("", [], [], "stop")
+        pieces = [piece for update in updates for piece in choice.pieces(update)]
+    assert choice.whole(pieces)["text"] == tokenizer.decode(tokens)
 
 
 def test_a_part_of_a_character_has_its_own_bytes():
