@@ -48,7 +48,7 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     fields = [field.name for field in dataclasses.fields(recipe_class)]
     given = {field for field in fields if find_value(arguments, option(field)) is not None}
     recipe = recipe.with_derived_defaults(given)
-    if for_builtin and not _is_builtin(recipe.model):
+    if for_builtin and _is_another_model(recipe.model):
         raise UserError(
             f"--uptrained {recipe.model}: needs --config or --model, since without them the options are those for the "
             "built-in model"
@@ -174,9 +174,11 @@ def _method_of(file: Path) -> str:
     return str(read_values(file).get("method", DEFAULT))
 
 
-def _is_builtin(model: str) -> bool:
-    """Return True for the built-in model and for a folder of a model with its vocabulary, such as an uptrained one."""
-    return model == BUILTIN or (Path(model).expanduser().is_dir() and has_builtin_vocabulary(model))
+def _is_another_model(model: str) -> bool:
+    """Return True for a hub id, and for a folder of a model that does not have the built-in model's vocabulary."""
+    if Path(model).expanduser().is_dir():
+        return model != BUILTIN and not has_builtin_vocabulary(model)
+    return "/" in model
 
 
 def _out_exists(out: Path) -> bool:

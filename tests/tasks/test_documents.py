@@ -114,7 +114,8 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
 
 def test_the_samples_of_a_folder_have_one_length(tmp_path):
     words = {"input": "some word " * 60 + "\nQuestion: which?\nAnswer:", "outputs": ["word"]}
-    write_rows(tmp_path, words, words, file="qa_1.jsonl")
+    others = words | {"input": words["input"].replace("some", "more")}
+    write_rows(tmp_path, words, others, file="qa_1.jsonl")
     task_inputs = inputs(ruler=tmp_path)
     published = open_task("qa_1", task_inputs)
     size = prompt_size(published_examples(tmp_path, "qa_1", 0)[0], task_inputs.encode)
@@ -122,7 +123,7 @@ def test_the_samples_of_a_folder_have_one_length(tmp_path):
     assert len(sample.context) + sample.tokens_after_context == size
     (tmp_path / "qa_1.jsonl").unlink()
     (other,) = published.samples(Split(0, 1, calibration=True), 1, 2 * size)
-    assert other.context.tolist() == sample.context.tolist(), "read once"
+    assert len(other.context) == len(sample.context), "read once"
     with pytest.raises(
         UserError, match=f"have one length, got --context {2 * size}, {size}; evaluate a folder"
     ):
