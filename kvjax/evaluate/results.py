@@ -256,7 +256,8 @@ class Results:
         for name, value in self._settings.items():
             # an option that did not exist yet had its default
             stored = before.get(name, getattr(EvaluateConfig, name, None))
-            if gates is None if name == "gates" else comparable(stored) != comparable(value):
+            differs = gates is None if name == "gates" else comparable(stored) != comparable(value)
+            if differs:
                 option = name.replace("_", "-")
                 digests = " (names, and digests of the contents)" if isinstance(value, list) else ""
                 raise UserError(
