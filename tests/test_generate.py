@@ -134,7 +134,6 @@ def test_bad_arguments_are_refused_before_the_model_is_looked_up(args, message):
     with pytest.raises(UserError) as error:
         main(["--prompt", "x", "--model", "nowhere", *shlex.split(args)])
     assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("mesh", ["sequence=3", "1x3"])

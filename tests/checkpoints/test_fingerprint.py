@@ -118,9 +118,8 @@ def test_shapes_without_weights_are_accepted(own, gates):
 
 def test_gates_of_another_model_need_force(own, other, gates):
     message = "wgkv: made for the model our/model, not for their/model, .*; --force "
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         make_policy("wgkv", model=other, gates=gates)
-    assert "\n" not in str(caught.value)
     for policy in (make_policy("wgkv", gates=gates), Policy(WGKV(gates))):
         inference.prefill(own, PROMPT, policy=policy)
         with pytest.raises(UserError, match=message):

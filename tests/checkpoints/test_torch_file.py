@@ -83,7 +83,6 @@ def refused(file, message):
     with pytest.raises(UserError, match=message) as caught:
         TorchFile(file)
     assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_hostile_pickle_is_not_run(tmp_path):

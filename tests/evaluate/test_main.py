@@ -91,9 +91,8 @@ def test_invalid_options_are_refused_before_weights_are_read(args, message, tmp_
     tasks = [] if "--tasks" in args else ["--tasks", "needle"]
     write_pattern(tmp_path / "pattern", np.eye(3, 4) / 2, 4, 16)
     args = [arg.format(pattern=tmp_path / "pattern") for arg in args]
-    with pytest.raises(UserError, match=message) as error:
+    with pytest.raises(UserError, match=message):
         main([*SMALL, *policies, *tasks, *args, "--out", str(tmp_path / "run")])
-    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -344,9 +344,8 @@ def test_a_copy_that_exceeds_the_memory_is_refused(model, monkeypatch):
                 caches.CapacityError, match="is copied, .* MiB on a device that has .* MiB free"
             ):
                 asked(share, least - 1)
-    with pytest.raises(caches.CapacityError, match="is copied") as error:
+    with pytest.raises(caches.CapacityError, match="is copied"):
         generate(model, [[1, 2]] * 4, policy=policy, cache=cache, share=True)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ def test_the_warning_counts_prompt_and_answer(model):
         lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=4, ignore_eos=True))
     )
     assert line.startswith("37 tokens and up to 4 new ones are more than the 40 that the model declares")
-    assert "\n" not in line
 
 
 def test_the_warning_is_given_once(model):

@@ -159,9 +159,8 @@ def test_damaged_folders_are_refused(model, saved, tmp_path, damage):
     folder = shutil.copytree(saved, tmp_path / "copy")
     change, message = DAMAGE[damage]
     change(folder, model)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         load_cache(folder, model)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("capacity", [None, 200])
@@ -198,9 +197,8 @@ def test_caches_of_another_model_or_policy_are_refused(model, saved, tmp_path):
         ),
         (model, {}, tmp_path / "none", "no cache is saved here"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
+        with pytest.raises(UserError, match=message):
             load_cache(folder, loaded, **options)
-        assert "\n" not in str(caught.value)
     with pytest.raises(CapacityError, match="capacity 50: .* pages of 16 tokens a device, the cache"):
         load_cache(saved, model, capacity=50)
 
@@ -221,9 +219,8 @@ def test_memories_of_other_gates_or_scorers_are_refused(model, tmp_path, name):
     policy = of_seed(name, model, 1)
     save_cache(tmp_path, prefill(model, CONTEXTS[1:], policy=policy), model, policy)
     assert load_cache(tmp_path, model, of_seed(name, model, 1)).seen.tolist() == [40]
-    with pytest.raises(UserError, match=f"other gates or scorers than those of policy {name}") as caught:
+    with pytest.raises(UserError, match=f"other gates or scorers than those of policy {name}"):
         load_cache(tmp_path, model, of_seed(name, model, 2))
-    assert "\n" not in str(caught.value)
     old = {key: x for key, x in describe_cache(tmp_path).items() if key != "trained"}
     (tmp_path / DESCRIPTION).write_text(json.dumps(old | {"sha256": digest_of(old)}))
     assert load_cache(tmp_path, model, of_seed(name, model, 2)).seen.tolist() == [40]
@@ -361,7 +358,6 @@ def test_edited_descriptions_are_refused(model, saved, tmp_path, edit):
     folder = resealed(shutil.copytree(saved, tmp_path / "copy"), change)
     with pytest.raises(UserError, match=message) as caught:
         load_cache(folder, model)
-    assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
 

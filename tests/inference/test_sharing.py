@@ -159,9 +159,8 @@ def test_a_stated_capacity_limits_forks(model):
 )
 def test_a_share_that_does_not_fit_is_refused(model, share, questions, message):
     cache = prefill(model, CONTEXTS)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         generate(model, QUESTIONS[:questions], cache=cache, share=share)
-    assert "\n" not in str(caught.value)
 
 
 def test_share_needs_a_cache_and_several_questions_need_share(model):

@@ -57,9 +57,8 @@ def test_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no tokenizer, expected tokenizer\.json or"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="its tokenizer cannot be read") as caught:
+    with pytest.raises(UserError, match="its tokenizer cannot be read"):
         load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_empty_tokenizer_file_is_refused(tmp_path):
@@ -254,9 +253,8 @@ def test_tokenizer_that_lengthens_text_without_bound_is_refused(change, message,
     folder = tmp_path / "model"
     shutil.copytree(BUILTIN, folder)
     changed(folder / "tokenizer.json", **change)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         load_tokenizer(folder)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

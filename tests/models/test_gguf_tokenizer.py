@@ -151,7 +151,6 @@ def test_unsupported_tokenizers_are_refused(name, tmp_path):
     with pytest.raises(UserError) as caught:
         load_tokenizer(file)
     assert re.match(f"{re.escape(str(file))}: {message}", str(caught.value))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

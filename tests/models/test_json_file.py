@@ -24,9 +24,8 @@ from tests.models.cases import LLAMA
 )
 def test_faulty_configs_are_refused(text, message, tmp_path):
     (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         read_config(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_byte_order_mark_is_accepted(tmp_path):

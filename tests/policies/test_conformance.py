@@ -225,6 +225,5 @@ def test_a_policys_repr_is_one_short_line(model, name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_unknown_argument_is_named(model, name):
-    with pytest.raises(UserError, match="has no argument 'nonsense'; it has ") as caught:
+    with pytest.raises(UserError, match="has no argument 'nonsense'; it has "):
         make_policy({name: {"nonsense": 1, **POLICIES[name]}}, model=model)
-    assert "\n" not in str(caught.value)

@@ -136,9 +136,8 @@ def test_missing_data_is_refused(tmp_path, monkeypatch):
         (write(tmp_path / "a.txt", []), "expected a .jsonl or .parquet file"),
         (Path("no/body"), "no such file or folder, and as a hub dataset it cannot be loaded"),
     ):
-        with pytest.raises(UserError, match=f"--data contests {data}: {message}") as error:
+        with pytest.raises(UserError, match=f"--data contests {data}: {message}"):
             read_problems("aime_2024", data, Integers())
-        assert "\n" not in str(error.value)
 
 
 def test_a_problem_is_the_users_turn_and_its_answer_may_fill_the_length(tmp_path):

@@ -114,7 +114,6 @@ def test_the_width_comes_from_the_initial_gates_by_default(published, tmp_path):
 def refusal(*args):
     with pytest.raises(UserError) as caught:
         check(parse([*ARGS, *args]))
-    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 

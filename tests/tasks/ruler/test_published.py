@@ -103,5 +103,4 @@ def test_no_task_looks_like_a_chat_template(name, builtin, files, tmp_path):
 def test_errors_name_damaged_rows(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         published_examples(write_rows(tmp_path, PUBLISHED, row), "niah_multivalue", 99)
-    assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data ruler {tmp_path}")

@@ -29,7 +29,6 @@ def refused(tokenizer, folder, data_set, content, message):
     with pytest.raises(UserError, match=message) as error:
         make_ruler_task({"squad": "qa_1", "hotpotqa": "qa_2"}[data_set], tokenizer, {data_set: file})
     assert str(error.value).startswith(f"--data {data_set} {file}")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,6 @@ KV, CHOICE, BOTH = "scbench_kv", "scbench_choice_eng", "scbench_repoqa_and_kv"
 def test_errors_name_damaged_rows(task, row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         examples(write(tmp_path, {task: [row]}), task)
-    assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--data scbench {tmp_path}")
 
 
