@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from kvjax.inference.attention import SPLIT, causal_attention
 from kvjax.mesh import BATCH, HEADS, put
-from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.models.decoder import SPLIT, Decoder, causal_attention, scan_layers
 from kvjax.models.rope import cos_sin
 
 State = Any

@@ -60,7 +60,7 @@ def main() -> None:
             sizes.append(result.kv_ratio)
             print(f"{length} tokens: {100 * result.score:.1f}% right with {result.kv_ratio:.3f} of the cache")
     rows = [f"{length} ({size:.2f})" for length, size in zip(config.lengths, sizes, strict=True)]
-    draw_depths(config.out, config.policy, grid, rows, list(depths), "context (share of the cache)")
+    draw_depths(config.out, config.policy, grid, rows, list(depths))
     print(f"picture: {config.out}")
 
 

@@ -137,7 +137,7 @@ def test_dropped_turn_is_invisible_to_later_turns(dropping, turn):
     assert session.fork().say(TEXTS[2], SHORT) == session.say(TEXTS[2], SHORT)
 
 
-def test_dropped_turns_stay_dropped_after_loading_and_rereading(dropping, tmp_path, monkeypatch):
+def test_dropped_turns_stay_dropped_after_loading_and_rereading(dropping, tmp_path):
     """The conversation is saved and loaded, and then read again after a change."""
     session = Session(dropping)
     session.say(TEXTS[0], SHORT)

@@ -1,10 +1,11 @@
 """Folders that training exports. They hold `gates.safetensors` with the parameters by name (or a head pattern's table),
 and a `config.json` with the method and how they were made. Messages call all of them gates, like the option."""
 
+import contextlib
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def read_description(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: this describes no gates, or the file is damaged ({error!r})") from None
 
 
+@contextlib.contextmanager
+def readable_as(kind: str, folder: str | Path) -> Iterator[None]:
+    """Turn any error of a block, which reads a folder's description or arrays, into a UserError.
+
+    Args:
+        kind: what the folder should hold, in the plural.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{folder}: these are no {kind}, or the files are damaged ({error!r})") from None
+
+
 def read_sizes(description: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
     """Return the entries of a description with the sizes of gates, given their names and types.
 
@@ -90,12 +104,9 @@ def digest(path: str | Path) -> str:
 
 def load_arrays(folder: str | Path) -> dict[str, np.ndarray]:
     """Return the arrays by name. Raises UserError if they cannot be read, or have numbers that are not finite."""
-    try:
-        arrays = load_file(exported_files(folder)[0])
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{folder}: these are no gates, or the files are damaged ({error!r})") from None
+    file = exported_files(folder)[0]
+    with readable_as("gates", folder):
+        arrays = load_file(file)
     check_finite(folder, arrays)
     return arrays
 

@@ -47,8 +47,7 @@ def restore_export(folder: Path, like: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # damaged files make Orbax raise exceptions of any kind
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder}: not a whole Orbax export ({why})") from None
+        raise UserError(f"{folder}: not a whole Orbax export ({error})") from None
     return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in names])
 
 

@@ -133,6 +133,24 @@ class TorchFile:
         offset = tensor.offset * tensor.dtype.itemsize if stored else 0
         return np.ndarray(tensor.shape, tensor.dtype, stored, offset, strides)
 
+    def layers(self, name: re.Pattern[str], kind: str) -> list[dict[str, Any]]:
+        """Return the content of each layer by name. `content` is a dict.
+
+        Args:
+            name: matches a name of the file: the layer's index, and the name within the layer.
+            kind: what the file should hold, in the plural.
+
+        Raises:
+            UserError: the file has another name.
+        """
+        by_layer: dict[int, dict[str, Any]] = {}
+        for whole_name, value in self.content.items() if isinstance(self.content, dict) else ():
+            parts = name.fullmatch(str(whole_name))
+            if parts is None:
+                raise UserError(f"{self.file}: these are no {kind}, which have no {shown(whole_name)}")
+            by_layer.setdefault(int(parts[1]), {})[parts[2]] = value
+        return [by_layer.get(index, {}) for index in range(max(by_layer, default=-1) + 1)]
+
     def check(self, content: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse layers with a missing array, an unknown array or a wrong shape. No bytes are read.
 

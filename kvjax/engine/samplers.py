@@ -71,7 +71,5 @@ def logprobs_of(request: Request, logprobs: Logprobs | None, slot: int, count: i
     alternatives = request.sampling.logprobs
     if alternatives is None or logprobs is None:
         return None
-    arrays = logprobs.chosen, logprobs.tokens, logprobs.values
-    chosen, ids, values = (on_host(x)[:count, slot] for x in arrays)
-    pairs = zip(ids[:, :alternatives].tolist(), values[:, :alternatives].tolist(), strict=True)
-    return AnswerLogprobs(chosen, [dict(zip(*pair, strict=True)) for pair in pairs])
+    arrays = (on_host(x)[:count, slot] for x in (logprobs.chosen, logprobs.tokens, logprobs.values))
+    return AnswerLogprobs.of(*arrays, count=alternatives)

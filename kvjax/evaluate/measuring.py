@@ -158,7 +158,7 @@ def compact(
 
     def at_end(compiled: CompiledPolicy, cache: Cache, rows: TokenRows) -> Cache:
         run = partial(feed, model, compiled.host, compiled.read, chunk=CHUNK)
-        steps = at_prompt_end(model, compiled, cache, rows, observers, run, reconstructed=reconstructed)
+        steps = at_prompt_end(model, compiled, cache, rows, run, observers, reconstructed)
         return reconstruction.all_of(steps)
 
     return _continued(model, policy, reading, group, watch, at_end)

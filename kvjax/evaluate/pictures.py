@@ -66,7 +66,6 @@ def draw_depths(
     grid: Float[np.ndarray, "row depth"],
     rows: Sequence[str],
     depths: Sequence[float],
-    label: str,
 ) -> None:
     """Draw a map of scores by row and depth. It is green where every answer was right."""
     sheet = figure(6.5, 1.5 + 0.5 * len(grid))
@@ -74,7 +73,7 @@ def draw_depths(
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     axes.set_yticks(range(len(grid)), rows)
-    axes.set(xlabel="depth of the needle", ylabel=label, title=title)
+    axes.set(xlabel="depth of the needle", ylabel="context (share of the cache)", title=title)
     sheet.colorbar(image, label="answers right")
     sheet.savefig(file)
 

@@ -450,6 +450,4 @@ def _draw(out: Path, results: Sequence[Result]) -> None:
             depths = sorted(map(float, needles[0].by_kind))
             grid = np.array([[result.by_kind[f"{depth:g}"] for depth in depths] for result in needles])
             rows = [f"{result.context} ({result.kv_ratio:.2f})" for result in needles]
-            pictures.draw_depths(
-                out / "needle" / file, name, grid, rows, depths, "context (share of the cache)"
-            )
+            pictures.draw_depths(out / "needle" / file, name, grid, rows, depths)

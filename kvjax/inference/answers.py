@@ -23,6 +23,18 @@ class AnswerLogprobs(NamedTuple):
     alternatives: list[dict[int, float]]
     """The most likely tokens at each place, with their log-probabilities."""
 
+    @classmethod
+    def of(
+        cls,
+        chosen: Float[np.ndarray, " t"],
+        tokens: Int[np.ndarray, "t m"],
+        values: Float[np.ndarray, "t m"],
+        count: int,
+    ) -> "AnswerLogprobs":
+        """Return an answer's log-probabilities, given the most likely tokens, of which the first `count` are taken."""
+        pairs = zip(tokens[:, :count].tolist(), values[:, :count].tolist(), strict=True)
+        return cls(chosen, [dict(zip(*pair, strict=True)) for pair in pairs])
+
 
 class Block(NamedTuple):
     """New tokens of every answer, and the cache after them."""
@@ -95,19 +107,9 @@ class Answers:
         self.tokens = [np.concatenate(pair) for pair in zip(before, new, strict=True)]
         if logprobs is None:
             return new, None
-        chosen, ids, values = map(on_host, (logprobs.chosen, logprobs.tokens, logprobs.values))
+        arrays = [on_host(x) for x in (logprobs.chosen, logprobs.tokens, logprobs.values)]
         return new, [
-            AnswerLogprobs(
-                chosen[:count, row],
-                [
-                    dict(zip(*place, strict=True))
-                    for place in zip(
-                        ids[:count, row, : sampling.logprobs or 0].tolist(),
-                        values[:count, row, : sampling.logprobs or 0].tolist(),
-                        strict=True,
-                    )
-                ],
-            )
+            AnswerLogprobs.of(*(x[:count, row] for x in arrays), count=sampling.logprobs or 0)
             for row, count, sampling in zip(self.order, counts, self.params, strict=True)
         ]
 

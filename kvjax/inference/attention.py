@@ -28,16 +28,6 @@ from pallas_kernels.vertical_slash import vertical_slash
 SPLIT = P(BATCH, HEADS)
 
 
-def causal_attention(step: Step) -> Float[Array, "b n t h"]:
-    """Return plain causal attention of a call's tokens among themselves."""
-
-    def local(step):
-        result = attention_on_replicas(step.q, step.k, step.v, window=1)
-        return with_sink(*result, step.sink)[0]
-
-    return jax.shard_map(local, out_specs=SPLIT)(step)
-
-
 def masked_attention(
     method: Trainable,
     step: Step,

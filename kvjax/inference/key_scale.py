@@ -15,9 +15,8 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvjax.inference.attention import causal_attention
 from kvjax.mesh import BATCH, HEADS, P, batch_shards, use_mesh
-from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.models.decoder import Decoder, causal_attention, scan_layers
 
 TOKENS, STRIDE = 128, 251
 """The number of tokens that are measured, and the distance between their positions. The tokens are drawn from the

@@ -193,7 +193,7 @@ def reading(
     elif schedule is not None:
         cache = yield cache
         observers = triggers.guidance(schedule, len(rows)) if observers is None else observers
-        cache = yield from triggers.at_prompt_end(model, policy, cache, rows, observers, run)
+        cache = yield from triggers.at_prompt_end(model, policy, cache, rows, run, observers)
     return cache, after
 
 

@@ -43,14 +43,10 @@ def scoring(
         tokens, valid = padded([row[start : start + count]], size)
         following, _ = padded([row[start + 1 : start + 1 + count]], size)
         cache, last_logits, chosen, ids, values = _scored(model, policy.read, cache, tokens, following, valid)
-        chosen, ids, values = map(on_host, (chosen, ids, values))
         counted = min(count, row.size - start - 1)
         start += count
-        pairs = zip(
-            ids[:counted, :alternatives].tolist(), values[:counted, :alternatives].tolist(), strict=True
-        )
-        most_likely = [dict(zip(*pair, strict=True)) for pair in pairs]
-        logprobs.append(AnswerLogprobs(chosen[:counted], most_likely))
+        arrays = (on_host(x)[:counted] for x in (chosen, ids, values))
+        logprobs.append(AnswerLogprobs.of(*arrays, count=alternatives))
     assert last_logits is not None
     return cache, last_logits
 

@@ -40,16 +40,16 @@ def at_prompt_end(
     policy: CompiledPolicy,
     cache: Cache,
     rows: TokenRows,
+    run: Feed,
     observers: TokenRows | None = None,
-    run: Feed | None = None,
     reconstructed: bool = False,
 ) -> CacheSteps:
     """Return the steps that compact the cache (donated) of the prompts `rows` once, as the policy's schedule says: each
     reconstruction pass, the observers, and the compaction, after which the entries may be refitted.
 
     Args:
-        observers: as in `kvjax.inference.prefill.read`.
         run: `feed`, to read the observers with.
+        observers: as in `kvjax.inference.prefill.read`.
         reconstructed: True if all reconstruction passes have been made (`reconstruct`).
     """
     host, dropped = policy.host, [0] * len(rows)
@@ -70,7 +70,6 @@ def at_prompt_end(
     else:
         observers = guidance(schedule, len(rows)) if observers is None else observers
         if any(row.size for row in observers):
-            assert run is not None
             cache, dropped = _after_observers(model, policy, cache, observers, run)
             cache = yield cache
         prefix = [schedule.needs.prefix_of(row) for row in rows]

@@ -8,14 +8,13 @@ chat: prompts as tokens. kinds: error messages for files that hold no model.
 """
 
 from kvjax.models.config import ModelConfig, read_config
-from kvjax.models.decoder import Decoder, DecoderLayer, scan_layers
+from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.models.folder import load_tokenizer
 from kvjax.models.loading import load, load_model
 from kvjax.models.saving import save_model
 
 __all__ = [
     "Decoder",
-    "DecoderLayer",
     "ModelConfig",
     "load",
     "load_model",

@@ -222,12 +222,8 @@ class Decoder(nnx.Module):
         document: the number of each token's document. Attention does not cross documents.
         """
 
-        def local(step, document):
-            attended = attention_on_replicas(step.q, step.k, step.v, window=1, segment_ids=document)
-            return with_sink(*attended, step.sink)[0]
-
         def attend(step, carry, xs):
-            return jax.shard_map(local, out_specs=SPLIT)(step, document), carry, None
+            return causal_attention(step, document), carry, None
 
         x, slide = self.embed_tokens(tokens), sliding_attention(self.config, document)
         x, *_ = scan_layers(self, x, positions_of(tokens, document), attend, slide=slide, remat=remat)
@@ -258,18 +254,28 @@ Attend = Callable[[Step, Any, Any], tuple[Float[Array, "b n t h"], Any, Any]]
 """The attention of a layer, a function from (step, carry, xs of the layer) to (output, carry, ys of the layer)."""
 
 
+def causal_attention(
+    step: Step, document: Int[Array, "b t"] | None = None, window: int = 0
+) -> Float[Array, "b n t h"]:
+    """Return causal attention of whole sequences: to all earlier tokens of the same document, or if `window` is not 0
+    to the last `window` of them. `document`: as in `Decoder.hidden`."""
+
+    def local(step, document):
+        end = ends(jnp.zeros(step.k.shape[:3], bool), window) if window else None
+        attended = attention_on_replicas(
+            step.q, step.k, step.v, end, window=window or 1, segment_ids=document
+        )
+        return with_sink(*attended, step.sink)[0]
+
+    return jax.shard_map(local, out_specs=SPLIT)(step, document)
+
+
 def sliding_attention(config: ModelConfig, document: Int[Array, "b t"] | None = None) -> Attend:
     """Return the attention of sliding-window layers when whole sequences are given. `document`: as in
     `Decoder.hidden`."""
-    window = config.sliding_window
-
-    def local(step, document):
-        end = ends(jnp.zeros(step.k.shape[:3], bool), window)
-        attended = attention_on_replicas(step.q, step.k, step.v, end, window=window, segment_ids=document)
-        return with_sink(*attended, step.sink)[0]
 
     def attend(step, carry, xs):
-        return jax.shard_map(local, out_specs=SPLIT)(step, document), carry, None
+        return causal_attention(step, document, config.sliding_window), carry, None
 
     return attend
 

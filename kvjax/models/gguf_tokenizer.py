@@ -65,8 +65,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # panics of the library are not subclasses of Exception
-        why = " ".join(str(error).split())[:200]
-        raise file.metadata.error(f"its tokenizer cannot be read ({why})") from None
+        raise file.metadata.error(f"its tokenizer cannot be read ({error})") from None
 
 
 def _tokenizer(file: GgufFile) -> Any:

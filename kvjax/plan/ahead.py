@@ -18,7 +18,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from kvjax.plan.programs import Program
@@ -183,7 +183,7 @@ def _exit_description(code: int, stderr: str) -> str:
     lines = [line for line in stderr.splitlines() if line.strip()] or ["nothing"]
     fatal = (line for line in lines if re.match(r"F\d{4} ", line))
     end = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"{end} and printed: {_one_line(next(fatal, lines[-1]))}"
+    return f"{end} and printed: {next(fatal, lines[-1])}"
 
 
 def compile_here(job: Job) -> Memory:
@@ -203,7 +203,7 @@ def compile_here(job: Job) -> Memory:
     except UserError:
         raise
     except Exception as error:  # Tracing and the compilers may raise anything.
-        raise UserError(f"{job}: {_one_line(f'{type(error).__name__}: {error}')}") from None
+        raise UserError(f"{job}: {type(error).__name__}: {error}") from None
 
 
 def memory_of(program: Program, platform: str) -> Memory:
@@ -230,7 +230,7 @@ def memory_of(program: Program, platform: str) -> Memory:
         needed = refused_bytes(str(error))
         if needed is None:
             raise
-        return Memory(parts | {TEMPORARIES: max(0, needed - sum(parts.values()))}, _one_line(str(error)))
+        return Memory(parts | {TEMPORARIES: max(0, needed - sum(parts.values()))}, one_line(str(error)))
     analysis = compiled.memory_analysis()
     assert analysis is not None
     # The device's layout pads the arguments.
@@ -244,11 +244,6 @@ def memory_of(program: Program, platform: str) -> Memory:
             "program": analysis.generated_code_size_in_bytes,
         }
     )
-
-
-def _one_line(message: str) -> str:
-    """Return a message, or its beginning, without line breaks."""
-    return " ".join(message.split())[:300]
 
 
 def main() -> None:

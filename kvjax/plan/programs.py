@@ -30,6 +30,7 @@ from kvjax.plan.ahead import Job
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvzap import files as kvzap
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.policies.admission.wgkv.files import usual_expand
 from kvjax.policies.compiled import View, compile_policy
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
 from kvjax.policies.eviction.kvzip import KVzip
@@ -345,7 +346,7 @@ def _wgkv_gates(arguments: dict[str, Any], config: ModelConfig, make: Make) -> d
     if "gates" in arguments:
         return {}
     heads = config.num_full_layers, config.num_kv_heads
-    expand = 1.5 if config.model_type == "qwen3" else 4.0
+    expand = usual_expand(config)
     gates = make(lambda: WriteGate(*heads, config.head_dim, expand=expand, rngs=nnx.Rngs(0)))
     rate = {"rate": np.full(heads, arguments["rate"])} if "rate" in arguments else {}
     return {"gates": gates, "window": arguments.get("window", WINDOW)} | rate

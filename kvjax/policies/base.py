@@ -10,7 +10,7 @@ that are traced (`kvjax.policies.numbers`).
 `Admission` decides which tokens are retained when they leave the local window. `Eviction` scores stored entries for a
 compaction. `Selection` chooses the pages that a decoded token reads. `Trainable` is the training form of a gate, a
 scorer or a mask. An eviction defines `score`. Functions that few evictions need come with the classes below it:
-`Observer`, `TokenMetadata`, `LateMetadata`, `Reconstruction`, `Guided`, `ValueWeighted`.
+`Observer`, `TokenMetadata`, `LateMetadata`, `Reconstruction`, `Guided`, `ValueWeighted`, `StoredScore`.
 """
 
 from __future__ import annotations
@@ -267,6 +267,22 @@ class ValueWeighted(abc.ABC):
 
 
 MIXINS = EntryMetadata, TokenMetadata, Observer, LateMetadata, Reconstruction, Guided, ValueWeighted
+
+
+class StoredScore(EntryMetadata, Eviction):
+    """An eviction whose score is computed once for each token and stored with its entries ("score"). All layers and
+    heads share the budget."""
+
+    @property
+    def shares(self) -> Shares:
+        return Shares(over="model")
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return {"score": "float32"}
+
+    def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
+        return stored.metadata["score"]
 
 
 @struct

@@ -1,10 +1,13 @@
 """Checked NumPy arrays of a method's own numbers. Once they are placed on a mesh, compiled programs take them."""
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from kvjax.errors import LARGEST_INT, UserError, real_number, shown, whole_number
@@ -13,6 +16,12 @@ from kvjax.mesh import mesh_of
 NO_TABLE: np.ndarray = np.zeros(0)
 EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": np.float32}
 """Options of exact products: sums are float32, and float32 factors are not rounded."""
+
+
+def uniform_parameter(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, spec: P) -> nnx.Param:
+    """Return a float32 parameter drawn from U(±1/√fan_in), as torch initialises linear layers and convolutions."""
+    bound = 1 / math.sqrt(fan_in)
+    return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound, out_sharding=spec))
 
 
 def is_placed(value: Any) -> bool:

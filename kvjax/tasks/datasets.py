@@ -75,7 +75,7 @@ def _parquet_rows(file: Path, option: str, task: str | None) -> Iterator[Row]:
                 _check_size(size := size + batch.nbytes)
                 rows += [row for row in batch.to_pylist() if task is None or row["task"] == task]
     except Exception as error:  # pyarrow raises all kinds of errors for a damaged file
-        raise UserError(f"{option} {file}: is no parquet file ({_reason(error)})") from None
+        raise UserError(f"{option} {file}: is no parquet file ({type(error).__name__}: {error})") from None
     return ((f"{option} {file}: row {index}", row) for index, row in enumerate(rows))
 
 
@@ -125,7 +125,7 @@ def hub_splits(name: str, option: str, configuration: str | None = None) -> list
         suffix = "" if configuration is None else f" with the configuration {configuration}"
         raise UserError(
             f"{option} {name}: no such file or folder, and as a hub dataset it cannot be loaded{suffix} "
-            f"({_reason(error)})"
+            f"({type(error).__name__}: {error})"
         ) from None
     return [(config, splits["test" if "test" in splits else next(iter(splits))]) for config, splits in loaded]
 
@@ -138,12 +138,9 @@ def hub_file(name: str, file: str, option: str, revision: str | None = None) -> 
         return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision))
     except Exception as error:  # the hub's client raises dozens of kinds
         raise UserError(
-            f"{option}: {file} of {name} cannot be loaded from the hub ({_reason(error)}); give a folder of its files"
+            f"{option}: {file} of {name} cannot be loaded from the hub ({type(error).__name__}: {error}); give a "
+            "folder of its files"
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def hub_rows(name: str, option: str, configuration: str | None = None) -> Iterator[Row]:

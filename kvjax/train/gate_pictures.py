@@ -13,15 +13,17 @@ POINTS = 4000
 """The maximum number of points that are drawn for a layer."""
 AXIS_MIN = 1e-4
 """The lower limit of the axes. Smaller scores are drawn at this limit."""
+INCHES = 1.9
+"""The width and height of a layer's axes."""
 SMOOTHED = 50
 """The number of updates over which training losses are averaged, at most a twentieth of all updates."""
 
 
-def _grid(layers: int, inches: float) -> tuple[Any, list[Any]]:
-    """Return a figure with axes for each layer, which are `inches` wide and high."""
+def _grid(layers: int) -> tuple[Any, list[Any]]:
+    """Return a figure with axes for each layer."""
     columns = min(layers, 6)
     rows = -(-layers // columns)
-    sheet = figure(inches * columns, inches * rows + 0.4)
+    sheet = figure(INCHES * columns, INCHES * rows + 0.4)
     return sheet, [sheet.add_subplot(rows, columns, index + 1) for index in range(layers)]
 
 
@@ -30,7 +32,7 @@ def draw_predictions(
 ) -> None:
     """Draw predicted against target scores of held-out positions and all kv heads, one panel per layer. Lines mark
     `important`, the score from which a token counts as important."""
-    sheet, panels = _grid(predicted.shape[1], 1.9)
+    sheet, panels = _grid(predicted.shape[1])
     for layer, axes in enumerate(panels):
         x, y = (np.ravel(scores[:, layer]) for scores in (target, predicted))
         sampled = np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(int)
@@ -54,7 +56,7 @@ def draw_losses(file: Path, metrics: Path, prefix: str) -> None:
     validations = [line for line in lines if "validation" in line]
     steps = [line for line in lines if "validation" not in line]
     names = sorted(name for name in steps[-1] if name.startswith(prefix))
-    sheet, panels = _grid(len(names), 1.9)
+    sheet, panels = _grid(len(names))
     width = max(1, min(SMOOTHED, len(steps) // 20))
     for axes, name in zip(panels, names, strict=True):
         values = np.convolve([line[name] for line in steps], np.ones(width) / width, "valid")

@@ -180,8 +180,7 @@ def open_hub(name: str) -> Any:
         huggingface_hub.dataset_info(path, timeout=HUB_SECONDS)
         return datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
     except Exception as error:  # the hub's client raises dozens of kinds
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"--data {name}: no such file or folder, and as a hub dataset it cannot be had ({type(error).__name__}: "
-            f"{reason})"
+            f"{error})"
         ) from None

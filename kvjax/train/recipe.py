@@ -358,9 +358,19 @@ class Recipe(abc.ABC):
         """
         from kvjax.checkpoints.folder import save_tree
 
-        origin = {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
-        description = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
-        save_tree(folder, params, description | origin)
+        save_tree(folder, params, self.description(validation))
+
+    def description(self, validation: Validation) -> dict[str, Any]:
+        """Return what an exported folder says about its training."""
+        return {
+            "method": self.method,
+            "options": self.own_options(),
+            "validation": validation.numbers,
+            "model": self.model,
+            "data": self.data,
+            "sequences": self.sequences,
+            "seed": self.seed,
+        }
 
     def draw(self, folder: Path, validation: Validation) -> None:
         """Draw pictures of a finished run into its folder. Called in the first process."""

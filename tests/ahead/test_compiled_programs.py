@@ -1,29 +1,17 @@
 """Tests of kvjax's own programs, compiled for four v5e chips or four H100s that are not here, with fsdp 2 × tensor
 2."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
 from tests.ahead.compile_programs import HEAD_DIMS, SPLIT, TRAINED
+from tests.pallas_kernels.compiled import require_compiler, run
 
 pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture(scope="module", params=["tpu", "gpu"])
 def platform(request):
-    if request.param == "tpu" and importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed")
-    if request.param == "gpu":
-        try:
-            cuda_compiler()
-        except FileNotFoundError as missing:
-            pytest.skip(str(missing))
+    require_compiler(request.param)
     return request.param
 
 
@@ -39,13 +27,7 @@ def which(request):
 
 @pytest.fixture(scope="module")
 def reports(platform, which):
-    command = [sys.executable, "-m", "tests.ahead.compile_programs", platform, which]
-    process = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
-    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    return {line["program"]: line for line in lines}
+    return {line["program"]: line for line in run("tests.ahead.compile_programs", platform, which)}
 
 
 def test_attention_runs_in_kernels(reports, platform, which):

@@ -4,15 +4,9 @@ here.
 Each bound is a little above the number when the bound was set. Lower the bound when you lower the number.
 """
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
+from tests.pallas_kernels.compiled import require_compiler, run
 
 pytestmark = pytest.mark.kernels
 
@@ -42,19 +36,8 @@ SLICED = 400 << 10
 
 @pytest.fixture(scope="module", params=MOST)
 def reports(request):
-    if request.param == "h100":
-        try:
-            cuda_compiler()
-        except FileNotFoundError as missing:
-            pytest.skip(str(missing))
-    elif importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed")
-    command = [sys.executable, "-m", "tests.ahead.ledger", request.param]
-    process = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
-    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    require_compiler("gpu" if request.param == "h100" else "tpu")
+    lines = run("tests.ahead.ledger", request.param)
     return MOST[request.param], {(line["policy"], line["batch"]): line for line in lines}
 
 

@@ -112,7 +112,7 @@ def test_contents_depends_on_every_array(own):
     assert len(digests | {contents(own)}) == len(leaves) + 1
 
 
-def test_shapes_without_weights_are_accepted(own, gates):
+def test_shapes_without_weights_are_accepted(own):
     MadeFor.of(own).check("gates", jax.eval_shape(lambda: own))
 
 
@@ -185,7 +185,7 @@ def test_builtin_gates_are_for_the_builtin_model():
 
 
 @pytest.mark.slow
-def test_commands_refuse_gates_of_another_model_without_force(tmp_path, capsys):
+def test_commands_refuse_gates_of_another_model_without_force(tmp_path):
     model = load_model(builtin_model("test_model"))
     their = MadeFor("their/model", fingerprint(jax.tree.map(lambda x: jnp.flip(x, 0), model)))
     save_gates(tmp_path / "gates", tiny_gates(model), {"tau": 0.5, "window": 4})

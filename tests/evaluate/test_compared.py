@@ -239,7 +239,7 @@ def test_a_budget_below_the_protected_entries_is_refused(model, gates_of):
         budget_policy(compared, dataclasses.replace(sizing, tokens=524, shortest=524))
 
 
-def test_default_policies_without_gates_are_left_out(model, tmp_path):
+def test_default_policies_without_gates_are_left_out():
     def left_out(*args):
         config = parse(["--out", "out", *args])
         return set(config.policies) - set(choose_default_policies(config).policies)

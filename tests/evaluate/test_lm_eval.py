@@ -116,7 +116,7 @@ def test_scores_do_not_depend_on_the_batch_size(harness):
     np.testing.assert_allclose(*([score for score, _ in adapter] for adapter in scores), atol=1e-4)
 
 
-def test_a_long_context_loses_its_beginning(tokenizer, harness, monkeypatch):
+def test_a_long_context_loses_its_beginning(harness, monkeypatch):
     adapter = harness("full")
     expected = adapter.loglikelihood(requests_of([(STORY[-8:], "abc")]), disable_tqdm=True)
     monkeypatch.setattr(KVJaxLM, "max_length", 10)

@@ -62,7 +62,7 @@ def test_maps_and_depths_fit_into_the_frame(sheets, tmp_path):
     pictures.draw_kv_ratios(tmp_path / "a.png", "snapkv: kept entries, by budget", maps)
     rows = ["1024 (0.25)", "65536 (0.25)"]
     grid = np.array([[0.0, 1.0], [1.0, 0.5]])
-    pictures.draw_depths(tmp_path / "b.png", "snapkv", grid, rows, [0.0, 1.0], "context (share of the cache)")
+    pictures.draw_depths(tmp_path / "b.png", "snapkv", grid, rows, [0.0, 1.0])
     for sheet in sheets:
         inside(sheet)
 

@@ -25,7 +25,7 @@ from tests.evaluate.whole_run import POLICIES, TASKS, lines
 
 
 @pytest.mark.thorough
-def test_the_report_states_scores_and_settings(evaluated, capsys):
+def test_the_report_states_scores_and_settings(evaluated):
     folder = evaluated[0]
     report = (folder / "report.md").read_text()
     results = {(c["policy"], c["budget"]): c for c in lines(folder) if c["task"] == "needle"}

@@ -129,7 +129,7 @@ def test_sliding_windows_hide_the_dropped_span(tmp_path, name):
 
 
 @pytest.mark.mesh
-def test_a_mesh_drops_the_same(model):
+def test_a_mesh_drops_the_same():
     batch, span = np.concatenate([TOKENS, TOKENS[:, ::-1]]), (12, 22)
     results = []
     for mesh in (make_mesh(), make_mesh(fsdp=2, tensor=4)):

@@ -2,7 +2,6 @@
 and however often."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,6 @@ from kvjax.inference import checks
 from kvjax.models.rope import RopeConfig
 from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_config, tiny_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def test_mesh_that_does_not_divide_the_model_is_refused(shape, message):
     assert message in str(caught.value)
 
 
-def test_batch_that_does_not_divide_is_refused(model):
+def test_batch_that_does_not_divide_is_refused():
     with jax.set_mesh(make_mesh(data=2, fsdp=2)):
         built = jax.eval_shape(lambda: Decoder(config(), rngs=nnx.Rngs(0)))
         with pytest.raises(

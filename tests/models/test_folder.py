@@ -323,7 +323,7 @@ def test_folder_of_gguf_files_is_refused_with_their_names(tmp_path):
         find_model(tmp_path)
 
 
-def test_hub_id_without_a_network_is_refused(monkeypatch):
+def test_hub_id_without_a_network_is_refused():
     message = error("some-owner/some-model")
     assert "some-owner/some-model: no such folder here" in message
     assert "the hub cannot be reached" in message

@@ -54,7 +54,7 @@ MESHES = [
 ]
 
 
-def test_tensors_are_loaded_into_their_arrays(folder, whole):
+def test_tensors_are_loaded_into_their_arrays(whole):
     w = weights(CASE)
     layer = {name.removeprefix("model.layers.2."): x for name, x in w.items()}
     d, n, h = 48, 6, 16
@@ -405,7 +405,7 @@ def test_more_layers_than_tensors_are_refused(layers, line, tmp_path):
     assert line in error(folder)
 
 
-def test_folders_without_a_model_are_refused(tmp_path, monkeypatch):
+def test_folders_without_a_model_are_refused(tmp_path):
     assert error(tmp_path / "nowhere") == f"{tmp_path / 'nowhere'}: no such folder"
     assert "it has no config.json" in error(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -458,7 +458,7 @@ def test_unknown_dtype_is_refused(folder):
     assert error(folder, "float8") == "dtype 'float8' is not supported, only float32, float16, bfloat16"
 
 
-def test_loading_needs_no_mesh_and_sets_none(folder, whole):
+def test_loading_needs_no_mesh_and_sets_none(whole):
     assert jax.sharding.get_abstract_mesh().empty
     with use_mesh(whole):
         assert jax.sharding.get_abstract_mesh().size == 1

@@ -5,18 +5,14 @@ They run in separate processes, as for TPUs.
 
 import pytest
 
-from pallas_kernels.ahead import cuda_compiler
-from tests.pallas_kernels.compiled import CASES, OPS, compiled
+from tests.pallas_kernels.compiled import CASES, OPS, compiled, require_compiler
 
 pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture(scope="module", autouse=True)
 def packages():
-    try:
-        cuda_compiler()
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
+    require_compiler("gpu")
 
 
 @pytest.mark.parametrize("op", OPS)

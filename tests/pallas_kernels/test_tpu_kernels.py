@@ -23,14 +23,14 @@ WITH_LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, rea
 
 
 def raced(op: str, mode: str) -> dict:
-    return run("race_cases", op, mode, "none", timeout=120)[0]
+    return run("tests.pallas_kernels.race_cases", op, mode, "none", timeout=120)[0]
 
 
 def noticed(op: str, bug: str) -> bool:
     """Return True if some mode gives a wrong value, a race, an error or no end."""
     for mode in MODES:
         try:
-            (report,) = run("race_cases", op, mode, bug, timeout=40)
+            (report,) = run("tests.pallas_kernels.race_cases", op, mode, bug, timeout=40)
         except (AssertionError, subprocess.TimeoutExpired):
             return True
         if report["races"] or not report["error"] < 1e-3:

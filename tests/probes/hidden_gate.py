@@ -10,33 +10,21 @@ import optax
 
 from kvjax.inference.capture import captured_layers
 from kvjax.policies import Entries, Policy, Schedule, Trigger
-from kvjax.policies.base import Eviction, TokenMetadata
-from kvjax.policies.budget import Shares
+from kvjax.policies.base import StoredScore, TokenMetadata
 from kvjax.struct import struct
 from kvjax.train.recipe import Recipe
 from pallas_kernels.attention_mass import attention_mass
 
 
 @struct
-class HiddenGate(TokenMetadata, Eviction):
+class HiddenGate(TokenMetadata, StoredScore):
     """An eviction that scores a token by a product with its layer's input."""
 
     weight: jax.Array
     name = "hidden_gate"
 
-    @property
-    def metadata(self):
-        return {"score": "float32"}
-
-    @property
-    def shares(self):
-        return Shares(over="model")
-
     def numbers(self, state, step, readout):
         return {"score": jnp.einsum("btd,kd->bkt", step.hidden.astype(jnp.float32), self.weight)}
-
-    def score(self, state, stored):
-        return stored.metadata["score"]
 
 
 @jax.jit

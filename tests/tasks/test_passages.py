@@ -12,7 +12,7 @@ def words(texts):
     return [len(text.split()) for text in texts]
 
 
-def test_passages_are_disjoint_runs_of_whole_paragraphs(folder):
+def test_passages_are_disjoint_runs_of_whole_paragraphs():
     rng = np.random.default_rng(0)
     sizes = [*rng.integers(1, 12, 150), 70, *rng.integers(1, 12, 50)]
     texts = [" ".join([f"p{i}", *["word"] * (size - 1)]) for i, size in enumerate(sizes)]

@@ -63,7 +63,7 @@ def test_exporting_the_last_checkpoint_repeats_the_runs_export(run, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_an_earlier_checkpoint_gives_the_parameters_of_its_step(run, tmp_path, monkeypatch):
+def test_an_earlier_checkpoint_gives_the_parameters_of_its_step(run, tmp_path):
     """The exported validation numbers are those of the checkpoint's step."""
     exported, step, folder = export_checkpoint(parse(["--resume", "--out", str(run)]), 2, tmp_path / "gates")
     assert (step, folder) == (2, tmp_path / "gates")

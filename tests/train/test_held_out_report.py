@@ -89,7 +89,7 @@ def test_an_eviction_has_no_distillation_loss():
 
 
 @pytest.mark.thorough
-def test_perplexity_and_agreement_match_dense_attention(held_out, tmp_path):
+def test_perplexity_and_agreement_match_dense_attention(held_out):
     """This holds for the full cache and for a window so wide that it keeps everything; streaming heads agree less."""
     model, samples = tiny_model(), [continuation(tokens) for tokens in held_out]
     errors = []

@@ -143,7 +143,7 @@ def test_a_run_exports_gates_that_make_policy_loads(full_run):
     assert (full_run.folder / "gates" / "orbax").is_dir()
 
 
-def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(full_run, capsys):
+def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(full_run):
     _, validations = written(full_run.folder)
     assert list(validations) == [1, 3, 5]
     described = json.loads((full_run.folder / "gates" / "config.json").read_text())["validation"]

@@ -68,7 +68,7 @@ def test_the_first_layers_heads_start_looking_none_to_three_places_back():
         assert (behind[8:] == offset).all()
 
 
-def test_fixed_weights_stay_and_the_rest_is_trained(small):
+def test_fixed_weights_stay_and_the_rest_is_trained():
     recipe = recipes(builtin_vocabulary())["model"]
     initial = initial_weights(recipe.config, recipe.matchers, builtin_vocabulary(), seed=0)
     weights = {name: jnp.asarray(array) for name, array in initial.items()}
@@ -128,7 +128,7 @@ def test_a_stopped_run_resumes_to_the_same_weights(small, tmp_path):
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_training_and_held_out_files_are_disjoint_and_the_tokenizer_is_lossless(tmp_path, small):
+def test_training_and_held_out_files_are_disjoint_and_the_tokenizer_is_lossless(tmp_path):
     files = {f"module_{i}.py": f"def f{i}(x):\n    return x + {i}  # é\n" * 300 for i in range(80)}
     sources, packaged = hold_out(files)
     heldout = split_files(packaged)

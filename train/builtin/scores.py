@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 import kvjax
-from kvjax.mesh import BATCH
-from kvjax.models.decoder import SPLIT, Decoder, scan_layers
+from kvjax.models.decoder import SPLIT, Decoder, positions_of, scan_layers
 from kvjax.tasks import Copy, Needle, Recall, Text, Tokens, Vocabulary, pack
 
 BuiltInTask = Recall | Needle | Copy | Text
@@ -84,14 +83,8 @@ def one_full_head(
     def attend(step, carry, full):
         return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, full), carry, None
 
-    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x, *_ = scan_layers(
-        model,
-        model.embed_tokens(tokens),
-        reshard(position, P(BATCH, None)),
-        attend,
-        xs=reshard(full, P(None, "tensor")),
-    )
+    x, full = model.embed_tokens(tokens), reshard(full, P(None, "tensor"))
+    x, *_ = scan_layers(model, x, positions_of(tokens), attend, xs=full)
     return judged(model, model.norm(x), tokens)
 
 

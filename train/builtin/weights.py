@@ -28,14 +28,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
-from jax.sharding import reshard
 
-from kvjax.mesh import BATCH
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import SPLIT, Decoder, scan_layers
+from kvjax.models.decoder import Decoder, causal_attention, positions_of, scan_layers
 from kvjax.tasks import Recall, Vocabulary, pack
-from pallas_kernels.vertical_slash import vertical_slash
 
 Weights = dict[str, np.ndarray]
 """Arrays by their names in the decoder, layers stacked: q [l d n h], k and v [l d k h], o [l n h d], gate [l d f], …"""
@@ -205,12 +201,9 @@ def queries_and_keys(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, jax.
     """Return every layer's queries [l b n t h] and keys [l b k t h], as attention compares them."""
 
     def attend(step, carry, xs):
-        attention = jax.shard_map(lambda q, k, v: vertical_slash(q, k, v, window=1)[0], out_specs=SPLIT)
-        return attention(step.q, step.k, step.v), carry, (step.q, step.k)
+        return causal_attention(step), carry, (step.q, step.k)
 
-    position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
-    _, _, compared, _ = scan_layers(model, model.embed_tokens(tokens), position, attend)
-    return compared
+    return scan_layers(model, model.embed_tokens(tokens), positions_of(tokens), attend)[2]
 
 
 def margins(

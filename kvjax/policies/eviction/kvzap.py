@@ -2,23 +2,19 @@
 predicted scores are dropped."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
-
-from jaxtyping import Array, Float
 
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.policies.admission.kvzap.files import check_made_for
 from kvjax.policies.admission.kvzap.policy import WINDOW, resolve_gates
-from kvjax.policies.base import Eviction, Numbers, State, TokenMetadata
-from kvjax.policies.budget import Shares
+from kvjax.policies.base import Numbers, State, StoredScore, TokenMetadata
 from kvjax.policies.schedule import Needs
-from kvjax.policies.views import Readout, Step, Stored
+from kvjax.policies.views import Readout, Step
 from kvjax.struct import assign, remembered, struct
 
 
 @struct
-class KVzapEviction(TokenMetadata, Eviction):
+class KVzapEviction(TokenMetadata, StoredScore):
     """A surrogate's prediction of the logarithm of KVzip+'s score, which is stored with each entry. With `threshold` it
     is what kvpress's DMSPress does with KVzapPress: attention over a prompt is dense, and the newest 128 entries stay.
     With a ratio all layers and heads share the budget, as in KVzip. The gates are those of `kvzap`.
@@ -41,16 +37,5 @@ class KVzapEviction(TokenMetadata, Eviction):
     def needs(self) -> Needs:
         return Needs(last=WINDOW)
 
-    @property
-    def shares(self) -> Shares:
-        return Shares(over="model")
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        return {"score": "float32"}
-
     def numbers(self, state: State, step: Step, readout: Readout) -> Numbers:
         return {"score": self.gates(step.hidden)}
-
-    def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
-        return stored.metadata["score"]

@@ -1,7 +1,7 @@
 """KVzip (Kim et al., 2025, arXiv:2505.23416): the model needs the entries that it looks at while it repeats the
 context. KVzip+ (Jégou and Jeblick, 2026, arXiv:2601.07891) weighs attention by its effect on the residual stream."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,12 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.chat_template import opening, text_around_placeholder
 from kvjax.errors import UserError, one_of, whole_number
-from kvjax.policies.base import Eviction, Numbers, Pass, Reconstruction, State
-from kvjax.policies.budget import Shares
+from kvjax.policies.base import Numbers, Pass, Reconstruction, StoredScore
 from kvjax.policies.eviction.texts import check_tokenizer, token_ids
 from kvjax.policies.numbers import EXACT
 from kvjax.policies.schedule import Needs
-from kvjax.policies.views import PassEntries, Step, Stored
+from kvjax.policies.views import PassEntries, Step
 from kvjax.struct import assign, host, static, struct
 from pallas_kernels.attention_mass import attention_mass
 
@@ -29,7 +28,7 @@ TEXTS = "instruction", "resumption", "tail", "opening"
 
 
 @struct
-class KVzip(Reconstruction, Eviction):
+class KVzip(Reconstruction, StoredScore):
     """The largest attention that any query pays to an entry while the model repeats the context, over queries and a
     group's query heads (eq. 2 and 3). After the prompt, each part of `repeated` tokens is read once more, after a
     request to repeat it. A query's attention is over the prompt's prefix, this part's entries and the pass's own tokens
@@ -97,14 +96,6 @@ class KVzip(Reconstruction, Eviction):
         """The requirements that keep a prompt's prefix, which the model is not asked to repeat."""
         return Needs(opening=self.opening) if self.prefix is None else Needs(prefix=self.prefix)
 
-    @property
-    def shares(self) -> Shares:
-        return Shares(over="model")
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        return {"score": "float32"}
-
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
         passes, prefix = [], min(self._prefix_needs.prefix_of(row), row.size)
         for start in range(prefix, row.size, self.repeated):
@@ -129,9 +120,6 @@ class KVzip(Reconstruction, Eviction):
             q, k, over="max", group="max", valid=valid, query_factor=query_factor, key_factor=key_factor
         )[..., :count]
         return {"score": jnp.where(jnp.arange(count) < entries.first, jnp.inf, score)}
-
-    def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
-        return stored.metadata["score"]
 
 
 def _factors(

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kvjax.checkpoints.fingerprint import MadeFor
-from kvjax.checkpoints.folder import read_sizes, save_exported
+from kvjax.checkpoints.folder import read_sizes, readable_as, save_exported
 from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
@@ -203,14 +203,11 @@ def check_made_for(sizes: Sizes, model: Any) -> None:
 
 
 def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
-    try:
+    with readable_as("statistics of TriAttention", folder):
         if description["method"] != TriAttention.name:
             raise ValueError(f"the method is {shown(description['method'])}")
-        return Sizes(**read_sizes(description, Sizes.__annotations__))
-    except Exception as error:
-        raise UserError(
-            f"{folder}: these are no statistics of TriAttention, or the files are damaged ({error!r})"
-        ) from None
+        sizes = Sizes(**read_sizes(description, Sizes.__annotations__))
+    return sizes
 
 
 def _published(opened: TorchFile) -> OpenGates[Sizes]:

@@ -213,13 +213,7 @@ def _form(file: Path) -> str:
 
 def _layers(opened: TorchFile, form: str) -> tuple[Sizes, list[dict[str, Any]]]:
     """Return the sizes that the first layer has, and the arrays of each layer by name."""
-    by_layer: dict[int, dict[str, Any]] = {}
-    for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
-        parts = PREFIX.fullmatch(str(name))
-        if parts is None:
-            raise UserError(f"{opened.file}: these are no gates of TrimKV, which have no {shown(name)}")
-        by_layer.setdefault(int(parts[1]), {})[parts[2]] = value
-    layers = [by_layer.get(index, {}) for index in range(max(by_layer, default=-1) + 1)]
+    layers = opened.layers(PREFIX, "gates of TrimKV")
     first, last = FORMS[form]["w_gate" if form == "rg3" else "w_in"], FORMS[form]["w_out"]
     shapes = [shape_of(layers[0], name) for name in (first, last)] if layers else []
     match shapes:

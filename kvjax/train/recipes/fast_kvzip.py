@@ -176,7 +176,3 @@ class KVzipGates(KVzipScores):
     def deploy(self, params: SinkGate, model: Decoder) -> Policy:
         arguments = {"ratio": self.ratio, "inputs": self.inputs, "opening": self.opening()}
         return make_policy({"fast_kvzip": arguments}, model=model, gates=params)
-
-    @classmethod
-    def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
-        return make_policy({"fast_kvzip": options}, model=model, gates=gates, force=force)

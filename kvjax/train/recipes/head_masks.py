@@ -87,18 +87,10 @@ class HeadMasks(LabelledRecipe):
         """Write a pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", gates=folder)`."""
         weights = np.asarray(gather(self.head_weights(params), *AXES))
         if jax.process_index() == 0:
-            description = {
-                "method": self.method,
-                "options": self.own_options(),
-                "validation": validation.numbers,
+            options = {
+                "sparsity": self.deployed_sparsity(weights),
+                "described": self.description(validation),
             }
-            description |= {
-                "model": self.model,
-                "data": self.data,
-                "sequences": self.sequences,
-                "seed": self.seed,
-            }
-            options = {"sparsity": self.deployed_sparsity(weights), "described": description}
             write_pattern(folder, self.published(weights), self.sink, self.window, **options)
 
     def deployed_sparsity(self, weights: Float[np.ndarray, "l k"]) -> float | None:

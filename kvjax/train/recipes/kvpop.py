@@ -374,10 +374,6 @@ class ConstantCache(Recipe):
             return Policy(self.admission(params))
         return make_policy({self.used_as: self._streaming_options}, model=model)
 
-    @classmethod
-    def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
-        return make_policy({"kvpop": options}, model=model, gates=gates, force=force)
-
 
 def _model_of(folder: str) -> str:
     """Return the exported model if `folder` is a run's, else the folder itself. Raises UserError if a run has not

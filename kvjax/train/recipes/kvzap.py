@@ -117,10 +117,6 @@ class Surrogates(KVzipScores):
     def deploy(self, params: Surrogate, model: Decoder) -> Policy:
         return make_policy({self.used_as: {"ratio": self.ratio}}, model=model, gates=params)
 
-    @classmethod
-    def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
-        return make_policy({"kvzap": options}, model=model, gates=gates, force=force)
-
 
 def _logarithm(score: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.maximum(jnp.log(score), MIN_LOGARITHM)

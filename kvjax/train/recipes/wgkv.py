@@ -20,7 +20,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, load_gates, save_gates
-from kvjax.policies.admission.wgkv.files import Sizes, gate_sizes
+from kvjax.policies.admission.wgkv.files import Sizes, gate_sizes, usual_expand
 from kvjax.train.objective import student_errors
 from kvjax.train.recipe import Recipe, Rule, Validation, read_init
 from kvjax.train.thresholds import thresholds
@@ -109,8 +109,8 @@ class WriteGates(Recipe):
                 )
 
     def _sizes(self, model: ModelConfig) -> Sizes:
-        expand = self.expand or (1.5 if model.model_type == "qwen3" else 4.0)
-        return Sizes(model.num_full_layers, model.num_kv_heads, model.head_dim, expand)
+        heads = model.num_full_layers, model.num_kv_heads
+        return Sizes(*heads, model.head_dim, self.expand or usual_expand(model))
 
     def init(self, model: Decoder) -> WriteGate:
         return self._sizes(model.config).make(self.seed)
@@ -203,10 +203,6 @@ class WriteGates(Recipe):
     ) -> Mapping[str, Policy]:
         taus = dict.fromkeys([self.tau, *thresholds(held_out_gates(params, model, held_out))])
         return {f"tau={tau:.9g}": dataclasses.replace(self, tau=tau).deploy(params, model) for tau in taus}
-
-    @classmethod
-    def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
-        return make_policy({"wgkv": options}, model=model, gates=gates, force=force)
 
 
 def held_out_gates(

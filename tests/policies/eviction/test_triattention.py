@@ -255,7 +255,7 @@ def arrays_of_file(layers=3, heads=8, pairs=4, seed=0):
     return {"metadata": metadata, "stats": stats}
 
 
-def test_the_authors_file_is_read(tmp_path, model):
+def test_the_authors_file_is_read(tmp_path):
     content, file = arrays_of_file(), tmp_path / "x.pt"
     write_torch(file, content)
     statistics, description = load_statistics(file)

@@ -157,7 +157,7 @@ def test_the_summary_of_a_run_without_scorers_names_no_gates(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cache_of_all_tokens_has_no_divergence(uptrained):
+def test_a_cache_of_all_tokens_has_no_divergence():
     """With a cache that holds every token, the student equals the teacher."""
     recipe = ConstantCache(phase="sparsify", **SIZES | {"max_entries": 64})
     with jax.set_mesh(make_mesh()):

@@ -3,7 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from kvjax.checkpoints.folder import describe, exported_files, load_arrays, read_sizes, save_exported
+from kvjax.checkpoints.folder import (
+    describe,
+    exported_files,
+    load_arrays,
+    read_sizes,
+    readable_as,
+    save_exported,
+)
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.errors import UserError
 from kvjax.policies.admission.kvpop.scorer import Scorer, Sizes
@@ -21,14 +28,10 @@ def save_scorers(folder: str | Path, scorers: Scorer, description: dict[str, Any
 def load_scorers(folder: str | Path) -> tuple[Scorer, dict[str, Any]]:
     """Return the scorers and the description that `save_scorers` wrote. Raises UserError naming the faulty file."""
     description = describe(folder)
-    try:
+    with readable_as("KVPOP scorers", folder):
         sizes = Sizes(**read_sizes(description, Sizes.__annotations__))
         if description["method"] != METHOD:
             raise ValueError(f"method is {description['method']!r}")
-    except Exception as error:
-        raise UserError(
-            f"{folder}: these are no KVPOP scorers, or the files are damaged ({error!r})"
-        ) from None
     return filled(sizes.make, load_arrays(folder), exported_files(folder)[0]), description
 
 

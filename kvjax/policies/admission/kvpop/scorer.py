@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import UserError, one_of, whole_number
 from kvjax.mesh import HEADS
-from kvjax.policies.numbers import EXACT
+from kvjax.policies.numbers import EXACT, uniform_parameter
 from pallas_kernels.mlstm import Memory, Normaliser, mlstm
 
 FEATURES = "hedgehog", "none"
@@ -112,12 +112,7 @@ class Scorer(nnx.Module):
         width = half if features == "hedgehog" else head_dim
 
         def uniform(*shape: int) -> nnx.Param:
-            bound = 1 / math.sqrt(fan_in)
-            return nnx.Param(
-                jax.random.uniform(
-                    rngs.params(), heads + shape, minval=-bound, maxval=bound, out_sharding=split(*shape)
-                )
-            )
+            return uniform_parameter(rngs, heads + shape, fan_in, split(*shape))
 
         def split(*shape: int) -> P:
             return P(None, HEADS, *(None for _ in shape))

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from kvjax.checkpoints.folder import describe, exported_files, load_arrays, read_sizes, save_exported
+from kvjax.checkpoints.folder import (
+    describe,
+    exported_files,
+    load_arrays,
+    read_sizes,
+    readable_as,
+    save_exported,
+)
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.errors import UserError
 from kvjax.policies.admission.kvzap.gate import Surrogate
@@ -40,12 +47,6 @@ def save_gates(folder: str | Path, gates: Surrogate, description: Mapping[str, A
     save_exported(folder, arrays_of(gates), {"method": METHOD} | sizes._asdict() | dict(description))
 
 
-def gate_sizes(folder: str | Path) -> Sizes:
-    """Return the sizes of the surrogate in a folder without reading the weights. Raises UserError as `load_gates`
-    does."""
-    return _sizes(folder, describe(folder))
-
-
 def load_gates(folder: str | Path) -> tuple[Surrogate, dict[str, Any]]:
     """Return the surrogate in a folder that `save_gates` wrote or NVIDIA publishes, and its description.
 
@@ -68,7 +69,7 @@ def check_made_for(gates: Surrogate, model: Any) -> None:
 
 
 def _sizes(folder: str | Path, description: Mapping[str, Any]) -> Sizes:
-    try:
+    with readable_as("KVzap gates", folder):
         if description["method"] != METHOD:
             raise ValueError(f"the method is {description['method']}")
         if "input_dim" not in description:
@@ -81,8 +82,6 @@ def _sizes(folder: str | Path, description: Mapping[str, Any]) -> Sizes:
             *(["hidden_dim"] if description["hidden_dim"] else []),
         ]
         return Sizes(*(*read_sizes(description, dict.fromkeys(names, int)).values(), 0)[:4])
-    except Exception as error:
-        raise UserError(f"{folder}: these are no KVzap gates, or the files are damaged ({error!r})") from None
 
 
 def _renamed_arrays(folder: str | Path, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -90,10 +89,8 @@ def _renamed_arrays(folder: str | Path, sizes: Sizes, arrays: Mapping[str, Any])
     names = {"w2": "weight", "b2": "bias"}
     if sizes.hidden:
         names = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}
-    try:
+    with readable_as("KVzap gates", folder):
         return {
             ours: np.stack([arrays[f"layers.{layer}.{name}"] for layer in range(sizes.layers)])
             for ours, name in names.items()
         }
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{folder}: these are no KVzap gates, or the files are damaged ({error!r})") from None

@@ -1,8 +1,5 @@
 """The surrogate, which predicts the logarithm of KVzip+'s score from the attention block's input."""
 
-import math
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -10,7 +7,7 @@ from jaxtyping import Array, Float
 
 from kvjax.mesh import HEADS
 from kvjax.policies.admission.wgkv.gate import gelu
-from kvjax.policies.numbers import EXACT
+from kvjax.policies.numbers import EXACT, uniform_parameter
 
 
 class Surrogate(nnx.Module):
@@ -26,12 +23,8 @@ class Surrogate(nnx.Module):
         self.hidden = hidden
 
         def draw(fan_in: int, *shape: int, heads: bool = True) -> nnx.Param:
-            bound = 1 / math.sqrt(fan_in)
             spec = P(None, HEADS if heads else None, *(None,) * (len(shape) - 1))
-            drawn = jax.random.uniform(
-                rngs.params(), (layers, *shape), minval=-bound, maxval=bound, out_sharding=spec
-            )
-            return nnx.Param(drawn)
+            return uniform_parameter(rngs, (layers, *shape), fan_in, spec)
 
         if hidden:
             self.w1, self.b1 = draw(width, hidden, width, heads=False), draw(width, hidden, heads=False)

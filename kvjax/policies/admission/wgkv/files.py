@@ -8,17 +8,22 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from kvjax.checkpoints.folder import read_sizes, save_exported
+from kvjax.checkpoints.folder import read_sizes, readable_as, save_exported
 from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
-from kvjax.errors import UserError, shown
+from kvjax.errors import UserError
 from kvjax.policies.admission.wgkv.gate import WriteGate
 
 PUBLISHED = {"tau": 0.1, "window": 256}
 """The values with which the authors' gates were trained and are used. Their files do not contain them."""
 PREFIX = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.g_predictors\.(.+)")
 """The pattern of names in the authors' files: the layer, and an array of its gates."""
+
+
+def usual_expand(model: Any) -> float:
+    """Return the hidden width of a model's gates over head_dim in WG-KV's code: 1.5 for Qwen3, else 4."""
+    return 1.5 if model.model_type == "qwen3" else 4.0
 
 
 class Sizes(NamedTuple):
@@ -80,13 +85,11 @@ def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
 
 
 def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
-    try:
+    with readable_as("WG-KV gates", folder):
         sizes = Sizes(**read_sizes(description, Sizes.__annotations__))
         if min(sizes.shape) < 1:
             raise ValueError(f"{sizes}")
-        return sizes
-    except Exception as error:
-        raise UserError(f"{folder}: these are no WG-KV gates, or the files are damaged ({error!r})") from None
+    return sizes
 
 
 def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -113,13 +116,7 @@ def _published(opened: TorchFile) -> OpenGates[Sizes]:
 
 def _layers(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
     """Return the sizes that the first layer has, and the arrays of each layer by name."""
-    by_layer: dict[int, dict[str, Any]] = {}
-    for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
-        parts = PREFIX.fullmatch(str(name))
-        if parts is None:
-            raise UserError(f"{opened.file}: these are no WG-KV gates, which have no {shown(name)}")
-        by_layer.setdefault(int(parts[1]), {})[parts[2]] = value
-    layers = [by_layer.get(index, {}) for index in range(max(by_layer, default=-1) + 1)]
+    layers = opened.layers(PREFIX, "WG-KV gates")
     shapes = [shape_of(layers[0], name) for name in ("pre_key_norm.weight", "conv2.weight")] if layers else []
     match shapes:
         case [(int(head_dim),), (int(kv_heads), int(width), 1)] if min(head_dim, kv_heads, width) > 0:

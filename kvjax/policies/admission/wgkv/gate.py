@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from kvjax.mesh import HEADS, axis_size
-from kvjax.policies.numbers import EXACT
+from kvjax.policies.numbers import EXACT, uniform_parameter
 
 
 class WriteGate(nnx.Module):
@@ -24,19 +24,15 @@ class WriteGate(nnx.Module):
         split = "fsdp" if width % axis_size("fsdp") == 0 else None
 
         def uniform(fan_in, shape, *spec):
-            bound = 1 / math.sqrt(fan_in)
-            drawn = jax.random.uniform(
-                rngs.params(), shape, minval=-bound, maxval=bound, out_sharding=P(*spec)
-            )
-            return nnx.Param(drawn)
+            return uniform_parameter(rngs, (layers, kv_heads, *shape), fan_in, P(None, HEADS, *spec))
 
         fan_in = 2 * head_dim
         self.norm_pre = nnx.Param(jnp.ones((layers, head_dim), out_sharding=P(None, None)))
         self.norm_post = nnx.Param(jnp.ones((layers, head_dim), out_sharding=P(None, None)))
-        self.w1 = uniform(fan_in, (layers, kv_heads, fan_in, width), None, HEADS, None, split)
-        self.b1 = uniform(fan_in, (layers, kv_heads, width), None, HEADS, split)
-        self.w2 = uniform(width, (layers, kv_heads, width), None, HEADS, split)
-        self.b2 = uniform(width, (layers, kv_heads), None, HEADS)
+        self.w1 = uniform(fan_in, (fan_in, width), None, split)
+        self.b1 = uniform(fan_in, (width,), split)
+        self.w2 = uniform(width, (width,), split)
+        self.b2 = uniform(width, ())
 
     def __call__(self, k_pre: Float[Array, "b k t h"], k: Float[Array, "b k t h"]) -> Float[Array, "b k t"]:
         """Return the gates of one layer's tokens (this module sliced to that layer), in (0, 1)."""

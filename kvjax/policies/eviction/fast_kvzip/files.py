@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from kvjax.builtin import BUILTIN
-from kvjax.checkpoints.folder import read_sizes, save_exported
+from kvjax.checkpoints.folder import read_sizes, readable_as, save_exported
 from kvjax.checkpoints.gates import OpenGates, open_gates
 from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.checkpoints.torch_file import TorchFile, shape_of
@@ -94,15 +94,11 @@ def _named(path: str | Path) -> str | Path:
 def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
     if (method := description.get("method", METHOD)) != METHOD:
         raise UserError(f"{folder}: these are gates of {method}, not of Fast KVzip")
-    try:
+    with readable_as("Fast KVzip gates", folder):
         sizes = Sizes(**read_sizes(description, Sizes.__annotations__))
         if sizes.form not in FORMS or sizes.inputs not in INPUTS:
             raise ValueError(f"{sizes}")
-        return sizes
-    except Exception as error:
-        raise UserError(
-            f"{folder}: these are no Fast KVzip gates, or the files are damaged ({error!r})"
-        ) from None
+    return sizes
 
 
 def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> dict[str, Any]:

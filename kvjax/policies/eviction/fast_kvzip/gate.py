@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import one_of, whole_number
 from kvjax.mesh import HEADS
-from kvjax.policies.numbers import EXACT
+from kvjax.policies.numbers import EXACT, uniform_parameter
 from kvjax.policies.views import Step
 
 INPUTS = "hidden", "k", "k_pre"
@@ -70,9 +70,7 @@ class SinkGate(nnx.Module):
             spec = P(None, HEADS if heads else None, *(None,) * (len(shape) - 2))
             if value is not None:
                 return nnx.Param(jnp.full(shape, value, jnp.float32, out_sharding=spec))
-            bound = 1 / math.sqrt(width)
-            drawn = jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound, out_sharding=spec)
-            return nnx.Param(drawn)
+            return uniform_parameter(rngs, shape, width, spec)
 
         FORMS[form].parameters(self, draw)
 

@@ -1,24 +1,21 @@
 """The eviction: the entries that the gates score lowest are dropped, of all layers and kv heads together."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from kvjax.chat_template import opening
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, one_of, real_number, shown, whole_number
-from kvjax.policies.base import Eviction, LateMetadata, Numbers
-from kvjax.policies.budget import Shares
+from kvjax.policies.base import Eviction, LateMetadata, Numbers, StoredScore
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, check_made_for, load_gates
 from kvjax.policies.eviction.fast_kvzip.gate import INPUTS, SinkGate, inputs
 from kvjax.policies.eviction.texts import check_tokenizer, token_ids
 from kvjax.policies.schedule import Needs, Schedule, Undecided
 from kvjax.policies.trigger import Trigger
-from kvjax.policies.views import Readout, Shape, Step, Stored
+from kvjax.policies.views import Readout, Shape, Step
 from kvjax.struct import assign, changed, host, remembered, static, struct
 
 CHUNK = 16_000
@@ -32,7 +29,7 @@ Waiting = Any
 
 
 @struct
-class FastKVzip(LateMetadata, Eviction):
+class FastKVzip(LateMetadata, StoredScore):
     """A gate's prediction of KVzip's score, which is stored with each entry (Sec. 3).
 
     A prompt is compacted chunk by chunk. The entries before its newest `window` tokens are compared once with a
@@ -122,16 +119,8 @@ class FastKVzip(LateMetadata, Eviction):
         return Needs(last=last, first=FIRST, undecided=undecided, prefix=prefix, opening=opening)
 
     @property
-    def shares(self) -> Shares:
-        return Shares(over="model")
-
-    @property
     def usual_trigger(self) -> Trigger:
         return Trigger("chunk", chunk=CHUNK)
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        return {"score": "float32"}
 
     @property
     def pending(self) -> int:
@@ -158,6 +147,3 @@ class FastKVzip(LateMetadata, Eviction):
 
     def late(self, observations: Waiting) -> Numbers:
         return {"score": self.gates(observations)}
-
-    def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
-        return stored.metadata["score"]

@@ -391,7 +391,7 @@ def test_a_budget_below_the_protected_entries_is_refused_before_prefill(model, g
         inference.generate(model, ROWS[:1], policy=policy)
 
 
-def test_a_pyramid_is_refused(model, gates):
+def test_a_pyramid_is_refused(gates):
     with pytest.raises(UserError, match="a pyramid divides budgets of whole prompts"):
         make_policy("fast_kvzip:ratio=0.5,pyramidkv", gates=gates)
 
