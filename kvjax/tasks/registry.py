@@ -1,8 +1,6 @@
 """All tasks by name. A new suite is one file and an entry in `SUITES`."""
 
-import difflib
-
-from kvjax.errors import UserError
+from kvjax.errors import UserError, nearest
 from kvjax.tasks import contests, helmet, kvjax_tasks, longbench, longproc, ruler, scbench
 from kvjax.tasks.suite import Dataset, Inputs, Suite
 
@@ -15,7 +13,7 @@ TASKS: dict[str, Suite] = {name: suite for suite in SUITES for name in suite.tas
 def suite_of(task: str) -> Suite:
     """Return the suite of a task. Raises UserError, with the nearest names, for an unknown task."""
     if task not in TASKS:
-        near = difflib.get_close_matches(task, TASKS) or list(TASKS)
+        near = nearest(task, TASKS) or list(TASKS)
         raise UserError(f"--tasks: unknown task {task!r}; the nearest known: {', '.join(near)}")
     return TASKS[task]
 
@@ -33,5 +31,5 @@ def check_data(names: list[str]) -> None:
     known = sorted({name for suite in TASKS.values() for name in suite.data})
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known) or known
+            near = nearest(name, known) or known
             raise UserError(f"--data: unknown name {name!r}; the nearest known: {', '.join(near)}")

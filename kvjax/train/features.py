@@ -19,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, shown_bytes
 from kvjax.files import partial_folder
 from kvjax.train.batches import Rows
 from kvjax.train.precomputed import (
     check_disk_space,
     check_manifest,
     explain_disk_errors,
-    format_size,
     write_manifest,
 )
 
@@ -67,7 +66,7 @@ class MemoryStore:
     @property
     def plan(self) -> str:
         """A text that says how large the features are and where they are."""
-        return f"{format_size(sum(self.sizes) * self.layout.bytes)} of the host's memory"
+        return f"{shown_bytes(sum(self.sizes) * self.layout.bytes)} of the host's memory"
 
     @contextlib.contextmanager
     def writing(self, index: int) -> Iterator[dict[str, np.ndarray]]:
@@ -120,7 +119,7 @@ class FolderStore:
     @property
     def plan(self) -> str:
         """A text that says how large the features are and where they are."""
-        return f"{format_size(sum(self.sizes) * self.layout.bytes)} in {self.folder}"
+        return f"{shown_bytes(sum(self.sizes) * self.layout.bytes)} in {self.folder}"
 
     @contextlib.contextmanager
     def writing(self, index: int) -> Iterator[dict[str, np.ndarray]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checkpoints.fingerprint import KEY, agreement
-from kvjax.errors import UserError
+from kvjax.errors import UserError, shown_bytes
 from kvjax.files import write_text
 
 MANIFEST = "manifest.json"
@@ -69,7 +69,7 @@ def check_disk_space(folder: Path, need: int, description: str, remedy: str) -> 
     free = shutil.disk_usage(nearest).free
     if need and need + SPARE > free:
         raise UserError(
-            f"{description} take {format_size(need)} in {folder}, whose disk has {format_size(free)} free: {remedy}"
+            f"{description} take {shown_bytes(need)} in {folder}, whose disk has {shown_bytes(free)} free: {remedy}"
         )
 
 
@@ -84,8 +84,3 @@ def explain_disk_errors(folder: Path, finished: Callable[[], str]) -> Iterator[N
             f"{folder}: {'the disk is full' if full else error.strerror or error}: {finished()} finished and stay; the "
             "same command with the same --out goes on from there"
         ) from None
-
-
-def format_size(count: int) -> str:
-    """Return a number of bytes in MiB or GiB."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -116,7 +116,7 @@ def test_two_runs_may_compute_a_context_at_the_same_time(shards, tmp_path):
 def test_a_disk_without_space_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     with pytest.raises(
-        UserError, match=r"^the targets of 410 positions take 0.0 MiB in .*, whose disk has 1.0 MiB free"
+        UserError, match=r"^the targets of 410 positions take [0-9.]+ KiB in .*, whose disk has 1.00 MiB free"
     ):
         FolderStore(tmp_path / "targets", KIND, SIZES, MANIFEST)
     assert not (tmp_path / "targets").exists()

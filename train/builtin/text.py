@@ -3,14 +3,13 @@
 The text is the standard library's source, part of it held out. The tokenizer is a BPE trained on the rest.
 """
 
-import json
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from kvjax.models.json_file import write_json
 from kvjax.tasks import SPECIAL_TOKENS, Vocabulary
 from kvjax.tasks.builtin import FILE_HEADING
 
@@ -80,7 +79,3 @@ def save_tokenizer(tokenizer: Tokenizer, vocabulary: Vocabulary, folder: Path) -
     }
     write_json(folder / "tokenizer_config.json", settings | marks)
     write_json(folder / "generation_config.json", ids)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -10,14 +10,13 @@ variables, frequent, questions: the writers; haystack, random_strings, words: th
 SQuAD and HotpotQA. published: RULER's own samples. A new task is an entry in `RULER_TASKS`.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, nearest
 from kvjax.tasks.prompt import Example, PromptEncoder
 from kvjax.tasks.ruler import frequent, needles, questions, variables
 from kvjax.tasks.ruler.frequent import CodedWords, CommonWords
@@ -136,7 +135,7 @@ def published_examples(data: Path, name: str, length: int) -> list[Example]:
 
 def _entry(name: str) -> RulerEntry:
     if name not in RULER_TASKS:
-        near = difflib.get_close_matches(name, RULER_TASKS) or list(RULER_TASKS)
+        near = nearest(name, RULER_TASKS) or list(RULER_TASKS)
         raise UserError(f"RULER has no task called {name!r}; did you mean {', '.join(near)}?")
     return RULER_TASKS[name]
 
