@@ -172,8 +172,12 @@ class Decoder(nnx.Module):
         axis = token_axis(tokens.shape[1])
         tokens = reshard(tokens, P("data", axis))
         table = self.embed[...]
-        bits = as_bits(table) if frozen and target().platform == "cpu" else table
-        x = as_floats(bits.at[tokens].get(out_sharding=P("data", axis, "fsdp")), table.dtype)
+        dtype = table.dtype
+        if frozen and target().platform == "cpu":
+            # without the barrier XLA would take the bits of the whole table before a loop over tokens, and store them
+            table, tokens = jax.lax.optimization_barrier((table, tokens))
+            table = as_bits(table)
+        x = as_floats(table.at[tokens].get(out_sharding=P("data", axis, "fsdp")), dtype)
         if self.embed_scale is not None:
             scale = self.embed_scale[...].at[tokens].get(out_sharding=P("data", axis))
             x = (x * scale[..., None]).astype(self.dtype)
@@ -319,7 +323,7 @@ def layer_body(
         x, carry = carried
         layer, index, kind_index, xs = inputs
         layer = jax.tree.map(
-            lambda weight, stack: stack if weight is None else as_floats(weight, stack.dtype),
+            lambda weight, stack: stack if weight is None else weight,
             *(layer, model.layers),
             is_leaf=lambda x: x is None,
         )
@@ -370,8 +374,6 @@ def scan_layers(
         sliding-window layers.
     """
     config, layers = model.config, model.layers
-    if frozen and target().platform == "cpu":
-        layers = jax.tree.map(as_bits, layers)
     if frozen and _reads_in_place(config, x):
         layers = jax.tree.map(lambda x: None if x.ndim == 3 else x, layers)
     by_kind = attend, slide or sliding_attention(config)
@@ -389,7 +391,8 @@ def scan_layers(
         full = segment.slides.count(False)
         segment_xs = by_period(xs, before[False], full, segment.repeats) if full else None
         # a scan slices one layer's weights at a time only if it runs over all layers, with one layer in a period
-        in_place = frozen and (len(segment.slides) > 1 or segment.layers < config.num_layers)
+        sliced = len(segment.slides) == 1 and segment.layers == config.num_layers
+        in_place = frozen and (not sliced or target().platform == "cpu")
         (x, carry), ys = _scan_segment(
             bodies, segment, tuple(before), layers, in_place, (x, carry), segment_xs
         )
@@ -431,4 +434,13 @@ def _scan_segment(bodies, segment: Segment, before, layers, in_place: bool, carr
 
 def layer_at(layers: Any, index: Int[Array, ""]) -> Any:
     """Return the values of one layer, given the stacked values of all layers."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
+
+    def read(stack):
+        if target().platform != "cpu":
+            return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+        # without the barrier XLA would take the bits of all layers before a loop over layers, and store them
+        floats, at = jax.lax.optimization_barrier((stack, index))
+        bits = jax.lax.dynamic_index_in_dim(as_bits(floats), at, keepdims=False)
+        return as_floats(bits, stack.dtype)
+
+    return jax.tree.map(read, layers)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from packaging.version import Version
 
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
@@ -69,6 +71,32 @@ def test_random_weights_do_not_depend_on_the_mesh():
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
         assert shape.sharding.spec == array.sharding.spec
         np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
+
+
+def test_frozen_weights_of_16_bits_are_copied_one_layer_at_a_time():
+    """XLA's CPU backend copied all layers, and the table of embeddings, before a loop over tokens."""
+
+    def attend(step, carry, xs):
+        return step.q, carry, None
+
+    def run(model, tokens):
+        def step(total, tokens):
+            x = model.embed_tokens(tokens, frozen=True)
+            y, *_ = scan_layers(model, x, jnp.zeros_like(tokens), attend, frozen=True)
+            return total + y.astype(jnp.float32).sum(), None
+
+        return jax.lax.scan(step, jnp.float32(0), tokens)[0]
+
+    with use_mesh():
+        sizes = config(16, width=64, mlp_width=256, head_dim=16, vocab_size=8192, tied=True)
+        built = filled(sizes, jnp.bfloat16)
+        lowered = jax.jit(run).lower(built, jnp.asarray(ids(12, 8).reshape(6, 2, 8)))
+        # conftest.py takes an older way of emitting loops, which makes no such copies
+        older = Version(version("jaxlib")) < Version("0.11")
+        memory = lowered.compile({"xla_cpu_use_fusion_emitters": True} if older else {}).memory_analysis()
+    assert memory is not None
+    a_layer, table = 2 * (built.layers.gate_up[...].size + built.layers.down[...].size) / 16, 2 * 8192 * 64
+    assert memory.temp_size_in_bytes < min(4 * a_layer, table)
 
 
 def test_layers_are_gathered_one_at_a_time():
