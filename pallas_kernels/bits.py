@@ -1,4 +1,4 @@
-"""Floats of 8 and 16 bits as integers with the same bits. CPUs store pages and stacked weights in this form.
+"""Floats of 8 and 16 bits as integers with the same bits. CPUs store pages in this form, and read weights in it.
 
 XLA's CPU backend (jax 0.10.2) cannot scatter such floats or slice them out of a stack in a loop. It converts the whole
 array to wider floats: the pool (and back) in every layer of every step, the weights in every call. Integers are moved
@@ -9,7 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int, Shaped
+
+from pallas_kernels.choose import target
 
 BITS = {1: jnp.uint8, 2: jnp.uint16}
 """Integer dtypes by the number of bytes of the floats whose bits they hold."""
@@ -34,3 +36,19 @@ def as_floats(x: Shaped[Array, "*s"], dtype: Any) -> Shaped[Array, "*s"]:
             f"the bits are those of {8 * x.dtype.itemsize}-bit floats, not of {jnp.dtype(dtype).name}"
         )
     return lax.bitcast_convert_type(x, dtype)
+
+
+def item(stack: Shaped[Array, "..."], *index: Int[Array, ""]) -> Shaped[Array, "..."]:
+    """Return `stack[index]`. A CPU reads only this part of a stack of floats of 8 or 16 bits."""
+    sizes = *(1 for _ in index), *stack.shape[len(index) :]
+
+    def read(stack, index):
+        start = *index, *(0 for _ in stack.shape[len(index) :])
+        return lax.squeeze(lax.dynamic_slice(stack, start, sizes), range(len(index)))
+
+    if target().platform != "cpu":
+        return read(stack, index)
+    # Without the barrier XLA would take the bits of the whole stack before the loops around this, and store them. It
+    # would also take them once for several items, and then store them too.
+    floats, index = lax.optimization_barrier((stack, index))
+    return as_floats(read(as_bits(floats), index), stack.dtype)

@@ -33,7 +33,7 @@ from kvjax.models.periods import Segment, by_period, in_order, joined, member, s
 from kvjax.models.rope import cos_sin
 from kvjax.policies.views import Step
 from kvjax.struct import leaves_by_path
-from pallas_kernels.bits import as_bits, as_floats
+from pallas_kernels.bits import as_bits, as_floats, item
 from pallas_kernels.choose import target
 from pallas_kernels.softmax import with_sink
 from pallas_kernels.stack_product import MOST_ROWS
@@ -434,13 +434,4 @@ def _scan_segment(bodies, segment: Segment, before, layers, in_place: bool, carr
 
 def layer_at(layers: Any, index: Int[Array, ""]) -> Any:
     """Return the values of one layer, given the stacked values of all layers."""
-
-    def read(stack):
-        if target().platform != "cpu":
-            return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
-        # without the barrier XLA would take the bits of all layers before a loop over layers, and store them
-        floats, at = jax.lax.optimization_barrier((stack, index))
-        bits = jax.lax.dynamic_index_in_dim(as_bits(floats), at, keepdims=False)
-        return as_floats(bits, stack.dtype)
-
-    return jax.tree.map(read, layers)
+    return jax.tree.map(lambda stack: item(stack, index), layers)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.bits import as_bits, as_floats
+from pallas_kernels.bits import item
 from pallas_kernels.choose import target
 from pallas_kernels.eight_bits import dequantised, widened
 from pallas_kernels.varying import alike
@@ -15,16 +15,11 @@ SUMS = 4
 
 
 def xla(x, stack, layer, scale=None):
-    kind, scale = (
-        stack.dtype,
-        None if scale is None else lax.dynamic_index_in_dim(scale, layer, keepdims=False),
-    )
-    if on_cpu := target().platform == "cpu":
-        stack = as_bits(stack)
+    scale = None if scale is None else lax.dynamic_index_in_dim(scale, layer, keepdims=False)
     block = stack.shape[1] // (1 if scale is None else len(scale))
-    if on_cpu and len(x) == 1 and block % INPUTS[kind.itemsize] == 0:
-        return _one_row(x, stack, layer, scale, kind)
-    weights = as_floats(lax.dynamic_index_in_dim(stack, layer, keepdims=False), kind)
+    if target().platform == "cpu" and len(x) == 1 and block % INPUTS[stack.dtype.itemsize] == 0:
+        return _one_row(x, stack, layer, scale)
+    weights = item(stack, layer)
     if scale is None:
         return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
     if len(scale) > 1:
@@ -32,23 +27,22 @@ def xla(x, stack, layer, scale=None):
     return jnp.matmul(x, widened(weights, x.dtype), preferred_element_type=jnp.float32) * scale
 
 
-def _one_row(x, stack, layer, scale, kind):
+def _one_row(x, stack, layer, scale):
     """Return x · stack[layer] for one row of x on a CPU, reading the layer's rows in place.
 
     XLA's own product (jax 0.10.2) first copies the layer, and then converts narrow weights to float32 in memory.
-
-    kind: the dtype of the numbers whose bits are in the stack.
     """
-    (_, inputs, columns), step = stack.shape, INPUTS[kind.itemsize]
-
-    def product(at):
-        row = as_floats(lax.dynamic_slice(stack, (layer, at, 0), (1, 1, columns))[0], kind)
-        return lax.dynamic_slice(x, (0, at), (1, 1)).astype(jnp.float32) * widened(row, jnp.float32)
+    (_, inputs, columns), step = stack.shape, INPUTS[stack.dtype.itemsize]
 
     def add(index, sums):
         first = index * step
+        values = lax.dynamic_slice(x, (0, first), (1, step))[0].astype(jnp.float32)
+
+        def product(at):
+            return values[at] * widened(item(stack, layer, first + at), jnp.float32)
+
         # The sums do not wait for one another.
-        parts = [sum(product(first + at) for at in range(start, step, SUMS)) for start in range(SUMS)]
+        parts = [sum(product(at) for at in range(start, step, SUMS)) for start in range(SUMS)]
         return sums + sum(parts) * (1 if scale is None else scale[first * len(scale) // inputs])
 
     sums = jnp.zeros((1, columns), jnp.float32)
