@@ -17,7 +17,7 @@ from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import forward, padded, pieces
 from kvjax.inference.reconstruction import all_of, reconstruct
 from kvjax.mesh import on_host, use_mesh
-from kvjax.models.decoder import Decoder
+from kvjax.models.decoder import Decoder, layer_at
 from kvjax.policies import Policy, Ratio, Schedule
 from kvjax.policies.compiled import View
 from kvjax.policies.eviction.kvzip import KVzip
@@ -79,7 +79,7 @@ def read_piece(
 def _scores(cache: Cache, layer: Int[Array, ""], *, tokens: int) -> Float[Array, "b k t"]:
     """Return the scores of one layer's tokens from the entry metadata. All tokens are stored, so the index of an entry
     is its position."""
-    layer_state = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), cache.layers)
+    layer_state = layer_at(cache.layers, layer)
 
     def local(scores, layer):
         position = jnp.broadcast_to(jnp.arange(tokens), (*layer.length.shape, tokens))

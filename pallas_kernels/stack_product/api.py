@@ -12,7 +12,7 @@ from pallas_kernels.varying import alike
 
 IMPLEMENTATIONS = {"xla": xla, "reference": reference, "gpu": gpu}
 FASTEST = {"cpu": "xla", "tpu": "xla", "gpu": "gpu"}
-"""The default of each backend. With "xla" a TPU reads the slice in place; a CPU copies it."""
+"""The default of each backend. With "xla" a TPU reads the slice in place, and a CPU copies it for more than one row."""
 MOST_ROWS = 64
 """The most rows that the GPU kernel takes. With more rows, copying the weights costs little compared to the product."""
 
